@@ -1,0 +1,1 @@
+"""aiockpt: an asyncio checkpoint engine for PyTorch training."""

@@ -1,0 +1,473 @@
+"""The face: what a training program calls, from any thread. Every operation returns a future.
+
+``Checkpointer`` walks the state and takes the snapshot on the caller's thread; everything else happens on its own loop
+thread (`aiockpt.engine`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, TypeVarTuple
+
+import anyio
+import anyio.to_thread
+import msgspec
+import torch
+
+from aiockpt.adapters.native import StateWalker
+from aiockpt.engine import keep
+from aiockpt.engine.context import Engine
+from aiockpt.engine.keep import Description, Pruned, StepInfo, Verified
+from aiockpt.engine.load import Filled, LoadRequest, load
+from aiockpt.engine.read import read
+from aiockpt.engine.save import save
+from aiockpt.engine.ticket import Ticket
+from aiockpt.errors import BackgroundSaveError, SaveCancelledError, SaveSkippedError, UsageError
+from aiockpt.events import Observer, SaveSkipped
+from aiockpt.options import IO, MIB, Deadlines, OnError, OnExists, Options, Retention, WhenFull
+from aiockpt.runtime.barrier import MutationBarrier
+from aiockpt.runtime.future import Future, LoadFuture, LoadResult, SaveFuture, SaveResult
+from aiockpt.runtime.limits import run_blocking
+from aiockpt.runtime.loop import LoopThread, refuse_in_event_loop, runs_event_loop
+from aiockpt.runtime.memory import available_bytes
+from aiockpt.runtime.ranks import find_ranks
+from aiockpt.runtime.world import World
+from aiockpt.state.shards import ShardedState
+from aiockpt.storage.backend import Backend
+from aiockpt.storage.open import open_backend
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+State = Mapping[str, Any]
+
+logger = logging.getLogger("aiockpt")
+
+INLINE_COPY_BYTES = 16 * MIB
+"""Inside a running event loop a larger state is copied on a worker: 16 MiB is about a millisecond."""
+
+
+class Checkpointer:
+    """Saves and loads the state of one training run below one root.
+
+    Use it as ``with`` or ``async with``: leaving the block waits until all is committed, and raises what went wrong. A
+    program that ends without either still finishes its saves. Any thread may call it; a forked child may not.
+
+    Args:
+        url: where to: ``/path``, ``file://``, ``memory://name``, or a `aiockpt.storage.backend.Backend`.
+        retention: what to keep, applied after each commit; None keeps all.
+        every: ``step()`` saves when the step is a multiple of it; None leaves the decision to you.
+        max_in_flight: saves that may run at once.
+        when_full: ``"wait"`` for the oldest when that many run, or ``"skip"`` the new one (its future says so).
+        on_exists: what to do when a step is committed already: add a ``"new_generation"``, ``"skip"``, or ``"raise"``.
+        on_error: a failed background save is raised by the next call (``"raise"``), warned of, or given to a callable.
+        io: how bytes move: pool, block and slab sizes, verification.
+        deadlines: when a wait gives up.
+        observers: who is told of events (`aiockpt.events`), on the loop thread.
+        world: the outside (files, clock, random bytes); tests pass a simulated one.
+
+    Raises:
+        UsageError: an option or the URL cannot be used; the message says which and what can.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str] | Backend,
+        *,
+        retention: Retention | None = None,
+        every: int | None = None,
+        max_in_flight: int = 2,
+        when_full: WhenFull = "wait",
+        on_exists: OnExists = "new_generation",
+        on_error: OnError = "raise",
+        io: IO = IO(),
+        deadlines: Deadlines = Deadlines(),
+        observers: Sequence[Observer] = (),
+        world: World | None = None,
+    ) -> None:
+        self._options = Options(
+            retention=retention,
+            every=every,
+            max_in_flight=max_in_flight,
+            when_full=when_full,
+            on_exists=on_exists,
+            on_error=on_error,
+            io=io,
+            deadlines=deadlines,
+        )
+        ranks = find_ranks()
+        world = world or World()
+        backend = open_backend(url, world=world)
+        self._loop = LoopThread("aiockpt", on_exit=self._drain_at_exit)
+        self._engine = Engine(backend, self._loop, self._options, observers, world, ranks)
+        self._walker = StateWalker()
+        self._barrier = MutationBarrier(deadlines.slab_s)
+        self._saves: list[SaveFuture] = []
+        self._unclaimed: list[LoadFuture[Any]] = []
+
+    # ------------------------------------------------------------------ save
+
+    def save(
+        self, step: int, state: State, *, metrics: Mapping[str, float] | None = None, user: object = None
+    ) -> SaveFuture:
+        """Snapshot *state* and save it as *step* in the background.
+
+        When this returns the state may change: its tensors were copied. Inside a running event loop a large state is
+        copied on a worker instead; ``await save.snapshotted()`` before you change it (optimizers wait by themselves).
+
+        Args:
+            step: its number, 0 or more.
+            state: nested dict of modules, optimizers, anything with ``state_dict()/load_state_dict()``, tensors and plain
+                values; see README.
+            metrics: numbers for ``Retention(best=…)`` and for people.
+            user: anything JSON can hold; kept in the manifest.
+
+        Raises:
+            UnsupportedStateError: a leaf cannot be saved; it is named, and nothing was written.
+            BackgroundSaveError: an *earlier* save failed (``on_error="raise"``); this one was started and is in ``.future``.
+        """
+        self._check_call()
+        _check_step(step)
+        walked = self._walker.walk(state)
+        elsewhere = runs_event_loop()
+        if self._is_full() and (self._options.when_full == "skip"):
+            future = self._skipped(step)
+        else:
+            future = self._start(step, walked, metrics or {}, user, elsewhere)
+        self._report_failures(future)
+        return future
+
+    def _start(
+        self, step: int, walked: ShardedState, metrics: Mapping[str, float], user: object, elsewhere: bool
+    ) -> SaveFuture:
+        ticket = Ticket(self._engine, step, walked, _plain_metrics(metrics), _plain_json(user))
+        self._engine.pool.settle_ceiling(ticket.plan.file_bytes, available_bytes() // 4)
+        elsewhere = elsewhere and (ticket.plan.tensor_bytes > INLINE_COPY_BYTES or self._is_full())
+        before = self._must_end_first()
+        self._saves.append(ticket.future)
+        if elsewhere:
+            self._barrier.guard(ticket.future.snapshotted(), ticket.stop)
+            self._loop.in_worker(self._copy_after, before, ticket)
+        else:
+            self._copy_after(before, ticket)
+        return ticket.future
+
+    def _copy_after(self, before: SaveFuture | None, ticket: Ticket) -> None:
+        """Wait for the save that must end first, start this one, and copy its state on this thread."""
+        if before is not None:
+            before._wait_anyway(self._options.deadlines.close_s)  # noqa: SLF001  its own engine's
+        self._loop.submit(self._run, ticket)
+        ticket.copy()
+
+    async def _run(self, ticket: Ticket) -> None:
+        result = await ticket.run(save)
+        if result is not None and not result.existed:
+            await keep.tidy(self._engine, result)
+
+    def _is_full(self) -> bool:
+        self._saves = [future for future in self._saves if not future.done()]
+        return len(self._saves) >= self._options.max_in_flight
+
+    def _must_end_first(self) -> SaveFuture | None:
+        """Return the save that must end before a new one may begin, so that at most ``max_in_flight`` run."""
+        return self._saves[-self._options.max_in_flight] if self._is_full() else None
+
+    def _skipped(self, step: int) -> SaveFuture:
+        reason = f"{len(self._saves)} saves are in flight and when_full is 'skip'"
+        future = SaveFuture(step)
+        future._fail(SaveSkippedError(f"step {step} was not saved: {reason}"))  # noqa: SLF001
+        event = SaveSkipped(at_ns=self._engine.now_ns(), step=step, reason=reason)
+        self._loop.call_soon(self._engine.emit, event)
+        return future
+
+    def warm_up(self, state: State) -> Future[None]:
+        """Make the first save as cheap as the later ones: plan it, and fault the staging pool in, in the background."""
+        self._check_call()
+        plan = self._engine.plan(self._walker.walk(state))
+        self._engine.pool.settle_ceiling(plan.file_bytes, available_bytes() // 4)
+        wanted = sum(len(file.windows) for file in plan.files) * self._engine.pool.slab_bytes
+        return self._operation("warm_up", run_blocking, self._engine.state_work, self._engine.pool.warm_up, wanted)
+
+    def barrier(self) -> None:
+        """Block until no snapshot is being copied, before you change the state by hand. Optimizers do it by themselves."""
+        self._barrier.wait()
+
+    # ------------------------------------------------------------------ load
+
+    def load(
+        self,
+        state: State,
+        step: int | None = None,
+        *,
+        only: Sequence[str] | None = None,
+        strict: bool = True,
+        map: Mapping[str, str] | Callable[[str], str] | None = None,  # noqa: A002  the word users expect
+    ) -> LoadFuture[LoadResult | None]:
+        """Fill *state* in place from a step; from the newest valid one for None.
+
+        Worker threads fill the tensors; schedulers, optimizer state and plain values are filled on the thread that waits
+        for the future first. Until somebody waits, the load is not complete.
+
+        Args:
+            state: as for ``save``; tensors are overwritten in place, lazily created optimizer state is created.
+            only: top-level keys, or dotted prefixes of names, to load; None loads all.
+            strict: raise unless checkpoint and state fit exactly. False loads what fits and reports the rest.
+            map: from a name in the state to its name in the checkpoint.
+
+        Returns:
+            A future of what was loaded; of None only when no checkpoint exists at all.
+
+        Raises (through the future):
+            StateMismatchError: all differences by name; nothing was overwritten.
+            NoValidCheckpointError: steps exist and none is valid.
+            CorruptionError, StepNotFoundError: the step asked for is damaged, or not there.
+        """
+        self._check_call()
+        self._barrier.wait()
+        self._raise_failures(None)
+        names = (only,) if isinstance(only, str) else only
+        request = LoadRequest(state, step, names, strict, map)
+        future: LoadFuture[LoadResult | None] = LoadFuture(f"load of step {'newest' if step is None else step}")
+        self._unclaimed.append(future)
+
+        async def run() -> LoadResult | None:
+            filled: Filled | None = await load(self._engine, request)
+            if filled is None:
+                return None
+            future._finish = filled.target.apply  # noqa: SLF001  applied by whoever waits first
+            return filled.result
+
+        self._settle(future, run)
+        return future
+
+    def read(self, step: int | None, name: str, *, rows: slice | None = None) -> Future[torch.Tensor]:
+        """Read one tensor, or the *rows* of its first axis, verified; from the newest valid step for None.
+
+        Raises (through the future):
+            StateMismatchError: the step has no tensor of that name; close ones are listed.
+        """
+        return self._operation(f"read of {name}", read, self._engine, step, name, rows)
+
+    def describe(self, step: int | None = None) -> Future[Description]:
+        """List what a step holds (the newest valid one for None), without reading data."""
+        return self._operation("describe", keep.describe, self._engine, step)
+
+    def steps(self) -> Future[tuple[StepInfo, ...]]:
+        """List the committed steps, the newest first; damaged ones carry their problem."""
+        return self._operation("steps", keep.steps, self._engine)
+
+    def latest(self) -> Future[int | None]:
+        """Return the newest valid step; None when there is none."""
+        return self._operation("latest", keep.latest, self._engine)
+
+    def verify(
+        self, step: int | None = None, *, on_read: Callable[[int], object] = lambda _: None
+    ) -> Future[Verified]:
+        """Read and compare every block of a step, and mark it as verified.
+
+        Args:
+            on_read: told the bytes of each read, on the loop thread; for progress.
+        """
+        return self._operation("verify", keep.verify, self._engine, step, on_read)
+
+    def prune(self, rules: Retention | None = None, *, dry_run: bool = False) -> Future[Pruned]:
+        """Delete what the rules (its own ``retention`` for None) do not keep, and the garbage of dead saves."""
+        chosen = rules or self._options.retention or Retention()
+        return self._operation("prune", _prune, self._engine, chosen, dry_run)
+
+    def delete(self, step: int) -> Future[None]:
+        """Delete one step, manifests first."""
+        return self._operation(f"delete of step {step}", keep.delete, self._engine, step)
+
+    # ------------------------------------------------------------------ the policy form
+
+    def resume(self, state: State) -> int:
+        """Load the newest valid step into *state* and return the next step to train; 0 when there is nothing. Blocks."""
+        loaded = self.load(state).result()
+        return 0 if loaded is None else loaded.step + 1
+
+    def step(self, step: int, state: State, *, metrics: Mapping[str, float] | None = None) -> SaveFuture | None:
+        """Save when the policy (``every``) says so; return the future, or None when this step is not saved."""
+        if self._options.every is None:
+            raise UsageError("step() needs a policy: give Checkpointer(…, every=N), or call save() yourself")
+        if step % self._options.every:
+            return None
+        return self.save(step, state, metrics=metrics)
+
+    # ------------------------------------------------------------------ the end
+
+    def wait(self) -> None:
+        """Block until every save in flight has ended; raise what went wrong."""
+        self._check_call()
+        refuse_in_event_loop("wait()")
+        self._wait_all()
+        self._raise_failures(None)
+
+    def close(self) -> None:
+        """Wait until all is committed, release everything, and raise what went wrong. Idempotent."""
+        if self._loop.usable:
+            refuse_in_event_loop("close()")
+            try:
+                self._wait_all()
+            finally:
+                self._release()
+        self._raise_failures(None)
+
+    async def aclose(self) -> None:
+        """The same, for event loops."""
+        if self._loop.usable:
+            await anyio.to_thread.run_sync(self._close_quietly)
+        self._raise_failures(None)
+
+    def _close_quietly(self) -> None:
+        try:
+            self._wait_all()
+        finally:
+            self._release()
+
+    def _wait_all(self) -> None:
+        deadline_s = self._options.deadlines.close_s
+        idle = self._loop.submit(self._idle)
+        try:
+            idle.result(deadline_s)
+        except TimeoutError:
+            waiting = [repr(future) for future in self._saves if not future.done()]
+            raise TimeoutError(f"after {deadline_s:g} s these saves still run: {waiting}") from None
+
+    async def _idle(self) -> None:
+        """Wait until no save runs and none is being tidied up after."""
+        for future in list(self._saves):
+            try:
+                await future
+            except Exception:  # noqa: BLE001  kept by the engine, and raised by whoever asked us to wait
+                continue
+        async with self._engine.cleaning:
+            pass
+
+    def _release(self) -> None:
+        self._loop.submit(self._engine.backend.close).result(self._options.deadlines.close_s)
+        self._loop.close()
+        self._engine.pool.close()
+
+    def _drain_at_exit(self) -> None:
+        try:
+            self._close_quietly()
+        finally:
+            for future in self._undelivered():
+                logger.error("%r: nobody waited for it, and the program ends", future)
+
+    def __enter__(self) -> Self:
+        refuse_in_event_loop("a plain `with` block")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except BackgroundSaveError as failure:
+            if error is None:
+                raise
+            error.add_note(str(failure))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await self.aclose()
+        except BackgroundSaveError as failure:
+            if error is None:
+                raise
+            error.add_note(str(failure))
+
+    # ------------------------------------------------------------------ inside
+
+    def _check_call(self) -> None:
+        """Raise when this process may not use it, or when an earlier load was never waited for."""
+        self._loop.check()
+        forgotten = [future for future in self._unclaimed if not future.waited_for]
+        self._unclaimed = []
+        if forgotten:
+            raise UsageError(
+                f"{forgotten[0]!r} was never waited for, so the state is not complete: call .result() on it, or await it"
+            )
+
+    def _operation(self, what: str, work: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> Future[T]:
+        self._check_call()
+        future: Future[T] = Future(what)
+        self._settle(future, work, *args)
+        return future
+
+    def _settle(self, future: Future[T], work: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> None:
+        """Run ``work(*args)`` on the loop and settle *future* with its outcome."""
+        running = self._loop.submit(work, *args)
+        future._cancel = running.cancel  # noqa: SLF001  the engine settles its futures
+
+        def done(_: object) -> None:
+            if running.cancelled():
+                future._fail(SaveCancelledError(f"{future!r} was cancelled"))  # noqa: SLF001
+            elif (error := running.exception()) is not None:
+                future._fail(error)  # noqa: SLF001
+            else:
+                future._resolve(running.result())  # noqa: SLF001
+
+        running.add_done_callback(done)
+
+    def _report_failures(self, future: SaveFuture) -> None:
+        policy = self._options.on_error
+        if policy == "raise":
+            self._raise_failures(future)
+            return
+        for failure in self._undelivered():
+            if callable(policy):
+                policy(failure)
+            else:
+                warnings.warn(f"{failure!r}: {failure.exception()!r}", RuntimeWarning, stacklevel=3)
+
+    def _raise_failures(self, future: SaveFuture | None) -> None:
+        failed = self._undelivered()
+        if failed:
+            raise BackgroundSaveError(failed, future) from failed[0].exception()
+
+    def _undelivered(self) -> list[SaveFuture]:
+        """Return the failed saves whose error nobody has taken from their future, each once."""
+        failed: list[SaveFuture] = []
+        while self._engine.failed:
+            future = self._engine.failed.popleft()
+            if not future.delivered:
+                failed.append(future)
+        return failed
+
+    def __repr__(self) -> str:
+        running = sum(not future.done() for future in self._saves)
+        return f"<Checkpointer {self._engine.backend.url} {running} saves in flight, {self._loop!r}>"
+
+
+async def _prune(engine: Engine, rules: Retention, dry_run: bool) -> Pruned:
+    async with engine.cleaning:
+        return await keep.prune(engine, rules, dry_run=dry_run)
+
+
+def _check_step(step: int) -> None:
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise UsageError(f"step={step!r}: give an int of 0 or more")
+
+
+def _plain_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    try:
+        return {str(name): float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"metrics={metrics!r}: give a dict of names to numbers ({error})") from error
+
+
+def _plain_json(user: object) -> object:
+    try:
+        return msgspec.json.decode(msgspec.json.encode(user))
+    except (TypeError, ValueError, msgspec.MsgspecError) as error:
+        raise UsageError(f"user={type(user)}: give what JSON can hold ({error})") from error

@@ -1,0 +1,149 @@
+"""What do all operations of one checkpointer share? The storage, the pool, the limits, the lineage, who is watching."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import anyio
+
+from aiockpt.errors import CheckpointError
+from aiockpt.events import Event, Observer
+from aiockpt.options import Options
+from aiockpt.pipeline.collect import lease_key
+from aiockpt.pipeline.commit import Attempt, begin
+from aiockpt.pipeline.discover import StepEntry, scan
+from aiockpt.pipeline.upload import Uploader
+from aiockpt.planning.save import SavePlan, plan_save
+from aiockpt.runtime.future import SaveFuture
+from aiockpt.runtime.limits import Limiter
+from aiockpt.runtime.loop import LoopThread
+from aiockpt.runtime.ranks import Ranks
+from aiockpt.runtime.slabs import SlabPool
+from aiockpt.runtime.world import World
+from aiockpt.state.shards import ShardedState
+from aiockpt.storage.backend import Backend
+
+logger = logging.getLogger("aiockpt")
+
+
+class Engine:
+    """The shared part of all operations below one root. Owned by one checkpointer.
+
+    Attributes:
+        busy_attempts: nonces of attempts under way here; garbage collection leaves them alone.
+        failed: failed saves, oldest first, until the checkpointer has told its caller.
+        loaded: the id of the step this run descends from, or None.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        loop: LoopThread,
+        options: Options,
+        observers: Sequence[Observer],
+        world: World,
+        ranks: Ranks,
+    ) -> None:
+        self.backend = backend
+        self.loop = loop
+        self.options = options
+        self.world = world
+        self.ranks = ranks
+        self.pool = SlabPool(options.io.slab_bytes, options.io.pool_bytes)
+        self.uploader = Uploader(backend, self.pool, options.io.block_bytes)
+        self.state_work = Limiter("state", 2)
+        self.cleaning = anyio.Lock()
+        self.busy_attempts: set[str] = set()
+        self.failed: deque[SaveFuture] = deque()
+        self.loaded: str | None = None
+        self._observers = list(observers)
+        self._run = self.token(6)
+        self._sequence: int | None = None
+        self._beginning = anyio.Lock()
+        self._plan: tuple[str, SavePlan] | None = None
+        self._reading: dict[str, int] = {}
+
+    def plan(self, state: ShardedState) -> SavePlan:
+        """Return the plan for *state*: the cached one while its structure is the same. Any thread."""
+        if self._plan is None or self._plan[0] != state.structure:
+            io = self.options.io
+            plan = plan_save(state, slab_bytes=io.slab_bytes, file_bytes=io.file_bytes)
+            self._plan = (state.structure, plan)
+        return self._plan[1]
+
+    async def begin_attempt(self, entry: StepEntry) -> Attempt:
+        """Return a new attempt at a step, its logical clock above every one that is visible."""
+        async with self._beginning:
+            if self._sequence is None:
+                heads = [other.head for other in await scan(self.backend) if other.head]
+                self._sequence = max((head.sequence for head in heads), default=0)
+            self._sequence += 1
+            attempt = begin(
+                entry,
+                nonce=self.token(6),
+                run=self._run,
+                sequence=self._sequence,
+                parent=self.loaded,
+                rank=self.ranks.rank,
+                world_size=self.ranks.world_size,
+            )
+        self.busy_attempts.add(attempt.attempt)
+        return attempt
+
+    @property
+    def being_read(self) -> frozenset[str]:
+        """The ids of steps that this process is reading."""
+        return frozenset(self._reading)
+
+    @asynccontextmanager
+    async def reading(self, step_id: str) -> AsyncIterator[None]:
+        """Keep retention, here and in other processes, away from a step for the length of the block."""
+        key = lease_key(step_id, self.token(6))
+        self._reading[step_id] = self._reading.get(step_id, 0) + 1
+        leased = await self._lease(key)
+        try:
+            yield
+        finally:
+            self._reading[step_id] -= 1
+            if not self._reading[step_id]:
+                del self._reading[step_id]
+            if leased:
+                with anyio.move_on_after(10, shield=True):
+                    await self._release(key)
+
+    async def _lease(self, key: str) -> bool:
+        try:
+            await self.backend.put(key, b"")
+        except CheckpointError:
+            return False  # a read-only place: nobody deletes there either
+        return True
+
+    async def _release(self, key: str) -> None:
+        try:
+            await self.backend.delete([key])
+        except CheckpointError as error:
+            logger.info("lease %s is left to expire: %s", key, error)
+
+    def token(self, size: int) -> str:
+        """Return *size* random bytes as hex."""
+        return self.world.token(size).hex()
+
+    def now_ns(self) -> int:
+        """Return the monotonic time."""
+        return self.world.clock.monotonic_ns()
+
+    def since_s(self, begun_ns: int) -> float:
+        """Return the seconds since *begun_ns*."""
+        return (self.now_ns() - begun_ns) / 1e9
+
+    def emit(self, event: Event) -> None:
+        """Show *event* to every observer. One that raises is dropped, with a log line; it never harms a save."""
+        for observer in list(self._observers):
+            try:
+                observer.on_event(event)
+            except Exception:
+                self._observers.remove(observer)
+                logger.exception("observer %r raised and is not called again", observer)

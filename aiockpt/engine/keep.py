@@ -1,0 +1,234 @@
+"""What happens to checkpoints after they are committed? Hints, retention, garbage, verification, looking inside."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from aiockpt.engine.context import Engine
+from aiockpt.engine.load import committed_steps, find_manifest, find_step, verify_files
+from aiockpt.errors import CheckpointError, CorruptionError, StorageError
+from aiockpt.events import GarbageDeleted, StepDeleted
+from aiockpt.format.manifest import Manifest
+from aiockpt.format.names import LATEST_KEY, verified_key
+from aiockpt.options import Retention
+from aiockpt.pipeline.collect import Garbage, collect, delete_step, find_garbage, is_leased, step_facts
+from aiockpt.pipeline.discover import StepEntry, look_at, newest_manifest, scan
+from aiockpt.retention import Doomed, plan_retention
+from aiockpt.runtime.future import SaveResult
+
+logger = logging.getLogger("aiockpt")
+
+
+class StepInfo(msgspec.Struct, frozen=True):
+    """One committed step, as a listing tells it.
+
+    Attributes:
+        step, id, generation: which one.
+        created_ns: when its manifest was written, by the writer's clock; for people.
+        parent: the id of the step that its run had loaded, or None.
+        bytes, tensor_count: of its data files and in them.
+        verified: whether its newest generation was verified in full after it was written.
+        problem: why no reader may believe it; None for a valid one.
+    """
+
+    step: int
+    id: str
+    generation: int
+    created_ns: int = 0
+    parent: str | None = None
+    bytes: int = 0
+    tensor_count: int = 0
+    world_size: int = 1
+    verified: bool = False
+    metrics: dict[str, float] = {}
+    problem: str | None = None
+
+
+class TensorInfo(msgspec.Struct, frozen=True):
+    """One stored tensor: its name, dtype code (F32, BF16 …), global shape, bytes, and the files that hold it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    files: tuple[str, ...]
+
+
+class Description(msgspec.Struct, frozen=True):
+    """What a checkpoint holds; read from its manifest alone.
+
+    Attributes:
+        alias: names that share the memory of another tensor.
+        values: the plain values as FORMAT §4 writes them; ``per_rank`` those of each rank.
+    """
+
+    info: StepInfo
+    tensors: tuple[TensorInfo, ...]
+    alias: dict[str, str]
+    values: object
+    per_rank: dict[str, object]
+    user: object
+
+
+class Verified(msgspec.Struct, frozen=True):
+    """A verification that found every block as it was saved."""
+
+    step: int
+    id: str
+    generation: int
+    bytes: int
+    seconds: float
+
+
+class Pruned(msgspec.Struct, frozen=True):
+    """What retention removed, or would remove: steps with the reason, and the folders of garbage."""
+
+    steps: tuple[Doomed, ...]
+    garbage: tuple[Garbage, ...]
+    left: tuple[tuple[str, str], ...] = ()
+
+
+async def steps(engine: Engine) -> tuple[StepInfo, ...]:
+    """Return every committed step, the newest first, damaged ones with their problem."""
+    return tuple([await _info(engine, entry) for entry in await committed_steps(engine)])
+
+
+async def _info(engine: Engine, entry: StepEntry) -> StepInfo:
+    try:
+        return _describe_step(await newest_manifest(engine.backend, entry), entry.verified)
+    except CorruptionError as error:
+        return StepInfo(step=entry.step, id=entry.id, generation=entry.generations[0], problem=str(error))
+
+
+def _describe_step(manifest: Manifest, verified: frozenset[int]) -> StepInfo:
+    return StepInfo(
+        step=manifest.step,
+        id=manifest.id,
+        generation=manifest.generation,
+        created_ns=manifest.created_ns,
+        parent=manifest.parent,
+        bytes=sum(file.size for file in manifest.files),
+        tensor_count=len(manifest.tensors),
+        world_size=manifest.world_size,
+        verified=manifest.generation in verified,
+        metrics=dict(manifest.metrics),
+    )
+
+
+async def latest(engine: Engine) -> int | None:
+    """Return the newest step with a valid manifest; None when there is none at all."""
+    for entry in await committed_steps(engine):
+        try:
+            return (await newest_manifest(engine.backend, entry)).step
+        except CorruptionError:
+            continue
+    return None
+
+
+async def describe(engine: Engine, step: int | None) -> Description:
+    """Return what a step holds (the newest valid one for None), without reading data."""
+    manifest = await find_manifest(engine, step)
+    entry = await look_at(engine.backend, manifest.id)
+    tensors = []
+    for name, stored in manifest.tensors.items():
+        files = sorted({piece.file for piece in stored.pieces})
+        size = sum(piece.end - piece.start for piece in stored.pieces)
+        tensors.append(
+            TensorInfo(name, stored.dtype, stored.shape, size, tuple(manifest.files[file].p for file in files))
+        )
+    return Description(
+        info=_describe_step(manifest, entry.verified),
+        tensors=tuple(tensors),
+        alias=dict(manifest.alias),
+        values=manifest.state.get("global"),
+        per_rank=manifest.state.get("per_rank", {}),
+        user=manifest.user,
+    )
+
+
+async def verify(engine: Engine, step: int | None, on_read: Callable[[int], object] = lambda _: None) -> Verified:
+    """Read every block of a step, compare it, and leave a mark that says so.
+
+    Raises:
+        CorruptionError: names the first bad file, block, offset and tensors.
+    """
+    begun_ns = engine.now_ns()
+    manifest = await find_manifest(engine, step)
+    async with engine.reading(manifest.id):
+        await verify_files(engine, manifest, on_read)
+    size = sum(file.size for file in manifest.files)
+    verified = Verified(manifest.step, manifest.id, manifest.generation, size, engine.since_s(begun_ns))
+    mark = {"verified_ns": engine.world.clock.time_ns(), "bytes": size, "write_id": manifest.write_id}
+    try:
+        await engine.backend.put(verified_key(manifest.id, manifest.generation), msgspec.json.encode(mark))
+    except StorageError as error:  # a read-only place can be verified too
+        logger.info("%s is verified; the mark cannot be left: %s", manifest.id, error)
+    return verified
+
+
+async def tidy(engine: Engine, saved: SaveResult) -> None:
+    """After a commit: move the hint, collect what the new generation made garbage, apply retention.
+
+    The checkpoint is safe by now: trouble here is logged, and tried again after the next commit.
+    """
+    try:
+        await engine.backend.put(LATEST_KEY, f"{saved.id}\n".encode())
+        async with engine.cleaning:
+            rules = engine.options.retention
+            if rules is not None:
+                await prune(engine, rules)
+            elif saved.generation > 1:
+                await _collect_all(engine, [await look_at(engine.backend, saved.id)], Retention(), dry_run=False)
+    except CheckpointError as error:
+        logger.warning("cleaning up after %s: %s", saved.id, error)
+
+
+async def prune(engine: Engine, rules: Retention, *, dry_run: bool = False) -> Pruned:
+    """Delete what *rules* do not keep, and the garbage; with *dry_run* only say what that would be."""
+    entries = await scan(engine.backend)
+    committed = [entry for entry in entries if entry.committed]
+    facts = await step_facts(engine.backend, committed, with_metrics=rules.best is not None)
+    saving = {entry.id for entry in entries if engine.busy_attempts.intersection(entry.attempts)}
+    doomed, left = [], []
+    by_id = {entry.id: entry for entry in entries}
+    for step in plan_retention(facts, rules, engine.being_read | saving):
+        if await is_leased(engine.backend, step.id, engine.token(6)):
+            left.append((step.id, "another process is reading it"))
+            continue
+        doomed.append(step)
+        if not dry_run:
+            await delete_step(engine.backend, by_id.pop(step.id))
+            engine.emit(StepDeleted(at_ns=engine.now_ns(), step=step.step, reason=step.reason))
+    garbage = await _collect_all(engine, list(by_id.values()), rules, dry_run=dry_run)
+    return Pruned(tuple(doomed), tuple(garbage), tuple(left))
+
+
+async def _collect_all(
+    engine: Engine, entries: list[StepEntry], rules: Retention, *, dry_run: bool
+) -> list[Garbage]:
+    collected = []
+    for entry in entries:
+        if entry.id in engine.being_read:
+            continue
+        found = await find_garbage(
+            engine.backend, entry, grace_s=rules.grace_s, nonce=engine.token(6), busy=engine.busy_attempts
+        )
+        if found and not dry_run and await is_leased(engine.backend, entry.id, engine.token(6)):
+            continue
+        for garbage in found:
+            if dry_run or await collect(engine.backend, garbage, engine.token(16)):
+                collected.append(garbage)
+                if not dry_run:
+                    key = f"{garbage.step_id}/a-{garbage.attempt}"
+                    engine.emit(GarbageDeleted(at_ns=engine.now_ns(), step=entry.step, key=key))
+    return collected
+
+
+async def delete(engine: Engine, step: int) -> None:
+    """Delete one step, manifests first."""
+    entry = await find_step(engine, step)
+    await delete_step(engine.backend, entry)
+    engine.emit(StepDeleted(at_ns=engine.now_ns(), step=step, reason="asked for"))

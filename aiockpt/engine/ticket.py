@@ -1,0 +1,128 @@
+"""What is one save under way? What is saved, where its slabs go, how it is stopped, how its future is settled."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+
+import anyio
+import msgspec
+
+from aiockpt.engine.context import Engine
+from aiockpt.errors import SaveCancelledError
+from aiockpt.events import SaveFailed, SnapshotTaken
+from aiockpt.pipeline.snapshot import copy_windows
+from aiockpt.pipeline.upload import Handover
+from aiockpt.planning.save import Window
+from aiockpt.runtime.future import SaveFuture, SaveResult
+from aiockpt.runtime.slabs import Slab
+from aiockpt.state.shards import ShardedState
+
+
+class Ticket:
+    """One save, planned and registered on the caller's thread; the copy has not begun.
+
+    Attributes:
+        state: the tensors until they are copied, and the encoded values.
+        slabs: the way of full slabs to the writers, by data file.
+    """
+
+    def __init__(
+        self, engine: Engine, step: int, state: ShardedState, metrics: Mapping[str, float], user: object
+    ) -> None:
+        self.begun_ns = engine.now_ns()
+        self.state = state
+        self.plan = engine.plan(state)
+        self.future = SaveFuture(step)
+        self.metrics = dict(metrics)
+        self.user = user
+        self.slabs = [Handover(engine.pool) for _ in self.plan.files]
+        self._engine = engine
+        self._stopped_by: BaseException | None = None
+        self._scope: anyio.CancelScope | None = None
+        self.future._cancel = self.cancel  # noqa: SLF001  the engine settles its futures
+
+    @property
+    def step(self) -> int:
+        """The step that is saved."""
+        return self.future.step
+
+    def copy(self) -> None:
+        """Copy the state into slabs, handing each full one to the loop; then the state may change.
+
+        Runs on the thread that may hold the state still. What goes wrong fails the save and is not raised here.
+        """
+        copied_from_ns = self._engine.now_ns()
+        try:
+            copy_windows(
+                self.plan,
+                self.state.tensors,
+                self._engine.pool,
+                self._hand_over,
+                wanted=lambda: self._stopped_by is None,
+                timeout_s=self._engine.options.deadlines.slab_s,
+            )
+        except BaseException as error:
+            self.stop(error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        self.state = msgspec.structs.replace(self.state, tensors=())  # not ours to keep alive any longer
+        if self._stopped_by is None:
+            self.future._snapshotted._resolve(None)  # noqa: SLF001
+            self._engine.loop.call_soon(self._engine.emit, self._taken(copied_from_ns))
+
+    def _taken(self, copied_from_ns: int) -> SnapshotTaken:
+        return SnapshotTaken(
+            at_ns=self._engine.now_ns(),
+            step=self.step,
+            bytes=self.plan.tensor_bytes,
+            pause_s=self._engine.since_s(self.begun_ns),
+            copy_s=self._engine.since_s(copied_from_ns),
+        )
+
+    def _hand_over(self, window: Window, slab: Slab) -> None:
+        self._engine.loop.call_soon(self.slabs[window.file].arrive, window, slab)
+
+    def cancel(self) -> None:
+        """Stop because the caller said so."""
+        self.stop(SaveCancelledError(f"the save of step {self.step} was cancelled before it was committed"))
+
+    def stop(self, error: BaseException) -> None:
+        """End the save with *error*, from any thread; too late once the commit has begun."""
+        if self._stopped_by is None:
+            self._stopped_by = error
+            self._engine.loop.call_soon(self._cancel_scope)
+
+    def _cancel_scope(self) -> None:
+        if self._scope is not None:
+            self._scope.cancel()
+
+    async def run(self, save: Callable[[Engine, Ticket], Awaitable[SaveResult]]) -> SaveResult | None:
+        """Run *save* on the loop and settle the future; return the result, or None when it failed."""
+        result: SaveResult | None = None
+        failure: BaseException | None = None
+        try:
+            with anyio.CancelScope() as self._scope:
+                if self._stopped_by is not None:
+                    self._scope.cancel()
+                result = await save(self._engine, self)
+        except Exception as error:  # noqa: BLE001  the future carries it to the caller
+            failure = error
+        finally:
+            for handover in self.slabs:
+                handover.close()
+        if result is not None:
+            self.future._resolve(result)  # noqa: SLF001
+        else:
+            self._fail(self._stopped_by or failure)
+        return result
+
+    def _fail(self, error: BaseException | None) -> None:
+        error = error or SaveCancelledError(f"the save of step {self.step} was cancelled with its event loop")
+        self._stopped_by = error
+        engine = self._engine
+        seconds = engine.since_s(self.begun_ns)
+        if not isinstance(error, SaveCancelledError):
+            engine.failed.append(self.future)
+        engine.emit(SaveFailed(at_ns=engine.now_ns(), step=self.step, error=repr(error), seconds=seconds))
+        self.future._fail(error)  # noqa: SLF001

@@ -1,0 +1,225 @@
+"""What can go wrong, grouped by what the handler will do about it.
+
+    CheckpointError
+    ├── UsageError(ValueError)                       fix the call
+    │   ├── UnsupportedStateError(TypeError)           a leaf that cannot be saved, named by its path
+    │   ├── StateMismatchError                         the checkpoint does not fit the state, all differences named
+    │   ├── StepExistsError(FileExistsError)           the step is there and on_exists="raise"
+    │   ├── ClosedError(RuntimeError)                  the checkpointer was closed by us
+    │   ├── ForkedProcessError(RuntimeError)           used in a child that inherited it through fork
+    │   └── BlockingCallError(RuntimeError)            a blocking wait where it would stop an event loop
+    ├── StepNotFoundError(FileNotFoundError)         there is no such step
+    ├── CorruptionError                              the bytes are not those that were saved
+    │   ├── ManifestError                              a manifest or receipt that no reader may believe
+    │   └── NoValidCheckpointError                     steps exist and none is valid
+    ├── CommitError                                  the save did not become visible
+    │   ├── CommitConflictError                        someone else committed this generation first
+    │   └── CommitTimeoutError(TimeoutError)           outcome unknown: the next look at the storage decides
+    ├── SaveCancelledError                           somebody called .cancel()
+    ├── SaveSkippedError                             the policy for too many saves in flight said skip
+    ├── BackgroundSaveError                          an earlier save failed; carries it and the new future
+    └── StorageError(OSError)                        the world outside broke; `retryable` says whether again may help
+        ├── ObjectNotFoundError(FileNotFoundError)
+        ├── ObjectExistsError(FileExistsError)
+        ├── StorageFullError                           no space or quota left
+        └── StorageTimeoutError(TimeoutError)          no answer before the deadline
+
+Every message names the thing and the next action. No message holds tensor data.
+Exception groups stay inside the engine: callers never need ``except*``.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aiockpt.runtime.future import SaveFuture
+
+
+class CheckpointError(Exception):
+    """Anything that aiockpt raises on purpose."""
+
+
+class UsageError(CheckpointError, ValueError):
+    """The call cannot be carried out as it was made."""
+
+
+class UnsupportedStateError(UsageError, TypeError):
+    """A leaf of the state cannot be written without pickle; raised before a byte is written."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.path = path
+
+
+class StateMismatchError(UsageError):
+    """The checkpoint and the state given to ``load`` do not fit each other.
+
+    Attributes:
+        problems: one sentence for each difference, in order of name.
+    """
+
+    SHOWN = 20
+
+    def __init__(self, where: str, problems: Sequence[str], advice: str) -> None:
+        shown = [f"  - {problem}" for problem in problems[: self.SHOWN]]
+        if len(problems) > self.SHOWN:
+            shown.append(f"  … and {len(problems) - self.SHOWN} more")
+        super().__init__("\n".join([f"{where} does not fit the state:", *shown, advice]))
+        self.problems = tuple(problems)
+
+
+class StepExistsError(UsageError, FileExistsError):
+    """The step is already committed and ``on_exists="raise"`` was asked for."""
+
+
+class ClosedError(UsageError, RuntimeError):
+    """The checkpointer was closed; make a new one."""
+
+
+class ForkedProcessError(UsageError, RuntimeError):
+    """A forked child used its parent's checkpointer, whose threads did not come along."""
+
+
+class BlockingCallError(UsageError, RuntimeError):
+    """A blocking wait was asked for on a thread that runs an event loop."""
+
+
+class StepNotFoundError(CheckpointError, FileNotFoundError):
+    """No committed checkpoint of that step exists."""
+
+
+class CorruptionError(CheckpointError):
+    """Bytes in storage are not the bytes that were saved.
+
+    Attributes:
+        key: the object, relative to the checkpoint root.
+        offset: first byte of the bad block, or None when the whole object is meant.
+        tensors: names of the tensors that have bytes in the bad block.
+    """
+
+    def __init__(self, message: str, *, key: str = "", offset: int | None = None, tensors: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.key = key
+        self.offset = offset
+        self.tensors = tuple(tensors)
+
+
+class ManifestError(CorruptionError):
+    """A manifest or receipt is damaged, hostile, or from a version that this one cannot read."""
+
+
+class NoValidCheckpointError(CorruptionError):
+    """Steps exist under the root but none is valid; nothing was started from scratch by mistake.
+
+    Attributes:
+        skipped: (step id, reason) for each step that was tried, newest first.
+    """
+
+    def __init__(self, url: str, skipped: Sequence[tuple[str, str]]) -> None:
+        reasons = "\n".join(f"  - {step_id}: {reason}" for step_id, reason in skipped)
+        super().__init__(
+            f"{url} holds {len(skipped)} step(s) and none is valid:\n{reasons}\n"
+            "Run `aiockpt verify` on it, or start in an empty root to begin from nothing.",
+            key=url,
+        )
+        self.skipped = tuple(skipped)
+
+
+class CommitError(CheckpointError):
+    """The data were written but the checkpoint did not become visible."""
+
+
+class CommitConflictError(CommitError):
+    """Another attempt committed this generation of the step first; the winner is untouched."""
+
+
+class CommitTimeoutError(CommitError, TimeoutError):
+    """The commit did not finish before its deadline. Its outcome is unknown: look at the storage.
+
+    Attributes:
+        missing_ranks: the ranks whose receipts were not there.
+    """
+
+    def __init__(self, message: str, missing_ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.missing_ranks = tuple(missing_ranks)
+
+
+class SaveCancelledError(CheckpointError):
+    """The save was cancelled by ``.cancel()`` before it was committed; nothing became visible."""
+
+
+class SaveSkippedError(CheckpointError):
+    """The save was not started, because ``max_in_flight`` saves are running and the policy is "skip"."""
+
+
+class BackgroundSaveError(CheckpointError):
+    """An earlier save failed in the background.
+
+    Attributes:
+        failures: the failed futures, oldest first; each ``.exception()`` has its own traceback.
+        future: the save that this very call started, or None (``close``); it is not affected.
+    """
+
+    def __init__(self, failures: Sequence[SaveFuture], future: SaveFuture | None) -> None:
+        lines = [f"  - step {failed.step}: {failed.exception()!r}" for failed in failures]
+        tail = "" if future is None else f"\nThe save of step {future.step} was started all the same (see .future)."
+        super().__init__("an earlier save failed in the background:\n" + "\n".join(lines) + tail)
+        self.failures = tuple(failures)
+        self.future = future
+
+
+class StorageError(CheckpointError, OSError):
+    """The storage did not do what it was asked.
+
+    Attributes:
+        key: the object, relative to the backend's root.
+        retryable: whether the same call may succeed a moment later.
+    """
+
+    retryable = False
+
+    def __init__(self, message: str, *, key: str = "", retryable: bool | None = None) -> None:
+        super().__init__(message)
+        self.key = key
+        if retryable is not None:
+            self.retryable = retryable
+
+
+class ObjectNotFoundError(StorageError, FileNotFoundError):
+    """No object has that key."""
+
+
+class ObjectExistsError(StorageError, FileExistsError):
+    """An object has that key already, and it was to be created exclusively."""
+
+
+class StorageFullError(StorageError):
+    """No space or quota is left."""
+
+
+class StorageTimeoutError(StorageError, TimeoutError):
+    """The storage did not answer before the deadline."""
+
+    retryable = True
+
+
+_RETRYABLE = {errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ETIMEDOUT, errno.ESTALE}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+def from_os_error(error: OSError, doing: str, key: str) -> StorageError:
+    """Return ours for an ``OSError`` met while *doing* something to *key*; raise it ``from error``."""
+    message = f"{doing} {key!r}: {error.strerror or error}"
+    if error.errno in _FULL:
+        return StorageFullError(f"{message}. Free space or lower retention, then save again.", key=key)
+    if isinstance(error, FileNotFoundError):
+        return ObjectNotFoundError(message, key=key)
+    if isinstance(error, FileExistsError):
+        return ObjectExistsError(message, key=key)
+    if isinstance(error, TimeoutError):
+        return StorageTimeoutError(message, key=key)
+    return StorageError(message, key=key, retryable=error.errno in _RETRYABLE)

@@ -1,0 +1,106 @@
+"""What happened? Frozen event structs, and the protocol of whoever watches.
+
+Events are emitted on the engine's loop thread, in the order in which things happened to one save. An observer must be
+quick (hand longer work to a queue of its own); one that raises is reported once and never harms a save.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Something happened at *at_ns* (monotonic) to *step* (-1: to no step in particular)."""
+
+    at_ns: int
+    step: int = -1
+
+
+class SaveStarted(Event, frozen=True, tag=True):
+    """``save()`` was called and registered; *bytes* of tensors in *tensor_count* tensors will be written."""
+
+    bytes: int
+    tensor_count: int
+
+
+class SnapshotTaken(Event, frozen=True, tag=True):
+    """The state may change again. *pause_s*: how long the caller was held; *copy_s*: how long the copy took."""
+
+    bytes: int
+    pause_s: float
+    copy_s: float
+
+
+class BytesWritten(Event, frozen=True, tag=True):
+    """One block of *bytes* reached the storage (not flushed yet)."""
+
+    bytes: int
+
+
+class DataWritten(Event, frozen=True, tag=True):
+    """All data files are flushed, *seconds* after the call; only votes and the manifest are missing."""
+
+    bytes: int
+    seconds: float
+
+
+class Committed(Event, frozen=True, tag=True):
+    """The checkpoint is durable and visible, *seconds* after the call."""
+
+    bytes: int
+    seconds: float
+    generation: int
+
+
+class SaveFailed(Event, frozen=True, tag=True):
+    """The save ended without a checkpoint. *error* is its repr; the exception itself is on the future."""
+
+    error: str
+    seconds: float
+
+
+class SaveSkipped(Event, frozen=True, tag=True):
+    """The save was not started; *reason* says why."""
+
+    reason: str
+
+
+class StepSkipped(Event, frozen=True, tag=True):
+    """``load`` did not take this step; *reason* says why."""
+
+    reason: str
+
+
+class Loaded(Event, frozen=True, tag=True):
+    """The state was filled: *bytes* of tensors, *read_bytes* from storage, in *seconds*."""
+
+    bytes: int
+    read_bytes: int
+    seconds: float
+
+
+class StepDeleted(Event, frozen=True, tag=True):
+    """Retention removed a step; *reason* says which rule did not keep it."""
+
+    reason: str
+
+
+class GarbageDeleted(Event, frozen=True, tag=True):
+    """An attempt that nobody committed, or an older generation, was removed."""
+
+    key: str
+
+
+class RolledForward(Event, frozen=True, tag=True):
+    """A commit that its own job could not finish was finished from its receipts."""
+
+    attempt: str
+
+
+class Observer(Protocol):
+    """Anything that wants to know."""
+
+    def on_event(self, event: Event) -> None:
+        """Take *event*; called on the loop thread, must return quickly."""

@@ -1,0 +1,129 @@
+"""How does one process of the demo train, tell what happens, and die on cue?
+
+The director (`demo`) starts it with a job and a pipe. Everything that happens is one JSON line on the pipe: steps and
+losses as the trainer reports them, and the engine's own events. Guarantees: a line is written whole before the next
+thing happens, so that nothing told is lost with the process; the arithmetic is reproducible bit by bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+
+import msgspec
+import torch
+
+from aiockpt.events import (
+    BytesWritten,
+    Committed,
+    DataWritten,
+    Event,
+    Loaded,
+    RolledForward,
+    SaveFailed,
+    SaveStarted,
+    SnapshotTaken,
+    StepSkipped,
+)
+from aiockpt.examples import train_async, train_sync
+from aiockpt.examples.gpt import GPTSize
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process is to do.
+
+    Attributes:
+        url: where its checkpoints are.
+        every: save every so many steps; None never saves.
+        keep: how many steps retention keeps.
+        threads: of torch; the order of float additions depends on it.
+        die_in_save_of: the step whose save is to be interrupted by SIGKILL; None to live.
+    """
+
+    url: str
+    size: GPTSize
+    steps: int
+    every: int | None
+    keep: int
+    threads: int
+    asynchronous: bool
+    die_in_save_of: int | None = None
+
+
+class StepDone(Event, frozen=True, tag=True):
+    """The trainer took an optimizer step, *seconds* after the one before it (a save in between included)."""
+
+    loss: float
+    seconds: float
+
+
+Told = (
+    StepDone | SaveStarted | SnapshotTaken | BytesWritten | DataWritten | Committed | SaveFailed
+    | Loaded | StepSkipped | RolledForward
+)  # fmt: skip
+
+
+class Teller:
+    """Writes what happens to a pipe; the trainer's ``on_step`` and the checkpointer's observer."""
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe = pipe
+        self._last_ns = time.monotonic_ns()
+
+    def on_step(self, step: int, loss: float) -> None:
+        """Tell of an optimizer step."""
+        now_ns = time.monotonic_ns()
+        self.on_event(StepDone(at_ns=now_ns, step=step, loss=loss, seconds=(now_ns - self._last_ns) / 1e9))
+        self._last_ns = now_ns
+
+    def on_event(self, event: Event) -> None:
+        """Tell of an event; a line is short enough for the pipe to take it at once."""
+        if isinstance(event, Told):
+            os.write(self._pipe, msgspec.json.encode(event) + b"\n")
+
+
+class DieInSave:
+    """Kills this process, as a power cut would, once the state is snapshotted and some of it is written."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self._snapshotted = False
+        self._written = False
+
+    def on_event(self, event: Event) -> None:
+        """Send SIGKILL to this process when the save of the step is half-way."""
+        if event.step != self._step:
+            return
+        self._snapshotted |= isinstance(event, SnapshotTaken)
+        self._written |= isinstance(event, BytesWritten | DataWritten)
+        if self._snapshotted and self._written:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run(job: Job, pipe: int) -> None:
+    """Train as *job* says and tell *pipe* about it."""
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(job.threads)
+    teller = Teller(pipe)
+    observers = [teller] if job.die_in_save_of is None else [teller, DieInSave(job.die_in_save_of)]
+    train = _train_async if job.asynchronous else train_sync.train
+    train(
+        job.url,
+        size=job.size,
+        steps=job.steps,
+        every=job.every,
+        keep=job.keep,
+        on_step=teller.on_step,
+        observers=observers,
+    )
+
+
+def _train_async(*args, **kwargs) -> None:
+    asyncio.run(train_async.train(*args, **kwargs))
+
+
+if __name__ == "__main__":
+    run(msgspec.json.decode(sys.argv[1], type=Job), pipe=int(sys.argv[2]))

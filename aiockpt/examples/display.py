@@ -1,0 +1,183 @@
+"""What does the person in front of the demo see? Live progress on a terminal, plain lines elsewhere, a table at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from aiockpt.examples.child import StepDone, Told
+from aiockpt.examples.record import Record
+from aiockpt.examples.report import Cost, Recovery
+
+
+class Display(AbstractContextManager["Display"], Protocol):
+    """Shows one phase of the demo after the other."""
+
+    def begin(self, phase: str, steps: int = 0) -> None:
+        """Show that *phase* runs; it takes *steps* training steps, if any."""
+
+    def show(self, record: Record, told: Told) -> None:
+        """Show what was just *told*; *record* has it already."""
+
+    def finish(self, outcome: str) -> None:
+        """Show how the phase ended."""
+
+
+def training_text(done: StepDone, steps: int) -> str:
+    """Say where the training is."""
+    return f"step {done.step + 1:>3}/{steps}   loss {done.loss:.4f}"
+
+
+def saving_text(record: Record) -> str:
+    """Say what the saves are doing: pause of the last one, its bytes, speed of the last commit, how many in flight."""
+    snapshot, commit = record.last_snapshot, record.last_commit
+    if snapshot is None:
+        return ""
+    parts = [f"save {snapshot.step}: pause {snapshot.pause_s * 1e3:.1f} ms, {snapshot.bytes / 1e6:.1f} MB"]
+    if commit is not None:
+        parts.append(f"{commit.bytes / commit.seconds / 1e6:,.0f} MB/s")
+    parts.append(f"{record.in_flight} in flight")
+    if commit is not None:
+        parts.append(f"committed {commit.step}")
+    return " · ".join(parts)
+
+
+class LiveDisplay:
+    """Redraws all phases in place, ten times a second."""
+
+    def __init__(self, console: Console, phases: Sequence[str]) -> None:
+        self._live = Live(console=console, get_renderable=self._draw, refresh_per_second=10)
+        self._spinner = Spinner("dots", style="cyan")
+        self._outcomes: dict[str, str | None] = dict.fromkeys(phases)
+        self._phase: str | None = None
+        self._steps = 0
+        self._record: Record | None = None
+
+    def __enter__(self) -> LiveDisplay:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def begin(self, phase: str, steps: int = 0) -> None:
+        self._phase, self._steps, self._record = phase, steps, None
+
+    def show(self, record: Record, told: Told) -> None:
+        self._record = record
+
+    def finish(self, outcome: str) -> None:
+        assert self._phase is not None
+        self._outcomes[self._phase] = outcome
+        self._phase = None
+
+    def _draw(self) -> RenderableType:
+        table = Table.grid(padding=(0, 1))
+        for phase, outcome in self._outcomes.items():
+            if outcome is not None:
+                table.add_row(Text("✓", "green"), phase, Text(outcome))
+            elif phase == self._phase:
+                table.add_row(self._spinner, Text(phase, "bold"), self._progress())
+            else:
+                table.add_row(" ", Text(phase, "dim"), "")
+        return Padding(table, (0, 1))
+
+    def _progress(self) -> RenderableType:
+        record, done = self._record, self._record.last_step if self._record else None
+        if record is None or done is None:
+            return Text("starting" if self._steps else "", "dim")
+        bar = Table.grid(padding=(0, 2))
+        bar.add_row(ProgressBar(self._steps, done.step + 1, width=24), training_text(done, self._steps))
+        return Group(bar, Text(saving_text(record), "cyan"))
+
+
+class PlainDisplay:
+    """Prints a line now and then: for logs, pipes and terminals that cannot redraw."""
+
+    LINES = 6
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._phase = ""
+        self._steps = 0
+
+    def __enter__(self) -> PlainDisplay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def begin(self, phase: str, steps: int = 0) -> None:
+        self._phase, self._steps = phase, steps
+
+    def show(self, record: Record, told: Told) -> None:
+        if isinstance(told, StepDone) and (told.step + 1) % max(1, self._steps // self.LINES) == 0:
+            parts = [training_text(told, self._steps), saving_text(record)]
+            self._print("   ".join(part for part in parts if part))
+
+    def finish(self, outcome: str) -> None:
+        self._print(outcome)
+
+    def _print(self, text: str) -> None:
+        self._console.print(f"{self._phase}: {text}", highlight=False, soft_wrap=True)
+
+
+def result_table(recovery: Recovery, cost: Cost) -> Table:
+    """Return what was shown, a line for each question."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 1))
+    for question, answer, detail in (*_recovery_rows(recovery), ("", "", ""), *_cost_rows(cost)):
+        table.add_row(Text(question, "bold"), answer, Text(detail, "dim"))
+    return table
+
+
+def _recovery_rows(it: Recovery) -> list[tuple[str, str | Text, str]]:
+    same = it.compared_steps - len(it.differences)
+    written = f"{it.written_bytes / 1e6:.1f} of {it.save_bytes / 1e6:.1f} MB were written"
+    return [
+        ("killed by SIGKILL", f"in the save of step {it.killed_in_save_of}", written),
+        ("resumed from", "nothing" if it.resumed_from is None else f"step {it.resumed_from}", "the newest committed step"),
+        ("work lost", f"{it.lost_steps} steps", f"{it.lost_s:.1f} s, since that step"),
+        (
+            "equal losses",
+            Text(f"{same} of {it.compared_steps}", "green" if it.exact else "red"),
+            "bit by bit, before and after the kill, against a run that was never killed",
+        ),
+    ]
+
+
+def _cost_rows(it: Cost) -> list[tuple[str, str, str]]:
+    disk = f"{it.disk_bytes_per_s / 1e6:,.0f} MB/s, {'O_DIRECT' if it.disk_direct else 'through the page cache'}"
+    return [
+        ("pause per save", f"{it.pause_median_s * 1e3:.1f} ms", f"median of {it.saves}; at most {it.pause_max_s * 1e3:.1f} ms"),
+        ("time to committed", f"{it.commit_median_s * 1e3:.0f} ms", f"median; at most {it.commit_max_s * 1e3:.0f} ms"),
+        (
+            "throughput of a save",
+            f"{it.save_bytes_per_s / 1e6:,.0f} MB/s",
+            f"{it.save_bytes_per_s / it.disk_bytes_per_s:.0%} of what the idle disk takes ({disk})",
+        ),
+        (
+            "overhead on training",
+            f"{it.overhead_fraction:+.1%}",
+            f"{it.timed_steps} steps: {it.plain_s:.1f} s without saves, {it.saving_s:.1f} s with",
+        ),
+    ]
+
+
+def print_result(console: Console, recovery: Recovery, cost: Cost) -> None:
+    """Print the table, the losses that differ, if any, and the verdict."""
+    console.print()
+    console.print(result_table(recovery, cost))
+    console.print()
+    for difference in recovery.differences[:10]:
+        console.print(f" {difference.run}, step {difference.step}: {difference.actual!r} instead of {difference.expected!r}")
+    verdict = "the run went on as if it had never been killed" if recovery.exact else "THE LOSSES DIFFER"
+    console.print(f" {verdict}", style="bold green" if recovery.exact else "bold red")

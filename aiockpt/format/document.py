@@ -1,0 +1,155 @@
+"""How does a small document (manifest, receipt) prove itself, and how is it parsed without being hurt by it?
+
+A sealed document is one line of JSON whose last member is the digest of every byte before it (FORMAT §3). The digest
+is compared *before* anything is parsed. It finds damage, not malice, so parsing trusts nothing either.
+
+Guarantees:
+
+- `unseal` returns the very bytes that `seal` took, or raises `ManifestError`.
+- `parse` raises `ManifestError` and nothing else, for any bytes.
+- A document in which an object has the same key twice is refused, because readers would differ about it.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import TypeVar
+
+import msgspec
+
+from aiockpt.errors import ManifestError
+from aiockpt.format.checksum import digest128
+
+MAX_DOCUMENT_BYTES = 256 << 20
+MAX_TREE_BYTES = 16 << 20
+MAX_TREE_NODES = 10**6
+MAX_TREE_DEPTH = 256
+"""JSON levels. A state has at most 64 (FORMAT §4); its tags need up to three levels each."""
+
+_SEAL = b',"digest":"'
+_SEAL_BYTES = len(_SEAL) + len("xxh3_128:") + 32 + len(b'"}\n')
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+_TOKEN = re.compile(rb'[{}]|"(?:[^"\\]++|\\.)*+"[ \t\r\n]*+:?', re.DOTALL)
+_NOT_STRUCTURE = bytes(sorted(set(range(256)) - set(b"[]{},")))
+_LEVELS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+
+T = TypeVar("T")
+
+
+def seal(body_json: bytes) -> bytes:
+    """Return the document of *body_json*, a JSON object with at least one member, with its digest as the last member.
+
+    Raises:
+        ManifestError: it would be larger than a reader accepts.
+    """
+    if not (body_json.startswith(b"{") and body_json.endswith(b"}") and len(body_json) > 2):
+        raise ValueError("only a JSON object with at least one member can be sealed")
+    head = body_json[:-1]
+    if len(head) + _SEAL_BYTES > MAX_DOCUMENT_BYTES:
+        raise ManifestError(
+            f"the document has {len(body_json)} bytes, more than {MAX_DOCUMENT_BYTES}: store fewer, larger tensors"
+        )
+    return b"".join([head, _SEAL, digest128(head).encode(), b'"}\n'])
+
+
+def unseal(data: bytes, what: str) -> bytes:
+    """Return the body of a sealed document, as plain JSON without the digest.
+
+    Args:
+        what: the document's name for messages.
+
+    Raises:
+        ManifestError: it is too large, torn, or its bytes are not those that were sealed.
+    """
+    if len(data) > MAX_DOCUMENT_BYTES:
+        raise ManifestError(f"{what} has {len(data)} bytes, more than the {MAX_DOCUMENT_BYTES} any document has")
+    head, tail = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
+    if len(tail) < _SEAL_BYTES or not (tail.startswith(_SEAL) and tail.endswith(b'"}\n')):
+        raise ManifestError(f"{what} does not end with its digest: it is torn or no document of aiockpt")
+    written = tail[len(_SEAL) : -len(b'"}\n')]
+    found = digest128(head).encode()
+    if written != found:
+        raise ManifestError(
+            f"{what} is damaged: its digest says {written.decode('ascii', 'replace')}, its bytes {found.decode()}"
+        )
+    return head + b"}"
+
+
+def parse(body: bytes | msgspec.Raw, kind: type[T], what: str) -> T:
+    """Decode JSON from outside as *kind*, with the garbage collector paused.
+
+    Raises:
+        ManifestError: it is not JSON, too deep, or does not have the form of *kind*.
+    """
+    try:
+        with _collector_paused():
+            return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # msgspec lets the last two through
+        raise ManifestError(f"{what} cannot be read: {error}") from error
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Pause the cyclic collector: it would walk the growing result again and again (2–10 × slower, MEASURED.md)."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def check_unique_keys(body: bytes, what: str) -> None:
+    """Refuse valid JSON in which an object has a key twice: msgspec would keep the last one, other readers the first.
+
+    Raises:
+        ManifestError: names the key.
+    """
+    open_objects: list[set[bytes]] = []
+    for token in _TOKEN.findall(body):
+        if token == b"{":
+            open_objects.append(set())
+        elif token == b"}":
+            open_objects.pop()
+        elif token.endswith(b":"):
+            key = token[:-1].rstrip()
+            if b"\\" in key:
+                key = parse(key, str, what).encode()
+            else:
+                key = key[1:-1]
+            if key in open_objects[-1]:
+                raise ManifestError(f"{what} has the key {key.decode('utf-8', 'replace')!r} twice in one object")
+            open_objects[-1].add(key)
+
+
+def check_tree(raw: bytes, what: str) -> int:
+    """Check valid JSON of any form against the limits of an inline tree, before it is decoded; return its node count.
+
+    The count is an upper bound; an empty list costs 80 bytes of memory for 3 bytes of JSON, so it is bounded first.
+
+    Raises:
+        ManifestError: it is too large, has too many nodes or is too deep.
+    """
+    if len(raw) > MAX_TREE_BYTES:
+        raise ManifestError(f"{what} has {len(raw)} bytes of plain values, more than {MAX_TREE_BYTES}: use tensors")
+    nodes = _count_nodes(raw)
+    if nodes <= MAX_TREE_DEPTH:  # also bounds the depth
+        return nodes
+    structure = _STRING.sub(b"", raw).translate(None, delete=_NOT_STRUCTURE)
+    nodes = _count_nodes(structure)
+    if nodes > MAX_TREE_NODES:
+        raise ManifestError(f"{what} has more than {MAX_TREE_NODES} values: use tensors")
+    depth = max(accumulate(_LEVELS.get(character, 0) for character in structure))
+    if depth > MAX_TREE_DEPTH:
+        raise ManifestError(f"{what} is nested deeper than {MAX_TREE_DEPTH} levels")
+    return nodes
+
+
+def _count_nodes(raw: bytes) -> int:
+    return raw.count(b",") + raw.count(b"[") + raw.count(b"{") + 1

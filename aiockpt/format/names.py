@@ -1,0 +1,217 @@
+"""What is everything called? Keys of the objects of a checkpoint, and names of the leaves of a state.
+
+Guarantees:
+
+- Every key is relative to the checkpoint root, made and parsed here only; parsers return None for what is not ours.
+- Key parts are safe on any file system and object store: letters, digits, ``.``, ``_``, ``-``, never starting with a dot.
+- `join_name` and `split_name` are exact inverses (DECISIONS 5).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from aiockpt.errors import UsageError
+
+LATEST_KEY = "LATEST"
+"""A hint for people, never trusted by the engine."""
+
+MAX_NAME_BYTES = 1024
+_STEP_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_STEP = re.compile(r"step-([0-9]{8,})")
+_MANIFEST = re.compile(r"MANIFEST-([1-9][0-9]{0,17})\.json")
+_VERIFIED = re.compile(r"VERIFIED-([1-9][0-9]{0,17})\.json")
+_ATTEMPT = re.compile(r"[0-9a-f]{12}")
+_RECEIPT = re.compile(r"r([0-9]{5,9})\.json")
+_FAILURE = re.compile(r"r([0-9]{5,9})\.fail\.json")
+
+
+def step_id(step: int) -> str:
+    """Return the id of step number *step*: ``step-00001000``; ids of up to eight digits sort by number.
+
+    Raises:
+        UsageError: *step* is negative.
+    """
+    if step < 0:
+        raise UsageError(f"step {step} is negative: number steps from 0")
+    return check_step_id(f"step-{step:08d}")
+
+
+def parse_step(step_id: str) -> int | None:
+    """Return the step number in an id that `step_id` made, or None."""
+    match = _STEP.fullmatch(step_id)
+    if match is None or (len(match[1]) > 8 and match[1].startswith("0")) or len(step_id) > 128:
+        return None
+    return int(match[1])
+
+
+def check_step_id(step_id: str) -> str:
+    """Return *step_id* when it may name a step's folder.
+
+    Raises:
+        UsageError: it is not 1–128 letters, digits, ``.``, ``_``, ``-`` starting with a letter or digit, or is LATEST.
+    """
+    if not _STEP_ID.fullmatch(step_id) or step_id == LATEST_KEY:
+        raise UsageError(
+            f"{step_id!r} is not a step id: use up to 128 letters, digits, '.', '_' and '-', starting with a letter "
+            f"or digit, and not {LATEST_KEY!r}"
+        )
+    return step_id
+
+
+def manifest_key(step_id: str, generation: int) -> str:
+    """Return the key of the manifest of *generation* (from 1)."""
+    return f"{check_step_id(step_id)}/MANIFEST-{_check_generation(generation)}.json"
+
+
+def parse_manifest(name: str) -> int | None:
+    """Return the generation in a manifest's file name (``MANIFEST-3.json``), or None."""
+    return _parse_number(_MANIFEST, name)
+
+
+def verified_key(step_id: str, generation: int) -> str:
+    """Return the key of the mark that says when and how *generation* was verified (DECISIONS 7)."""
+    return f"{check_step_id(step_id)}/VERIFIED-{_check_generation(generation)}.json"
+
+
+def parse_verified(name: str) -> int | None:
+    """Return the generation in the file name of a verified mark, or None."""
+    return _parse_number(_VERIFIED, name)
+
+
+def attempt_prefix(attempt: str) -> str:
+    """Return the folder of an attempt relative to its step, as paths in manifests begin: ``a-3f9c21d07b44``.
+
+    Raises:
+        UsageError: *attempt* is not 12 lower-case hex digits.
+    """
+    if not _ATTEMPT.fullmatch(attempt):
+        raise UsageError(f"{attempt!r} is not an attempt: use 12 lower-case hex digits")
+    return f"a-{attempt}"
+
+
+def attempt_folder(step_id: str, attempt: str) -> str:
+    """Return the folder of an attempt."""
+    return f"{check_step_id(step_id)}/{attempt_prefix(attempt)}"
+
+
+def parse_attempt(folder_name: str) -> str | None:
+    """Return the attempt in the last part of an attempt's folder (``a-3f9c21d07b44``), or None."""
+    attempt = folder_name.removeprefix("a-")
+    return attempt if attempt != folder_name and _ATTEMPT.fullmatch(attempt) else None
+
+
+def data_path(attempt: str, rank: int, index: int) -> str:
+    """Return data file number *index* of *rank* relative to its step, as manifests and receipts say it."""
+    return f"{attempt_prefix(attempt)}/d/r{_check_rank(rank):05d}-{index:04d}.safetensors"
+
+
+def data_key(step_id: str, attempt: str, rank: int, index: int) -> str:
+    """Return the key of data file number *index* of *rank*."""
+    return f"{check_step_id(step_id)}/{data_path(attempt, rank, index)}"
+
+
+def receipt_folder(step_id: str, attempt: str) -> str:
+    """Return the folder of an attempt's receipts."""
+    return f"{attempt_folder(step_id, attempt)}/r"
+
+
+def receipt_key(step_id: str, attempt: str, rank: int) -> str:
+    """Return the key of a rank's receipt, its vote."""
+    return f"{receipt_folder(step_id, attempt)}/r{_check_rank(rank):05d}.json"
+
+
+def parse_receipt(name: str) -> int | None:
+    """Return the rank in a receipt's file name (``r00000.json``), or None."""
+    return _parse_rank(_RECEIPT, name)
+
+
+def failure_key(step_id: str, attempt: str, rank: int) -> str:
+    """Return the key under which a rank says that it failed."""
+    return f"{receipt_folder(step_id, attempt)}/r{_check_rank(rank):05d}.fail.json"
+
+
+def parse_failure(name: str) -> int | None:
+    """Return the rank in the file name of a failure (``r00000.fail.json``), or None."""
+    return _parse_rank(_FAILURE, name)
+
+
+def decision_key(step_id: str, attempt: str) -> str:
+    """Return the key of the one record that says whether an attempt is committed or collected (DECISIONS 2)."""
+    return f"{attempt_folder(step_id, attempt)}/DECISION.json"
+
+
+def _check_generation(generation: int) -> int:
+    if not 1 <= generation < 10**18:
+        raise UsageError(f"generation {generation} does not exist: generations count from 1")
+    return generation
+
+
+def _check_rank(rank: int) -> int:
+    if not 0 <= rank < 10**9:
+        raise UsageError(f"rank {rank} does not exist: ranks count from 0")
+    return rank
+
+
+def _parse_number(pattern: re.Pattern[str], name: str) -> int | None:
+    match = pattern.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def _parse_rank(pattern: re.Pattern[str], name: str) -> int | None:
+    match = pattern.fullmatch(name)
+    if match is None or f"{int(match[1]):05d}" != match[1]:
+        return None
+    return int(match[1])
+
+
+_SPECIAL = re.compile(r"[.\\\[]")
+_TOKEN = re.compile(r"\[(-?(?:0|[1-9][0-9]*))\]|\.?((?:[^.\\\[]|\\[.\\\[])+|\\e)|\.")
+_EMPTY_KEY = r"\e"
+
+
+def join_name(parts: Sequence[str | int]) -> str:
+    r"""Return the name of the leaf at the path *parts*: ``("optimizer", "groups", 0, "lr")`` → ``optimizer.groups[0].lr``.
+
+    A literal ``.``, ``\`` or ``[`` in a key is escaped with ``\``; the empty key is ``\e``; the empty path is ``""``.
+
+    Raises:
+        UsageError: a part is neither str nor int, or holds a lone surrogate, which no file could store.
+    """
+    written = []
+    for part in parts:
+        if isinstance(part, str):
+            key = _SPECIAL.sub(r"\\\g<0>", part) if part else _EMPTY_KEY
+            written.append(f".{key}" if written else key)
+        elif isinstance(part, int) and not isinstance(part, bool):
+            written.append(f"[{part}]")
+        else:
+            raise UsageError(f"{part!r} cannot be part of a name: use str or int keys")
+    name = "".join(written)
+    if not name.isascii() and any("\ud800" <= character <= "\udfff" for character in name):
+        raise UsageError(f"{name!r} holds a lone surrogate and cannot be stored: rename the key")
+    return name
+
+
+def split_name(name: str) -> tuple[str | int, ...]:
+    """Return the path that `join_name` wrote as *name*.
+
+    Raises:
+        UsageError: `join_name` writes no such name.
+    """
+    parts = tuple(_parse_parts(name))
+    if join_name(parts) != name:
+        raise UsageError(f"{name!r} is not a leaf's name: escape '.', '[' and '\\' in keys with '\\'")
+    return parts
+
+
+def _parse_parts(name: str) -> list[str | int]:
+    parts: list[str | int] = []
+    for match in _TOKEN.finditer(name):
+        index, key = match.groups()
+        if index is not None:
+            parts.append(int(index))
+        elif key is not None:
+            parts.append("" if key == _EMPTY_KEY else re.sub(r"\\(.)", r"\1", key, flags=re.DOTALL))
+    return parts

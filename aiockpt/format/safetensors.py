@@ -1,0 +1,131 @@
+"""What stands at the beginning of a data file? A plain safetensors header, padded so that the payload is page-aligned.
+
+Guarantees:
+
+- What `encode_header` returns, followed by the payload, opens in every safetensors reader (FORMAT §1).
+- `decode_header` accepts what the safetensors library accepts and no more: entries tile the payload, sizes agree, no key
+  comes twice. For anything else it raises `CorruptionError`, before a byte of payload is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import msgspec
+from msgspec import Raw
+
+from aiockpt.errors import CorruptionError, ManifestError, UsageError
+from aiockpt.format.document import check_unique_keys, parse
+from aiockpt.format.dtypes import ITEMSIZES, is_native
+from aiockpt.format.manifest import Count, Dims
+from aiockpt.format.names import MAX_NAME_BYTES
+
+MAX_HEADER_BYTES = 64 << 20
+"""Of the whole prefix: length field, JSON and padding."""
+PAYLOAD_ALIGNMENT = 4096
+_LENGTH_BYTES = 8
+_METADATA = "__metadata__"
+
+
+class Entry(msgspec.Struct, frozen=True, gc=False):
+    """One tensor of a file; *start* and *end* are offsets into the payload."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+class Header(msgspec.Struct, frozen=True):
+    """A file's entries in payload order, its metadata, and the file offset at which the payload starts."""
+
+    entries: tuple[Entry, ...]
+    metadata: dict[str, str]
+    data_start: int
+
+
+class _Wire(msgspec.Struct, frozen=True, gc=False):
+    dtype: str
+    shape: Dims
+    data_offsets: tuple[Count, Count]
+
+
+def encode_header(entries: Sequence[Entry], metadata: dict[str, str]) -> bytes:
+    """Return the prefix of a data file: 8-byte length and JSON, padded with spaces to a multiple of 4,096 bytes.
+
+    Args:
+        entries: in payload order; they tile the payload from 0, and their dtypes are native to safetensors.
+
+    Raises:
+        UsageError: they do not, or a name is empty, too long, taken twice or ``__metadata__``.
+    """
+    fields: dict[str, object] = {_METADATA: metadata}
+    cursor = 0
+    for entry in entries:
+        if entry.name in fields or not 0 < len(entry.name.encode()) <= MAX_NAME_BYTES:
+            raise UsageError(f"{entry.name[:80]!r} cannot name a tensor: it is taken, empty or too long; rename the leaf")
+        if not is_native(entry.dtype):
+            raise UsageError(f"{entry.name}: safetensors has no {entry.dtype}; describe its bytes as U8")
+        if entry.start != cursor or entry.end - entry.start != prod(entry.shape) * ITEMSIZES[entry.dtype]:
+            raise UsageError(f"{entry.name}: bytes {entry.start}–{entry.end} do not follow {cursor} or do not fit its shape")
+        fields[entry.name] = _Wire(entry.dtype, entry.shape, (entry.start, entry.end))
+        cursor = entry.end
+    text = msgspec.json.encode(fields)
+    padded_bytes = -(-(_LENGTH_BYTES + len(text)) // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT - _LENGTH_BYTES
+    if padded_bytes + _LENGTH_BYTES > MAX_HEADER_BYTES:
+        raise UsageError(f"{len(entries)} tensors are too many for one data file: use smaller files")
+    return padded_bytes.to_bytes(_LENGTH_BYTES, "little") + text.ljust(padded_bytes)
+
+
+def decode_header(prefix: bytes, file_size: int) -> Header:
+    """Return the header at the beginning of a data file.
+
+    Args:
+        prefix: the file's first bytes, at least the whole header.
+        file_size: bytes of the whole file.
+
+    Raises:
+        CorruptionError: no safetensors file of *file_size* bytes begins like this.
+    """
+    data_start = _LENGTH_BYTES + int.from_bytes(prefix[:_LENGTH_BYTES], "little")
+    if len(prefix) < _LENGTH_BYTES or data_start > min(file_size, MAX_HEADER_BYTES):
+        raise CorruptionError(f"the safetensors header says it ends at {data_start}, which it cannot have")
+    if len(prefix) < data_start:
+        raise CorruptionError(f"the safetensors header ends at {data_start}, only {len(prefix)} bytes were read")
+    body = bytes(prefix[_LENGTH_BYTES:data_start])
+    try:
+        if not body.startswith(b"{"):
+            raise ManifestError("safetensors header does not start with an object")
+        fields = parse(body, dict[str, Raw], "safetensors header")
+        check_unique_keys(body, "safetensors header")
+        metadata = parse(fields.pop(_METADATA, Raw(b"{}")), dict[str, str], "safetensors metadata")
+        wires = [(name, parse(raw, _Wire, f"safetensors entry {name[:80]!r}")) for name, raw in fields.items()]
+    except ManifestError as error:
+        raise CorruptionError(str(error)) from error
+    entries = sorted((Entry(name, w.dtype, w.shape, *w.data_offsets) for name, w in wires), key=_payload_order)
+    _check_tiling(entries, file_size - data_start)
+    return Header(tuple(entries), metadata, data_start)
+
+
+def _payload_order(entry: Entry) -> tuple[int, int]:
+    return entry.start, entry.end
+
+
+def _check_tiling(entries: Sequence[Entry], payload_bytes: int) -> None:
+    cursor = 0
+    for entry in entries:
+        name = entry.name[:80]
+        width = ITEMSIZES.get(entry.dtype)
+        if width is None:
+            raise CorruptionError(f"safetensors entry {name!r} has the unknown dtype {entry.dtype[:40]!r}")
+        if entry.start != cursor or entry.end < entry.start:
+            raise CorruptionError(
+                f"safetensors entry {name!r} has bytes {entry.start}–{entry.end}, the one before ends at {cursor}"
+            )
+        if entry.end - entry.start != prod(entry.shape) * width:
+            raise CorruptionError(f"safetensors entry {name!r} has {entry.end - entry.start} bytes, its shape needs others")
+        cursor = entry.end
+    if cursor != payload_bytes:
+        raise CorruptionError(f"safetensors entries end at {cursor}, the payload has {payload_bytes} bytes")

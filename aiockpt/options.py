@@ -1,0 +1,137 @@
+"""What can be chosen? Frozen option structs, each field with its unit, default and the reason for the default.
+
+The one reader of environment variables is here too (`launched_world_size`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from aiockpt.errors import UsageError
+from aiockpt.format.checksum import BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from aiockpt.runtime.future import SaveFuture
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+OnExists = Literal["new_generation", "skip", "raise"]
+"""A step that is committed already: save it again as a new generation (the default), leave it, or raise."""
+
+Verify = Literal["read", "full", "none"]
+"""Check the blocks that are read (default), every block of the checkpoint first, or nothing (benchmarks only)."""
+
+WhenFull = Literal["wait", "skip"]
+"""``max_in_flight`` saves are running: wait for the oldest (default), or skip this save."""
+
+OnError = Literal["raise", "warn"] | Callable[["SaveFuture"], object]
+"""A background save failed: raise at the next call (default), warn, or call this with its future."""
+
+
+class Best(msgspec.Struct, frozen=True):
+    """Keep the *count* steps with the best *metric*, as passed to ``save(…, metrics={metric: value})``."""
+
+    metric: str
+    count: int = 1
+    mode: Literal["min", "max"] = "min"
+
+
+class Retention(msgspec.Struct, frozen=True, kw_only=True):
+    """What to keep. A step is kept when any rule names it; the newest committed and newest verified always are.
+
+    Attributes:
+        last: keep the newest *last* steps of the current lineage; None keeps all.
+        every: keep each step divisible by *every*; None adds none.
+        best: keep the best steps by a metric; None adds none.
+        grace_s: seconds, by the storage's clock, before an attempt that nobody committed counts as garbage. A day, so
+            that no slow save of another job is ever taken for a dead one.
+    """
+
+    last: int | None = None
+    every: int | None = None
+    best: Best | None = None
+    grace_s: float = 24 * 3600.0
+
+    def __post_init__(self) -> None:
+        for name in ("last", "every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"Retention({name}={value}): give at least 1, or None")
+
+
+class IO(msgspec.Struct, frozen=True, kw_only=True):
+    """How bytes move. The defaults are measured (benchmarks/README.md); few runs need others.
+
+    Attributes:
+        pool_bytes: the staging pool. None takes the size of the first state, at most a quarter of the free memory: a
+            pool as large as the state is what makes the pause one copy. Smaller works; the pause then includes writing.
+        slab_bytes: bytes of one slab, and of one write; a multiple of *block_bytes*. 16 MiB hides a thread hop.
+        block_bytes: bytes under one checksum; a power of two, at least 4 KiB. 8 MiB is the format's own.
+        file_bytes: where a data file ends and the next begins. One file a rank is fastest; 4 GiB suits every tool.
+        read_bytes: bytes of one read; a multiple of *block_bytes*.
+        verify: which blocks are checked while loading.
+    """
+
+    pool_bytes: int | None = None
+    slab_bytes: int = 16 * MIB
+    block_bytes: int = BLOCK_BYTES
+    file_bytes: int = 4 * GIB
+    read_bytes: int = 16 * MIB
+    verify: Verify = "read"
+
+    def __post_init__(self) -> None:
+        block = self.block_bytes
+        if block < 4096 or block & (block - 1):
+            raise UsageError(f"IO(block_bytes={block}): give a power of two of at least 4096")
+        for name in ("slab_bytes", "read_bytes"):
+            value = getattr(self, name)
+            if value < block or value % block:
+                raise UsageError(f"IO({name}={value}): give a multiple of block_bytes ({block})")
+        if self.pool_bytes is not None and self.pool_bytes < self.slab_bytes:
+            raise UsageError(f"IO(pool_bytes={self.pool_bytes}): give at least one slab ({self.slab_bytes})")
+
+
+class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds before a wait gives up and says what it waited for. None of them stops a transfer that moves.
+
+    Attributes:
+        slab_s: for a free slab while a snapshot is taken. Long: it is the disk that is slow then, not the engine.
+        commit_s: for the receipts of all ranks and the manifest.
+        close_s: for everything in flight, when the checkpointer is closed or the interpreter exits.
+    """
+
+    slab_s: float = 600.0
+    commit_s: float = 600.0
+    close_s: float = 1800.0
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """All choices of one checkpointer; `aiockpt.Checkpointer` takes each as a keyword and documents it."""
+
+    retention: Retention | None = None
+    every: int | None = None
+    max_in_flight: int = 2
+    when_full: WhenFull = "wait"
+    on_exists: OnExists = "new_generation"
+    on_error: OnError = "raise"
+    io: IO = IO()
+    deadlines: Deadlines = Deadlines()
+
+    def __post_init__(self) -> None:
+        if self.max_in_flight < 1:
+            raise UsageError(f"max_in_flight={self.max_in_flight}: give at least 1")
+        if self.every is not None and self.every < 1:
+            raise UsageError(f"every={self.every}: give at least 1, or None to decide each save yourself")
+
+
+def launched_world_size(environment: Mapping[str, str] = os.environ) -> int:
+    """Return the world size a launcher announced in ``WORLD_SIZE``; 1 when none did."""
+    try:
+        return max(1, int(environment.get("WORLD_SIZE", "1")))
+    except ValueError:
+        raise UsageError(f"WORLD_SIZE={environment['WORLD_SIZE']!r} is not a number") from None

@@ -1,0 +1,167 @@
+"""How do written data become a checkpoint? An attempt begins, ranks vote with receipts, one exclusive create decides.
+
+Guarantees (FORMAT §6, DECISIONS 1–4; model-checked and power-cut in tests/crash):
+
+- Nothing is visible before the manifest is; the manifest is created exclusively, after every vote is durable.
+- A generation is fixed when the attempt begins, so a stale attempt can never overtake a newer one.
+- Finishing is idempotent and open to anyone: whoever finds all votes may roll forward; garbage collection contends for
+  the same decision record, so that an attempt is either committed or collected, never both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import anyio
+import msgspec
+
+from aiockpt.errors import CommitConflictError, CommitError, CommitTimeoutError, ObjectExistsError
+from aiockpt.format.manifest import Decision, Manifest, Receipt, encode_manifest, encode_receipt
+from aiockpt.format.merge import merge_receipts
+from aiockpt.format.names import decision_key, manifest_key, receipt_key
+from aiockpt.format.validate import check_manifest
+from aiockpt.pipeline.discover import StepEntry, read_manifest, read_receipts
+from aiockpt.runtime.world import World
+from aiockpt.storage.backend import Backend
+from aiockpt.storage.transfer import put_once, read_record
+
+WRITER = "aiockpt 0.1.0"
+POLL_S = 0.05
+
+
+class Attempt(msgspec.Struct, frozen=True):
+    """One incarnation of a job trying to save one step.
+
+    Attributes:
+        id, step: the step folder and its number.
+        attempt: 12 random hex digits, its nonce; names the attempt's folder, so that no two attempts share a byte.
+        generation: the number its manifest will have.
+        sequence: one more than the highest logical clock seen when it began.
+        run: which checkpointer it belongs to; *parent*: the id of the step that one had loaded, or None. Together they
+            are the lineage (DECISIONS 6).
+    """
+
+    id: str
+    step: int
+    attempt: str
+    generation: int
+    sequence: int
+    run: str
+    parent: str | None
+    rank: int
+    world_size: int
+
+
+def begin(
+    entry: StepEntry, *, nonce: str, run: str, sequence: int, parent: str | None, rank: int, world_size: int
+) -> Attempt:
+    """Return a new attempt at the step that *entry* describes; its generation is fixed here, once."""
+    generation = max(entry.generations, default=0) + 1
+    return Attempt(entry.id, entry.step, nonce, generation, sequence, run, parent, rank, world_size)
+
+
+async def cast_vote(backend: Backend, receipt: Receipt) -> None:
+    """Create a rank's receipt; when this returns the rank has done its part.
+
+    Raises:
+        CommitConflictError: another process voted in this rank's name.
+    """
+    key = receipt_key(receipt.id, receipt.attempt, receipt.rank)
+    if not await put_once(backend, key, encode_receipt(receipt)):
+        raise CommitConflictError(f"{key}: another process voted as rank {receipt.rank} of this attempt")
+
+
+async def wait_votes(backend: Backend, attempt: Attempt, own: Receipt, deadline_s: float) -> list[Receipt]:
+    """Return the receipts of all ranks, waiting up to *deadline_s* seconds for the others.
+
+    Raises:
+        CommitTimeoutError: names the ranks without a receipt; the outcome is unknown.
+    """
+    votes = {own.rank: own}
+    with anyio.move_on_after(deadline_s):
+        while len(votes) < attempt.world_size:
+            votes |= await read_receipts(backend, attempt.id, attempt.attempt)
+            if len(votes) < attempt.world_size:
+                await anyio.sleep(POLL_S)
+    missing = sorted(set(range(attempt.world_size)) - votes.keys())
+    if missing:
+        raise CommitTimeoutError(
+            f"{attempt.id}: no receipt from ranks {missing} within {deadline_s:g} s; whether they vote later is "
+            "unknown. Run `aiockpt commit` to finish the step once they did, or save it again.",
+            missing,
+        )
+    return [votes[rank] for rank in range(attempt.world_size)]
+
+
+async def commit(backend: Backend, votes: Sequence[Receipt], world: World) -> Manifest:
+    """Make the attempt of *votes* visible, durably; return its manifest.
+
+    Raises:
+        CommitConflictError: its generation was committed by another attempt, or it was collected as garbage.
+        CommitError: the votes do not make a whole checkpoint.
+    """
+    write_id = world.token(16).hex()
+    manifest = merge_receipts(votes, writer=WRITER, write_id=write_id, created_ns=world.clock.time_ns())
+    check_manifest(manifest, manifest.id, manifest.generation)
+    await _decide(backend, manifest)
+    await _check_sizes(backend, manifest)  # after the decision: whoever collected the attempt removed the data first
+    data = encode_manifest(manifest)
+    key = manifest_key(manifest.id, manifest.generation)
+    try:
+        await backend.put_new(key, data)
+    except ObjectExistsError:
+        return await _settle(backend, manifest)
+    return manifest
+
+
+async def _check_sizes(backend: Backend, manifest: Manifest) -> None:
+    for file in manifest.files:
+        found = (await backend.stat(f"{manifest.id}/{file.p}")).size
+        if found != file.size:
+            raise CommitError(f"{manifest.id}/{file.p}: {found} bytes in storage, the receipt says {file.size}")
+
+
+async def _decide(backend: Backend, manifest: Manifest) -> None:
+    """Claim the attempt for committing; see `claim`."""
+    if await claim(backend, manifest.id, manifest.attempt, "commit", manifest.write_id) != "commit":
+        raise CommitConflictError(
+            f"{manifest.id}: attempt {manifest.attempt} was collected as garbage before it was committed; save again"
+        )
+
+
+async def claim(backend: Backend, step_id: str, attempt: str, wish: str, write_id: str) -> str:
+    """Create the attempt's one decision record; return what was decided, by us or by whoever was first."""
+    key = decision_key(step_id, attempt)
+    decision = Decision(decision=wish, attempt=attempt, write_id=write_id)
+    if await put_once(backend, key, msgspec.json.encode(decision)):
+        return wish
+    try:
+        return msgspec.json.decode(await read_record(backend, key), type=Decision).decision
+    except msgspec.DecodeError as error:
+        raise CommitError(f"{key} is damaged ({error}); save the step again") from error
+
+
+async def _settle(backend: Backend, ours: Manifest) -> Manifest:
+    """Someone created our manifest's name: the same attempt means success (theirs, or our own lost answer)."""
+    theirs = await read_manifest(backend, ours.id, ours.generation)
+    if theirs.attempt == ours.attempt:
+        return theirs
+    raise CommitConflictError(
+        f"{ours.id}: generation {ours.generation} was committed by attempt {theirs.attempt} while this save "
+        f"(attempt {ours.attempt}) was running; the winner stands. Save again to add generation {ours.generation + 1}."
+    )
+
+
+async def roll_forward(backend: Backend, entry: StepEntry, world: World) -> list[Manifest]:
+    """Commit what the dead could not: every attempt of the step whose votes are complete and whose number is free."""
+    done = []
+    for attempt in entry.attempts:
+        votes = await read_receipts(backend, entry.id, attempt)
+        first = next(iter(votes.values()), None)
+        if first is None or first.generation in entry.generations or len(votes) != first.world_size:
+            continue
+        try:
+            done.append(await commit(backend, [votes[rank] for rank in sorted(votes)], world))
+        except CommitError:
+            continue  # another attempt has the number, or it was collected: nothing to finish
+    return done

@@ -1,0 +1,154 @@
+"""Which steps are there, which is the newest, and is its manifest one that a reader may believe?
+
+Guarantees:
+
+- "Newest" is decided by the logical clock in the manifests (`sequence`, then step), never by a clock of a machine: after
+  going back to an earlier step and saving on, the new branch is the newest (DECISIONS 6).
+- ``LATEST`` is never read. A peek at a manifest orders the candidates and decides nothing else.
+- A manifest is checked wholly (digest, version, limits, paths, coverage) before anything it names is opened.
+"""
+
+from __future__ import annotations
+
+import anyio
+import msgspec
+
+from aiockpt.errors import CheckpointError, CorruptionError, ManifestError, ObjectNotFoundError, StorageError
+from aiockpt.format.manifest import Manifest, Peek, Receipt, decode_manifest, decode_receipt, peek
+from aiockpt.format.names import (
+    check_step_id,
+    manifest_key,
+    parse_attempt,
+    parse_manifest,
+    parse_step,
+    parse_verified,
+    receipt_folder,
+)
+from aiockpt.format.validate import check_manifest
+from aiockpt.runtime.tasks import open_tasks
+from aiockpt.storage.backend import Backend, Listing
+from aiockpt.storage.transfer import read_record
+
+PEEK_BYTES = 4096
+PEEKS_AT_ONCE = 32
+
+
+class StepEntry(msgspec.Struct, frozen=True):
+    """What a listing tells of one step folder.
+
+    Attributes:
+        id, step: the folder and its number (−1 where the id is not one of ours).
+        generations: the numbers of its manifests, falling.
+        verified: the generations that carry a verified mark.
+        attempts: the attempts whose folders are there.
+        head: what the newest manifest says of itself, unverified; None when it could not be read.
+    """
+
+    id: str
+    step: int
+    generations: tuple[int, ...]
+    verified: frozenset[int]
+    attempts: tuple[str, ...]
+    head: Peek | None = None
+
+    @property
+    def committed(self) -> bool:
+        """Whether it has a manifest (valid or not)."""
+        return bool(self.generations)
+
+    @property
+    def age_order(self) -> tuple[int, int]:
+        """Sorts steps from the oldest to the newest."""
+        return (self.head.sequence if self.head else 0, self.step)
+
+
+async def scan(backend: Backend) -> list[StepEntry]:
+    """Return every step folder below the root, the newest first."""
+    folders = (await backend.list("")).folders
+    found: dict[str, StepEntry] = {}
+    slots = anyio.Semaphore(PEEKS_AT_ONCE)
+
+    async def look(folder: str) -> None:
+        async with slots:
+            found[folder] = await look_at(backend, folder)
+
+    async with open_tasks() as tasks:
+        for folder in folders:
+            if _is_step_id(folder):
+                tasks.start_soon(look, folder)
+    return sorted(found.values(), key=lambda entry: entry.age_order, reverse=True)
+
+
+def _is_step_id(folder: str) -> bool:
+    try:
+        return bool(check_step_id(folder))
+    except CheckpointError:
+        return False
+
+
+async def look_at(backend: Backend, step_id: str) -> StepEntry:
+    """Return what the listing and the newest manifest's first bytes say of one step."""
+    entry = _entry(step_id, await backend.list(step_id))
+    if not entry.generations:
+        return entry
+    try:
+        head = peek(await backend.get(manifest_key(step_id, entry.generations[0]), PEEK_BYTES))
+    except StorageError:
+        return entry
+    return msgspec.structs.replace(entry, head=head)
+
+
+def _entry(step_id: str, listing: Listing) -> StepEntry:
+    names = [stat.key.rpartition("/")[2] for stat in listing.objects]
+    generations = sorted((n for name in names if (n := parse_manifest(name)) is not None), reverse=True)
+    attempts = [parse_attempt(folder.rpartition("/")[2]) for folder in listing.folders]
+    step = parse_step(step_id)
+    return StepEntry(
+        id=step_id,
+        step=-1 if step is None else step,
+        generations=tuple(generations),
+        verified=frozenset(n for name in names if (n := parse_verified(name)) is not None),
+        attempts=tuple(attempt for attempt in attempts if attempt is not None),
+    )
+
+
+async def read_manifest(backend: Backend, step_id: str, generation: int) -> Manifest:
+    """Return one manifest, decoded and checked in every way that needs no other object.
+
+    Raises:
+        ManifestError: no reader may believe it.
+        ObjectNotFoundError: it is not there.
+    """
+    manifest = decode_manifest(await read_record(backend, manifest_key(step_id, generation)))
+    check_manifest(manifest, step_id, generation)
+    return manifest
+
+
+async def newest_manifest(backend: Backend, entry: StepEntry) -> Manifest:
+    """Return the manifest of the highest valid generation of a step.
+
+    Raises:
+        ManifestError: none of its generations is valid; the reason is that of the highest.
+    """
+    first: CorruptionError | None = None
+    for generation in entry.generations:
+        try:
+            return await read_manifest(backend, entry.id, generation)
+        except ObjectNotFoundError as error:
+            first = first or ManifestError(f"{entry.id}: generation {generation} was deleted meanwhile", key=error.key)
+        except CorruptionError as error:
+            first = first or error
+    raise first or ManifestError(f"{entry.id} has no manifest: it was never committed", key=entry.id)
+
+
+async def read_receipts(backend: Backend, step_id: str, attempt: str) -> dict[int, Receipt]:
+    """Return the receipts of an attempt by rank; one that is damaged or of another attempt is no vote and left out."""
+    receipts: dict[int, Receipt] = {}
+    for stat in (await backend.list(receipt_folder(step_id, attempt))).objects:
+        try:
+            receipt = decode_receipt(await read_record(backend, stat.key))
+        except (ManifestError, ObjectNotFoundError):
+            continue
+        if receipt.id == step_id and receipt.attempt == attempt:
+            receipts[receipt.rank] = receipt
+    return receipts

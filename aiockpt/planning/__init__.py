@@ -1,0 +1,1 @@
+"""WHO moves WHICH bytes? Pure functions from descriptions to plans; `pipeline/` executes them."""

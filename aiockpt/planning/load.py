@@ -1,0 +1,210 @@
+"""Which bytes of which data file must be read, and where does each of them land?
+
+``plan_load`` meets what is wanted (a box of a tensor, lying row-major in memory) with what is stored (pieces, lying
+row-major in files). No communication is needed: every rank plans its own reads from the manifest alone.
+
+Guarantees:
+
+- Pure. Every wanted byte has exactly one landing, or the tensor is refused by name.
+- Landings of one pass do not overlap in the file, so a block is read once a pass; only a tensor that is wanted twice
+  needs a second pass.
+- Whole blocks are read (so that each can be verified); what of them nobody wants is `LoadPlan.spare_bytes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from aiockpt.errors import StateMismatchError
+from aiockpt.format.dtypes import itemsize
+from aiockpt.format.manifest import Manifest, TensorEntry
+from aiockpt.state.geometry import Box, copy_runs
+
+MIN_RUN_BYTES = 4096
+"""Intersections whose mean contiguous run is shorter are read whole and placed by a strided copy: a buffer a run costs
+about 2 µs, as much as reading 32 KiB."""
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """A box of a tensor that somebody wants, row-major in a memory of its own."""
+
+    name: str
+    box: Box
+
+
+class Landing(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """File bytes [start, end) go to *target_offset* of memory number *target*."""
+
+    start: int
+    end: int
+    target: int
+    target_offset: int
+
+
+class Scattered(msgspec.Struct, frozen=True):
+    """A piece that is read into scratch memory *scratch* (a landing target too) and then placed box by box.
+
+    Attributes:
+        target: number of the wanted tensor.
+        stored: the box that the scratch memory holds, row-major.
+        overlap: the part of it that is wanted.
+    """
+
+    scratch: int
+    target: int
+    stored: Box
+    overlap: Box
+
+
+class LoadPlan(msgspec.Struct, frozen=True):
+    """What to read.
+
+    Attributes:
+        passes: landings by file index, sorted by start, without overlaps; almost always one pass.
+        scattered: what goes through scratch memory; target numbers from ``len(wanted)`` on are scratch memories.
+        scratch_bytes: the size of each scratch memory.
+        wanted_bytes: bytes of all landings.
+    """
+
+    passes: tuple[Mapping[int, tuple[Landing, ...]], ...]
+    scattered: tuple[Scattered, ...]
+    scratch_bytes: tuple[int, ...]
+    wanted_bytes: int
+
+
+def plan_load(manifest: Manifest, wanted: Sequence[Wanted]) -> LoadPlan:
+    """Return the reads that fill *wanted* from *manifest* (already validated).
+
+    Raises:
+        StateMismatchError: the pieces do not cover a wanted box; every such tensor is named.
+    """
+    landings: dict[int, list[Landing]] = {}
+    scattered: list[Scattered] = []
+    scratch_bytes: list[int] = []
+    uncovered: list[str] = []
+    for number, want in enumerate(wanted):
+        entry = manifest.tensors[want.name]
+        found = 0
+        for piece in entry.pieces:
+            stored = Box(piece.offsets, piece.sizes)
+            overlap = stored.intersect(want.box)
+            if overlap is None or not overlap.volume:
+                continue
+            found += overlap.volume
+            runs = _direct_runs(entry, stored, want.box, overlap)
+            into = landings.setdefault(piece.file, [])
+            if runs is None:
+                scattered.append(Scattered(len(wanted) + len(scratch_bytes), number, stored, overlap))
+                into.append(Landing(piece.start, piece.end, len(wanted) + len(scratch_bytes), 0))
+                scratch_bytes.append(piece.end - piece.start)
+            else:
+                into.extend(
+                    Landing(piece.start + low, piece.start + low + size, number, target) for low, target, size in runs
+                )
+        if found != want.box.volume:
+            uncovered.append(f"{want.name}: {found} of {want.box.volume} elements are stored")
+    if uncovered:
+        raise StateMismatchError(manifest.id, uncovered, "The checkpoint has gaps: load another step.")
+    return LoadPlan(
+        passes=tuple(_passes(landings)),
+        scattered=tuple(scattered),
+        scratch_bytes=tuple(scratch_bytes),
+        wanted_bytes=sum(landing.end - landing.start for some in landings.values() for landing in some),
+    )
+
+
+def _direct_runs(entry: TensorEntry, stored: Box, wanted: Box, overlap: Box) -> list[tuple[int, int, int]] | None:
+    """Return (piece offset, target offset, size) in bytes; None when the runs are too short to be worth a buffer each."""
+    width = itemsize(entry.dtype)
+    most = max(1, overlap.volume * width // MIN_RUN_BYTES)
+    runs = []
+    for source, target, count in copy_runs(stored, wanted):
+        if len(runs) == most:
+            return None
+        runs.append((source * width, target * width, count * width))
+    return runs
+
+
+def _passes(landings: Mapping[int, list[Landing]]) -> Iterator[dict[int, tuple[Landing, ...]]]:
+    """Sort the landings of each file; those that overlap an earlier one wait for the next pass."""
+    waiting = {file: sorted(some, key=lambda landing: landing.start) for file, some in landings.items()}
+    while waiting:
+        this_pass: dict[int, tuple[Landing, ...]] = {}
+        later: dict[int, list[Landing]] = {}
+        for file, some in waiting.items():
+            taken: list[Landing] = []
+            cursor = 0
+            for landing in some:
+                if landing.start >= cursor:
+                    taken.append(landing)
+                    cursor = landing.end
+                else:
+                    later.setdefault(file, []).append(landing)
+            this_pass[file] = tuple(taken)
+        yield this_pass
+        waiting = later
+
+
+class Segment(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """*size* bytes of a read: to *target_offset* of memory *target*, or to nowhere (*target* −1, a gap)."""
+
+    size: int
+    target: int
+    target_offset: int
+
+
+class BlockRead(msgspec.Struct, frozen=True):
+    """One read of consecutive bytes from *offset* of a file, spread over *segments*."""
+
+    offset: int
+    size: int
+    segments: tuple[Segment, ...]
+
+
+GAP = -1
+
+
+def plan_reads(
+    landings: Sequence[Landing], file_size: int, *, block_bytes: int, read_bytes: int, whole_blocks: bool
+) -> Iterator[BlockRead]:
+    """Cut one file's sorted landings into reads of at most *read_bytes*.
+
+    With *whole_blocks* reads are made of whole checksum blocks, so that each can be verified: the bytes of a block that
+    nobody wants go into gaps. Without it only wanted bytes are read.
+    """
+    first = 0
+    for offset, stop in _units(landings, file_size, block_bytes if whole_blocks else 1, read_bytes):
+        segments: list[Segment] = []
+        cursor = offset
+        while first < len(landings) and landings[first].start < stop:
+            landing = landings[first]
+            low, high = max(landing.start, offset), min(landing.end, stop)
+            if low > cursor:
+                segments.append(Segment(low - cursor, GAP, 0))
+            segments.append(Segment(high - low, landing.target, landing.target_offset + low - landing.start))
+            cursor = high
+            if landing.end > stop:
+                break
+            first += 1
+        if cursor < stop:
+            segments.append(Segment(stop - cursor, GAP, 0))
+        yield BlockRead(offset, stop - offset, tuple(segments))
+
+
+def _units(
+    landings: Sequence[Landing], file_size: int, align_bytes: int, read_bytes: int
+) -> Iterator[tuple[int, int]]:
+    """Yield the ranges that cover the landings, aligned and merged, each cut into units of at most *read_bytes*."""
+    covers: list[tuple[int, int]] = []
+    for landing in landings:
+        start = landing.start // align_bytes * align_bytes
+        end = min(-(-landing.end // align_bytes) * align_bytes, file_size)
+        if covers and start <= covers[-1][1]:
+            covers[-1] = (covers[-1][0], max(end, covers[-1][1]))
+        else:
+            covers.append((start, end))
+    for start, end in covers:
+        for offset in range(start, end, read_bytes):
+            yield offset, min(offset + read_bytes, end)

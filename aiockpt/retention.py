@@ -1,0 +1,93 @@
+"""Which steps are kept? A pure decision from what the manifests say; `pipeline.collect` carries it out.
+
+Guarantees:
+
+- The newest committed step and the newest verified one are kept, whatever the rules say (RELIABILITY: deletion).
+- "Newest" and ``last`` follow the lineage of the current run (DECISIONS 6); a branch that was left is kept.
+- No clock takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import msgspec
+
+from aiockpt.options import Best, Retention
+
+
+class StepFacts(msgspec.Struct, frozen=True):
+    """What retention looks at: one committed step.
+
+    Attributes:
+        sequence: the logical clock of its manifest.
+        run: which checkpointer wrote it.
+        parent: the step its run had loaded, or None.
+    """
+
+    id: str
+    step: int
+    sequence: int
+    run: str
+    parent: str | None
+    verified: bool
+    metrics: Mapping[str, float]
+
+
+class Doomed(msgspec.Struct, frozen=True):
+    """A step that no rule keeps, and which rules those were."""
+
+    id: str
+    step: int
+    reason: str
+
+
+def lineage(facts: Sequence[StepFacts]) -> list[StepFacts]:
+    """Return the steps that the newest one descends from, itself included, the newest first."""
+    by_id = {fact.id: fact for fact in facts}
+    chain: list[StepFacts] = []
+    tip = max(facts, key=lambda fact: (fact.sequence, fact.step), default=None)
+    seen: set[str] = set()
+    while tip is not None and tip.run not in seen:
+        seen.add(tip.run)
+        mates = [fact for fact in facts if fact.run == tip.run and fact.sequence <= tip.sequence]
+        chain += sorted(mates, key=lambda fact: fact.sequence, reverse=True)
+        first = mates[0]
+        tip = by_id.get(first.parent) if first.parent is not None else None
+    return chain
+
+
+def plan_retention(facts: Sequence[StepFacts], rules: Retention, protected: Collection[str] = ()) -> list[Doomed]:
+    """Return the steps to delete, the oldest first.
+
+    Args:
+        facts: every committed step.
+        rules: what to keep.
+        protected: ids that are kept besides: being read, being saved.
+    """
+    line = lineage(facts)
+    if rules.last is None or not line:
+        return []
+    kept = {fact.id for fact in line[: rules.last]} | {line[0].id} | set(protected)
+    kept |= {fact.id for fact in line if rules.every and fact.step % rules.every == 0}
+    kept |= _best(line, rules.best)
+    newest_verified = next((fact.id for fact in line if fact.verified), None)
+    doomed = [fact for fact in line if fact.id not in kept and fact.id != newest_verified]
+    reason = f"not among the last {rules.last}"
+    if rules.every:
+        reason += f", not a multiple of {rules.every}"
+    if rules.best:
+        reason += f", not among the best {rules.best.count} by {rules.best.metric}"
+    return [Doomed(fact.id, fact.step, reason) for fact in reversed(doomed)]
+
+
+def _best(line: Sequence[StepFacts], rule: Best | None) -> set[str]:
+    if rule is None:
+        return set()
+    sign = 1 if rule.mode == "min" else -1
+    measured = [fact for fact in line if rule.metric in fact.metrics and not _is_nan(fact.metrics[rule.metric])]
+    return {fact.id for fact in sorted(measured, key=lambda fact: sign * fact.metrics[rule.metric])[: rule.count]}
+
+
+def _is_nan(value: float) -> bool:
+    return value != value

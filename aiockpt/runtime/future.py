@@ -1,0 +1,261 @@
+"""What does a caller hold while the work goes on? Futures that any thread and any event loop can wait for.
+
+Guarantees:
+
+- A future can be awaited on any asyncio or trio loop, waited for with ``result(timeout)``, given callbacks, or ignored.
+- Waiting never owns the work: a cancelled or timed-out wait leaves it running. Only ``cancel()`` cancels.
+- Every stage settles exactly once, in order; when the work fails, all stages that were not reached fail with that error.
+- A blocking wait on a thread that runs an event loop raises instead of stopping the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Callable, Generator
+from threading import Lock
+from typing import Any, Generic, Literal, TypeVar
+
+import anyio
+import msgspec
+
+from aiockpt.errors import SaveCancelledError
+from aiockpt.runtime.loop import refuse_in_event_loop
+
+T = TypeVar("T")
+_Inner = concurrent.futures.Future
+
+
+class Stage(Generic[T]):
+    """A point that the work reaches once, with a value, or never, with an error."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._inner: _Inner[T] = _Inner()
+        self._told = False
+
+    def done(self) -> bool:
+        """Say whether the point was reached or the work has failed."""
+        return self._inner.done()
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait up to *timeout* seconds (None: for ever) and return the value, or raise what went wrong.
+
+        Raises:
+            TimeoutError: it was not reached in time; the work goes on.
+            BlockingCallError: this thread runs an event loop; ``await`` the future instead.
+        """
+        self._wait_here(timeout)
+        return self._value()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait up to *timeout* seconds and return what went wrong, or None."""
+        self._wait_here(timeout)
+        self._told = True
+        return self._inner.exception()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._wait().__await__()
+
+    def _wait_here(self, timeout: float | None) -> None:
+        if self._inner.done():
+            return
+        refuse_in_event_loop(f"waiting for {self._what}")
+        try:
+            self._inner.exception(timeout)
+        except concurrent.futures.TimeoutError:
+            raise TimeoutError(f"{self._what}: not reached within {timeout} s; the work goes on") from None
+
+    async def _wait(self) -> T:
+        if not self._inner.done():
+            reached = anyio.Event()
+            wake = _waker(reached)
+            self._inner.add_done_callback(lambda _: wake())
+            await reached.wait()
+        return self._value()
+
+    def _value(self) -> T:
+        self._told = True
+        return self._inner.result()
+
+    def _wait_anyway(self, timeout_s: float) -> None:
+        """Block until it is settled, even on a thread with an event loop: for the barrier, whose copy runs elsewhere."""
+        concurrent.futures.wait([self._inner], timeout_s)
+
+    def _resolve(self, value: T) -> None:
+        if not self._inner.done():
+            self._inner.set_result(value)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._inner.done():
+            self._inner.set_exception(error)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._what}: {self._progress()}>"
+
+    def _progress(self) -> str:
+        if not self._inner.done():
+            return "pending"
+        error = self._inner.exception()
+        return "done" if error is None else f"failed, {error!r}"
+
+
+def _waker(reached: anyio.Event) -> Callable[[], None]:
+    """Return a function that sets *reached* from any thread, whatever kind of loop is running here."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        import trio
+
+        token = trio.lowlevel.current_trio_token()
+
+        def wake_trio() -> None:
+            try:
+                token.run_sync_soon(reached.set)
+            except trio.RunFinishedError:
+                pass  # the loop that waited is gone; nobody is left to wake
+
+        return wake_trio
+
+    def wake() -> None:
+        try:
+            loop.call_soon_threadsafe(reached.set)
+        except RuntimeError:
+            pass  # the loop that waited is closed; nobody is left to wake
+
+    return wake
+
+
+class Future(Stage[T]):
+    """The outcome of one operation."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self._cancel: Callable[[], object] | None = None
+
+    def add_done_callback(self, callback: Callable[[Future[T]], object]) -> None:
+        """Call *callback* with this future when it is done, on the engine's thread, or at once when it is done already."""
+        self._inner.add_done_callback(lambda _: callback(self))
+
+    def cancel(self) -> bool:
+        """Ask the work to stop, from any thread; return False when it is done already."""
+        if self.done():
+            return False
+        if self._cancel is not None:
+            self._cancel()
+        return True
+
+    def cancelled(self) -> bool:
+        """Say whether the work ended because of ``cancel()``."""
+        return self.done() and isinstance(self._inner.exception(), SaveCancelledError | asyncio.CancelledError)
+
+
+class SaveResult(msgspec.Struct, frozen=True):
+    """A committed checkpoint: what ``await save`` returns.
+
+    Attributes:
+        step, id, generation: which one; *id* is its folder below the root.
+        bytes: bytes of its data files.
+        seconds: from the call of ``save()`` to *committed*.
+        existed: True when the step was committed before and ``on_exists="skip"`` left it.
+    """
+
+    step: int
+    id: str
+    generation: int
+    bytes: int
+    seconds: float
+    existed: bool = False
+
+
+class LoadResult(msgspec.Struct, frozen=True):
+    """A checkpoint that was loaded: what ``await load`` returns.
+
+    Attributes:
+        step, id, generation: which one.
+        bytes: bytes of tensors that were filled; *read_bytes* were read from storage for it.
+        seconds: from the call to the last verified block.
+        skipped: (step id, reason) of newer steps that were not taken.
+        missing, unexpected: names that the checkpoint lacks, and that nobody wanted (``strict=False``).
+    """
+
+    step: int
+    id: str
+    generation: int
+    bytes: int
+    read_bytes: int
+    seconds: float
+    skipped: tuple[tuple[str, str], ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+class SaveFuture(Future[SaveResult]):
+    """One save, through ``snapshotted`` → ``written`` → ``committed``. Awaiting the future means *committed*.
+
+    Attributes:
+        step: the step that is saved.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"save of step {step}")
+        self.step = step
+        self._snapshotted: Stage[None] = Stage(f"save of step {step}, snapshotted")
+        self._written: Stage[None] = Stage(f"save of step {step}, written")
+
+    def snapshotted(self) -> Stage[None]:
+        """The tensors have been copied and may change. Nothing is promised about the disk."""
+        return self._snapshotted
+
+    def written(self) -> Stage[None]:
+        """This rank's data files and its receipt are flushed; the checkpoint is not visible yet."""
+        return self._written
+
+    def committed(self) -> Stage[SaveResult]:
+        """The checkpoint is durable and visible; the same as the future itself."""
+        return self
+
+    @property
+    def delivered(self) -> bool:
+        """Whether somebody has taken the outcome from this future or one of its stages; then nobody is told again."""
+        return self._told or self._snapshotted._told or self._written._told  # noqa: SLF001  its own stages
+
+    @property
+    def stage(self) -> Literal["started", "snapshotted", "written", "committed", "failed"]:
+        """How far it is."""
+        if self.done():
+            return "committed" if self._inner.exception() is None else "failed"
+        if self._written.done():
+            return "written"
+        return "snapshotted" if self._snapshotted.done() else "started"
+
+    def _fail(self, error: BaseException) -> None:
+        self._snapshotted._fail(error)  # noqa: SLF001  its own stages
+        self._written._fail(error)  # noqa: SLF001
+        super()._fail(error)
+
+    def _progress(self) -> str:
+        return self.stage if not self.done() else super()._progress()
+
+
+class LoadFuture(Future[T]):
+    """One load. Worker threads fill the tensors; objects are filled by whoever waits first, on that very thread.
+
+    (Schedulers, lazily created optimizer state and plain values are Python objects of the training program: they must
+    not change under its feet.) Until somebody waits, the load is not complete: the engine's next call says so.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self._finish: Callable[[], object] | None = None
+        self._finishing = Lock()
+        self.waited_for = False
+
+    def _value(self) -> T:
+        self.waited_for = True
+        value = super()._value()
+        with self._finishing:
+            if self._finish is not None:
+                self._finish()
+                self._finish = None
+        return value

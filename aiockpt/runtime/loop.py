@@ -1,0 +1,154 @@
+"""How do training threads and the event loop meet? Here: the one file in which work crosses threads.
+
+Each engine owns one loop thread (anyio's portal) and a fixed set of worker threads, started beforehand. Guarantees:
+
+- ``submit`` and ``call_soon`` may be called from any thread; re-entry that would deadlock raises instead.
+- A forked child is refused by process id: the threads did not come along.
+- At interpreter exit ``on_exit`` runs while threads can still work, so that an unwaited save is not lost. Plain
+  ``atexit`` is too late: by then the executors are shut down (tried on 3.11 to 3.13).
+- ``close`` is idempotent and waits for both kinds of threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import concurrent.futures.thread  # noqa: F401  its exit hook must be registered before ours, so that ours runs first
+import os
+import threading
+import weakref
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from typing import TypeVar, TypeVarTuple
+
+import anyio.from_thread
+
+from aiockpt.errors import BlockingCallError, ClosedError, ForkedProcessError
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+WORKERS = 12
+"""Worker threads of one engine: four writes, four reads, two checksums, one snapshot, one to spare. Idle ones are free."""
+
+
+class LoopThread:
+    """One event loop on a background thread, and the worker threads of its blocking calls.
+
+    Args:
+        name: shown in thread names.
+        on_exit: called once, on the main thread, when the interpreter exits and ``close`` was not called before.
+    """
+
+    def __init__(self, name: str, on_exit: Callable[[], object]) -> None:
+        self._name = name
+        self._pid = os.getpid()
+        self._closed = False
+        self._stack = ExitStack()
+        self._portal = self._stack.enter_context(anyio.from_thread.start_blocking_portal(name=f"{name}-loop"))
+        self._executor = concurrent.futures.ThreadPoolExecutor(WORKERS, thread_name_prefix=f"{name}-worker")
+        _start_all(self._executor)
+        self._loop: asyncio.AbstractEventLoop = self._portal.call(self._set_up)
+        self._on_exit = on_exit
+        _open_loops.add(self)
+        _register_exit_hook()
+
+    async def _set_up(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(self._executor)
+        return loop
+
+    def check(self) -> None:
+        """Raise when this process or thread must not use the loop.
+
+        Raises:
+            ForkedProcessError: this is a child of the process that made it.
+            ClosedError: it was closed.
+        """
+        if os.getpid() != self._pid:
+            raise ForkedProcessError(
+                f"this checkpointer belongs to process {self._pid} and this is its fork {os.getpid()}: "
+                "its threads did not come along. Make a new Checkpointer in the child."
+            )
+        if self._closed:
+            raise ClosedError("this checkpointer is closed: make a new one")
+
+    @property
+    def usable(self) -> bool:
+        """Whether this process may still submit work."""
+        return not self._closed and os.getpid() == self._pid
+
+    def submit(
+        self, work: Callable[[*Ts], Awaitable[T]], *args: *Ts
+    ) -> concurrent.futures.Future[T]:
+        """Start ``work(*args)`` as a task of the loop; cancelling the returned future cancels the task."""
+        self.check()
+        return self._portal.start_task_soon(work, *args)
+
+    def call_soon(self, work: Callable[[*Ts], object], *args: *Ts) -> None:
+        """Run ``work(*args)`` on the loop thread, soon; about 5 µs, never blocks."""
+        self._loop.call_soon_threadsafe(work, *args)
+
+    def in_worker(self, work: Callable[[*Ts], T], *args: *Ts) -> concurrent.futures.Future[T]:
+        """Run ``work(*args)`` on a worker thread; never blocks."""
+        self.check()
+        return self._executor.submit(work, *args)
+
+    def close(self) -> None:
+        """Stop both kinds of threads when their work is done. Idempotent; does nothing in a forked child."""
+        if not self.usable:
+            return
+        refuse_in_event_loop("close()")
+        self._closed = True
+        _open_loops.discard(self)
+        self._stack.close()
+        self._executor.shutdown(wait=True)
+
+    def drain_at_exit(self) -> None:
+        """Finish what is in flight while threads still work; see the module."""
+        if self.usable:
+            self._on_exit()
+
+    def __repr__(self) -> str:
+        return f"<LoopThread {self._name!r} {'closed' if self._closed else 'running'}>"
+
+
+def refuse_in_event_loop(what: str) -> None:
+    """Raise BlockingCallError when this thread runs an event loop, which *what* would stop."""
+    if runs_event_loop():
+        raise BlockingCallError(f"{what} would block the event loop of this thread: await it instead")
+
+
+def runs_event_loop() -> bool:
+    """Say whether this very thread is inside a running asyncio or trio loop."""
+    try:
+        anyio.lowlevel.current_token()
+    except RuntimeError:  # anyio.NoEventLoopError where anyio has it
+        return False
+    return True
+
+
+def _start_all(executor: concurrent.futures.ThreadPoolExecutor) -> None:
+    """Make the executor start every thread now: none can be started while the interpreter exits (3.12+)."""
+    gate = threading.Event()
+    waiting = [executor.submit(gate.wait) for _ in range(WORKERS)]
+    gate.set()
+    concurrent.futures.wait(waiting)
+
+
+_open_loops: weakref.WeakSet[LoopThread] = weakref.WeakSet()
+_exit_hook = threading.Lock()
+_exit_hook_registered = False
+
+
+def _register_exit_hook() -> None:
+    global _exit_hook_registered
+    with _exit_hook:
+        if not _exit_hook_registered:
+            threading._register_atexit(_drain_all)  # type: ignore[attr-defined]  # noqa: SLF001  see the module
+            _exit_hook_registered = True
+
+
+def _drain_all() -> None:
+    for loop in list(_open_loops):
+        loop.drain_at_exit()

@@ -1,0 +1,166 @@
+"""Where do copied bytes wait for the disk? In a bounded pool of slabs that are faulted in once and kept.
+
+The first touch of new memory is up to twenty times slower than a copy into warm memory (benchmarks/README.md), so slabs
+are touched when they are made and never given back before ``close``. Guarantees:
+
+- The pool never holds more than its ceiling, and every slab it handed out comes back exactly once, in any order.
+- ``take`` waits, oldest first; a ticket takes one slab at a time and passes it on, so one slab is enough for any tensor.
+- Slabs are page-aligned anonymous shared memory: O_DIRECT takes them, and a process can be given them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections import deque
+
+import msgspec
+
+from aiockpt.errors import ClosedError, StorageTimeoutError
+
+
+class PoolStatistics(msgspec.Struct, frozen=True):
+    """The pool at one instant: bytes allocated and their ceiling, slabs in use, the most ever in use, callers waiting."""
+
+    slab_bytes: int
+    ceiling_bytes: int
+    allocated_bytes: int
+    used_slabs: int
+    peak_used_slabs: int
+    waiting: int
+
+
+class Slab:
+    """A window of pre-faulted, page-aligned memory; *address* is that of its first byte."""
+
+    __slots__ = ("_owner", "address", "memory")
+
+    def __init__(self, size_bytes: int) -> None:
+        self._owner = mmap.mmap(-1, size_bytes)
+        self.memory = memoryview(self._owner)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._owner))
+        ctypes.memset(self.address, 0, size_bytes)  # releases the GIL while the pages are faulted in
+
+
+class SlabPool:
+    """Slabs for every save of one engine. Thread-safe.
+
+    Args:
+        slab_bytes: size of each slab.
+        ceiling_bytes: the most the pool may hold; at least one slab. None until the first ``grow_to``.
+    """
+
+    def __init__(self, slab_bytes: int, ceiling_bytes: int | None) -> None:
+        self._slab_bytes = slab_bytes
+        self._ceiling = None if ceiling_bytes is None else max(1, ceiling_bytes // slab_bytes)
+        self._free: list[Slab] = []
+        self._allocated = 0
+        self._used = 0
+        self._peak_used = 0
+        self._turns: deque[object] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+
+    @property
+    def slab_bytes(self) -> int:
+        """Bytes of one slab."""
+        return self._slab_bytes
+
+    def settle_ceiling(self, wanted_bytes: int, allowed_bytes: int) -> None:
+        """Set the ceiling, when none was given, to *wanted_bytes* rounded up, at most *allowed_bytes*."""
+        with self._changed:
+            if self._ceiling is None:
+                wanted = -(-wanted_bytes // self._slab_bytes)
+                self._ceiling = max(1, min(wanted, allowed_bytes // self._slab_bytes))
+
+    def warm_up(self, wanted_bytes: int) -> None:
+        """Allocate and touch slabs for *wanted_bytes*, as far as the ceiling goes."""
+        wanted = min(-(-wanted_bytes // self._slab_bytes), self._ceiling or 0)
+        while self._claim_new(wanted):
+            self._add(Slab(self._slab_bytes))
+
+    def _claim_new(self, wanted: int) -> bool:
+        with self._changed:
+            if self._closed or self._allocated >= wanted:
+                return False
+            self._allocated += 1
+            return True
+
+    def _add(self, slab: Slab) -> None:
+        with self._changed:
+            self._free.append(slab)
+            self._changed.notify_all()
+
+    def take(self, timeout_s: float) -> Slab:
+        """Return a free slab, a new one while the ceiling allows; wait up to *timeout_s* seconds, first come first served.
+
+        Raises:
+            StorageTimeoutError: none came free in time.
+            ClosedError: the pool was closed meanwhile.
+        """
+        with self._changed:
+            turn = object()
+            self._turns.append(turn)
+            try:
+                if not self._changed.wait_for(lambda: self._may_take(turn), timeout_s):
+                    raise StorageTimeoutError(
+                        f"no staging slab came free within {timeout_s:g} s ({self._used} in use): "
+                        "the storage is slower than the saves. Save less often or give a larger IO(pool_bytes=…)."
+                    )
+                if self._closed:
+                    raise ClosedError("the staging pool is closed")
+                self._used += 1
+                self._peak_used = max(self._peak_used, self._used)
+                if self._free:
+                    return self._free.pop()
+                self._allocated += 1
+            finally:
+                self._turns.remove(turn)
+                self._changed.notify_all()
+        return self._new()
+
+    def _new(self) -> Slab:
+        """Allocate outside the lock: touching the pages takes milliseconds."""
+        try:
+            return Slab(self._slab_bytes)
+        except BaseException:
+            with self._changed:
+                self._used -= 1
+                self._allocated -= 1
+                self._changed.notify_all()
+            raise
+
+    def _may_take(self, turn: object) -> bool:
+        mine = self._turns[0] is turn
+        return self._closed or (mine and (bool(self._free) or self._allocated < (self._ceiling or 1)))
+
+    def give(self, slab: Slab) -> None:
+        """Take *slab* back."""
+        with self._changed:
+            self._used -= 1
+            self._free.append(slab)
+            self._changed.notify_all()
+
+    def statistics(self) -> PoolStatistics:
+        """Return the counts of this instant."""
+        with self._changed:
+            return PoolStatistics(
+                self._slab_bytes,
+                (self._ceiling or 0) * self._slab_bytes,
+                self._allocated * self._slab_bytes,
+                self._used,
+                self._peak_used,
+                len(self._turns),
+            )
+
+    def close(self) -> None:
+        """Wake whoever waits and let the memory go. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._free.clear()
+            self._changed.notify_all()
+
+    def __repr__(self) -> str:
+        seen = self.statistics()
+        return f"<SlabPool {seen.used_slabs} of {seen.allocated_bytes // seen.slab_bytes} slabs used, {seen.waiting} waiting>"

@@ -1,0 +1,66 @@
+"""What does the engine know of a state? The neutral language between adapters and engine.
+
+An adapter turns a framework's state into a `ShardedState`; planning and pipeline know nothing else. No framework has a
+class here: sharding is boxes of a global shape, ties are aliases, everything that is not a tensor is a tree of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import xxhash
+
+from aiockpt.format.dtypes import itemsize
+from aiockpt.state.geometry import Box
+
+
+class TensorShard(msgspec.Struct, frozen=True, eq=False):
+    """What this rank holds of one tensor.
+
+    Attributes:
+        name: of the leaf, as `aiockpt.format.names.join_name` writes it.
+        dtype: its code (`aiockpt.format.dtypes`).
+        shape: of the global tensor, in elements.
+        boxes: the parts of it that *data* holds, in the order in which they lie in *data*.
+        data: the local tensor, opaque here. To save: what to copy (any strides, any device). To load: what to fill.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    data: Any
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parts that this rank holds."""
+        return sum(box.volume for box in self.boxes) * itemsize(self.dtype)
+
+
+class ShardedState(msgspec.Struct, frozen=True, eq=False):
+    """What this rank has to checkpoint.
+
+    Attributes:
+        tensors: each distinct memory once, in the order of the walk.
+        alias: other names of the same memory → the name in *tensors*.
+        values: the global tree of everything else, ready for JSON; ranks must agree on it.
+        per_rank: the same for what belongs to this rank alone, by leaf name.
+        structure: equal if and only if a plan made for one state serves the other; values do not change it.
+    """
+
+    tensors: tuple[TensorShard, ...]
+    alias: Mapping[str, str]
+    values: Any
+    per_rank: Any
+    structure: str
+
+
+def digest_structure(tensors: Sequence[TensorShard], alias: Mapping[str, str]) -> str:
+    """Return the digest of names, dtypes, shapes, boxes and ties, in order: `ShardedState.structure`."""
+    hasher = xxhash.xxh3_128()
+    for shard in tensors:
+        hasher.update(msgspec.json.encode((shard.name, shard.dtype, shard.shape, shard.boxes)))
+    hasher.update(msgspec.json.encode(sorted(alias.items())))
+    return hasher.hexdigest()

@@ -1,0 +1,188 @@
+"""What must a place for bytes be able to do? The backend contract.
+
+A backend is anything that has these verbs; it inherits nothing. It is *accepted* when the shipped conformance suite
+(`aiockpt.testing.backend_suite`) passes on it, plain and wrapped. Whatever is composed of the verbs is a free function
+in `storage/`, so that wrappers (retry, faults, recording, throttling, tiers) cannot be bypassed.
+
+Guarantees every backend gives:
+
+- **Keys** are relative ``str`` with ``/`` between non-empty parts (`check_key`). No verb follows a symbolic link.
+- **Durable on return**: when ``put``, ``put_new``, ``Upload.finish`` and ``delete`` return, their effect and the name
+  survive the death of the process, of the operating system and a power cut, where ``traits.durable`` says so.
+- **Absent or whole**: an object made by ``put`` or ``put_new`` is never seen in part. A data file (``create``) may be
+  seen in part until ``finish``; it counts only once a receipt names its size and checksums.
+- **Errors** are ours (`aiockpt.errors`), raised ``from`` the library's own.
+- Verbs are called on one event loop; several may run at once. A cancelled verb leaves no thread behind that still
+  holds the caller's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from aiockpt.errors import UsageError
+
+Scope = Literal["shared", "node", "process"]
+Seen = Callable[[memoryview], object]
+"""Called with each run of bytes as it arrives, in file order, on the thread that has it (checksums, while cached)."""
+
+
+class Traits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a backend is, as far as callers may act on it.
+
+    Attributes:
+        scope: who else sees an object: every host, this host, or this process.
+        durable: whether objects outlive this process and a power cut.
+        alignment: bytes; ``Upload.write`` is fastest when offset, length and address are multiples of it.
+        block_writes: how many ``Upload.write`` calls the place likes to have under way at once.
+        block_reads: the same for ``Reader.read``.
+    """
+
+    scope: Scope
+    durable: bool
+    alignment: int = 1
+    block_writes: int = 4
+    block_reads: int = 4
+
+
+class Stat(msgspec.Struct, frozen=True):
+    """One object: its key, its size in bytes, and when the *storage's* clock says it was last written (ns)."""
+
+    key: str
+    size: int
+    modified_ns: int
+
+
+class Listing(msgspec.Struct, frozen=True):
+    """One level below a prefix: the objects there, and the folders (keys without a trailing slash), both sorted."""
+
+    objects: tuple[Stat, ...]
+    folders: tuple[str, ...]
+
+
+class Space(msgspec.Struct, frozen=True):
+    """Bytes free and in all; None where the place does not say."""
+
+    free_bytes: int | None
+    total_bytes: int | None
+
+
+class Upload(Protocol):
+    """A data file being written in blocks, in any order and several at once."""
+
+    async def write(self, offset: int, data: memoryview) -> None:
+        """Write *data* at *offset*. Ranges are disjoint. *data* must not change until this returns."""
+
+    async def finish(self) -> None:
+        """Make data and name durable. Every byte of the announced size has been written.
+
+        Raises:
+            StorageError: a flush failed. The data are lost then: never retried on the same file.
+        """
+
+    async def abort(self) -> None:
+        """Give up: release what is held, remove what can be removed. Idempotent; never raises a StorageError."""
+
+
+class Reader(Protocol):
+    """An object opened for ranged reads; ``size`` in bytes is what storage says now."""
+
+    @property
+    def size(self) -> int: ...
+
+    async def read(self, offset: int, into: Sequence[memoryview], seen: Seen | None = None) -> None:
+        """Fill the buffers of *into*, one after the other, from *offset*; show every byte to *seen*, in order.
+
+        Raises:
+            StorageError: the object ends before the buffers are full, or cannot be read.
+        """
+
+    async def close(self) -> None:
+        """Release what is held. Idempotent."""
+
+
+class Backend(Protocol):
+    """A place for bytes. See the module for the guarantees."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def traits(self) -> Traits: ...
+
+    async def put(self, key: str, data: bytes) -> None:
+        """Create or replace a small object, atomically."""
+
+    async def put_new(self, key: str, data: bytes) -> None:
+        """Create a small object; exactly one of any number of racing callers succeeds.
+
+        Raises:
+            ObjectExistsError: the key is taken.
+        """
+
+    async def get(self, key: str, max_bytes: int) -> bytes:
+        """Return a small object whole, or its first *max_bytes* bytes when it is longer.
+
+        Raises:
+            ObjectNotFoundError: there is none.
+        """
+
+    async def open(self, key: str) -> Reader:
+        """Open an object for ranged reads.
+
+        Raises:
+            ObjectNotFoundError: there is none.
+        """
+
+    async def create(self, key: str, size: int) -> Upload:
+        """Start a data file of exactly *size* bytes under a key that nobody has.
+
+        Raises:
+            ObjectExistsError: the key is taken.
+            StorageFullError: the place already knows that *size* bytes do not fit.
+        """
+
+    async def stat(self, key: str) -> Stat:
+        """Describe one object.
+
+        Raises:
+            ObjectNotFoundError: there is none.
+        """
+
+    async def list(self, prefix: str) -> Listing:
+        """List one level below the folder *prefix* ("" is the root). A folder that does not exist is empty."""
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Remove objects, in order, and folders that became empty. Absent ones are fine."""
+
+    async def space(self) -> Space:
+        """Say how much room there is."""
+
+    async def close(self) -> None:
+        """Release everything. Idempotent."""
+
+
+MAX_KEY_BYTES = 1024
+
+
+def check_key(key: str) -> str:
+    """Return *key* when it is a relative path that stays below any root; see FORMAT §5.
+
+    Raises:
+        UsageError: it is empty or too long, or has an empty, ``.`` or ``..`` part, a backslash, a control character,
+            or a drive letter.
+    """
+    parts = key.split("/")
+    bad = (
+        not key
+        or len(key.encode("utf-8", "surrogatepass")) > MAX_KEY_BYTES
+        or any(part in ("", ".", "..") for part in parts)
+        or any(character == "\\" or not character.isprintable() for character in key)
+        or (len(key) > 1 and key[1] == ":")
+    )
+    if bad:
+        raise UsageError(f"{key!r} is not a storage key: use relative parts joined by '/', without '..' or backslashes")
+    return key

@@ -1,0 +1,10 @@
+"""What can others test with? The tools that aiockpt tests itself with, shipped.
+
+- `backend_suite`: every guarantee of the backend contract as a test; subclass it for a backend of your own.
+- `recording`: a backend and a file system that write down what was asked of them.
+- `faults`: the same two, failing on schedule.
+- `simulated_files`, `simulation`: a file system in memory that knows what a power cut would leave, a clock that
+  stands still, random bytes with a seed, and whole programs run on one thread.
+
+Import the modules by name; `backend_suite` needs pytest (``pip install 'aiockpt[testing]'``).
+"""

@@ -1,0 +1,334 @@
+"""How are bytes kept on a POSIX file system so that *committed* survives a power cut? The local backend.
+
+Guarantees, besides those of the contract:
+
+- A key is absent or whole: small objects are written to a temporary file in their folder, flushed, then linked or
+  renamed to their key. Where hard links are missing (some network and FAT file systems), ``put_new`` creates the key
+  itself exclusively: still one winner, but a crash may leave it torn, which its digest tells (FORMAT §6).
+- When a verb returns, its names are durable too, up to the root and above it where we may flush.
+- ``delete`` is durable key by key: after a crash the keys that are gone are a prefix of those that were given.
+
+Also for callers: ``delete`` takes the key of an empty folder, or of an absent object in one, and removes the folders
+that hold no object; so a collector can clear what a crash left before the first object.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from urllib.parse import quote
+
+import msgspec
+
+from aiockpt.backends.local_handle import PAGE_BYTES, DirectMode, Handle
+from aiockpt.backends.local_reader import BouncePool, LocalReader, open_regular, stat_regular
+from aiockpt.backends.local_tree import LEFTOVER_PREFIX, Tree, split_key, storage_errors
+from aiockpt.backends.local_upload import LocalUpload, write_all
+from aiockpt.errors import StorageError, UsageError
+from aiockpt.runtime.limits import Limiter, LimiterStatistics, run_blocking
+from aiockpt.runtime.world import World
+from aiockpt.storage.backend import Listing, Space, Stat, Traits, check_key
+
+_BLOCK_WRITES = 4  # four O_DIRECT writers reach what the disk can do, more only use threads [MEASURED]
+_BLOCK_READS = 4
+_SMALL_VERBS = 8
+_ATTEMPTS = 16  # how often a folder may be removed under a writer before it gives up
+_NO_LINK = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS}
+
+
+class LocalStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """A local backend at one instant.
+
+    Attributes:
+        direct: whether O_DIRECT works here; None before the first data file.
+        hard_links: whether ``put_new`` links; None before the first.
+        open_readers: readers that were not closed.
+        bounce_bytes: aligned memory held for uncached reads.
+        cached_read_bytes: read through the page cache so far.
+        direct_read_bytes: read past it.
+        limiters: who runs and waits, by kind of work.
+    """
+
+    direct: bool | None
+    hard_links: bool | None
+    open_readers: int
+    bounce_bytes: int
+    cached_read_bytes: int
+    direct_read_bytes: int
+    limiters: tuple[LimiterStatistics, ...]
+
+
+class LocalBackend:
+    """Objects as files below *root*, which is created when the first one is written.
+
+    Args:
+        root: a directory on a file system that all ranks share (or of this host, for one-host jobs).
+        world: the seam to the operating system.
+        direct: move data files past the page cache (O_DIRECT): True, False, or None for "where the file system can".
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, world: World | None = None, direct: bool | None = None) -> None:
+        self._root = os.path.abspath(os.fspath(root))
+        self._world = world or World()
+        self._files = self._world.files
+        self._tree = Tree(self._files, self._root)
+        self._direct = DirectMode(direct)
+        self._hard_links: bool | None = None
+        self._bounces = BouncePool()
+        self._cached_read_bytes = 0
+        self._direct_read_bytes = 0
+        self._small = Limiter("local files", _SMALL_VERBS)
+        self._writes = Limiter("local block writes", _BLOCK_WRITES)
+        self._reads = Limiter("local block reads", _BLOCK_READS)
+
+    @property
+    def url(self) -> str:
+        return "file://" + quote(self._root)
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(
+            scope="shared",
+            durable=True,
+            alignment=1 if self._direct.works is False else PAGE_BYTES,
+            block_writes=_BLOCK_WRITES,
+            block_reads=_BLOCK_READS,
+        )
+
+    async def put(self, key: str, data: bytes) -> None:
+        with storage_errors("writing", check_key(key)):
+            await run_blocking(self._small, self._store, key, data, self._replace)
+
+    async def put_new(self, key: str, data: bytes) -> None:
+        with storage_errors("creating", check_key(key)):
+            await run_blocking(self._small, self._store, key, data, self._publish_new)
+
+    async def get(self, key: str, max_bytes: int) -> bytes:
+        with storage_errors("reading", check_key(key)):
+            return await run_blocking(self._small, self._read_whole, key, max_bytes)
+
+    async def open(self, key: str) -> LocalReader:
+        reader = LocalReader(
+            self._files, self._tree, self._reads, self._direct, self._bounces, check_key(key), self._count_read
+        )
+        try:
+            with storage_errors("opening", key):
+                await run_blocking(self._small, reader.begin)
+        except BaseException:
+            await reader.close()
+            raise
+        return reader
+
+    async def create(self, key: str, size: int) -> LocalUpload:
+        if size < 0:
+            raise UsageError(f"{key!r}: a file of {size} bytes cannot be created")
+        upload = LocalUpload(self._files, self._tree, self._writes, self._direct, check_key(key), size)
+        try:
+            with storage_errors("creating", key):
+                await run_blocking(self._small, self._in_folder, key, upload.begin)
+        except BaseException:
+            await upload.abort()
+            raise
+        return upload
+
+    async def stat(self, key: str) -> Stat:
+        with storage_errors("looking for", check_key(key)):
+            return await run_blocking(self._small, self._stat, key)
+
+    async def list(self, prefix: str) -> Listing:
+        if prefix:
+            check_key(prefix)
+        with storage_errors("listing", prefix):
+            return await run_blocking(self._small, self._list, prefix)
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            check_key(key)
+        await run_blocking(self._small, self._delete, tuple(keys))
+
+    async def space(self) -> Space:
+        with storage_errors("asking for the free space of", self._root):
+            return await run_blocking(self._small, self._space)
+
+    async def close(self) -> None:
+        """Release what no reader needs; uploads and readers are closed by those who have them."""
+        self._bounces.release_when_idle()
+
+    def statistics(self) -> LocalStatistics:
+        """Return the counts of this instant."""
+        return LocalStatistics(
+            direct=self._direct.works,
+            hard_links=self._hard_links,
+            open_readers=self._bounces.readers,
+            bounce_bytes=self._bounces.size_bytes,
+            cached_read_bytes=self._cached_read_bytes,
+            direct_read_bytes=self._direct_read_bytes,
+            limiters=tuple(limiter.statistics() for limiter in (self._small, self._writes, self._reads)),
+        )
+
+    def __repr__(self) -> str:
+        direct = {None: "untried", True: "yes", False: "no"}[self._direct.works]
+        return f"<LocalBackend {self._root!r} direct={direct}, {self._bounces.readers} readers open>"
+
+    # What follows runs on worker threads.
+
+    def _store(self, key: str, data: bytes, publish: Callable[[str, bytes], None]) -> None:
+        self._in_folder(key, lambda: publish(key, data))
+        folder = split_key(key)[0]
+        with suppress(FileNotFoundError):  # deleted already, by somebody who saw it: it was there
+            self._tree.flush(folder)
+            self._tree.ensure(folder)  # flushes again what was removed and made again meanwhile
+
+    def _in_folder(self, key: str, work: Callable[[], None]) -> None:
+        """Run *work* in the folder of *key*; once more when somebody removes the empty folder under it."""
+        for _ in range(_ATTEMPTS):
+            self._tree.ensure(split_key(key)[0])
+            try:
+                return work()
+            except FileNotFoundError:
+                self._tree.forget()
+        raise StorageError(
+            f"{key!r}: its folder was removed {_ATTEMPTS} times while it was written; "
+            "stop the program that cleans up there",
+            key=key,
+            retryable=True,
+        )
+
+    def _replace(self, key: str, data: bytes) -> None:
+        with self._temporary(key, data) as temporary:
+            self._files.rename(temporary, self._tree.path(key))
+
+    def _publish_new(self, key: str, data: bytes) -> None:
+        if self._hard_links is not False:
+            with self._temporary(key, data) as temporary:
+                if self._link(temporary, self._tree.path(key)):
+                    return
+        self._write_flushed(self._tree.path(key), data)
+
+    @contextmanager
+    def _temporary(self, key: str, data: bytes) -> Iterator[str]:
+        """Lend the path of a flushed file in the folder of *key* that holds *data*; it is gone afterwards."""
+        folder = self._tree.path(split_key(key)[0])
+        path = os.path.join(folder, LEFTOVER_PREFIX + self._world.token(8).hex())
+        try:
+            self._write_flushed(path, data)
+            yield path
+        finally:
+            with suppress(OSError):  # renamed away; or it stays as a leftover, which nobody lists
+                self._files.unlink(path)
+
+    def _link(self, temporary: str, path: str) -> bool:
+        """Give the file its final name if that is free. Return False where the file system has no hard links."""
+        try:
+            self._files.link(temporary, path)
+        except OSError as error:
+            if error.errno in _NO_LINK:
+                self._hard_links = False
+                return False
+            if self._files.lstat(temporary).st_nlink != 2:
+                raise
+            # Two names: it was our link that NFS sent again after its answer was lost.
+        self._hard_links = True
+        return True
+
+    def _write_flushed(self, path: str, data: bytes) -> None:
+        """Create *path* exclusively with *data* and flush it; leave nothing when that fails."""
+        handle = Handle(self._files, path)
+        fd = handle.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            try:
+                write_all(self._files, fd, memoryview(data), 0)
+                self._files.fdatasync(fd)
+            finally:
+                handle.close()
+        except BaseException:
+            with suppress(OSError):
+                self._files.unlink(path)
+            raise
+
+    def _read_whole(self, key: str, max_bytes: int) -> bytes:
+        handle = Handle(self._files, key)
+        try:
+            fd, found = open_regular(self._files, self._tree, handle)
+            data = bytearray(min(found.st_size, max_bytes))
+            done = 0
+            while done < len(data):
+                if (count := self._files.preadv(fd, [memoryview(data)[done:]], done)) == 0:
+                    break
+                done += count
+            return bytes(memoryview(data)[:done])
+        finally:
+            handle.close()
+
+    def _stat(self, key: str) -> Stat:
+        found = stat_regular(self._files, self._tree, key)
+        return Stat(key, found.st_size, found.st_mtime_ns)
+
+    def _list(self, prefix: str) -> Listing:
+        try:
+            self._tree.refuse_links(prefix)
+            names = self._files.listdir(self._tree.path(prefix))
+        except (FileNotFoundError, NotADirectoryError):
+            return Listing((), ())
+        objects: list[Stat] = []
+        folders: list[str] = []
+        for name in sorted(names):
+            key = f"{prefix}/{name}" if prefix else name
+            if (found := self._entry(name, key)) is None:
+                continue
+            if stat.S_ISREG(found.st_mode):
+                objects.append(Stat(key, found.st_size, found.st_mtime_ns))
+            elif stat.S_ISDIR(found.st_mode):
+                folders.append(key)
+        return Listing(tuple(objects), tuple(folders))
+
+    def _entry(self, name: str, key: str) -> os.stat_result | None:
+        """Return what *key* is; None for what is no object: leftovers, impossible names, and what is gone again."""
+        if name.startswith(LEFTOVER_PREFIX):
+            return None
+        try:
+            return self._files.lstat(self._tree.path(check_key(key)))
+        except (UsageError, FileNotFoundError):
+            return None
+
+    def _delete(self, keys: tuple[str, ...]) -> None:
+        emptied: dict[str, None] = {}
+        for key in keys:
+            with storage_errors("deleting", key):
+                emptied[self._delete_one(key)] = None
+        for folder in emptied:
+            with storage_errors("removing the folder", folder):
+                self._tree.prune(folder)
+
+    def _delete_one(self, key: str) -> str:
+        """Remove the object *key*, durably, and return the folder that may be empty now."""
+        folder = split_key(key)[0]
+        try:
+            self._tree.refuse_links(folder)
+            self._files.unlink(self._tree.path(key))
+        except IsADirectoryError:
+            return key
+        except NotADirectoryError:
+            return folder
+        except FileNotFoundError:
+            pass
+        with suppress(FileNotFoundError):
+            self._tree.flush(folder)  # also when it was gone: whoever removed it may not have flushed
+        return folder
+
+    def _space(self) -> Space:
+        path = self._root
+        while True:
+            try:
+                found = self._files.statvfs(path)
+            except FileNotFoundError:
+                path = os.path.dirname(path)
+            else:
+                return Space(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
+
+    def _count_read(self, cached_bytes: int, direct_bytes: int) -> None:
+        self._cached_read_bytes += cached_bytes
+        self._direct_read_bytes += direct_bytes

@@ -1,0 +1,184 @@
+"""Which names under a root are durable? The directories of the local backend, and the system calls that flush them.
+
+Guarantees:
+
+- A folder that `Tree.ensure` returned for is durable up to the root: each name on the way was flushed in its parent.
+- No key leads through a symbolic link: each part below the root is looked at before it is used.
+- Removing a folder makes every "known to be durable" void first (`_era`), so a folder that is removed and made again
+  while somebody writes into it is flushed again. This holds within a process; another process that removes *empty*
+  folders is noticed when their names are gone, and attempts never share folders (FORMAT §2).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from aiockpt.errors import StorageError, from_os_error
+from aiockpt.runtime.world import Files
+
+LEFTOVER_PREFIX = ".tmp-"
+"""Names of files that are not objects yet. A crash may leave them; they are never listed and go with their folder."""
+
+_STAYS = {errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY, errno.EACCES, errno.EPERM, errno.ENOTDIR}
+_UNFLUSHABLE = {errno.EACCES, errno.EPERM, errno.EINVAL, errno.EROFS, errno.EBADF}
+
+
+@contextmanager
+def storage_errors(doing: str, key: str) -> Iterator[None]:
+    """Turn the ``OSError`` of a system call into ours, said to have come up while *doing* something to *key*."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise from_os_error(error, doing, key) from error
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """Return the folder of *key* ("" is the root) and its last part."""
+    folder, _, name = key.rpartition("/")
+    return folder, name
+
+
+class Tree:
+    """The directories below *root*. Blocking; for worker threads; raises ``OSError`` and `StorageError`."""
+
+    def __init__(self, files: Files, root: str) -> None:
+        self.root = root
+        self._files = files
+        self._era = object()
+        self._durable: dict[str, object] = {}  # folder -> the era in which its name was flushed
+        self._ancestors_flushed = False
+
+    def path(self, key: str) -> str:
+        """Return the absolute path of *key*; "" is the root."""
+        return os.path.join(self.root, key) if key else self.root
+
+    def refuse_links(self, folder: str) -> None:
+        """Check that every part of *folder* is a directory and no link.
+
+        Raises:
+            StorageError: a part is a symbolic link.
+            FileNotFoundError: a part does not exist.
+            NotADirectoryError: a part is something else.
+        """
+        for ancestor in _chain(folder):
+            mode = self._files.lstat(self.path(ancestor)).st_mode
+            if stat.S_ISLNK(mode):
+                raise link_error(ancestor)
+            if not stat.S_ISDIR(mode):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), self.path(ancestor))
+
+    def ensure(self, folder: str) -> None:
+        """Create *folder* and what is missing above it, and flush each name that is not known to be durable."""
+        era = self._era
+        if self._durable.get("") is not era:
+            self._ensure_root()
+            self._durable[""] = era
+        missing = [ancestor for ancestor in _chain(folder) if self._durable.get(ancestor) is not era]
+        for ancestor in missing:
+            self._make(self.path(ancestor))
+        self.refuse_links(folder)
+        for ancestor in missing:  # also when another made it: it may not have flushed it yet
+            self.flush(split_key(ancestor)[0])
+            self._durable[ancestor] = era
+
+    def forget(self) -> None:
+        """Take no folder for durable any more: one of them was, or is about to be, removed."""
+        self._era = object()
+
+    def flush(self, folder: str) -> None:
+        """Make the names in *folder* durable."""
+        self._flush_path(self.path(folder))
+
+    def prune(self, folder: str) -> None:
+        """Remove *folder* and those above it while they hold no object; make that durable. The root stays.
+
+        Leftovers of crashed writers go too. A live writer whose temporary file is taken so makes a new one.
+        """
+        removed = False
+        while folder and self._remove_if_empty(folder):
+            removed = True
+            folder = split_key(folder)[0]
+        if removed:
+            with suppress(FileNotFoundError):
+                self.flush(folder)
+
+    def _remove_if_empty(self, folder: str) -> bool:
+        path = self.path(folder)
+        try:
+            names = self._files.listdir(path)
+            if not all(name.startswith(LEFTOVER_PREFIX) for name in names):
+                return False
+            self.forget()  # before the removal: see the module
+            for name in names:
+                self._files.unlink(os.path.join(path, name))
+            self._files.rmdir(path)
+        except FileNotFoundError:
+            return True  # somebody was faster; those above may be empty now
+        except OSError as error:
+            if error.errno in _STAYS:
+                return False
+            raise
+        return True
+
+    def _ensure_root(self) -> None:
+        """Create the root and what is missing above it; flush the names on the way to it."""
+        missing = []
+        path = self.root
+        while not self._exists(path):
+            missing.append(path)
+            path = os.path.dirname(path)
+        for made in reversed(missing):
+            self._make(made)
+            self._flush_path(os.path.dirname(made))
+        if not self._ancestors_flushed:
+            self._flush_ancestors(path)
+            self._ancestors_flushed = True
+
+    def _flush_ancestors(self, path: str) -> None:
+        """Flush the names above *path*, which others made, perhaps just now, as far as we may and on its file system.
+
+        Where the user may not open or flush a parent there is nothing to be done, and nothing that the user made.
+        """
+        device = self._files.lstat(path).st_dev
+        while (parent := os.path.dirname(path)) != path and self._files.lstat(parent).st_dev == device:
+            try:
+                self._flush_path(parent)
+            except OSError as error:
+                if error.errno not in _UNFLUSHABLE:
+                    raise
+            path = parent
+
+    def _exists(self, path: str) -> bool:
+        try:
+            self._files.lstat(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _make(self, path: str) -> None:
+        with suppress(FileExistsError):
+            self._files.mkdir(path)
+
+    def _flush_path(self, path: str) -> None:
+        fd = self._files.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self._files.fsync(fd)
+        finally:
+            self._files.close(fd)
+
+
+def link_error(key: str) -> StorageError:
+    """Say that *key* is a symbolic link."""
+    return StorageError(f"{key!r} is a symbolic link and links are not followed; put the object itself there", key=key)
+
+
+def _chain(folder: str) -> list[str]:
+    """Return the folders from below the root down to *folder*."""
+    parts = folder.split("/") if folder else []
+    return ["/".join(parts[:depth]) for depth in range(1, len(parts) + 1)]

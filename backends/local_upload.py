@@ -1,0 +1,154 @@
+"""How does a data file get onto a disk at the disk's own speed? Blocks past the page cache, odd ends through it.
+
+Guarantees:
+
+- The file is created exclusively, its space is reserved before the first byte, and it is removed by `abort`.
+- No page is written both ways: a whole aligned page goes through the O_DIRECT descriptor, every other byte through the
+  buffered one.
+- `finish` flushes once, on the buffered descriptor. It is open from before the first byte, so it reports every
+  write-back error of the file, whoever wrote (Linux keeps an error cursor for each descriptor), and it flushes the
+  device's cache for both. A failed flush fails the upload and is never tried again: the pages are marked clean by then.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import suppress
+
+import anyio
+import numpy as np
+
+from aiockpt.backends.local_handle import PAGE_BYTES, DirectMode, Handle
+from aiockpt.backends.local_tree import Tree, split_key, storage_errors
+from aiockpt.errors import StorageError, UsageError
+from aiockpt.runtime.limits import Limiter, run_blocking
+from aiockpt.runtime.world import Files
+
+_NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
+
+
+def write_some(files: Files, fd: int, data: memoryview, offset: int) -> int:
+    """Write some of *data*, at least one byte: a file system that took none, and said nothing, would hang us."""
+    if (count := files.pwrite(fd, data, offset)) <= 0:
+        raise OSError(errno.EIO, f"the file system took none of {data.nbytes} bytes at offset {offset}")
+    return count
+
+
+def write_all(files: Files, fd: int, data: memoryview, offset: int) -> None:
+    """Write *data* at *offset*, however short the single writes are. Blocking."""
+    done = 0
+    while done < data.nbytes:
+        done += write_some(files, fd, data[done:], offset + done)
+
+
+class LocalUpload:
+    """One data file of *size* bytes under *key*; see `aiockpt.storage.backend.Upload`."""
+
+    def __init__(self, files: Files, tree: Tree, limiter: Limiter, direct: DirectMode, key: str, size: int) -> None:
+        self._files = files
+        self._tree = tree
+        self._limiter = limiter
+        self._direct = direct
+        self._key = key
+        self._size = size
+        self._path = tree.path(key)
+        self._handle = Handle(files, key)
+        self._created = False
+        self._buffered_fd = -1
+        self._direct_fd: int | None = None
+        self._written_bytes = 0
+
+    def begin(self) -> None:
+        """Create the file and reserve its space. Blocking.
+
+        Raises:
+            OSError, StorageError: it exists, or does not fit; call `abort` then.
+        """
+        self._buffered_fd = self._handle.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        self._created = True
+        # A second descriptor, and not one for both: O_CREAT|O_DIRECT leaves a file behind where it says EINVAL.
+        self._direct_fd = self._direct.open(self._handle, self._path, os.O_WRONLY)
+        self._reserve()
+
+    async def write(self, offset: int, data: memoryview) -> None:
+        if offset < 0 or offset + data.nbytes > self._size:
+            raise UsageError(f"{self._key!r}: bytes {offset}..{offset + data.nbytes} are not within its {self._size}")
+        with self._handle.use(), storage_errors("writing", self._key):
+            await run_blocking(self._limiter, self._write_all, offset, data.cast("B"))
+        self._written_bytes += data.nbytes
+
+    async def finish(self) -> None:
+        if self._written_bytes != self._size:
+            raise UsageError(f"{self._key!r}: {self._written_bytes} of {self._size} bytes were written before finish()")
+        if not await self._handle.retire():
+            raise UsageError(f"{self._key!r} was finished or aborted before")
+        try:
+            with storage_errors("flushing", self._key):
+                await run_blocking(self._limiter, self._flush_and_close)
+        except BaseException:
+            await self._discard()
+            raise
+        self._created = False  # it is an object now: a late abort() leaves it alone
+
+    async def abort(self) -> None:
+        with anyio.CancelScope(shield=True):
+            if await self._handle.retire():
+                await self._discard()
+
+    async def _discard(self) -> None:
+        """Close and remove, also when cancelled. A write-back error here concerns bytes that nobody wants."""
+        with anyio.CancelScope(shield=True), suppress(StorageError), storage_errors("removing", self._key):
+            await run_blocking(self._limiter, self._close_and_remove)
+
+    def _reserve(self) -> None:
+        if not self._size:
+            return
+        try:
+            self._files.fallocate(self._buffered_fd, 0, self._size)
+        except OSError as error:
+            if error.errno not in _NO_FALLOCATE:
+                raise
+
+    def _write_all(self, offset: int, data: memoryview) -> None:
+        aligned = self._direct_range(offset, data)
+        write_all(self._files, self._buffered_fd, data[: aligned.start], offset)
+        written = self._write_direct(offset + aligned.start, data[aligned.start : aligned.stop])
+        done = aligned.start + written
+        write_all(self._files, self._buffered_fd, data[done:], offset + done)
+
+    def _direct_range(self, offset: int, data: memoryview) -> range:
+        """Return which bytes of *data* can go past the page cache: whole pages at page-aligned addresses."""
+        start = -offset % PAGE_BYTES
+        stop = (offset + data.nbytes) // PAGE_BYTES * PAGE_BYTES - offset
+        if self._direct_fd is None or self._direct.works is False or stop <= start:
+            return range(0)
+        address: int = np.frombuffer(data, np.uint8).ctypes.data
+        return range(start, stop) if (address + start) % PAGE_BYTES == 0 else range(0)
+
+    def _write_direct(self, offset: int, data: memoryview) -> int:
+        """Write whole pages; return how many bytes that were, fewer where the file system wants it otherwise."""
+        done = 0
+        while self._direct_fd is not None and done < data.nbytes and done % PAGE_BYTES == 0:
+            try:
+                done += write_some(self._files, self._direct_fd, data[done:], offset + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._direct.refuse(self._key)
+                break
+        return done
+
+    def _flush_and_close(self) -> None:
+        self._files.fdatasync(self._buffered_fd)
+        self._handle.close()  # NFS reports late write errors here
+        folder = split_key(self._key)[0]
+        self._tree.flush(folder)
+        self._tree.ensure(folder)  # flushes again what was removed and made again meanwhile
+
+    def _close_and_remove(self) -> None:
+        with suppress(OSError):
+            self._handle.close()
+        if self._created:
+            self._created = False
+            self._files.unlink(self._path)

@@ -1,0 +1,114 @@
+"""Threads meet the loop without deadlock, fork or exit surprises."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import anyio
+import pytest
+
+from aiockpt.errors import BlockingCallError, ClosedError, ForkedProcessError
+from aiockpt.runtime.loop import LoopThread, refuse_in_event_loop, runs_event_loop
+
+
+@pytest.fixture
+def loop() -> Iterator[LoopThread]:
+    loop = LoopThread("test", on_exit=lambda: None)
+    yield loop
+    loop.close()
+
+
+async def _name() -> str:
+    await anyio.lowlevel.checkpoint()
+    return threading.current_thread().name
+
+
+def test_work_runs_on_the_loop_thread(loop: LoopThread) -> None:
+    assert loop.submit(_name).result(10) == "test-loop"
+    assert loop.in_worker(lambda: threading.current_thread().name).result(10).startswith("test-worker")
+
+
+def test_call_soon_keeps_the_order(loop: LoopThread) -> None:
+    seen: list[int] = []
+    done = threading.Event()
+    for number in range(100):
+        loop.call_soon(seen.append, number)
+    loop.call_soon(done.set)
+    assert done.wait(10)
+    assert seen == list(range(100))
+
+
+def test_cancelling_the_future_cancels_the_task(loop: LoopThread) -> None:
+    started, ended = threading.Event(), threading.Event()
+
+    async def work() -> None:
+        started.set()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            ended.set()
+
+    future = loop.submit(work)
+    assert started.wait(10)
+    assert future.cancel()
+    assert ended.wait(10)
+
+
+def test_after_close_it_refuses_and_close_is_idempotent(loop: LoopThread) -> None:
+    loop.close()
+    loop.close()
+    with pytest.raises(ClosedError, match="make a new one"):
+        loop.submit(_name)
+    assert "closed" in repr(loop)
+
+
+async def test_a_blocking_call_inside_an_event_loop_is_refused(loop: LoopThread) -> None:
+    assert runs_event_loop()
+    with pytest.raises(BlockingCallError, match="await it"):
+        loop.close()
+    assert not await anyio.to_thread.run_sync(runs_event_loop)
+
+
+def test_a_blocking_call_elsewhere_is_allowed() -> None:
+    assert not runs_event_loop()
+    refuse_in_event_loop("x")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
+def test_a_forked_child_is_refused_and_may_close_harmlessly(loop: LoopThread) -> None:
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            loop.submit(_name)
+            answer = b"accepted"
+        except ForkedProcessError as error:
+            answer = str(error).encode()
+        loop.close()
+        os.write(write_end, answer)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    answer = os.read(read_end, 1000)
+    os.close(read_end)
+    os.close(write_end)
+    assert b"Make a new Checkpointer in the child" in answer
+
+
+def test_the_exit_hook_runs_while_threads_still_work() -> None:
+    script = """
+from aiockpt.runtime.loop import LoopThread
+from aiockpt.runtime.limits import Limiter, run_blocking
+async def work():
+    return await run_blocking(Limiter("x", 1), lambda: "flushed at exit")
+def drain():
+    print(loop.submit(work).result(10), flush=True)
+    loop.close()
+loop = LoopThread("test", on_exit=drain)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "flushed at exit\n", "")

@@ -1,0 +1,114 @@
+"""The pool is bounded, fair, and gets every slab back."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from aiockpt.errors import ClosedError, StorageTimeoutError
+from aiockpt.runtime.slabs import SlabPool
+
+KIB = 1024
+
+
+def test_slabs_are_page_aligned_and_as_large_as_asked_for() -> None:
+    pool = SlabPool(64 * KIB, 256 * KIB)
+    slab = pool.take(1)
+    assert slab.address % 4096 == 0
+    assert len(slab.memory) == 64 * KIB
+    slab.memory[:4] = b"abcd"
+    pool.give(slab)
+
+
+def test_the_pool_never_exceeds_its_ceiling_and_says_what_it_waited_for() -> None:
+    pool = SlabPool(4 * KIB, 10 * KIB)
+    held = [pool.take(1), pool.take(1)]
+    with pytest.raises(StorageTimeoutError, match="pool_bytes"):
+        pool.take(0.01)
+    assert pool.statistics().allocated_bytes == 8 * KIB
+    for slab in reversed(held):
+        pool.give(slab)
+    seen = pool.statistics()
+    assert (seen.used_slabs, seen.peak_used_slabs, seen.waiting) == (0, 2, 0)
+
+
+def test_memory_is_reused_rather_than_allocated() -> None:
+    pool = SlabPool(4 * KIB, 40 * KIB)
+    first = pool.take(1)
+    pool.give(first)
+    assert pool.take(1) is first
+
+
+def test_warming_up_allocates_up_to_the_ceiling() -> None:
+    pool = SlabPool(4 * KIB, None)
+    pool.settle_ceiling(30 * KIB, allowed_bytes=20 * KIB)
+    pool.warm_up(30 * KIB)
+    assert pool.statistics().allocated_bytes == 20 * KIB
+    pool.settle_ceiling(100 * KIB, allowed_bytes=100 * KIB)
+    assert pool.statistics().ceiling_bytes == 20 * KIB
+
+
+def test_a_waiter_is_served_when_a_slab_comes_back() -> None:
+    pool = SlabPool(4 * KIB, 4 * KIB)
+    held = pool.take(1)
+    got: list[object] = []
+    waiter = threading.Thread(target=lambda: got.append(pool.take(10)))
+    waiter.start()
+    pool.give(held)
+    waiter.join(10)
+    assert got == [held]
+
+
+def test_one_slab_serves_many_threads_without_overlap() -> None:
+    pool = SlabPool(4 * KIB, 4 * KIB)
+    inside: list[int] = []
+    most: list[int] = []
+
+    def use() -> None:
+        for _ in range(50):
+            slab = pool.take(10)
+            inside.append(1)
+            most.append(len(inside))
+            inside.pop()
+            pool.give(slab)
+
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert max(most) == 1
+    assert pool.statistics().used_slabs == 0
+
+
+def test_closing_wakes_whoever_waits() -> None:
+    pool = SlabPool(4 * KIB, 4 * KIB)
+    pool.take(1)
+    failures: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            pool.take(10)
+        except ClosedError as error:
+            failures.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    pool.close()
+    waiter.join(10)
+    assert len(failures) == 1
+
+
+def test_a_failed_allocation_leaves_the_counts_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = SlabPool(4 * KIB, 4 * KIB)
+
+    def no_memory(size_bytes: int) -> object:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("aiockpt.runtime.slabs.Slab", no_memory)
+        with pytest.raises(MemoryError):
+            pool.take(1)
+    assert pool.statistics().used_slabs == 0
+    pool.give(pool.take(1))
