@@ -18,6 +18,7 @@ import anyio.to_thread
 import msgspec
 import torch
 
+from aiockpt.adapters.mutable import hold_still
 from aiockpt.adapters.native import StateWalker
 from aiockpt.engine import keep
 from aiockpt.engine.context import Engine
@@ -30,11 +31,12 @@ from aiockpt.errors import BackgroundSaveError, SaveCancelledError, SaveSkippedE
 from aiockpt.events import Observer, SaveSkipped
 from aiockpt.options import IO, MIB, Deadlines, OnError, OnExists, Options, Retention, WhenFull
 from aiockpt.runtime.barrier import MutationBarrier
-from aiockpt.runtime.future import Future, LoadFuture, LoadResult, SaveFuture, SaveResult
-from aiockpt.runtime.limits import run_blocking
+from aiockpt.runtime.future import Future, LoadFuture, LoadResult, SaveFuture
+from aiockpt.runtime.limits import LimiterStatistics, run_blocking
 from aiockpt.runtime.loop import LoopThread, refuse_in_event_loop, runs_event_loop
 from aiockpt.runtime.memory import available_bytes
 from aiockpt.runtime.ranks import find_ranks
+from aiockpt.runtime.slabs import PoolStatistics
 from aiockpt.runtime.world import World
 from aiockpt.state.shards import ShardedState
 from aiockpt.storage.backend import Backend
@@ -48,6 +50,14 @@ logger = logging.getLogger("aiockpt")
 
 INLINE_COPY_BYTES = 16 * MIB
 """Inside a running event loop a larger state is copied on a worker: 16 MiB is about a millisecond."""
+
+
+class Statistics(msgspec.Struct, frozen=True):
+    """A checkpointer at one instant: saves in flight, the staging pool, and the limiters of the write path."""
+
+    saves_in_flight: int
+    pool: PoolStatistics
+    limiters: tuple[LimiterStatistics, ...]
 
 
 class Checkpointer:
@@ -131,22 +141,22 @@ class Checkpointer:
         """
         self._check_call()
         _check_step(step)
-        walked = self._walker.walk(state)
-        elsewhere = runs_event_loop()
-        if self._is_full() and (self._options.when_full == "skip"):
+        if self._options.when_full == "skip" and self._is_full():
             future = self._skipped(step)
         else:
-            future = self._start(step, walked, metrics or {}, user, elsewhere)
+            future = self._start(step, state, metrics or {}, user)
         self._report_failures(future)
         return future
 
-    def _start(
-        self, step: int, walked: ShardedState, metrics: Mapping[str, float], user: object, elsewhere: bool
-    ) -> SaveFuture:
+    def _start(self, step: int, state: State, metrics: Mapping[str, float], user: object) -> SaveFuture:
+        """Register the save, and copy the state: here, or on a worker where copying would hold an event loop."""
+        walked = self._walker.walk(state)
+        before = self._must_end_first()
+        elsewhere = runs_event_loop() and (before is not None or _tensor_bytes(walked) > INLINE_COPY_BYTES)
+        if elsewhere:
+            walked = hold_still(walked, state)
         ticket = Ticket(self._engine, step, walked, _plain_metrics(metrics), _plain_json(user))
         self._engine.pool.settle_ceiling(ticket.plan.file_bytes, available_bytes() // 4)
-        elsewhere = elsewhere and (ticket.plan.tensor_bytes > INLINE_COPY_BYTES or self._is_full())
-        before = self._must_end_first()
         self._saves.append(ticket.future)
         if elsewhere:
             self._barrier.guard(ticket.future.snapshotted(), ticket.stop)
@@ -158,7 +168,7 @@ class Checkpointer:
     def _copy_after(self, before: SaveFuture | None, ticket: Ticket) -> None:
         """Wait for the save that must end first, start this one, and copy its state on this thread."""
         if before is not None:
-            before._wait_anyway(self._options.deadlines.close_s)  # noqa: SLF001  its own engine's
+            before._wait_anyway(self._options.deadlines.close_s)
         self._loop.submit(self._run, ticket)
         ticket.copy()
 
@@ -178,7 +188,7 @@ class Checkpointer:
     def _skipped(self, step: int) -> SaveFuture:
         reason = f"{len(self._saves)} saves are in flight and when_full is 'skip'"
         future = SaveFuture(step)
-        future._fail(SaveSkippedError(f"step {step} was not saved: {reason}"))  # noqa: SLF001
+        future._fail(SaveSkippedError(f"step {step} was not saved: {reason}"))
         event = SaveSkipped(at_ns=self._engine.now_ns(), step=step, reason=reason)
         self._loop.call_soon(self._engine.emit, event)
         return future
@@ -204,7 +214,7 @@ class Checkpointer:
         *,
         only: Sequence[str] | None = None,
         strict: bool = True,
-        map: Mapping[str, str] | Callable[[str], str] | None = None,  # noqa: A002  the word users expect
+        map: Mapping[str, str] | Callable[[str], str] | None = None,
     ) -> LoadFuture[LoadResult | None]:
         """Fill *state* in place from a step; from the newest valid one for None.
 
@@ -237,7 +247,7 @@ class Checkpointer:
             filled: Filled | None = await load(self._engine, request)
             if filled is None:
                 return None
-            future._finish = filled.target.apply  # noqa: SLF001  applied by whoever waits first
+            future._finish = filled.target.apply
             return filled.result
 
         self._settle(future, run)
@@ -263,9 +273,7 @@ class Checkpointer:
         """Return the newest valid step; None when there is none."""
         return self._operation("latest", keep.latest, self._engine)
 
-    def verify(
-        self, step: int | None = None, *, on_read: Callable[[int], object] = lambda _: None
-    ) -> Future[Verified]:
+    def verify(self, step: int | None = None, *, on_read: Callable[[int], object] = lambda _: None) -> Future[Verified]:
         """Read and compare every block of a step, and mark it as verified.
 
         Args:
@@ -277,6 +285,10 @@ class Checkpointer:
         """Delete what the rules (its own ``retention`` for None) do not keep, and the garbage of dead saves."""
         chosen = rules or self._options.retention or Retention()
         return self._operation("prune", _prune, self._engine, chosen, dry_run)
+
+    def finish_commits(self) -> Future[tuple[StepInfo, ...]]:
+        """Commit what dead jobs could not: every attempt with all its votes and no manifest. ``load`` does it by itself."""
+        return self._operation("finish_commits", keep.finish, self._engine)
 
     def delete(self, step: int) -> Future[None]:
         """Delete one step, manifests first."""
@@ -407,15 +419,15 @@ class Checkpointer:
     def _settle(self, future: Future[T], work: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> None:
         """Run ``work(*args)`` on the loop and settle *future* with its outcome."""
         running = self._loop.submit(work, *args)
-        future._cancel = running.cancel  # noqa: SLF001  the engine settles its futures
+        future._cancel = running.cancel
 
         def done(_: object) -> None:
             if running.cancelled():
-                future._fail(SaveCancelledError(f"{future!r} was cancelled"))  # noqa: SLF001
+                future._fail(SaveCancelledError(f"{future!r} was cancelled"))
             elif (error := running.exception()) is not None:
-                future._fail(error)  # noqa: SLF001
+                future._fail(error)
             else:
-                future._resolve(running.result())  # noqa: SLF001
+                future._resolve(running.result())
 
         running.add_done_callback(done)
 
@@ -424,25 +436,30 @@ class Checkpointer:
         if policy == "raise":
             self._raise_failures(future)
             return
-        for failure in self._undelivered():
+        for failure in self._undelivered(future):
             if callable(policy):
                 policy(failure)
             else:
                 warnings.warn(f"{failure!r}: {failure.exception()!r}", RuntimeWarning, stacklevel=3)
 
     def _raise_failures(self, future: SaveFuture | None) -> None:
-        failed = self._undelivered()
+        failed = self._undelivered(future)
         if failed:
             raise BackgroundSaveError(failed, future) from failed[0].exception()
 
-    def _undelivered(self) -> list[SaveFuture]:
-        """Return the failed saves whose error nobody has taken from their future, each once."""
-        failed: list[SaveFuture] = []
-        while self._engine.failed:
-            future = self._engine.failed.popleft()
-            if not future.delivered:
-                failed.append(future)
-        return failed
+    def _undelivered(self, just_started: SaveFuture | None = None) -> list[SaveFuture]:
+        """Return the failed saves whose error nobody has taken from their future, each once.
+
+        One that this very call has started may have failed already: the next call tells of it.
+        """
+        ended = [self._engine.failed.popleft() for _ in range(len(self._engine.failed))]
+        self._engine.failed.extend(future for future in ended if future is just_started)
+        return [future for future in ended if future is not just_started and not future.delivered]
+
+    def statistics(self) -> Statistics:
+        """Return what is going on at this instant. Any thread."""
+        running = sum(not future.done() for future in self._saves)
+        return Statistics(running, self._engine.pool.statistics(), self._engine.uploader.statistics())
 
     def __repr__(self) -> str:
         running = sum(not future.done() for future in self._saves)
@@ -457,6 +474,10 @@ async def _prune(engine: Engine, rules: Retention, dry_run: bool) -> Pruned:
 def _check_step(step: int) -> None:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise UsageError(f"step={step!r}: give an int of 0 or more")
+
+
+def _tensor_bytes(walked: ShardedState) -> int:
+    return sum(shard.nbytes for shard in walked.tensors)
 
 
 def _plain_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

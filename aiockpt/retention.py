@@ -31,7 +31,7 @@ class StepFacts(msgspec.Struct, frozen=True):
     run: str
     parent: str | None
     verified: bool
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, float | None]
 
 
 class Doomed(msgspec.Struct, frozen=True):
@@ -85,9 +85,5 @@ def _best(line: Sequence[StepFacts], rule: Best | None) -> set[str]:
     if rule is None:
         return set()
     sign = 1 if rule.mode == "min" else -1
-    measured = [fact for fact in line if rule.metric in fact.metrics and not _is_nan(fact.metrics[rule.metric])]
-    return {fact.id for fact in sorted(measured, key=lambda fact: sign * fact.metrics[rule.metric])[: rule.count]}
-
-
-def _is_nan(value: float) -> bool:
-    return value != value
+    measured = [(sign * value, fact.id) for fact in line if (value := fact.metrics.get(rule.metric)) is not None]
+    return {step_id for _, step_id in sorted(measured)[: rule.count]}

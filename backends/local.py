@@ -185,8 +185,8 @@ class LocalBackend:
     def _in_folder(self, key: str, work: Callable[[], None]) -> None:
         """Run *work* in the folder of *key*; once more when somebody removes the empty folder under it."""
         for _ in range(_ATTEMPTS):
-            self._tree.ensure(split_key(key)[0])
             try:
+                self._tree.ensure(split_key(key)[0])
                 return work()
             except FileNotFoundError:
                 self._tree.forget()
@@ -211,14 +211,21 @@ class LocalBackend:
     @contextmanager
     def _temporary(self, key: str, data: bytes) -> Iterator[str]:
         """Lend the path of a flushed file in the folder of *key* that holds *data*; it is gone afterwards."""
-        folder = self._tree.path(split_key(key)[0])
-        path = os.path.join(folder, LEFTOVER_PREFIX + self._world.token(8).hex())
+        path = self._write_temporary(self._tree.path(split_key(key)[0]), data)
         try:
-            self._write_flushed(path, data)
             yield path
         finally:
             with suppress(OSError):  # renamed away; or it stays as a leftover, which nobody lists
                 self._files.unlink(path)
+
+    def _write_temporary(self, folder: str, data: bytes) -> str:
+        """Write *data* to a new file and return its path; a name that is taken must not look like a taken key."""
+        for _ in range(_ATTEMPTS):
+            path = os.path.join(folder, LEFTOVER_PREFIX + self._world.token(8).hex())
+            with suppress(FileExistsError):
+                self._write_flushed(path, data)
+                return path
+        raise OSError(errno.EIO, f"{_ATTEMPTS} random names of temporary files were taken; look at the random source")
 
     def _link(self, temporary: str, path: str) -> bool:
         """Give the file its final name if that is free. Return False where the file system has no hard links."""

@@ -190,12 +190,15 @@ class LocalReader:
 
     def _preadv(self, into: Sequence[memoryview], offset: int) -> int:
         """Read what is cached, or anything when O_DIRECT is out of the question; return -1 for "not cached"."""
+        flags = 0 if self._direct.works is False else self._nowait
         try:
-            return self._files.preadv(self._fd, into, offset, 0 if self._direct.works is False else self._nowait)
-        except BlockingIOError:
-            return -1
+            return self._files.preadv(self._fd, into, offset, flags)
         except OSError as error:
-            if not self._nowait or error.errno not in _NO_NOWAIT:
+            if not flags:
+                raise
+            if error.errno == errno.EAGAIN:
+                return -1
+            if error.errno not in _NO_NOWAIT:
                 raise
             self._nowait = 0
             return self._files.preadv(self._fd, into, offset)

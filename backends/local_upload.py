@@ -89,7 +89,6 @@ class LocalUpload:
         except BaseException:
             await self._discard()
             raise
-        self._created = False  # it is an object now: a late abort() leaves it alone
 
     async def abort(self) -> None:
         with anyio.CancelScope(shield=True):

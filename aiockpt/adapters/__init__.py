@@ -1,0 +1,1 @@
+"""Framework state → the neutral language of `aiockpt.state`, and back."""

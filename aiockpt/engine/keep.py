@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from aiockpt.engine.context import Engine
-from aiockpt.engine.load import committed_steps, find_manifest, find_step, verify_files
+from aiockpt.engine.load import committed_steps, find_manifest, find_step, finish_commits, verify_files
 from aiockpt.errors import CheckpointError, CorruptionError, StorageError
 from aiockpt.events import GarbageDeleted, StepDeleted
 from aiockpt.format.manifest import Manifest
@@ -43,7 +43,7 @@ class StepInfo(msgspec.Struct, frozen=True):
     tensor_count: int = 0
     world_size: int = 1
     verified: bool = False
-    metrics: dict[str, float] = {}
+    metrics: Mapping[str, float | None] = {}
     problem: str | None = None
 
 
@@ -116,6 +116,12 @@ def _describe_step(manifest: Manifest, verified: frozenset[int]) -> StepInfo:
         verified=manifest.generation in verified,
         metrics=dict(manifest.metrics),
     )
+
+
+async def finish(engine: Engine) -> tuple[StepInfo, ...]:
+    """Roll forward every attempt whose votes are complete; return what was committed by that."""
+    finished = [manifest for entry in await scan(engine.backend) for manifest in await finish_commits(engine, entry)]
+    return tuple(_describe_step(manifest, frozenset()) for manifest in finished)
 
 
 async def latest(engine: Engine) -> int | None:
@@ -206,9 +212,7 @@ async def prune(engine: Engine, rules: Retention, *, dry_run: bool = False) -> P
     return Pruned(tuple(doomed), tuple(garbage), tuple(left))
 
 
-async def _collect_all(
-    engine: Engine, entries: list[StepEntry], rules: Retention, *, dry_run: bool
-) -> list[Garbage]:
+async def _collect_all(engine: Engine, entries: list[StepEntry], rules: Retention, *, dry_run: bool) -> list[Garbage]:
     collected = []
     for entry in entries:
         if entry.id in engine.being_read:

@@ -183,9 +183,7 @@ async def _open(engine: Engine, request: LoadRequest, manifest: Manifest) -> Loa
     )
 
 
-async def _fill(
-    engine: Engine, manifest: Manifest, target: LoadTarget, begun_ns: int, skipped: Skipped
-) -> Filled:
+async def _fill(engine: Engine, manifest: Manifest, target: LoadTarget, begun_ns: int, skipped: Skipped) -> Filled:
     async with engine.reading(manifest.id):
         if engine.options.io.verify == "full":
             await verify_files(engine, manifest)
@@ -240,9 +238,7 @@ async def fill_tensors(engine: Engine, manifest: Manifest, wanted: Sequence[Tens
     return read
 
 
-async def verify_files(
-    engine: Engine, manifest: Manifest, on_read: Callable[[int], object] = lambda _: None
-) -> None:
+async def verify_files(engine: Engine, manifest: Manifest, on_read: Callable[[int], object] = lambda _: None) -> None:
     """Read and compare every block of every file of *manifest*.
 
     Raises:

@@ -35,9 +35,7 @@ async def save(engine: Engine, ticket: Ticket) -> SaveResult:
             then, but for a time-out, whose outcome the storage knows.
     """
     plan, step = ticket.plan, ticket.step
-    engine.emit(
-        SaveStarted(at_ns=engine.now_ns(), step=step, bytes=plan.tensor_bytes, tensor_count=len(plan.tensors))
-    )
+    engine.emit(SaveStarted(at_ns=engine.now_ns(), step=step, bytes=plan.tensor_bytes, tensor_count=len(plan.tensors)))
     entry = await look_at(engine.backend, step_id(step))
     existing = await _left_alone(engine, entry)
     if existing is not None:
@@ -46,7 +44,7 @@ async def save(engine: Engine, ticket: Ticket) -> SaveResult:
     attempt = await engine.begin_attempt(entry)
     try:
         receipt = await _write_and_vote(engine, ticket, attempt)
-        ticket.future._written._resolve(None)  # noqa: SLF001  the engine settles its futures
+        ticket.future._written._resolve(None)
         seconds = engine.since_s(ticket.begun_ns)
         engine.emit(DataWritten(at_ns=engine.now_ns(), step=step, bytes=plan.file_bytes, seconds=seconds))
         manifest = await _commit(engine, attempt, receipt)

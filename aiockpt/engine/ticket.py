@@ -39,7 +39,7 @@ class Ticket:
         self._engine = engine
         self._stopped_by: BaseException | None = None
         self._scope: anyio.CancelScope | None = None
-        self.future._cancel = self.cancel  # noqa: SLF001  the engine settles its futures
+        self.future._cancel = self.cancel
 
     @property
     def step(self) -> int:
@@ -68,7 +68,7 @@ class Ticket:
             return
         self.state = msgspec.structs.replace(self.state, tensors=())  # not ours to keep alive any longer
         if self._stopped_by is None:
-            self.future._snapshotted._resolve(None)  # noqa: SLF001
+            self.future._snapshotted._resolve(None)
             self._engine.loop.call_soon(self._engine.emit, self._taken(copied_from_ns))
 
     def _taken(self, copied_from_ns: int) -> SnapshotTaken:
@@ -112,7 +112,7 @@ class Ticket:
             for handover in self.slabs:
                 handover.close()
         if result is not None:
-            self.future._resolve(result)  # noqa: SLF001
+            self.future._resolve(result)
         else:
             self._fail(self._stopped_by or failure)
         return result
@@ -125,4 +125,4 @@ class Ticket:
         if not isinstance(error, SaveCancelledError):
             engine.failed.append(self.future)
         engine.emit(SaveFailed(at_ns=engine.now_ns(), step=self.step, error=repr(error), seconds=seconds))
-        self.future._fail(error)  # noqa: SLF001
+        self.future._fail(error)

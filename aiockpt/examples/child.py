@@ -12,6 +12,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import torch
@@ -22,6 +24,7 @@ from aiockpt.events import (
     DataWritten,
     Event,
     Loaded,
+    Observer,
     RolledForward,
     SaveFailed,
     SaveStarted,
@@ -88,19 +91,20 @@ class Teller:
 class DieInSave:
     """Kills this process, as a power cut would, once the state is snapshotted and some of it is written."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, die: Callable[[], object] = lambda: os.kill(os.getpid(), signal.SIGKILL)) -> None:
         self._step = step
+        self._die = die
         self._snapshotted = False
         self._written = False
 
     def on_event(self, event: Event) -> None:
-        """Send SIGKILL to this process when the save of the step is half-way."""
+        """Die when the save of the step is half-way."""
         if event.step != self._step:
             return
         self._snapshotted |= isinstance(event, SnapshotTaken)
         self._written |= isinstance(event, BytesWritten | DataWritten)
         if self._snapshotted and self._written:
-            os.kill(os.getpid(), signal.SIGKILL)
+            self._die()
 
 
 def run(job: Job, pipe: int) -> None:
@@ -108,21 +112,21 @@ def run(job: Job, pipe: int) -> None:
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(job.threads)
     teller = Teller(pipe)
-    observers = [teller] if job.die_in_save_of is None else [teller, DieInSave(job.die_in_save_of)]
-    train = _train_async if job.asynchronous else train_sync.train
-    train(
-        job.url,
-        size=job.size,
-        steps=job.steps,
-        every=job.every,
-        keep=job.keep,
-        on_step=teller.on_step,
-        observers=observers,
-    )
-
-
-def _train_async(*args, **kwargs) -> None:
-    asyncio.run(train_async.train(*args, **kwargs))
+    observers: list[Observer] = [teller]
+    if job.die_in_save_of is not None:
+        observers.append(DieInSave(job.die_in_save_of))
+    settings: dict[str, Any] = {
+        "size": job.size,
+        "steps": job.steps,
+        "every": job.every,
+        "keep": job.keep,
+        "on_step": teller.on_step,
+        "observers": observers,
+    }
+    if job.asynchronous:
+        asyncio.run(train_async.train(job.url, **settings))
+    else:
+        train_sync.train(job.url, **settings)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,9 @@ def measure_disk(folder: Path, size_bytes: int, repeats: int = 5) -> DiskSpeed:
     with mmap.mmap(-1, BLOCK_BYTES) as block:  # page-aligned, as O_DIRECT wants it
         block.write(os.urandom(BLOCK_BYTES))
         direct = _can_write_directly(folder, block)
-        return DiskSpeed(tuple(_write_file(folder / "disk.probe", block, blocks, direct) for _ in range(repeats)), direct)
+        return DiskSpeed(
+            tuple(_write_file(folder / "disk.probe", block, blocks, direct) for _ in range(repeats)), direct
+        )
 
 
 def _can_write_directly(folder: Path, block: mmap.mmap) -> bool:

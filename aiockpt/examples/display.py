@@ -1,8 +1,8 @@
-"""What does the person in front of the demo see? Live progress on a terminal, plain lines elsewhere, a table at the end."""
+"""What does the person in front of the demo see? Live progress on a terminal, plain lines elsewhere, then a table."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -15,8 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from aiockpt.examples.child import StepDone, Told
+from aiockpt.examples.cost import Cost
 from aiockpt.examples.record import Record
-from aiockpt.examples.report import Cost, Recovery
+from aiockpt.examples.verdict import Recovery
+
+DIFFERENCES_SHOWN = 10
 
 
 class Display(AbstractContextManager["Display"], Protocol):
@@ -34,7 +37,7 @@ class Display(AbstractContextManager["Display"], Protocol):
 
 def training_text(done: StepDone, steps: int) -> str:
     """Say where the training is."""
-    return f"step {done.step + 1:>3}/{steps}   loss {done.loss:.4f}"
+    return f"step {done.step:>3}/{steps}   loss {done.loss:.4f}"
 
 
 def saving_text(record: Record) -> str:
@@ -55,12 +58,12 @@ class LiveDisplay:
     """Redraws all phases in place, ten times a second."""
 
     def __init__(self, console: Console, phases: Sequence[str]) -> None:
-        self._live = Live(console=console, get_renderable=self._draw, refresh_per_second=10)
         self._spinner = Spinner("dots", style="cyan")
         self._outcomes: dict[str, str | None] = dict.fromkeys(phases)
         self._phase: str | None = None
         self._steps = 0
         self._record: Record | None = None
+        self._live = Live(console=console, get_renderable=self.draw, refresh_per_second=10)
 
     def __enter__(self) -> LiveDisplay:
         self._live.start()
@@ -80,7 +83,8 @@ class LiveDisplay:
         self._outcomes[self._phase] = outcome
         self._phase = None
 
-    def _draw(self) -> RenderableType:
+    def draw(self) -> RenderableType:
+        """Return all phases as they are now."""
         table = Table.grid(padding=(0, 1))
         for phase, outcome in self._outcomes.items():
             if outcome is not None:
@@ -97,7 +101,8 @@ class LiveDisplay:
             return Text("starting" if self._steps else "", "dim")
         bar = Table.grid(padding=(0, 2))
         bar.add_row(ProgressBar(self._steps, done.step + 1, width=24), training_text(done, self._steps))
-        return Group(bar, Text(saving_text(record), "cyan"))
+        saving = saving_text(record)
+        return Group(bar, Text(saving, "cyan")) if saving else bar
 
 
 class PlainDisplay:
@@ -120,7 +125,7 @@ class PlainDisplay:
         self._phase, self._steps = phase, steps
 
     def show(self, record: Record, told: Told) -> None:
-        if isinstance(told, StepDone) and (told.step + 1) % max(1, self._steps // self.LINES) == 0:
+        if isinstance(told, StepDone) and told.step % max(1, self._steps // self.LINES) == 0:
             parts = [training_text(told, self._steps), saving_text(record)]
             self._print("   ".join(part for part in parts if part))
 
@@ -131,53 +136,77 @@ class PlainDisplay:
         self._console.print(f"{self._phase}: {text}", highlight=False, soft_wrap=True)
 
 
-def result_table(recovery: Recovery, cost: Cost) -> Table:
-    """Return what was shown, a line for each question."""
+def print_result(console: Console, recovery: Recovery, cost: Cost) -> None:
+    """Print losses side by side, the figures, and the verdict."""
+    exact = recovery.exact
+    console.print()
+    console.print(_loss_table(recovery))
+    console.print()
+    console.print(_figure_table([*_recovery_rows(recovery), ("", "", ""), *_cost_rows(cost)]))
+    console.print()
+    for it in recovery.differences[:DIFFERENCES_SHOWN]:
+        console.print(f" {it.run}, step {it.step}: loss {it.actual!r} instead of {it.expected!r}", style="red")
+    verdict = "The run went on as if it had never been killed." if exact else "THE LOSSES DIFFER."
+    console.print(f" {verdict}", style="bold green" if exact else "bold red")
+
+
+def _loss_table(recovery: Recovery) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 1), header_style="bold")
+    for heading in ("step", "loss of the reference", "of the killed run", "of the resumed run"):
+        table.add_column(heading, justify="right")
+    for it in recovery.samples:
+        table.add_row(
+            str(it.step), repr(it.reference), _compared(it.killed, it.reference), _compared(it.resumed, it.reference)
+        )
+    return table
+
+
+def _compared(loss: float | None, reference: float) -> Text:
+    if loss is None:
+        return Text("")
+    return Text(repr(loss), "green" if loss == reference else "bold red")
+
+
+def _figure_table(rows: Iterable[tuple[str, str, str]]) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 1))
-    for question, answer, detail in (*_recovery_rows(recovery), ("", "", ""), *_cost_rows(cost)):
+    for question, answer, detail in rows:
         table.add_row(Text(question, "bold"), answer, Text(detail, "dim"))
     return table
 
 
-def _recovery_rows(it: Recovery) -> list[tuple[str, str | Text, str]]:
+def _recovery_rows(it: Recovery) -> list[tuple[str, str, str]]:
     same = it.compared_steps - len(it.differences)
-    written = f"{it.written_bytes / 1e6:.1f} of {it.save_bytes / 1e6:.1f} MB were written"
+    resumed_from = "nothing" if it.resumed_from is None else f"step {it.resumed_from}"
     return [
-        ("killed by SIGKILL", f"in the save of step {it.killed_in_save_of}", written),
-        ("resumed from", "nothing" if it.resumed_from is None else f"step {it.resumed_from}", "the newest committed step"),
-        ("work lost", f"{it.lost_steps} steps", f"{it.lost_s:.1f} s, since that step"),
         (
-            "equal losses",
-            Text(f"{same} of {it.compared_steps}", "green" if it.exact else "red"),
-            "bit by bit, before and after the kill, against a run that was never killed",
+            "killed in the save of",
+            f"step {it.killed_in_save_of}",
+            f"{it.written_bytes / 1e6:.1f} of {it.save_bytes / 1e6:.1f} MB written, no manifest",
         ),
+        ("resumed from", resumed_from, f"the newest committed was {it.newest_committed}"),
+        ("work lost", f"{it.lost_steps} steps", f"{it.lost_s:.1f} s of training, done again"),
+        ("losses equal", f"{same} of {it.compared_steps}", "bit by bit, before and after the kill"),
     ]
 
 
 def _cost_rows(it: Cost) -> list[tuple[str, str, str]]:
-    disk = f"{it.disk_bytes_per_s / 1e6:,.0f} MB/s, {'O_DIRECT' if it.disk_direct else 'through the page cache'}"
+    pause, pause_max = it.pause_median_s * 1e3, it.pause_max_s * 1e3
+    commit, commit_max = it.commit_median_s * 1e3, it.commit_max_s * 1e3
+    slowed = "unknown" if it.slowed_s is None else f"{it.slowed_s * 1e3:+.1f} ms"
+    disk = f"{it.disk_bytes_per_s / 1e6:,.0f} MB/s" + ("" if it.disk_direct else ", page cache")
     return [
-        ("pause per save", f"{it.pause_median_s * 1e3:.1f} ms", f"median of {it.saves}; at most {it.pause_max_s * 1e3:.1f} ms"),
-        ("time to committed", f"{it.commit_median_s * 1e3:.0f} ms", f"median; at most {it.commit_max_s * 1e3:.0f} ms"),
+        ("pause per save", f"{pause:.1f} ms", f"median of {it.saves}, at most {pause_max:.1f} ms"),
+        ("time to committed", f"{commit:.0f} ms", f"median, at most {commit_max:.0f} ms"),
         (
             "throughput of a save",
             f"{it.save_bytes_per_s / 1e6:,.0f} MB/s",
-            f"{it.save_bytes_per_s / it.disk_bytes_per_s:.0%} of what the idle disk takes ({disk})",
+            f"{it.save_bytes_per_s / it.disk_bytes_per_s:.0%} of the idle disk ({disk})",
         ),
+        ("slowed by a save", slowed, "its steps against those around it"),
         (
             "overhead on training",
             f"{it.overhead_fraction:+.1%}",
-            f"{it.timed_steps} steps: {it.plain_s:.1f} s without saves, {it.saving_s:.1f} s with",
+            f"{it.timed_steps} steps took {it.saving_s:.2f} s, without saves {it.plain_s:.2f} s",
         ),
+        ("noise of this machine", f"±{it.noise_fraction:.0%}", f"steps of {it.step_s * 1e3:.0f} ms without saves"),
     ]
-
-
-def print_result(console: Console, recovery: Recovery, cost: Cost) -> None:
-    """Print the table, the losses that differ, if any, and the verdict."""
-    console.print()
-    console.print(result_table(recovery, cost))
-    console.print()
-    for difference in recovery.differences[:10]:
-        console.print(f" {difference.run}, step {difference.step}: {difference.actual!r} instead of {difference.expected!r}")
-    verdict = "the run went on as if it had never been killed" if recovery.exact else "THE LOSSES DIFFER"
-    console.print(f" {verdict}", style="bold green" if recovery.exact else "bold red")

@@ -28,6 +28,9 @@ class GPTSize(msgspec.Struct, frozen=True, kw_only=True):
     dropout: float = 0.1
 
 
+DEFAULT_SIZE = GPTSize()
+
+
 class Block(nn.Module):
     """Attention, then a perceptron, each added to what came in."""
 
@@ -50,7 +53,8 @@ class Block(nn.Module):
         )
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.dropout(self.project(attended))
-        return x + self.dropout(self.contract(F.gelu(self.expand(self.mlp_norm(x)))))
+        mixed: Tensor = x + self.dropout(self.contract(F.gelu(self.expand(self.mlp_norm(x)))))
+        return mixed
 
 
 class GPT(nn.Module):
@@ -97,7 +101,7 @@ def train_step(model: GPT, optimizer: torch.optim.Optimizer, scheduler: LambdaLR
     inputs, targets = next(batches)
     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
     optimizer.zero_grad()
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]  # so it is in torch
     optimizer.step()
     scheduler.step()
     return loss.item()

@@ -18,32 +18,38 @@ class Record:
 
     Attributes:
         steps: what the trainer reported.
-        snapshots, commits, failures: what became of the saves.
+        starts, snapshots, commits, failures: what became of the saves.
         written_bytes: bytes of each save that reached the storage.
         loaded: the checkpoint it went on from; None when it began at the beginning.
+        last_step, last_snapshot, last_commit: the newest of each; the display reads them from its own thread.
     """
 
     def __init__(self) -> None:
         self.steps: dict[int, StepDone] = {}
+        self.starts: dict[int, SaveStarted] = {}
         self.snapshots: dict[int, SnapshotTaken] = {}
         self.commits: dict[int, Committed] = {}
         self.failures: dict[int, SaveFailed] = {}
         self.written_bytes: dict[int, int] = {}
         self.loaded: Loaded | None = None
+        self.last_step: StepDone | None = None
+        self.last_snapshot: SnapshotTaken | None = None
+        self.last_commit: Committed | None = None
 
     def add(self, told: Told) -> None:
         """Take one more event."""
         match told:
             case StepDone():
-                self.steps[told.step] = told
+                self.steps[told.step] = self.last_step = told
             case SaveStarted():
+                self.starts[told.step] = told
                 self.written_bytes[told.step] = 0
             case SnapshotTaken():
-                self.snapshots[told.step] = told
+                self.snapshots[told.step] = self.last_snapshot = told
             case BytesWritten():
                 self.written_bytes[told.step] += told.bytes
             case Committed():
-                self.commits[told.step] = told
+                self.commits[told.step] = self.last_commit = told
             case SaveFailed():
                 self.failures[told.step] = told
             case Loaded():
@@ -52,19 +58,4 @@ class Record:
     @property
     def in_flight(self) -> int:
         """How many saves have started and not ended."""
-        return len(self.written_bytes) - len(self.commits) - len(self.failures)
-
-    @property
-    def last_step(self) -> StepDone | None:
-        """The newest step of the trainer."""
-        return self.steps[max(self.steps)] if self.steps else None
-
-    @property
-    def last_snapshot(self) -> SnapshotTaken | None:
-        """The newest snapshot."""
-        return self.snapshots[max(self.snapshots)] if self.snapshots else None
-
-    @property
-    def last_commit(self) -> Committed | None:
-        """The newest committed checkpoint."""
-        return self.commits[max(self.commits)] if self.commits else None
+        return len(self.starts) - len(self.commits) - len(self.failures)

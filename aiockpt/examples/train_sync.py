@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 
 import aiockpt
 from aiockpt.events import Observer
-from aiockpt.examples.gpt import GPTSize, build, train_step
+from aiockpt.examples.gpt import DEFAULT_SIZE, GPTSize, build, train_step
 
 
 def train(
     url: str,
     *,
-    size: GPTSize = GPTSize(),
+    size: GPTSize = DEFAULT_SIZE,
     steps: int = 120,
     every: int | None = 5,
     keep: int = 3,

@@ -68,7 +68,7 @@ def unseal(data: bytes, what: str) -> bytes:
     if len(data) > MAX_DOCUMENT_BYTES:
         raise ManifestError(f"{what} has {len(data)} bytes, more than the {MAX_DOCUMENT_BYTES} any document has")
     head, tail = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
-    if len(tail) < _SEAL_BYTES or not (tail.startswith(_SEAL) and tail.endswith(b'"}\n')):
+    if not (tail.startswith(_SEAL) and tail.endswith(b'"}\n')):
         raise ManifestError(f"{what} does not end with its digest: it is torn or no document of aiockpt")
     written = tail[len(_SEAL) : -len(b'"}\n')]
     found = digest128(head).encode()
@@ -118,11 +118,8 @@ def check_unique_keys(body: bytes, what: str) -> None:
         elif token == b"}":
             open_objects.pop()
         elif token.endswith(b":"):
-            key = token[:-1].rstrip()
-            if b"\\" in key:
-                key = parse(key, str, what).encode()
-            else:
-                key = key[1:-1]
+            quoted = token[:-1].rstrip()
+            key = parse(quoted, str, what).encode() if b"\\" in quoted else quoted[1:-1]
             if key in open_objects[-1]:
                 raise ManifestError(f"{what} has the key {key.decode('utf-8', 'replace')!r} twice in one object")
             open_objects[-1].add(key)
@@ -145,7 +142,7 @@ def check_tree(raw: bytes, what: str) -> int:
     nodes = _count_nodes(structure)
     if nodes > MAX_TREE_NODES:
         raise ManifestError(f"{what} has more than {MAX_TREE_NODES} values: use tensors")
-    depth = max(accumulate(_LEVELS.get(character, 0) for character in structure))
+    depth = max(accumulate(_LEVELS.get(character, 0) for character in structure), default=0)
     if depth > MAX_TREE_DEPTH:
         raise ManifestError(f"{what} is nested deeper than {MAX_TREE_DEPTH} levels")
     return nodes

@@ -3,9 +3,9 @@
 Guarantees:
 
 - Decoding checks in this order: digest, JSON, version and ``requires``, limits, types. Anything else than a document
-  of ours raises `ManifestError`, quickly and without large allocations. What the fields mean to each other is checked by
-  `validate`.
-- Encoding applies the same limits, so that nothing is committed that a reader would refuse.
+  of ours raises `ManifestError`, quickly and without large allocations. What the fields mean to each other is for
+  `validate` to check.
+- Encoding ends with decoding, so that nothing is committed that a reader would refuse.
 - Unknown members are ignored; what a reader must know is announced in ``requires`` (FORMAT §9).
 - Non-finite metrics are null in JSON and None here.
 """
@@ -104,7 +104,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         generation: which save of this id it is, from 1 (FORMAT §2).
         sequence: logical clock: one more than the highest sequence visible when the attempt began.
-        parent: id of the step that this state descends from, or None.
+        run: which checkpointer wrote it (12 hex digits); parent: id of the step that one had loaded, or None. Together
+            they are the lineage (DECISIONS 6): steps of one run follow each other, and its first one follows *parent*.
         write_id: random, of the writer who created this object; says whose create succeeded.
         created_ns: the writer's clock; a label for people.
         alias: names that share the storage of a tensor, to its name.
@@ -121,6 +122,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     step: Count
     generation: Count
     sequence: Count
+    run: str
     parent: str | None
     attempt: str
     write_id: str
@@ -152,6 +154,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     step: Count
     generation: Count
     sequence: Count
+    run: str
     parent: str | None
     attempt: str
     rank: Count
@@ -202,7 +205,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
     Raises:
         UsageError: a value in it cannot be written as JSON.
-        ManifestError: it exceeds a limit that readers enforce.
+        ManifestError: a reader would refuse it.
     """
     return _encode(manifest, f"the manifest of {manifest.id}")
 
@@ -236,9 +239,10 @@ def decode_receipt(data: bytes, what: str = "receipt") -> Receipt:
 def _encode(document: Manifest | Receipt, what: str) -> bytes:
     try:
         body = msgspec.json.encode(document)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         raise UsageError(f"{what} cannot be written as JSON: {error}") from error
     _check_body(body, document.format, what)
+    parse(body, type(document), what)
     return seal(body)
 
 
@@ -291,14 +295,15 @@ class Peek(msgspec.Struct, frozen=True):
     step: int
     generation: int
     sequence: int
+    run: str
     parent: str | None
     attempt: str
 
 
 _PEEK = re.compile(
     rb'"id":"(?P<id>[A-Za-z0-9._-]{1,128})","step":(?P<step>[0-9]{1,19}),"generation":(?P<generation>[0-9]{1,19}),'
-    rb'"sequence":(?P<sequence>[0-9]{1,19}),"parent":(?:null|"(?P<parent>[A-Za-z0-9._-]{1,128})"),'
-    rb'"attempt":"(?P<attempt>[0-9a-f]{12})"'
+    rb'"sequence":(?P<sequence>[0-9]{1,19}),"run":"(?P<run>[0-9a-f]{12})",'
+    rb'"parent":(?:null|"(?P<parent>[A-Za-z0-9._-]{1,128})"),"attempt":"(?P<attempt>[0-9a-f]{12})"'
 )
 
 
@@ -313,6 +318,7 @@ def peek(data: bytes) -> Peek | None:
         step=int(found["step"]),
         generation=int(found["generation"]),
         sequence=int(found["sequence"]),
+        run=found["run"].decode(),
         parent=None if parent is None else parent.decode(),
         attempt=found["attempt"].decode(),
     )

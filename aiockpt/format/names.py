@@ -3,7 +3,7 @@
 Guarantees:
 
 - Every key is relative to the checkpoint root, made and parsed here only; parsers return None for what is not ours.
-- Key parts are safe on any file system and object store: letters, digits, ``.``, ``_``, ``-``, never starting with a dot.
+- Key parts are safe on any file system and object store: letters, digits, ``.``, ``_``, ``-``, no dot in front.
 - `join_name` and `split_name` are exact inverses (DECISIONS 5).
 """
 
@@ -167,27 +167,29 @@ def _parse_rank(pattern: re.Pattern[str], name: str) -> int | None:
 
 
 _SPECIAL = re.compile(r"[.\\\[]")
-_TOKEN = re.compile(r"\[(-?(?:0|[1-9][0-9]*))\]|\.?((?:[^.\\\[]|\\[.\\\[])+|\\e)|\.")
+_TOKEN = re.compile(r"\[(-?[0-9]{1,19})\]|\.?((?:[^.\\\[]|\\[.\\\[])+|\\e)|\.")
 _EMPTY_KEY = r"\e"
+_MAX_INDEX = 2**63
 
 
 def join_name(parts: Sequence[str | int]) -> str:
-    r"""Return the name of the leaf at the path *parts*: ``("optimizer", "groups", 0, "lr")`` → ``optimizer.groups[0].lr``.
+    r"""Return the name of the leaf at the path *parts*.
 
-    A literal ``.``, ``\`` or ``[`` in a key is escaped with ``\``; the empty key is ``\e``; the empty path is ``""``.
+    ``("optimizer", "groups", 0, "lr")`` is ``optimizer.groups[0].lr``. A literal ``.``, ``\`` or ``[`` in a key
+    is escaped with ``\``; the empty key is ``\e``; the empty path is ``""``.
 
     Raises:
-        UsageError: a part is neither str nor int, or holds a lone surrogate, which no file could store.
+        UsageError: a part is neither str nor a 64-bit int, or holds a lone surrogate, which no file could store.
     """
-    written = []
+    written: list[str] = []
     for part in parts:
         if isinstance(part, str):
             key = _SPECIAL.sub(r"\\\g<0>", part) if part else _EMPTY_KEY
             written.append(f".{key}" if written else key)
-        elif isinstance(part, int) and not isinstance(part, bool):
+        elif isinstance(part, int) and not isinstance(part, bool) and abs(part) <= _MAX_INDEX:
             written.append(f"[{part}]")
         else:
-            raise UsageError(f"{part!r} cannot be part of a name: use str or int keys")
+            raise UsageError(f"{part!r:.80} cannot be part of a name: use str keys, or int keys of up to 64 bits")
     name = "".join(written)
     if not name.isascii() and any("\ud800" <= character <= "\udfff" for character in name):
         raise UsageError(f"{name!r} holds a lone surrogate and cannot be stored: rename the key")

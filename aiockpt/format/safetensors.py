@@ -3,8 +3,8 @@
 Guarantees:
 
 - What `encode_header` returns, followed by the payload, opens in every safetensors reader (FORMAT §1).
-- `decode_header` accepts what the safetensors library accepts and no more: entries tile the payload, sizes agree, no key
-  comes twice. For anything else it raises `CorruptionError`, before a byte of payload is looked at.
+- `decode_header` accepts what the safetensors library accepts and no more: entries tile the payload, sizes agree, no
+  key comes twice. For anything else it raises `CorruptionError`, before a byte of payload is looked at.
 """
 
 from __future__ import annotations
@@ -65,11 +65,15 @@ def encode_header(entries: Sequence[Entry], metadata: dict[str, str]) -> bytes:
     cursor = 0
     for entry in entries:
         if entry.name in fields or not 0 < len(entry.name.encode()) <= MAX_NAME_BYTES:
-            raise UsageError(f"{entry.name[:80]!r} cannot name a tensor: it is taken, empty or too long; rename the leaf")
+            raise UsageError(
+                f"{entry.name[:80]!r} cannot name a tensor: it is taken, empty or too long; rename the leaf"
+            )
         if not is_native(entry.dtype):
             raise UsageError(f"{entry.name}: safetensors has no {entry.dtype}; describe its bytes as U8")
         if entry.start != cursor or entry.end - entry.start != prod(entry.shape) * ITEMSIZES[entry.dtype]:
-            raise UsageError(f"{entry.name}: bytes {entry.start}–{entry.end} do not follow {cursor} or do not fit its shape")
+            raise UsageError(
+                f"{entry.name}: bytes {entry.start}–{entry.end} do not follow {cursor} or do not fit its shape"
+            )
         fields[entry.name] = _Wire(entry.dtype, entry.shape, (entry.start, entry.end))
         cursor = entry.end
     text = msgspec.json.encode(fields)
@@ -90,7 +94,7 @@ def decode_header(prefix: bytes, file_size: int) -> Header:
         CorruptionError: no safetensors file of *file_size* bytes begins like this.
     """
     data_start = _LENGTH_BYTES + int.from_bytes(prefix[:_LENGTH_BYTES], "little")
-    if len(prefix) < _LENGTH_BYTES or data_start > min(file_size, MAX_HEADER_BYTES):
+    if data_start > min(file_size, MAX_HEADER_BYTES):
         raise CorruptionError(f"the safetensors header says it ends at {data_start}, which it cannot have")
     if len(prefix) < data_start:
         raise CorruptionError(f"the safetensors header ends at {data_start}, only {len(prefix)} bytes were read")
@@ -120,12 +124,14 @@ def _check_tiling(entries: Sequence[Entry], payload_bytes: int) -> None:
         width = ITEMSIZES.get(entry.dtype)
         if width is None:
             raise CorruptionError(f"safetensors entry {name!r} has the unknown dtype {entry.dtype[:40]!r}")
-        if entry.start != cursor or entry.end < entry.start:
+        if entry.start != cursor:
             raise CorruptionError(
                 f"safetensors entry {name!r} has bytes {entry.start}–{entry.end}, the one before ends at {cursor}"
             )
         if entry.end - entry.start != prod(entry.shape) * width:
-            raise CorruptionError(f"safetensors entry {name!r} has {entry.end - entry.start} bytes, its shape needs others")
+            raise CorruptionError(
+                f"safetensors entry {name!r} has {entry.end - entry.start} bytes, its shape needs others"
+            )
         cursor = entry.end
     if cursor != payload_bytes:
         raise CorruptionError(f"safetensors entries end at {cursor}, the payload has {payload_bytes} bytes")

@@ -30,9 +30,11 @@ Extent = tuple[tuple[int, ...], tuple[int, ...]]
 
 def tiles(shape: tuple[int, ...], boxes: Sequence[Extent]) -> bool:
     """Return whether *boxes*, which lie inside *shape*, cover each of its elements exactly once."""
+    if 0 in shape:
+        return True
     seed = hashlib.blake2b(msgspec.json.encode((shape, boxes))).digest()
     source = random.Random(int.from_bytes(seed, "little"))
-    cut_axes = [
+    cut_axes: list[tuple[int, defaultdict[int, int]]] = [
         (axis, defaultdict(lambda: source.randrange(_PRIME)))
         for axis, size in enumerate(shape)
         if any(sizes[axis] != size for _, sizes in boxes) or not boxes

@@ -10,7 +10,7 @@ Guarantees (FORMAT §8, DECISIONS 2, 3, 8):
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import msgspec
 
@@ -46,7 +46,7 @@ async def step_facts(backend: Backend, entries: Collection[StepEntry], with_metr
     for entry in entries:
         if entry.head is None:
             continue
-        metrics = {}
+        metrics: Mapping[str, float | None] = {}
         if with_metrics:
             try:
                 metrics = (await newest_manifest(backend, entry)).metrics
@@ -129,9 +129,7 @@ def lease_key(step_id: str, nonce: str) -> str:
 async def is_leased(backend: Backend, step_id: str, nonce: str) -> bool:
     """Say whether a reader's lease on the step is still alive, by the storage's clock."""
     leases = [
-        stat
-        for stat in (await backend.list(step_id)).objects
-        if stat.key.rpartition("/")[2].startswith(_LEASE_PREFIX)
+        stat for stat in (await backend.list(step_id)).objects if stat.key.rpartition("/")[2].startswith(_LEASE_PREFIX)
     ]
     if not leases:
         return False

@@ -16,10 +16,9 @@ import anyio
 import msgspec
 
 from aiockpt.errors import CommitConflictError, CommitError, CommitTimeoutError, ObjectExistsError
-from aiockpt.format.manifest import Decision, Manifest, Receipt, encode_manifest, encode_receipt
+from aiockpt.format.manifest import Decision, Manifest, Receipt, Verdict, encode_manifest, encode_receipt
 from aiockpt.format.merge import merge_receipts
 from aiockpt.format.names import decision_key, manifest_key, receipt_key
-from aiockpt.format.validate import check_manifest
 from aiockpt.pipeline.discover import StepEntry, read_manifest, read_receipts
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend
@@ -102,7 +101,6 @@ async def commit(backend: Backend, votes: Sequence[Receipt], world: World) -> Ma
     """
     write_id = world.token(16).hex()
     manifest = merge_receipts(votes, writer=WRITER, write_id=write_id, created_ns=world.clock.time_ns())
-    check_manifest(manifest, manifest.id, manifest.generation)
     await _decide(backend, manifest)
     await _check_sizes(backend, manifest)  # after the decision: whoever collected the attempt removed the data first
     data = encode_manifest(manifest)
@@ -129,7 +127,7 @@ async def _decide(backend: Backend, manifest: Manifest) -> None:
         )
 
 
-async def claim(backend: Backend, step_id: str, attempt: str, wish: str, write_id: str) -> str:
+async def claim(backend: Backend, step_id: str, attempt: str, wish: Verdict, write_id: str) -> Verdict:
     """Create the attempt's one decision record; return what was decided, by us or by whoever was first."""
     key = decision_key(step_id, attempt)
     decision = Decision(decision=wish, attempt=attempt, write_id=write_id)

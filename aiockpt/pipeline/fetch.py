@@ -97,7 +97,9 @@ class Fetcher:
             CorruptionError: the file is missing, has another size or header, or a block is not what was saved.
         """
         file = self._manifest.files[index]
-        reader = await self._open(index, file)
+        reader, header_bytes = await self._open(index, file)
+        if self._verify and not (landings and landings[0].start < header_bytes):
+            landings = [Landing(0, header_bytes, GAP, 0), *landings]  # its blocks are verified like all others
         try:
             reads = plan_reads(
                 landings,
@@ -116,10 +118,10 @@ class Fetcher:
 
     async def verify_file(self, index: int) -> None:
         """Read and compare every block of file number *index*."""
-        size = self._manifest.files[index].size
-        await self.fetch_file(index, [Landing(0, size, GAP, 0)] if size else [])
+        await self.fetch_file(index, [Landing(0, self._manifest.files[index].size, GAP, 0)])
 
-    async def _open(self, index: int, file: FileEntry) -> Reader:
+    async def _open(self, index: int, file: FileEntry) -> tuple[Reader, int]:
+        """Open a file whose size and header agree with the manifest; return it and the bytes of its header."""
         key = self._key(file)
         try:
             reader = await self._backend.open(key)
@@ -128,14 +130,13 @@ class Fetcher:
         try:
             if reader.size != file.size:
                 raise CorruptionError(f"{key}: {reader.size} bytes in storage, {file.size} were saved", key=key)
-            await self._check_header(reader, index, file)
+            return reader, await self._check_header(reader, index, file)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await reader.close()
             raise
-        return reader
 
-    async def _check_header(self, reader: Reader, index: int, file: FileEntry) -> None:
+    async def _check_header(self, reader: Reader, index: int, file: FileEntry) -> int:
         length = bytearray(8)
         await self._fill(reader, file, 0, memoryview(length))
         header_bytes = 8 + int.from_bytes(length, "little")
@@ -148,6 +149,7 @@ class Fetcher:
             check_header(index, self._manifest, decode_header(bytes(prefix), file.size))
         except CorruptionError as error:
             raise CorruptionError(f"{self._key(file)}: {error}", key=self._key(file), offset=0) from error
+        return header_bytes
 
     async def _fill(self, reader: Reader, file: FileEntry, offset: int, into: memoryview) -> None:
         if offset + len(into) > file.size:

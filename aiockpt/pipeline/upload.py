@@ -18,7 +18,7 @@ from aiockpt.format.checksum import ALGORITHM, block_count
 from aiockpt.format.manifest import FileEntry
 from aiockpt.pipeline.serialize import hash_blocks
 from aiockpt.planning.save import FilePlan, Window
-from aiockpt.runtime.limits import Limiter, run_blocking
+from aiockpt.runtime.limits import Limiter, LimiterStatistics, run_blocking
 from aiockpt.runtime.slabs import Slab, SlabPool
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend, Upload
@@ -100,9 +100,11 @@ class Uploader:
             with anyio.move_on_after(ABORT_DEADLINE_S, shield=True):
                 await upload.abort()
             raise
-        return FileEntry.of(
-            path, size=file.size, rank=rank, algo=ALGORITHM, block=self._block_bytes, sums=bytes(sums)
-        )
+        return FileEntry.of(path, size=file.size, rank=rank, algo=ALGORITHM, block=self._block_bytes, sums=bytes(sums))
+
+    def statistics(self) -> tuple[LimiterStatistics, ...]:
+        """Return the limiters' counts of this instant."""
+        return self._hashing.statistics(), self._writing.statistics()
 
     async def _write_window(
         self, upload: Upload, window: Window, slab: Slab, sums: bytearray, on_written: Callable[[int], object]

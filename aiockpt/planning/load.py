@@ -119,7 +119,7 @@ def _direct_runs(entry: TensorEntry, stored: Box, wanted: Box, overlap: Box) -> 
     """Return (piece offset, target offset, size) in bytes; None when the runs are too short to be worth a buffer each."""
     width = itemsize(entry.dtype)
     most = max(1, overlap.volume * width // MIN_RUN_BYTES)
-    runs = []
+    runs: list[tuple[int, int, int]] = []
     for source, target, count in copy_runs(stored, wanted):
         if len(runs) == most:
             return None
@@ -193,9 +193,7 @@ def plan_reads(
         yield BlockRead(offset, stop - offset, tuple(segments))
 
 
-def _units(
-    landings: Sequence[Landing], file_size: int, align_bytes: int, read_bytes: int
-) -> Iterator[tuple[int, int]]:
+def _units(landings: Sequence[Landing], file_size: int, align_bytes: int, read_bytes: int) -> Iterator[tuple[int, int]]:
     """Yield the ranges that cover the landings, aligned and merged, each cut into units of at most *read_bytes*."""
     covers: list[tuple[int, int]] = []
     for landing in landings:

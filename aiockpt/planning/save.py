@@ -152,9 +152,7 @@ def _tensor_entry(shard: TensorShard, file: int, start: int) -> TensorEntry:
     return TensorEntry(dtype=shard.dtype, shape=shard.shape, pieces=tuple(pieces))
 
 
-def _windows(
-    file: int, size: int, spans: Sequence[tuple[int, int, int]], slab_bytes: int
-) -> Iterator[Window]:
+def _windows(file: int, size: int, spans: Sequence[tuple[int, int, int]], slab_bytes: int) -> Iterator[Window]:
     """Cut a file into windows of one slab and say what lands in each; *spans* are (start, end, source), in order."""
     first = 0
     for offset in range(0, size, slab_bytes):

@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 from aiockpt.errors import StorageTimeoutError
 from aiockpt.runtime.future import Stage
 
-
 GiveUp = Callable[[BaseException], object]
 
 
@@ -41,14 +40,16 @@ class MutationBarrier:
             self._copying[snapshotted] = give_up
             if self._handle is None:
                 self._handle = register_optimizer_step_pre_hook(self._before_step)
-        snapshotted._inner.add_done_callback(lambda _: self._release(snapshotted))  # noqa: SLF001  same engine
+        snapshotted._inner.add_done_callback(lambda _: self._release(snapshotted))
 
     def wait(self) -> None:
         """Block until no snapshot is being copied."""
         for snapshotted, give_up in list(self._copying.items()):
-            snapshotted._wait_anyway(self._timeout_s)  # noqa: SLF001
+            snapshotted._wait_anyway(self._timeout_s)
             if not snapshotted.done():
-                give_up(StorageTimeoutError(f"the snapshot was not copied within {self._timeout_s:g} s; it is given up"))
+                give_up(
+                    StorageTimeoutError(f"the snapshot was not copied within {self._timeout_s:g} s; it is given up")
+                )
 
     def _before_step(self, *_: Any) -> None:
         self.wait()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from threading import Lock
 from typing import Any, Generic, Literal, TypeVar
 
@@ -110,18 +111,14 @@ def _waker(reached: anyio.Event) -> Callable[[], None]:
         token = trio.lowlevel.current_trio_token()
 
         def wake_trio() -> None:
-            try:
+            with suppress(trio.RunFinishedError):  # the loop that waited is gone; nobody is left to wake
                 token.run_sync_soon(reached.set)
-            except trio.RunFinishedError:
-                pass  # the loop that waited is gone; nobody is left to wake
 
         return wake_trio
 
     def wake() -> None:
-        try:
+        with suppress(RuntimeError):  # the loop that waited is closed; nobody is left to wake
             loop.call_soon_threadsafe(reached.set)
-        except RuntimeError:
-            pass  # the loop that waited is closed; nobody is left to wake
 
     return wake
 
@@ -218,7 +215,7 @@ class SaveFuture(Future[SaveResult]):
     @property
     def delivered(self) -> bool:
         """Whether somebody has taken the outcome from this future or one of its stages; then nobody is told again."""
-        return self._told or self._snapshotted._told or self._written._told  # noqa: SLF001  its own stages
+        return self._told or self._snapshotted._told or self._written._told
 
     @property
     def stage(self) -> Literal["started", "snapshotted", "written", "committed", "failed"]:
@@ -230,8 +227,8 @@ class SaveFuture(Future[SaveResult]):
         return "snapshotted" if self._snapshotted.done() else "started"
 
     def _fail(self, error: BaseException) -> None:
-        self._snapshotted._fail(error)  # noqa: SLF001  its own stages
-        self._written._fail(error)  # noqa: SLF001
+        self._snapshotted._fail(error)
+        self._written._fail(error)
         super()._fail(error)
 
     def _progress(self) -> str:

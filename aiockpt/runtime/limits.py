@@ -73,10 +73,11 @@ async def run_blocking(limiter: Limiter, work: Callable[[*Ts], T], *args: *Ts) -
         running = asyncio.get_running_loop().run_in_executor(None, work, *args)
         with anyio.CancelScope(shield=True):
             try:
-                return await asyncio.shield(running)
+                await asyncio.wait([running])
             except asyncio.CancelledError:
                 await _outwait(running)
                 raise
+        return running.result()
 
 
 async def _outwait(running: asyncio.Future[T]) -> None:

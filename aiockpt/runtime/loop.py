@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import concurrent.futures.thread  # noqa: F401  its exit hook must be registered before ours, so that ours runs first
+import concurrent.futures.thread
 import os
 import threading
 import weakref
@@ -78,9 +78,7 @@ class LoopThread:
         """Whether this process may still submit work."""
         return not self._closed and os.getpid() == self._pid
 
-    def submit(
-        self, work: Callable[[*Ts], Awaitable[T]], *args: *Ts
-    ) -> concurrent.futures.Future[T]:
+    def submit(self, work: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> concurrent.futures.Future[T]:
         """Start ``work(*args)`` as a task of the loop; cancelling the returned future cancels the task."""
         self.check()
         return self._portal.start_task_soon(work, *args)
@@ -145,7 +143,7 @@ def _register_exit_hook() -> None:
     global _exit_hook_registered
     with _exit_hook:
         if not _exit_hook_registered:
-            threading._register_atexit(_drain_all)  # type: ignore[attr-defined]  # noqa: SLF001  see the module
+            threading._register_atexit(_drain_all)  # type: ignore[attr-defined]
             _exit_hook_registered = True
 
 

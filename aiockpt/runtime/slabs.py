@@ -163,4 +163,5 @@ class SlabPool:
 
     def __repr__(self) -> str:
         seen = self.statistics()
-        return f"<SlabPool {seen.used_slabs} of {seen.allocated_bytes // seen.slab_bytes} slabs used, {seen.waiting} waiting>"
+        slabs = seen.allocated_bytes // seen.slab_bytes
+        return f"<SlabPool {seen.used_slabs} of {slabs} slabs used, {seen.waiting} waiting>"

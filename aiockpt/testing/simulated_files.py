@@ -17,129 +17,23 @@ from __future__ import annotations
 import errno
 import os
 import queue
-import random
 import stat
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from typing import Concatenate, Literal, ParamSpec, TypeVar
 
 import numpy as np
 
 from aiockpt.runtime.world import Clock
+from aiockpt.testing.simulated_nodes import File, Folder, NameChange, Node, Write, walk
 
-SECTOR_BYTES = 512
 _PAGE_BYTES = 4096
 _DEVICE = 1
 _FREE_BYTES = 1 << 40
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-@dataclass(frozen=True, eq=False)
-class Write:
-    """Bytes that were written to a file and not flushed; without data, an extension of it."""
-
-    offset: int
-    data: bytes
-    size: int
-
-    def apply(self, content: bytearray) -> None:
-        end = self.offset + self.size
-        if len(content) < end:
-            content.extend(bytes(end - len(content)))
-        content[self.offset : self.offset + len(self.data)] = self.data
-
-    def _sectors(self) -> list[Write]:
-        ends = range((self.offset // SECTOR_BYTES + 1) * SECTOR_BYTES, self.offset + len(self.data), SECTOR_BYTES)
-        edges = [self.offset, *ends, self.offset + len(self.data)]
-        return [
-            Write(start, self.data[start - self.offset : end - self.offset], end - start)
-            for start, end in zip(edges, edges[1:], strict=False)
-        ]
-
-    def outcomes(self) -> list[tuple[Write, ...]]:
-        """Return what a power cut may leave of this, the plain cases: nothing, all, the first or the second half."""
-        whole: list[tuple[Write, ...]] = [(), (self,)]
-        if len(sectors := self._sectors() if self.data else []) > 1:
-            half = len(sectors) // 2
-            whole += [tuple(sectors[:half]), tuple(sectors[half:])]
-        return whole
-
-    def torn(self, dice: random.Random) -> tuple[Write, ...]:
-        """Return any of the sectors."""
-        return tuple(sector for sector in self._sectors() if dice.random() < 0.5)
-
-
-@dataclass(frozen=True, eq=False)
-class NameChange:
-    """A name that was set (*node*), removed (no *node*), or moved in its directory (*node* and *old*)."""
-
-    name: str
-    node: Node | None
-    old: str | None = None
-
-    def apply(self, names: dict[str, Node]) -> None:
-        if self.old is not None:
-            names.pop(self.old, None)
-        if self.node is None:
-            names.pop(self.name, None)
-        else:
-            names[self.name] = self.node
-
-    def outcomes(self) -> list[tuple[NameChange, ...]]:
-        """Return what a power cut may leave of this: nothing, or all."""
-        return [(), (self,)]
-
-    def torn(self, dice: random.Random) -> tuple[NameChange, ...]:
-        """Return one of the outcomes; a name does not tear."""
-        return dice.choice(self.outcomes())
-
-
-@dataclass(eq=False)
-class File:
-    """A regular file: its durable bytes, what processes see, and the unflushed changes between the two."""
-
-    number: int
-    modified_ns: int = 0
-    links: int = 0
-    durable: bytearray = field(default_factory=bytearray)
-    content: bytearray = field(default_factory=bytearray)
-    unflushed: list[Write] = field(default_factory=list)
-
-    def change(self, change: Write) -> None:
-        change.apply(self.content)
-        self.unflushed.append(change)
-
-    def flush(self) -> None:
-        for change in self.unflushed:
-            change.apply(self.durable)
-        self.unflushed.clear()
-
-
-@dataclass(eq=False)
-class Folder:
-    """A directory: its durable names, what processes see, and the unflushed changes between the two."""
-
-    number: int
-    modified_ns: int = 0
-    links: int = 1
-    durable: dict[str, Node] = field(default_factory=dict)
-    names: dict[str, Node] = field(default_factory=dict)
-    unflushed: list[NameChange] = field(default_factory=list)
-
-    def change(self, change: NameChange) -> None:
-        change.apply(self.names)
-        self.unflushed.append(change)
-
-    def flush(self) -> None:
-        for change in self.unflushed:
-            change.apply(self.durable)
-        self.unflushed.clear()
-
-
-Node = File | Folder
 
 
 @dataclass(frozen=True)
@@ -152,12 +46,16 @@ class _Open:
     def writable(self) -> bool:
         return self.flags & os.O_ACCMODE != os.O_RDONLY
 
+    @property
+    def readable(self) -> bool:
+        return self.flags & os.O_ACCMODE != os.O_WRONLY
+
 
 def _one_step(method: Callable[Concatenate[SimulatedFiles, P], R]) -> Callable[Concatenate[SimulatedFiles, P], R]:
     """Let one thread in at a time. The token of a queue is the lock: threads are the runtime's business."""
 
     @wraps(method)
-    def step(self: SimulatedFiles, *args: P.args, **kwargs: P.kwargs) -> R:
+    def step(self: SimulatedFiles, /, *args: P.args, **kwargs: P.kwargs) -> R:
         token = self._turn.get()
         try:
             return method(self, *args, **kwargs)
@@ -171,6 +69,7 @@ class SimulatedFiles:
     """A file system in memory; a twin of `OsFiles`.
 
     Args:
+        root: a tree to begin with, which becomes its own; empty by default.
         capacity_bytes: more than this does not fit (ENOSPC); None for no limit.
         direct_alignment: what O_DIRECT wants offset, length and address to be a multiple of; None for EINVAL at open.
         hard_links: False for EPERM from ``link``, as on FAT.
@@ -181,6 +80,7 @@ class SimulatedFiles:
 
     def __init__(
         self,
+        root: Folder | None = None,
         *,
         capacity_bytes: int | None = None,
         direct_alignment: int | None = _PAGE_BYTES,
@@ -195,8 +95,8 @@ class SimulatedFiles:
         self.page_cache = page_cache
         self.ignore = ignore
         self.clock = clock
-        self.root = Folder(number=1)
-        self._next_number = 2
+        self.root = root or Folder(number=1)
+        self._next_number = 1 + max(node.number for node in walk(self.root, every_future=True))
         self._open: dict[int, _Open] = {}
         self._turn: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._turn.put(None)
@@ -206,9 +106,10 @@ class SimulatedFiles:
         """How many descriptors are open: 0 when nothing leaks."""
         return len(self._open)
 
-    def like(self) -> SimulatedFiles:
-        """Return an empty file system with the same properties."""
+    def with_root(self, root: Folder) -> SimulatedFiles:
+        """Return a file system with the same properties and the tree *root*, which becomes its own."""
         return SimulatedFiles(
+            root,
             capacity_bytes=self.capacity_bytes,
             direct_alignment=self.direct_alignment,
             hard_links=self.hard_links,
@@ -216,13 +117,6 @@ class SimulatedFiles:
             ignore=self.ignore,
             clock=self.clock,
         )
-
-    def with_root(self, root: Folder) -> SimulatedFiles:
-        """Return a file system with the same properties and the tree *root*, which becomes its own."""
-        files = self.like()
-        files.root = root
-        files._next_number = 1 + max(node.number for node in walk(root))
-        return files
 
     # Descriptors
 
@@ -256,9 +150,7 @@ class SimulatedFiles:
     @_one_step
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
         opened = self._opened(fd)
-        node = self._file(opened)
-        if not opened.writable:
-            raise _error(errno.EBADF, opened.path)
+        node = self._writable_file(opened)
         self._check_alignment(opened, offset, data)
         self._check_capacity(node, offset + data.nbytes)
         node.change(Write(offset, bytes(data), data.nbytes))
@@ -268,7 +160,7 @@ class SimulatedFiles:
     @_one_step
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
         opened = self._opened(fd)
-        node = self._file(opened)
+        node = self._readable_file(opened)
         if flags & os.RWF_NOWAIT and not opened.flags & os.O_DIRECT:
             self._check_cached(opened.path)
         done = 0
@@ -283,7 +175,7 @@ class SimulatedFiles:
 
     @_one_step
     def fallocate(self, fd: int, offset: int, size: int) -> None:
-        node = self._file(self._opened(fd))
+        node = self._writable_file(self._opened(fd))
         self._check_capacity(node, offset + size)
         if offset + size > len(node.content):
             node.change(Write(offset, b"", size))
@@ -351,6 +243,8 @@ class SimulatedFiles:
             raise _error(errno.EXDEV, target)
         if isinstance(replaced := folder.names.get(name), Folder) or isinstance(node, Folder):
             raise _error(errno.EISDIR, target)
+        if replaced is node:
+            return  # two names of one file: POSIX keeps both
         if replaced is not None:
             replaced.links -= 1
         folder.change(NameChange(name, node, old))
@@ -389,9 +283,16 @@ class SimulatedFiles:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         return self._open[fd]
 
-    def _file(self, opened: _Open) -> File:
+    def _writable_file(self, opened: _Open) -> File:
+        if isinstance(opened.node, Folder) or not opened.writable:
+            raise _error(errno.EBADF, opened.path)
+        return opened.node
+
+    def _readable_file(self, opened: _Open) -> File:
         if isinstance(opened.node, Folder):
             raise _error(errno.EISDIR, opened.path)
+        if not opened.readable:
+            raise _error(errno.EBADF, opened.path)
         return opened.node
 
     def _parent(self, path: str) -> tuple[Folder, str]:
@@ -451,23 +352,6 @@ class SimulatedFiles:
 
     def _used_bytes(self) -> int:
         return sum(len(node.content) for node in walk(self.root) if isinstance(node, File))
-
-
-def walk(root: Folder, *, every_future: bool = False) -> Iterator[Node]:
-    """Yield each node below and including *root* once; with *every_future*, those too that a power cut may bring."""
-    seen: set[int] = set()
-    todo: list[Node] = [root]
-    while todo:
-        node = todo.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        yield node
-        if isinstance(node, Folder):
-            todo.extend(node.names.values())
-            if every_future:
-                todo.extend(node.durable.values())
-                todo.extend(change.node for change in node.unflushed if change.node is not None)
 
 
 def _error(number: int, path: str) -> OSError:

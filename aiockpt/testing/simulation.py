@@ -24,7 +24,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from aiockpt.runtime.world import World
 from aiockpt.testing.recording import Call
-from aiockpt.testing.simulated_files import File, Folder, NameChange, Node, SimulatedFiles, Write, walk
+from aiockpt.testing.simulated_files import SimulatedFiles
+from aiockpt.testing.simulated_nodes import File, Folder, NameChange, Node, Write, walk
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -80,10 +81,11 @@ def power_cuts(
 ) -> Iterator[tuple[int, SimulatedFiles]]:
     """Yield (how many of *calls* were done, what may be found after a power cut then) for every prefix of *calls*.
 
-    Takes the arguments of `replay` and, for each prefix, of `crash_states`.
+    Takes the arguments of `replay` and, for each prefix, of `crash_states`. Of prefixes that differ by calls without
+    effect (closing, opening to read) it takes the longest: what was acknowledged since must hold there already.
     """
     for done, files in replay(calls, start=start, skip=skip):
-        if done == 0 or calls[done - 1].changes:
+        if done == len(calls) or calls[done].changes:
             for state in crash_states(files, seed=seed + done, limit=limit):
                 yield done, state
 
@@ -94,7 +96,7 @@ def _unflushed(node: Node) -> Sequence[Change]:
 
 def _choices(changes: Sequence[Change], seed: int, limit: int) -> Iterator[Kept]:
     """Yield what to keep of each change, the telling cases first."""
-    outcomes = [change.outcomes() for change in changes]
+    outcomes: list[Sequence[tuple[Change, ...]]] = [change.outcomes() for change in changes]
     if math.prod(len(options) for options in outcomes) <= limit:
         for picks in itertools.product(*outcomes):
             yield {id(change): pick for change, pick in zip(changes, picks, strict=True)}
@@ -109,7 +111,10 @@ def _choices(changes: Sequence[Change], seed: int, limit: int) -> Iterator[Kept]
     dice.shuffle(alone)
     yield from alone
     while True:
-        yield {id(change): dice.choice([*change.outcomes(), change.torn(dice)]) for change in changes}
+        drawn: Kept = {}
+        for change in changes:
+            drawn[id(change)] = dice.choice([*change.outcomes(), change.torn(dice)])
+        yield drawn
 
 
 def _folder_after(folder: Folder, kept: Kept, memo: dict[int, Node]) -> Folder:

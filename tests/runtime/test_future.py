@@ -57,7 +57,7 @@ def test_a_stage_settles_only_once() -> None:
 
 def test_result_waits_for_another_thread_and_times_out_by_name() -> None:
     save = SaveFuture(7)
-    with pytest.raises(TimeoutError, match="save of step 7.*the work goes on"):
+    with pytest.raises(TimeoutError, match=r"save of step 7.*the work goes on"):
         save.result(0.01)
     thread = _later(lambda: save._resolve(RESULT))
     assert save.result(10) == RESULT

@@ -110,14 +110,13 @@ async def test_a_cancelled_waiter_gives_up_its_turn() -> None:
         async with budget.take(2):
             got.set()
 
-    async with anyio.create_task_group() as tasks:
-        async with budget.take(8):
-            with anyio.move_on_after(0.01):
-                async with budget.take(9):
-                    pytest.fail("it must wait")
-            tasks.start_soon(small)
-            with anyio.fail_after(5):
-                await got.wait()
+    async with anyio.create_task_group() as tasks, budget.take(8):
+        with anyio.move_on_after(0.01):
+            async with budget.take(9):
+                pytest.fail("it must wait")
+        tasks.start_soon(small)
+        with anyio.fail_after(5):
+            await got.wait()
 
 
 @pytest.mark.parametrize("make", [lambda: Limiter("x", 0), lambda: ByteBudget(0)])

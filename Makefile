@@ -1,0 +1,69 @@
+# Two commands do everything, in a virtual environment that they make themselves:
+#
+#   make demo    train a small model with asynchronous checkpoints, kill it in the middle of a save, resume it
+#   make test    lint, types, layers and all tests
+#
+# `make help` lists the others. Any of them takes
+#
+#   PYTHON=python3.12    the interpreter for the virtual environment (3.11 or newer)
+#   TORCH_INDEX=URL      where to get torch from. On Linux the default index serves a build with several GB of CUDA
+#                        packages; the address of the CPU builds is what the "Get started" page of PyTorch shows for
+#                        Pip and CPU. constraints.txt pins the version either way.
+#   ARGS="…"             more arguments for the command, for example make demo ARGS=--async
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+SIZE ?= 1GiB
+REPEAT ?= 5
+BENCH_OUT ?= benchmarks/results/$(SIZE).json
+
+.PHONY: help demo test lint types layers bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo    train, kill in the middle of a save, resume (ARGS=--async: the same as an async trainer)"
+	@echo "make test    lint, types, layers and all tests"
+	@echo "make lint    ruff            make types    mypy and pyright        make layers   import-linter"
+	@echo "make bench   SIZE=1GiB REPEAT=5: measure against peers, write benchmarks/results/ and the table"
+	@echo "make clean   remove the virtual environment and all caches"
+
+demo: $(BIN)/.installed
+	$(BIN)/aiockpt demo $(ARGS)
+
+test: lint types layers
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(BIN)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(BIN)/.installed-dev
+	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+layers: $(BIN)/.installed-dev
+	$(BIN)/lint-imports
+
+bench: $(BIN)/.installed-dev
+	$(BIN)/python -m benchmarks run --size $(SIZE) --repeat $(REPEAT) --out $(BENCH_OUT) $(ARGS)
+	$(BIN)/python -m benchmarks table benchmarks/results/*.json
+
+clean:
+	rm -rf $(VENV) .bench build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+
+# Torch first and alone: its index must not answer for anything else. A pip that knows --group is newer than many venvs'.
+$(BIN)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "aiockpt needs Python 3.11 or newer: add PYTHON=python3.12, say")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade "pip>=25.1"
+	$(PIP) install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(PIP) install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+$(BIN)/.installed-dev: $(BIN)/.installed
+	$(PIP) install --quiet --constraint constraints.txt --group dev
+	@touch $@

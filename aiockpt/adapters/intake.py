@@ -1,0 +1,375 @@
+"""What does a checkpoint offer, what does a state want, and what does not fit? The meeting of the two.
+
+Adapters ask for what an object holds; the intake looks it up under its name in the checkpoint, notes which tensor is to
+be filled, and collects every difference. Nothing of the state changes before `LoadTarget.apply`, except that the engine
+fills the tensors of `LoadTarget.wanted`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from aiockpt.adapters.leaves import LeafReader, LeafWriter
+from aiockpt.adapters.tensors import bytes_of, check_tensor, dtype_code, is_lazy, memory_key, overlaps_itself
+from aiockpt.errors import StateMismatchError, UsageError
+from aiockpt.format.dtypes import torch_name
+from aiockpt.format.names import join_name, split_name
+from aiockpt.state.codecs import CodecRegistry
+from aiockpt.state.geometry import Box
+from aiockpt.state.shards import TensorShard
+from aiockpt.state.tree import TAG, Decoder, Encoder, Node, Path, damaged
+
+Rename = Callable[[str], str] | Mapping[str, str]
+_OF_A_RANK = re.compile(r"@rank\d+\Z")
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """What a checkpoint offers to one rank.
+
+    Attributes:
+        tensors: name → (dtype code, global shape).
+        alias: other names of a tensor → its name.
+        values, per_rank: the trees of `ShardedState`; *per_rank* is this rank's own, None when it has none.
+        where: what to call the checkpoint in messages.
+    """
+
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    alias: Mapping[str, str]
+    values: Any
+    per_rank: Any = None
+    where: str = "the checkpoint"
+
+
+class LoadTarget:
+    """A load that is ready to go.
+
+    Attributes:
+        wanted: the tensors to fill; ``data`` is filled in place, ``name`` is the name in the checkpoint.
+        missing: names of the state that the checkpoint does not have.
+        unexpected: names of the checkpoint that the state does not have.
+        problems: every difference, in words; not empty only when ``strict`` is False.
+        written: names of the leaves that are overwritten.
+    """
+
+    def __init__(
+        self,
+        wanted: Sequence[TensorShard],
+        missing: Sequence[str],
+        unexpected: Sequence[str],
+        problems: Sequence[str],
+        written: frozenset[str],
+        steps: Sequence[Callable[[], object]],
+    ) -> None:
+        self.wanted = tuple(wanted)
+        self.missing = tuple(missing)
+        self.unexpected = tuple(unexpected)
+        self.problems = tuple(problems)
+        self.written = written
+        self._steps = list(steps)
+
+    def __repr__(self) -> str:
+        return f"<LoadTarget of {len(self.wanted)} tensors, {len(self.missing)} missing, {len(self._steps)} to apply>"
+
+    def apply(self) -> None:
+        """Set what is not a tensor, once all tensors are filled. Idempotent; a step that raised is tried again."""
+        while self._steps:
+            self._steps[0]()
+            del self._steps[0]
+
+
+class Intake:
+    """One load being prepared; see `aiockpt.adapters.target.open_target` for the arguments."""
+
+    def __init__(
+        self,
+        stored: Stored,
+        *,
+        only: Sequence[str] | None,
+        strict: bool,
+        rename: Rename | None,
+        codecs: CodecRegistry,
+    ) -> None:
+        self.strict = strict
+        self._stored = stored
+        self._only = None if only is None else {split_name(name): name for name in only}
+        self._met: set[str] = set()
+        self._rename = _renaming(rename)
+        self._codecs = codecs
+        self._wanted: list[TensorShard] = []
+        self._filled: dict[Hashable, tuple[str, str]] = {}
+        self._problems: list[str] = []
+        self._missing: list[str] = []
+        self._used: set[str] = set()
+        self._claimed: set[str] = set()
+        self._written: set[str] = set()
+        self._steps: list[Callable[[], object]] = []
+        self._last_steps: list[Callable[[], object]] = []
+
+    # ---------------------------------------------------------------- names
+
+    def stored_name(self, path: Path) -> str:
+        """Return what the leaf at *path* of the state is called in the checkpoint."""
+        return self._rename(join_name(path))
+
+    def selects(self, path: Path) -> bool:
+        """Return whether ``only`` lets the leaf at *path* be loaded."""
+        if self._only is None:
+            return True
+        hits = [name for parts, name in self._only.items() if path[: len(parts)] == parts]
+        self._met.update(hits)
+        return bool(hits)
+
+    def selects_whole(self, path: Path, why: str) -> bool:
+        """Return the same for an object that loads as a whole or not at all.
+
+        Raises:
+            UsageError: ``only`` names a part of it.
+        """
+        if self.selects(path):
+            return True
+        for parts, name in (self._only or {}).items():
+            if parts[: len(path)] == path:
+                raise UsageError(f"only={name!r} is a part of {join_name(path)!r}, which loads as a whole: {why}")
+        return False
+
+    # ---------------------------------------------------------------- values
+
+    def find(self, path: Path) -> Node | None:
+        """Return the node of the leaf at *path*, or None when the checkpoint has none."""
+        return find_node(self._stored.values, split_name(self.stored_name(path)))
+
+    def find_own(self, path: Path) -> Node | None:
+        """Return the node of this rank's own value at *path*, or None."""
+        own = self._stored.per_rank
+        name = self.stored_name(path)
+        return _Some(own[name]) if isinstance(own, Mapping) and name in own else None
+
+    def find_tagged(self, path: Path, kind: str) -> dict[str, Any] | None:
+        """Return the tagged object of *kind* at *path*, or None."""
+        found = self.find(path)
+        node = None if found is None else found.node
+        return node if type(node) is dict and node.get(TAG) == kind else None
+
+    def value(self, path: Path, node: Node, template: Any = None) -> Callable[[], Any]:
+        """Check a node and ask for its tensors; return what decodes it once they are filled.
+
+        Args:
+            template: what is at *path* now; its tensors that fit are filled in place, others are made.
+
+        Raises:
+            ManifestError, UsageError: as `Decoder.decode`.
+        """
+        here = _tensors_in(template, path, self._codecs)
+        made: dict[tuple[str, Path], torch.Tensor] = {}
+
+        def get(name: str, place: Path, device: str) -> torch.Tensor:
+            if (name, place) not in made:
+                made[name, place] = self._obtain(place, name, here.get(place), _local_device(device))
+            return made[name, place]
+
+        reader = LeafReader(get)
+        Decoder(self._codecs, reader, dry=True).decode(node, path)
+        self._used.add(self.stored_name(path))
+        self.rewrites(path)
+        return lambda: Decoder(self._codecs, reader).decode(node, path)
+
+    # ---------------------------------------------------------------- tensors
+
+    def want(self, path: Path, tensor: torch.Tensor) -> bool:
+        """Have *tensor* filled from the checkpoint; return whether it will be."""
+        if not self.selects(path) or not self._enter(path, self.stored_name(path), tensor):
+            return False
+        self.rewrites(path)
+        return True
+
+    def fill(self, path: Path, name: str, live: Any, like: torch.Tensor | torch.device) -> torch.Tensor | None:
+        """Have *live* filled from tensor *name* where it fits, else a new tensor; None when it is not selected.
+
+        Args:
+            like: the tensor whose device (and strides, where the shape is the same) a new one gets, or a device.
+        """
+        return self._obtain(path, name, live, like) if self.selects(path) else None
+
+    def _obtain(self, path: Path, name: str, live: Any, like: torch.Tensor | torch.device) -> torch.Tensor:
+        facts = self._stored.tensors.get(self._stored.alias.get(name, name))
+        if facts is None:
+            raise damaged(path, f"refers to the tensor {name!r}, which is not there")
+        dtype, shape = getattr(torch, torch_name(facts[0])), facts[1]
+        fits = isinstance(live, torch.Tensor) and live.dtype == dtype and tuple(live.shape) == shape and _fillable(live)
+        tensor = live if fits else _new(shape, dtype, like)
+        self._enter(path, name, tensor)
+        return tensor
+
+    def _enter(self, path: Path, name: str, tensor: torch.Tensor) -> bool:
+        state_name = join_name(path)
+        stored_as = self._stored.alias.get(name, name)
+        facts = self._stored.tensors.get(stored_as)
+        if facts is None:
+            self.miss(path)
+            return False
+        self._used.add(name)
+        check_tensor(tensor, path)
+        problem = _misfit(tensor, *facts)
+        key = memory_key(tensor)
+        if problem is None and key is not None:
+            other, other_stored_as = self._filled.setdefault(key, (state_name, stored_as))
+            if other_stored_as != stored_as:
+                problem = (
+                    f"shares its memory with {other}, but the checkpoint has two tensors, {other_stored_as} and {name}"
+                )
+            elif other != state_name:
+                return True
+        if problem is not None:
+            self.problem(f"{state_name}: {problem}")
+            return False
+        dtype, shape = facts
+        self._wanted.append(TensorShard(stored_as, dtype, shape, (Box.whole(shape),), bytes_of(tensor)))
+        return True
+
+    def rewrites(self, path: Path) -> None:
+        """Note that the leaf at *path* will have another value."""
+        self._written.add(join_name(path))
+
+    # ---------------------------------------------------------------- differences
+
+    def claim(self, path: Path) -> None:
+        """Say that whatever the checkpoint has below *path* belongs into the state, so that a rest is a difference."""
+        self._claimed.add(self.stored_name(path))
+
+    def miss(self, path: Path, reason: str = "in the state but not in the checkpoint") -> None:
+        """Note that the checkpoint does not have the leaf at *path*."""
+        if self.selects(path):
+            self._missing.append(join_name(path))
+            self.problem(f"{join_name(path)}: {reason}")
+
+    def problem(self, problem: str) -> None:
+        """Note a difference."""
+        self._problems.append(problem)
+
+    # ---------------------------------------------------------------- the end
+
+    def later(self, step: Callable[[], object], *, last: bool = False) -> None:
+        """Have *step* run once the tensors are filled; after all others with *last*."""
+        (self._last_steps if last else self._steps).append(step)
+
+    def finish(self) -> LoadTarget:
+        """Return the target.
+
+        Raises:
+            StateMismatchError: something differs, and strict.
+            UsageError: ``only`` names nothing of the state.
+        """
+        nothing = sorted(set((self._only or {}).values()) - self._met)
+        if nothing:
+            raise UsageError(f"only={nothing} names nothing in the state; give keys of it, or prefixes of its names")
+        unexpected = [name for name in self._unused() if self._in_scope(name)]
+        for name in unexpected:
+            if any(prefix in self._claimed for prefix in prefixes(name)):
+                self.problem(f"{name}: in the checkpoint but not in the state")
+        if self._problems and self.strict:
+            advice = "Change the state, rename with map=, choose with only=, or load what fits with strict=False."
+            raise StateMismatchError(self._stored.where, sorted(self._problems), advice)
+        written = frozenset(self._written)
+        steps = [*self._steps, *self._last_steps]
+        return LoadTarget(self._wanted, self._missing, unexpected, self._problems, written, steps)
+
+    def _in_scope(self, name: str) -> bool:
+        scope = {self._rename(prefix) for prefix in (self._only or {}).values()}
+        return self._only is None or any(prefix in scope for prefix in prefixes(name))
+
+    def _unused(self) -> Iterator[str]:
+        """Yield the names of the checkpoint that nothing asked for; a part of which nothing was asked for, once."""
+        met = {prefix for name in self._used | self._claimed for prefix in prefixes(name)}
+        roots = set(_unmet_values(self._stored.values, (), met))
+        yield from sorted(roots)
+        for name in sorted({*self._stored.tensors, *self._stored.alias} - self._used):
+            if not _OF_A_RANK.search(name) and not any(prefix in roots for prefix in prefixes(name)):
+                yield name
+
+
+def _tensors_in(value: Any, path: Path, codecs: CodecRegistry) -> dict[Path, torch.Tensor]:
+    """Return the tensors in a plain value that is at *path*, arrays as tensors of the same memory."""
+    found: dict[Path, torch.Tensor] = {}
+
+    def put(place: Path, tensor: torch.Tensor) -> str:
+        found[place] = tensor
+        return ""
+
+    Encoder(codecs, LeafWriter(put)).encode(value, path)
+    return found
+
+
+class _Some(msgspec.Struct, frozen=True):
+    """A node that was found; it may be null."""
+
+    node: Node
+
+
+def find_node(tree: Node, parts: Path) -> _Some | None:
+    """Return the node at a path of a tree of containers, or None."""
+    for part in parts:
+        if type(tree) is not dict:
+            return None
+        children = tree if TAG not in tree else dict(tree["items"]) if tree[TAG] == "dict" else {}
+        if part not in children:
+            return None
+        tree = children[part]
+    return _Some(tree)
+
+
+def _unmet_values(node: Node, path: Path, met: set[str]) -> Iterator[str]:
+    if path and join_name(path) not in met:
+        yield join_name(path)
+    elif type(node) is dict and TAG not in node:
+        for key, child in node.items():
+            yield from _unmet_values(child, (*path, key), met)
+
+
+def prefixes(name: str) -> Iterator[str]:
+    """Yield the names of all that *name* is a part of, the longest (itself) first."""
+    parts = split_name(name)
+    for count in range(len(parts), 0, -1):
+        yield join_name(parts[:count])
+
+
+def _renaming(rename: Rename | None) -> Callable[[str], str]:
+    """Return the function from names in the state to names in the checkpoint; a mapping renames by longest prefix."""
+    if rename is None:
+        return lambda name: name
+    if callable(rename):
+        return rename
+    return lambda name: next(
+        (rename[prefix] + name[len(prefix) :] for prefix in prefixes(name) if prefix in rename), name
+    )
+
+
+def _fillable(tensor: torch.Tensor) -> bool:
+    return not overlaps_itself(tensor) and not is_lazy(tensor)
+
+
+def _misfit(tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> str | None:
+    if tuple(tensor.shape) != shape:
+        return f"shape {tuple(tensor.shape)} in the state, {shape} in the checkpoint"
+    if dtype_code(tensor.dtype) != dtype:
+        return f"{tensor.dtype} in the state, torch.{torch_name(dtype)} in the checkpoint"
+    if not _fillable(tensor):
+        return "its elements share memory or are lazily conjugated; give a plain copy (clone())"
+    return None
+
+
+def _new(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor | torch.device) -> torch.Tensor:
+    if isinstance(like, torch.device):
+        return torch.empty(shape, dtype=dtype, device=like)
+    if tuple(like.shape) == shape:
+        return torch.empty_like(like, dtype=dtype, requires_grad=False)
+    return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def _local_device(kind: str) -> torch.device:
+    """Return the device here of a kind that the checkpoint names; the CPU where there is none."""
+    return torch.device("cuda" if kind == "cuda" and torch.cuda.is_available() else "cpu")

@@ -1,0 +1,160 @@
+"""How are the values of torch and numpy written into the tree? Tensors by reference, the rest as tagged objects.
+
+A tensor or array becomes a node that names a tensor of the checkpoint; what makes it one is the `put` given to
+`LeafWriter`, what brings it back is the `get` given to `LeafReader`. Everything else (dtypes, devices, sizes, numpy
+scalars, arrays of text or dates) is written in place.
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from aiockpt.state.scalars import decode_base64, field
+from aiockpt.state.tree import TAG, Decoder, Encoder, Node, Path, refuse
+
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_TENSOR_KINDS = "biufc"
+"""Kinds of numpy dtypes (``dtype.kind``) that torch may have too."""
+_RAW_KINDS = "biufcSUMm"
+"""Kinds of numpy dtypes whose bytes are their value."""
+
+Put = Callable[[Path, torch.Tensor], str]
+Get = Callable[[str, Path, str], torch.Tensor]
+
+
+class LeafWriter:
+    """Values → nodes.
+
+    Args:
+        put: takes a tensor and the path it is at, and returns its name in the checkpoint.
+    """
+
+    def __init__(self, put: Put) -> None:
+        self._put = put
+
+    def encode(self, value: Any, path: Path, encoder: Encoder) -> Node | None:
+        """Return the node of *value*, or None when it is neither torch's nor numpy's."""
+        if isinstance(value, torch.Tensor):
+            return write_tensor(value, self._put(path, value))
+        if type(value) is np.ndarray:
+            return self._array(value, path, encoder)
+        if isinstance(value, np.generic) and value.dtype.kind in _RAW_KINDS and value.dtype.itemsize:
+            data = b64encode(value.tobytes()).decode("ascii")
+            return {TAG: "numpy.scalar", "dtype": value.dtype.str, "value": data}
+        if type(value) is torch.dtype:
+            return {TAG: "torch.dtype", "name": str(value)}
+        if type(value) is torch.device:
+            return {TAG: "torch.device", "name": str(value)}
+        if type(value) is torch.Size:
+            return {TAG: "torch.Size", "sizes": list(value)}
+        return None
+
+    def encode_bytes(self, data: bytes, path: Path) -> Node:
+        """Store long bytes as a U8 tensor."""
+        return {TAG: "stored", "name": self._put(path, torch.frombuffer(bytearray(data), dtype=torch.uint8))}
+
+    def _array(self, value: np.ndarray[Any, Any], path: Path, encoder: Encoder) -> Node:
+        if value.dtype.kind not in _RAW_KINDS or not value.dtype.itemsize:
+            refuse(path, f"an array of {value.dtype}; save the fields or items as plain values or numbers")
+        shared = share(value)
+        if shared is not None:
+            return {TAG: "numpy.ndarray", "name": self._put(path, shared)}
+        raw = encoder.encode(value.tobytes(), path)
+        return {TAG: "numpy.raw", "dtype": value.dtype.str, "shape": list(value.shape), "bytes": raw}
+
+
+def write_tensor(tensor: torch.Tensor, name: str) -> Node:
+    """Return the node of a tensor that the checkpoint knows as *name*; a kind of device other than the CPU is noted."""
+    node = {TAG: "tensor", "name": name}
+    return node if tensor.device.type == "cpu" else {**node, "device": tensor.device.type}
+
+
+def share(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
+    """Return a tensor of the same elements, in the same memory where torch can; None where it has no such dtype."""
+    if array.dtype.kind not in _TENSOR_KINDS or not array.dtype.isnative:
+        return None
+    if not array.flags.writeable or any(step < 0 or step % array.itemsize for step in array.strides):
+        array = array.copy()
+    try:
+        return torch.from_numpy(array)
+    except TypeError:  # longdouble and other widths that torch lacks
+        return None
+
+
+class LeafReader:
+    """Nodes → values.
+
+    Args:
+        get: takes the name of a tensor of the checkpoint, the path it is wanted at and the type of device it was on, and
+            returns the tensor that holds (or will hold) it.
+    """
+
+    def __init__(self, get: Get) -> None:
+        self._get = get
+
+    def decode(self, kind: str, node: Mapping[str, Any], path: Path, decoder: Decoder) -> Any:
+        """Return the value of a tagged object.
+
+        Raises:
+            KeyError: no such kind.
+        """
+        if kind == "tensor":
+            return self._get(field(node, "name", str), path, node.get("device", "cpu"))
+        if kind == "numpy.ndarray":
+            return self._get(field(node, "name", str), path, "cpu").numpy()
+        if kind == "stored":
+            return self._get(field(node, "name", str), path, "cpu").numpy().tobytes()
+        return read_plain_leaf(kind, node, path, decoder)
+
+
+def read_plain_leaf(kind: str, node: Mapping[str, Any], path: Path, decoder: Decoder) -> Any:
+    """Return the value of a tagged object that needs no tensor.
+
+    Raises:
+        KeyError: no such kind.
+    """
+    return _READERS[kind](node, path, decoder)
+
+
+def _read_raw_array(node: Mapping[str, Any], path: Path, decoder: Decoder) -> np.ndarray[Any, Any]:
+    shape = field(node, "shape", list)
+    dtype = _read_numpy_dtype(node)
+    data = decoder.decode(node["bytes"], path)
+    if any(type(size) is not int or size < 0 for size in shape) or len(data) != prod(shape) * dtype.itemsize:
+        raise ValueError("the bytes of the array do not fit its shape")
+    return np.frombuffer(data, dtype).reshape(shape).copy()
+
+
+def _read_numpy_scalar(node: Mapping[str, Any], path: Path, decoder: Decoder) -> np.generic:
+    data = decode_base64(field(node, "value", str))
+    (value,) = np.frombuffer(data, _read_numpy_dtype(node))
+    return value  # type: ignore[no-any-return]
+
+
+def _read_numpy_dtype(node: Mapping[str, Any]) -> np.dtype[Any]:
+    dtype: np.dtype[Any] = np.dtype(field(node, "dtype", str))
+    if dtype.kind not in _RAW_KINDS or not dtype.itemsize:
+        raise ValueError(f"arrays of {dtype} are never saved")
+    return dtype
+
+
+def _read_device(node: Mapping[str, Any], path: Path, decoder: Decoder) -> torch.device:
+    try:
+        return torch.device(field(node, "name", str))
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any], Path, Decoder], Any]] = {
+    "numpy.raw": _read_raw_array,
+    "numpy.scalar": _read_numpy_scalar,
+    "torch.dtype": lambda node, path, decoder: _DTYPES[field(node, "name", str)],
+    "torch.device": _read_device,
+    "torch.Size": lambda node, path, decoder: torch.Size(field(node, "sizes", list)),
+}

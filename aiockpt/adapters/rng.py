@@ -1,0 +1,110 @@
+"""Where do random numbers go on after a resume? Exactly where they were: torch (CPU and CUDA), `random`, numpy.
+
+Also here is what belongs to one rank alone: an `RNG`, and whatever `per_rank` wraps.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+
+from aiockpt.errors import UsageError
+
+T = TypeVar("T")
+
+
+class PerRank(Generic[T]):
+    """A value that differs between ranks; ``load`` sets ``value``, or fills it where it has ``load_state_dict()``."""
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"per_rank({self.value!r})"
+
+
+def per_rank(value: T) -> PerRank[T]:
+    """Mark a value of the state as this rank's own; others are global, and ranks must agree on them."""
+    return PerRank(value)
+
+
+class RNG:
+    """The random number generators of this process: torch on the CPU and all CUDA devices, `random`, numpy's global one.
+
+    It holds nothing itself: ``state_dict()`` reads the generators and ``load_state_dict()`` sets them. Own generators
+    (``torch.Generator``, ``numpy.random.Generator``) are not covered: put their state into the checkpoint's state.
+    """
+
+    aiockpt_per_rank = True
+
+    def __repr__(self) -> str:
+        return "RNG()"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of every generator, as bytes and numbers.
+
+        CUDA is read only once it is initialised: before that no number was drawn from it, and reading would start it.
+        """
+        started = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return {
+            "torch": _to_bytes(torch.get_rng_state()),
+            "cuda": [_to_bytes(state) for state in torch.cuda.get_rng_state_all()] if started else [],
+            "python": _read_python(),
+            "numpy": _read_numpy(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set every generator that is here and in *state*; devices that are not here are left out.
+
+        Raises:
+            UsageError: *state* is not one that `state_dict` returned, or from an incompatible version.
+        """
+        try:
+            devices = state["cuda"][: torch.cuda.device_count()] if state["cuda"] else []
+            torch.set_rng_state(_to_tensor(state["torch"]))
+            for device, data in enumerate(devices):
+                torch.cuda.set_rng_state(_to_tensor(data), device)
+            _write_python(state["python"])
+            _write_numpy(state["numpy"])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(f"the state of the random generators cannot be set: {error}") from error
+
+
+def _to_bytes(state: torch.Tensor) -> bytes:
+    return state.numpy().tobytes()
+
+
+def _to_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _read_python() -> dict[str, Any]:
+    version, words, gauss = random.getstate()
+    return {"version": version, "words": array("I", words).tobytes(), "gauss": gauss}
+
+
+def _write_python(state: dict[str, Any]) -> None:
+    words = array("I")
+    words.frombytes(state["words"])
+    random.setstate((state["version"], tuple(words), state["gauss"]))
+
+
+def _read_numpy() -> dict[str, Any]:
+    state: dict[str, Any] = dict(np.random.get_state(legacy=False))
+    return {**state, "state": {key: _pack(value) for key, value in state["state"].items()}}
+
+
+def _write_numpy(state: dict[str, Any]) -> None:
+    np.random.set_state({**state, "state": {key: _unpack(value) for key, value in state["state"].items()}})
+
+
+def _pack(value: Any) -> Any:
+    return value.astype("<u4").tobytes() if isinstance(value, np.ndarray) and value.dtype == np.uint32 else value
+
+
+def _unpack(value: Any) -> Any:
+    return np.frombuffer(value, "<u4").astype(np.uint32) if isinstance(value, bytes) else value

@@ -1,0 +1,210 @@
+"""How does a checkpoint get back into live objects? Match leaf by leaf, fill tensors in place, then apply the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from aiockpt.adapters.intake import Intake, LoadTarget, Rename, Stored
+from aiockpt.adapters.kinds import kind_of
+from aiockpt.adapters.leaves import read_plain_leaf
+from aiockpt.adapters.module import index_parameters, load_module
+from aiockpt.adapters.optimizer_target import load_optimizer, read_node
+from aiockpt.adapters.rng import RNG, PerRank
+from aiockpt.errors import UsageError
+from aiockpt.format.names import join_name
+from aiockpt.state.codecs import DEFAULT_CODECS, CodecRegistry
+from aiockpt.state.scalars import field
+from aiockpt.state.tree import MAX_DEPTH, Decoder, Path, refuse
+
+
+def open_target(
+    state: Mapping[str, Any],
+    stored: Stored,
+    *,
+    only: Sequence[str] | None = None,
+    strict: bool = True,
+    rename: Rename | None = None,
+    codecs: CodecRegistry | None = None,
+) -> LoadTarget:
+    """Match a state with a checkpoint; nothing of the state changes.
+
+    Args:
+        state: as for saving.
+        stored: what the checkpoint offers.
+        only: top-level keys, or prefixes of names in the state, at a boundary between parts; None is all.
+        strict: raise for every difference but top-level keys that only the checkpoint has; False loads what fits.
+        rename: from a name in the state to its name in the checkpoint; a mapping renames by its longest prefix.
+        codecs: the user's classes; None takes those of `aiockpt.register_codec`.
+
+    Raises:
+        StateMismatchError: they do not fit, and strict; all differences are named.
+        UnsupportedStateError: the state has a leaf that cannot be filled, whatever the checkpoint holds.
+        ManifestError: the checkpoint's tree of values is damaged.
+        UsageError: ``only`` names nothing, or a codec is not registered.
+    """
+    intake = Intake(stored, only=only, strict=strict, rename=rename, codecs=codecs or DEFAULT_CODECS)
+    names: dict[int, Path] = {}
+    index_names(state, (), names)
+    _load_container(state, (), names, intake)
+    return intake.finish()
+
+
+def index_names(mapping: Mapping[str, Any], path: Path, names: dict[int, Path]) -> None:
+    """Enter the path of every tensor of the state by identity: those of modules first, then bare leaves."""
+    if not isinstance(mapping, Mapping):
+        refuse(path, f"a {type(mapping)!r}; give a dict of what to save, by name")
+    bare: dict[int, Path] = {}
+    _index(mapping, path, names, bare)
+    for identity, place in bare.items():
+        names.setdefault(identity, place)
+
+
+def _index(mapping: Mapping[str, Any], path: Path, names: dict[int, Path], bare: dict[int, Path]) -> None:
+    if len(path) > MAX_DEPTH:
+        refuse(path[:8], f"nested deeper than {MAX_DEPTH} levels (does it contain itself?); flatten it")
+    for key, value in mapping.items():
+        if type(key) is not str:
+            refuse(path, f"the key {key!r} is not text; keys at this level name what is saved")
+        kind = kind_of(value)
+        if kind == "module":
+            index_parameters(value, (*path, key), names)
+        elif kind == "tensor":
+            bare.setdefault(id(value), (*path, key))
+        elif kind == "container":
+            _index(value, (*path, key), names, bare)
+
+
+def _load_container(mapping: Mapping[str, Any], path: Path, names: dict[int, Path], intake: Intake) -> None:
+    for key, value in mapping.items():
+        place = (*path, key)
+        match kind_of(value):
+            case "module":
+                load_module(value, place, intake)
+            case "optimizer":
+                load_optimizer(value, place, names, intake)
+            case "tensor":
+                intake.want(place, value)
+            case "container":
+                intake.claim(place)
+                _load_container(value, place, names, intake)
+            case "per_rank":
+                _load_own(value, place, intake)
+            case "stateful":
+                _load_stateful(value, place, intake)
+            case "value":
+                _load_value(mapping, key, place, intake)
+
+
+def _load_stateful(value: Any, path: Path, intake: Intake) -> None:
+    if not intake.selects_whole(path, "it has its own load_state_dict()"):
+        return
+    node = intake.find_tagged(path, "stateful")
+    if node is None:
+        intake.miss(path)
+        return
+    state = intake.value(path, node.get("value"))
+    intake.later(lambda: value.load_state_dict(state()))
+
+
+def _load_own(value: Any, path: Path, intake: Intake) -> None:
+    """Load what belongs to this rank: an object, or the value that `per_rank` wraps."""
+    if not intake.selects_whole(path, "it belongs to one rank"):
+        return
+    found = intake.find_own(path)
+    if found is None:
+        intake.miss(path, "this rank has none in the checkpoint")
+        return
+    holder = value.value if isinstance(value, PerRank) else value
+    if kind_of(holder) in ("stateful", "per_rank"):
+        state = intake.value(path, found.node)
+        intake.later(lambda: holder.load_state_dict(state()), last=isinstance(holder, RNG))
+    else:
+        own = intake.value(path, found.node, holder)
+        intake.later(lambda: setattr(value, "value", own()))
+
+
+def _load_value(mapping: Mapping[str, Any], key: str, path: Path, intake: Intake) -> None:
+    if not intake.selects_whole(path, "it is one plain value"):
+        return
+    found = intake.find(path)
+    if found is None:
+        intake.miss(path)
+    elif not isinstance(mapping, MutableMapping):
+        raise UsageError(f"{'.'.join(map(str, path))}: a {type(mapping)!r} cannot be filled; give a dict")
+    else:
+        value = intake.value(path, found.node, mapping[key])
+        intake.later(lambda: _set(mapping, key, value))
+
+
+def _set(mapping: MutableMapping[str, Any], key: str, value: Callable[[], Any]) -> None:
+    """Set one plain value of the user's dict; the user's own dict, list or array is filled, since others may hold it."""
+    here, new = mapping[key], value()
+    if type(here) is dict and type(new) is dict:
+        here.clear()
+        here.update(new)
+    elif type(here) is list and type(new) is list:
+        here[:] = new
+    elif not (isinstance(here, np.ndarray) and isinstance(new, np.ndarray) and _same_array(here, new)):
+        mapping[key] = new
+
+
+def _same_array(here: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> bool:
+    """Return whether the new array is the old one, filled."""
+    return here.__array_interface__ == new.__array_interface__
+
+
+class TensorRef(msgspec.Struct, frozen=True):
+    """Where a tensor was, for those who only look: its name in the checkpoint."""
+
+    name: str
+
+
+def read_tree(stored: Stored) -> Any:
+    """Return the values of a whole checkpoint without objects to fill: nested dicts, with `TensorRef` for tensors.
+
+    Modules become their extra values, optimizers their groups and values, other objects what their ``state_dict()`` was;
+    what a codec wrote becomes `Opaque`.
+
+    Raises:
+        ManifestError: the tree is damaged.
+    """
+    decoder = Decoder(None, _Onlooker(stored))
+    return decoder.decode(stored.values, ())
+
+
+class _Onlooker:
+    """Reads what objects and frameworks wrote without making tensors."""
+
+    def __init__(self, stored: Stored) -> None:
+        self._own = stored.per_rank if isinstance(stored.per_rank, Mapping) else {}
+
+    def decode(self, kind: str, node: Mapping[str, Any], path: Path, decoder: Decoder) -> Any:
+        match kind:
+            case "tensor" | "numpy.ndarray" | "stored":
+                return TensorRef(field(node, "name", str))
+            case "per_rank":
+                return decoder.decode(self._own.get(join_name(path)), path)
+            case "stateful":
+                return decoder.decode(node["value"], path)
+            case "module":
+                return decoder.decode(node.get("values", {}), path)
+            case "optimizer":
+                return _read_optimizer(node, path, decoder)
+        return read_plain_leaf(kind, node, path, decoder)
+
+
+def _read_optimizer(node: Mapping[str, Any], path: Path, decoder: Decoder) -> dict[str, Any]:
+    saved = read_node(node, path)
+    groups = [
+        {**{key: decoder.decode(value, path) for key, value in values.items()}, "params": members}
+        for values, members in zip(saved.groups, saved.members, strict=True)
+    ]
+    state = {
+        owner: {key: decoder.decode(value, path) for key, value in values.items()}
+        for owner, values in saved.values.items()
+    }
+    return {"groups": groups, "state": state}

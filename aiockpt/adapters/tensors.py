@@ -1,0 +1,123 @@
+"""What may a tensor be, and how is it described? One tensor of torch → one `TensorShard`.
+
+Guarantees:
+
+- What has no bytes of its own, or whose bytes are not its whole value, is refused by path (sparse, quantised, meta,
+  lazy, nested and wrapper tensors); everything dense is accepted, whatever its strides, device and dtype.
+- ``TensorShard.data`` shares memory with the tensor and is outside autograd.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+
+import torch
+from torch.nn.parameter import is_lazy as is_uninitialized
+
+from aiockpt.errors import UsageError
+from aiockpt.format.dtypes import from_torch_name
+from aiockpt.format.names import MAX_NAME_BYTES, join_name
+from aiockpt.state.geometry import Box
+from aiockpt.state.shards import TensorShard
+from aiockpt.state.tree import Path, refuse
+
+_PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
+
+
+def describe(name: str, tensor: torch.Tensor, path: Path) -> TensorShard:
+    """Return the shard of *tensor*, which is at *path* of the state and is called *name* in the checkpoint.
+
+    This is the seam for tensors that are spread over ranks: they will have several boxes, or one that is not whole.
+
+    Raises:
+        UnsupportedStateError: it cannot be stored.
+    """
+    check_tensor(tensor, path)
+    if not name or name == "__metadata__" or len(name.encode()) > MAX_NAME_BYTES:
+        refuse(path, f"{name[:80]!r} cannot name a tensor: use 1 to {MAX_NAME_BYTES} bytes, and not '__metadata__'")
+    shape = tuple(tensor.shape)
+    return TensorShard(name, dtype_code(tensor.dtype), shape, (Box.whole(shape),), bytes_of(tensor))
+
+
+def check_tensor(tensor: torch.Tensor, path: Path) -> None:
+    """Refuse a tensor whose bytes are not its value.
+
+    Raises:
+        UnsupportedStateError: says what it is and what to do.
+    """
+    reason = _unsupported(tensor)
+    if reason is not None:
+        refuse(path, reason)
+
+
+def _unsupported(tensor: torch.Tensor) -> str | None:
+    if is_uninitialized(tensor):
+        return "a lazy parameter has no shape yet; run a forward pass first"
+    if type(tensor).__torch_dispatch__ != _PLAIN_DISPATCH:
+        return (
+            f"{type(tensor)!r} keeps its value elsewhere; save the tensors it wraps (for a DTensor: its local tensor)"
+        )
+    if tensor.is_nested:
+        return "a nested tensor; save its values and offsets"
+    if tensor.layout != torch.strided:
+        return f"a tensor of layout {tensor.layout}; save its indices and values, or its dense form"
+    if tensor.device.type == "meta":
+        return "a meta tensor has no data; materialise it first (to_empty())"
+    try:
+        from_torch_name(str(tensor.dtype))
+    except UsageError as error:
+        return str(error)
+    if tensor.numel() and not tensor.data_ptr():
+        return "its storage was freed; save while the data are there"
+    return None
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor outside autograd, in the memory it is in; a lazily conjugated or negated one as a copy.
+
+    Packed dtypes that torch cannot copy are given as bytes of the same strides.
+    """
+    plain = tensor.detach()
+    if plain.dtype in _PACKED:
+        return plain.view(torch.uint8)
+    return plain.resolve_conj().resolve_neg() if is_lazy(plain) else plain
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Return whether the memory is not the value, because a conjugation or negation is still to be done."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def memory_key(tensor: torch.Tensor) -> Hashable:
+    """Return a key that two tensors share if and only if they are the same elements in the same memory.
+
+    None for an empty tensor, which shares nothing. Valid while the tensors live.
+    """
+    if not tensor.numel():
+        return None
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Return whether several elements lie in the same memory (`expand`), so that it cannot be filled."""
+    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def dtype_code(dtype: torch.dtype) -> str:
+    """Return the code under which manifests know *dtype*."""
+    return _CODES.get(dtype) or from_torch_name(str(dtype))
+
+
+def tensor_name(path: Path, rank: int | None = None) -> str:
+    """Return the name of the tensor at *path*; that of one rank alone carries the rank, so that ranks do not meet."""
+    name = join_name(path)
+    return name if rank is None else f"{name}@rank{rank}"
+
+
+_PACKED = {
+    dtype
+    for name, dtype in vars(torch).items()
+    if isinstance(dtype, torch.dtype) and re.fullmatch(r"u?int[1-7]|float4_e2m1fn_x2", name)
+}
+_CODES = {dtype: from_torch_name(str(dtype)) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64)}

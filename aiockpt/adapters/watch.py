@@ -1,0 +1,140 @@
+"""Has anything moved since the last walk? Cheap, exact checks, so that a cached walk is never served over new tensors.
+
+The trap is known: a cached plan over replaced parameters saved bit-identical stale steps (NeMo-RL). So what was walked
+is watched by identity, and each tensor by memory, shape, strides and dtype. A false alarm costs one cold walk.
+
+The checks are flattened into a few C-level passes: about 0.4 µs a tensor, against about 10 µs for a walk.
+
+A watch keeps what it watches alive; drop it to release memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import chain, repeat
+from operator import attrgetter, contains, is_, itemgetter, methodcaller
+from typing import Any
+
+import torch
+
+_HELD = ("_parameters", "_buffers", "_modules")
+_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+_HIDDEN = itemgetter("_non_persistent_buffers_set")
+_PARTS = itemgetter(*_HELD, *_HOOKS)
+_DTYPE = attrgetter("dtype")
+_VALUES = methodcaller("values")
+
+
+class Watch:
+    """What a walk saw; `holds` says whether a new walk would see the same."""
+
+    def __init__(self) -> None:
+        self._mappings: list[Mapping[Any, Any]] = []
+        self._keys: list[Any] = []
+        self._values: list[Any] = []
+        self._empty: list[Mapping[Any, Any]] = []
+        self._key_only: list[Mapping[Any, Any]] = []
+        self._key_only_keys: list[Any] = []
+        self._entries: list[tuple[Mapping[Any, Any], Any, Any]] = []
+        self._lists: list[list[Any]] = []
+        self._items: list[Any] = []
+        self._sizes: list[int] = []
+        self._tensors: list[torch.Tensor] = []
+        self._twins: list[torch.Tensor] = []
+        self._pointers: list[int] = []
+        self._dtypes: list[torch.dtype] = []
+        self._modules: list[torch.nn.Module] = []
+        self._parts: list[Any] = []
+        self._classes: list[type] = []
+        self._own: list[dict[str, Any]] = []
+        self._hidden: list[frozenset[str]] = []
+        self._attributes: list[tuple[Callable[[Any], Any], Any, Any]] = []
+
+    def mapping(self, mapping: Mapping[Any, Any]) -> None:
+        """Watch its keys, their order, and its values by identity."""
+        if not mapping:
+            self._empty.append(mapping)
+            return
+        self._mappings.append(mapping)
+        self._keys += mapping
+        self._values += mapping.values()
+
+    def keys(self, mapping: Mapping[Any, Any], unchanging: Iterable[Any] = ()) -> None:
+        """Watch its keys and their order, and by identity the values of those that are *unchanging*."""
+        self._key_only.append(mapping)
+        self._key_only_keys += mapping
+        self._entries += [(mapping, key, mapping[key]) for key in unchanging]
+
+    def items(self, items: list[Any]) -> None:
+        """Watch the items of a list by identity."""
+        self._lists.append(items)
+        self._items += items
+
+    def attribute(self, get: Callable[[Any], Any], owner: Any) -> None:
+        """Watch what *get* of *owner* returns, by identity."""
+        self._attributes.append((get, owner, get(owner)))
+
+    def module(self, module: torch.nn.Module) -> None:
+        """Watch one module (not its children): its class, parameters, buffers, submodules, and that no hook appears."""
+        own = vars(module)
+        self._modules.append(module)
+        self._classes.append(type(module))
+        self._own.append(own)
+        self._parts += _PARTS(own)
+        self._hidden.append(frozenset(_HIDDEN(own)))
+        for name in (*_HELD, *_HOOKS):
+            self.mapping(own[name])
+
+    def tensor(self, tensor: torch.Tensor) -> None:
+        """Watch memory, shape, strides and dtype of a tensor; its owner is watched elsewhere."""
+        self._tensors.append(tensor)
+        self._twins.append(tensor.detach())
+        self._pointers.append(tensor.data_ptr())
+        self._dtypes.append(tensor.dtype)
+
+    def seal(self) -> None:
+        """End the recording."""
+        self._sizes = list(map(len, self._sized()))
+
+    def holds(self) -> bool:
+        """Return whether all that is watched is as it was."""
+        return (
+            not any(self._empty)
+            and list(map(len, self._sized())) == self._sizes
+            and _same(chain.from_iterable(self._mappings), self._keys)
+            and _same(chain.from_iterable(map(_VALUES, self._mappings)), self._values)
+            and _same(chain.from_iterable(self._key_only), self._key_only_keys)
+            and _same(chain.from_iterable(self._lists), self._items)
+            and all(mapping[key] is value for mapping, key, value in self._entries)
+            and all(get(owner) is value for get, owner, value in self._attributes)
+            and self._modules_hold()
+            and self._tensors_hold()
+        )
+
+    def _sized(self) -> Iterable[Collection[Any]]:
+        return chain(self._mappings, self._key_only, self._lists)
+
+    def _modules_hold(self) -> bool:
+        return (
+            _same(map(type, self._modules), self._classes)
+            and _same(map(vars, self._modules), self._own)
+            and _same(chain.from_iterable(map(_PARTS, self._own)), self._parts)
+            and list(map(_HIDDEN, self._own)) == self._hidden
+            and not any(map(contains, self._own, repeat("state_dict")))
+            and not any(map(contains, self._own, repeat("load_state_dict")))
+        )
+
+    def _tensors_hold(self) -> bool:
+        try:
+            return (
+                list(map(torch.Tensor.data_ptr, self._tensors)) == self._pointers
+                and _same(map(_DTYPE, self._tensors), self._dtypes)
+                and all(map(torch.Tensor.is_set_to, self._tensors, self._twins))
+            )
+        except RuntimeError:  # moved to another device or layout, where the two cannot be compared
+            return False
+
+
+def _same(found: Iterable[Any], expected: Iterable[Any]) -> bool:
+    """Compare by identity, item by item; the counts are known to be equal."""
+    return all(map(is_, found, expected))

@@ -1,0 +1,4 @@
+"""What does an operator do at a terminal? What the library does for a program: look, check, tidy, measure, try.
+
+Exit codes: 0 all right · 1 the checkpoint is damaged, or two steps differ · 2 the call was wrong · 3 the storage failed.
+"""

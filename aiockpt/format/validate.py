@@ -1,0 +1,284 @@
+"""May a reader believe this manifest? Every check of FORMAT §5 that needs no I/O, before anything is opened.
+
+Guarantees:
+
+- A manifest that passes names only plain files inside its own attempt's folder; its pieces tile every tensor exactly.
+- Time and memory are linear in the manifest, hostile ones included: shapes are never allocated, pieces never compared
+  in pairs.
+- Everything refused raises `ManifestError` (a header: `CorruptionError`) naming what is wrong.
+
+Numbers are within the bounds of `manifest` already: decoding saw to that.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import NoReturn
+
+from aiockpt.errors import CorruptionError, ManifestError, UsageError
+from aiockpt.format.checksum import ALGORITHM, SUM_BYTES, block_count, digest128
+from aiockpt.format.dtypes import ITEMSIZES, is_native
+from aiockpt.format.manifest import MAX_RANK, FileEntry, Manifest, Piece, Receipt, TensorEntry
+from aiockpt.format.names import (
+    MAX_NAME_BYTES,
+    attempt_prefix,
+    check_step_id,
+    manifest_key,
+    parse_step,
+    receipt_key,
+)
+from aiockpt.format.safetensors import Entry, Header
+from aiockpt.format.tiling import tiles
+
+MAX_PIECES = 2 * 10**6
+MAX_TENSORS = 10**6
+MAX_WORLD = 65_536
+MAX_DIM = 2**48
+MIN_BLOCK_BYTES = 4 << 10
+MAX_BLOCK_BYTES = 1 << 30
+_PATH_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_RUN = re.compile(r"[0-9a-f]{12}")
+_MAX_PATH_PARTS = 4
+_MAX_REASON = 600
+"""Characters: names and shapes in a message come from whoever wrote the document."""
+
+Placed = tuple[str, Piece]
+"""A tensor's name and one of its pieces."""
+
+
+def check_manifest(m: Manifest, step_id: str, generation: int) -> None:
+    """Return when *m*, found as *generation* of *step_id*, can be believed as far as it itself can tell.
+
+    Raises:
+        ManifestError: it cannot; the message names the manifest's key and what is wrong.
+    """
+    what = manifest_key(step_id, generation)
+    if m.id != step_id or m.generation != generation:
+        _refuse(what, f"it says that it is generation {m.generation} of {m.id[:140]!r}; was it copied here?")
+    _check_identity(m, what)
+    _check_files(m.files, m, what)
+    _check_tensors(m.tensors, m.files, what)
+    for name, entry in m.tensors.items():
+        _check_coverage(name, entry, what)
+    _check_alias(m.alias, m.tensors, what)
+    for rank in m.state.get("per_rank", ()):
+        if not (
+            rank.isascii() and rank.isdigit() and len(rank) < 8 and str(int(rank)) == rank and int(rank) < m.world_size
+        ):
+            _refuse(what, f"its state names the rank {rank[:40]!r} in a world of {m.world_size}")
+
+
+def check_receipt(receipt: Receipt, step_id: str, attempt: str, rank: int) -> None:
+    """Return when *receipt*, found as the vote of *rank* in *attempt* at *step_id*, can be counted as one.
+
+    Whether pieces and aliases are complete shows only when all votes are merged.
+
+    Raises:
+        ManifestError: it is no vote.
+    """
+    what = receipt_key(step_id, attempt, rank)
+    if (receipt.id, receipt.attempt, receipt.rank) != (step_id, attempt, rank):
+        _refuse(
+            what, f"it is a receipt of rank {receipt.rank} for {receipt.id[:140]!r}, attempt {receipt.attempt[:40]!r}"
+        )
+    _check_identity(receipt, what)
+    if rank >= receipt.world_size:
+        _refuse(what, f"there is no rank {rank} in a world of {receipt.world_size}")
+    _check_files(receipt.files, receipt, what)
+    for file in receipt.files:
+        if file.rank != rank:
+            _refuse(what, f"the file {file.p!r} is said to be of rank {file.rank}")
+    _check_tensors(receipt.tensors, receipt.files, what)
+
+
+def _refuse(what: str, reason: str) -> NoReturn:
+    shown = reason if len(reason) <= _MAX_REASON else f"{reason[:_MAX_REASON]}…"
+    raise ManifestError(f"{what}: {shown}", key=what)
+
+
+def _check_identity(document: Manifest | Receipt, what: str) -> None:
+    try:
+        attempt_prefix(document.attempt)
+        if document.parent is not None:
+            check_step_id(document.parent)
+    except UsageError as error:
+        _refuse(what, str(error))
+    if not _RUN.fullmatch(document.run):
+        _refuse(what, f"{document.run[:40]!r} is not a run: 12 lower-case hex digits")
+    if document.generation < 1:
+        _refuse(what, f"there is no generation {document.generation}")
+    number = parse_step(document.id)
+    if number is not None and number != document.step:
+        _refuse(what, f"it says that {document.id} is step {document.step}")
+    if not 1 <= document.world_size <= MAX_WORLD:
+        _refuse(what, f"a world of {document.world_size} ranks is not within 1–{MAX_WORLD}")
+
+
+def _check_files(files: Sequence[FileEntry], document: Manifest | Receipt, what: str) -> None:
+    prefix = attempt_prefix(document.attempt)
+    seen: set[str] = set()
+    for file in files:
+        _check_path(file.p, prefix, what)
+        folded = file.p.lower()  # some file systems do not tell case apart
+        if folded in seen:
+            _refuse(what, f"the file {file.p!r} is listed twice")
+        seen.add(folded)
+        if file.rank >= document.world_size:
+            _refuse(what, f"the file {file.p!r} is of rank {file.rank} in a world of {document.world_size}")
+        _check_sums(file, what)
+
+
+def _check_path(path: str, prefix: str, what: str) -> None:
+    """Accept plain names below the attempt's folder only; no file system reads anything else into them."""
+    parts = path.split("/", _MAX_PATH_PARTS)
+    if parts[0] != prefix:
+        _refuse(what, f"the path {path[:160]!r} does not begin with {prefix!r}, its attempt's folder")
+    names = parts[1:]
+    if not 0 < len(names) < _MAX_PATH_PARTS or not all(_PATH_PART.fullmatch(name) for name in names):
+        _refuse(what, f"the path {path[:160]!r} is not made of plain names (letters, digits, '.', '_', '-')")
+    if not path.endswith(".safetensors"):
+        _refuse(what, f"the path {path[:160]!r} does not name a .safetensors file")
+
+
+def _check_sums(file: FileEntry, what: str) -> None:
+    block = file.block
+    if file.algo != ALGORITHM:
+        _refuse(what, f"the file {file.p!r} has sums of the unknown kind {file.algo[:40]!r}")
+    if not MIN_BLOCK_BYTES <= block <= MAX_BLOCK_BYTES or block & (block - 1):
+        _refuse(what, f"the file {file.p!r} has blocks of {block} bytes, not a power of two of 4 KiB–1 GiB")
+    try:
+        sums = file.sums_bytes()
+    except ManifestError as error:
+        _refuse(what, str(error))
+    if len(sums) != SUM_BYTES * block_count(file.size, block):
+        _refuse(what, f"the file {file.p!r} of {file.size} bytes has {len(sums)} bytes of sums")
+    if digest128(sums) != file.digest:
+        _refuse(what, f"the sums of {file.p!r} do not have the digest that is written beside them")
+
+
+def _check_tensors(tensors: Mapping[str, TensorEntry], files: Sequence[FileEntry], what: str) -> None:
+    if len(tensors) > MAX_TENSORS:
+        _refuse(what, f"{len(tensors)} tensors are more than {MAX_TENSORS}")
+    pieces = sum(len(entry.pieces) for entry in tensors.values())
+    if pieces > MAX_PIECES:
+        _refuse(what, f"{pieces} pieces are more than {MAX_PIECES}")
+    file_sizes = [file.size for file in files]
+    for name, entry in tensors.items():
+        _check_name(name, what)
+        width = ITEMSIZES.get(entry.dtype)
+        if width is None:
+            _refuse(what, f"{name!r} has the unknown dtype {entry.dtype[:40]!r}")
+        if len(entry.shape) > MAX_RANK or not all(0 <= size < MAX_DIM for size in entry.shape):
+            _refuse(what, f"{name!r} has an impossible shape: at most {MAX_RANK} sizes below {MAX_DIM}")
+        for piece in entry.pieces:
+            problem = _find_problem(piece, entry.shape, width, file_sizes)
+            if problem:
+                _refuse(what, f"a piece of {name!r} {problem}")
+
+
+def _check_name(name: str, what: str) -> None:
+    if not 0 < len(name.encode("utf-8", "surrogatepass")) <= MAX_NAME_BYTES:
+        _refuse(what, f"the name {name[:40]!r} is empty or longer than {MAX_NAME_BYTES} bytes")
+
+
+def _find_problem(piece: Piece, shape: tuple[int, ...], width: int, file_sizes: Sequence[int]) -> str | None:
+    """Say what is wrong with one piece; None when nothing is. Hot: 10⁵ pieces in 0.1 s."""
+    if not 0 <= piece.file < len(file_sizes):
+        return f"is in file number {piece.file} of {len(file_sizes)}"
+    if not 0 <= piece.start <= piece.end <= file_sizes[piece.file]:
+        return f"has bytes {piece.start}–{piece.end}, outside its file of {file_sizes[piece.file]} bytes"
+    if not len(piece.offsets) == len(piece.sizes) == len(shape):
+        return f"has {len(piece.offsets)} offsets and {len(piece.sizes)} sizes in {len(shape)} dimensions"
+    bytes_needed = width
+    for offset, size, limit in zip(piece.offsets, piece.sizes, shape, strict=True):
+        if offset < 0 or size < 0 or offset + size > limit:
+            return f"at {piece.offsets} of sizes {piece.sizes} is outside the shape {shape}"
+        bytes_needed *= size
+    if piece.end - piece.start != bytes_needed:
+        return f"of sizes {piece.sizes} has {piece.end - piece.start} bytes and needs {bytes_needed}"
+    return None
+
+
+def _check_coverage(name: str, entry: TensorEntry, what: str) -> None:
+    """Refuse a tensor that has a gap or an overlap. Its pieces are inside its shape already."""
+    volume = prod(entry.shape)
+    stored = sum(prod(piece.sizes) for piece in entry.pieces)
+    if stored != volume:
+        kind = "leave a gap" if stored < volume else "overlap"
+        _refuse(what, f"the pieces of {name!r} {kind}: they hold {stored} elements of {volume}")
+    # One piece inside the shape and of its volume is the whole: most tensors need no more than that.
+    if len(entry.pieces) > 1 and not tiles(entry.shape, [(piece.offsets, piece.sizes) for piece in entry.pieces]):
+        _refuse(what, f"the pieces of {name!r} overlap and leave a gap, though their {stored} elements add up")
+
+
+def _check_alias(alias: Mapping[str, str], tensors: Mapping[str, TensorEntry], what: str) -> None:
+    if len(alias) > MAX_TENSORS:
+        _refuse(what, f"{len(alias)} aliases are more than {MAX_TENSORS}")
+    for name, target in alias.items():
+        _check_name(name, what)
+        if name in tensors:
+            _refuse(what, f"{name[:160]!r} is both a tensor and an alias")
+        if target not in tensors:
+            chained = "another alias" if target in alias else "no tensor"
+            _refuse(what, f"the alias {name[:160]!r} points at {target[:160]!r}, which is {chained}")
+
+
+def pieces_by_file(m: Manifest) -> list[list[Placed]]:
+    """Return the pieces in each file, by file index and in file order; pass them to `check_header` for many files."""
+    placed: list[list[Placed]] = [[] for _ in m.files]
+    for name, entry in m.tensors.items():
+        for piece in entry.pieces:
+            placed[piece.file].append((name, piece))
+    for some in placed:
+        some.sort(key=lambda item: item[1].start)
+    return placed
+
+
+def check_header(file_index: int, m: Manifest, header: Header, placed: Sequence[Placed] | None = None) -> None:
+    """Return when the safetensors header of file number *file_index* agrees with the manifest's pieces in it.
+
+    Args:
+        m: a manifest that `check_manifest` accepted.
+        placed: the file's item of `pieces_by_file`, to spare a walk over all pieces.
+
+    Raises:
+        CorruptionError: they contradict each other; names the file and a tensor.
+    """
+    if placed is None:
+        placed = pieces_by_file(m)[file_index]
+    path = m.files[file_index].p
+    entries = [entry for entry in header.entries if entry.end > entry.start]
+    starts = [header.data_start + entry.start for entry in entries]
+    cursor = 0
+    for name, piece in placed:
+        if piece.start == piece.end:
+            continue
+        position = bisect_right(starts, piece.start) - 1
+        problem = "lies before the payload" if position < 0 else None
+        if piece.start < cursor:
+            problem = f"shares the bytes {piece.start}–{cursor} with another piece"
+        problem = problem or _find_contradiction(
+            name, piece, m.tensors[name].dtype, entries[position], starts[position]
+        )
+        if problem:
+            raise CorruptionError(f"{path}: {name!r} {problem}", key=path, offset=piece.start, tensors=(name,))
+        cursor = piece.end
+
+
+def _find_contradiction(name: str, piece: Piece, dtype: str, entry: Entry, entry_start: int) -> str | None:
+    """Say how *piece* contradicts the header's *entry* that its first byte lies in; None when it does not."""
+    entry_end = entry_start + entry.end - entry.start
+    if piece.end > entry_end:
+        return f"has bytes {piece.start}–{piece.end}, the header's entry {entry.name[:80]!r} ends at {entry_end}"
+    if entry.name != name and not entry.name.startswith(f"{name}#"):
+        return f"has bytes {piece.start}–{piece.end}, which the header gives to {entry.name[:80]!r}"
+    stored_as = dtype if is_native(dtype) else "U8"
+    if entry.dtype != stored_as:
+        return f"is {dtype}, stored as {stored_as}; the header says {entry.dtype}"
+    whole = (piece.start, piece.end) == (entry_start, entry_end)
+    if whole and stored_as == dtype and entry.shape not in (piece.sizes, (prod(piece.sizes),)):
+        return f"is a box of sizes {piece.sizes}; the header says {entry.shape}"
+    return None

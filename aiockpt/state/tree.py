@@ -1,0 +1,324 @@
+"""How are values written without pickle? As JSON, and as tagged objects for what JSON lacks (FORMAT §4).
+
+`Encoder` turns a value into a tree of JSON values, `Decoder` turns it back; a tagged object is ``{"$": kind, …}``.
+What a framework brings (tensors, dtypes, arrays) is left to a `Writer` and a `Reader`, so that nothing here imports one.
+
+Guarantees:
+
+- What comes back equals what was given, type included; a subclass is refused rather than saved as its base.
+- What cannot be written raises `UnsupportedStateError` with its path, at encode time.
+- Decoding looks nothing up: no imports, no attributes, no classes outside the registry. Whatever the tree holds, only
+  `ManifestError` (damaged or hostile) or `UsageError` (a codec that is not registered) is raised.
+- Sets are written in sorted order, so that equal values give equal bytes on every rank.
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn, Protocol
+
+import msgspec
+
+from aiockpt.errors import CheckpointError, ManifestError, UnsupportedStateError, UsageError
+from aiockpt.format.names import join_name
+from aiockpt.state import scalars
+from aiockpt.state.codecs import CodecRegistry
+from aiockpt.state.scalars import decode_base64, field
+
+Path = tuple[str | int, ...]
+Node = Any
+"""A JSON value: null, bool, str, int of 64 bits, finite float, list of nodes, dict of nodes."""
+
+TAG = "$"
+MAX_DEPTH = 64
+INLINE_BYTES = 64 << 10
+"""Longer bytes are stored as a U8 tensor."""
+
+_FACTORIES: dict[str, Callable[[], Any] | None] = {
+    "None": None,
+    **{cls.__name__: cls for cls in (list, dict, set, tuple, int, float, complex, str, bool, bytes)},
+}
+_FACTORY_NAMES = {factory: name for name, factory in _FACTORIES.items()}
+
+
+class Writer(Protocol):
+    """How a framework's values are written."""
+
+    def encode(self, value: Any, path: Path, encoder: Encoder) -> Node | None:
+        """Return the node of *value*, or None when it is not one of the framework's."""
+
+    def encode_bytes(self, data: bytes, path: Path) -> Node:
+        """Store long bytes as a tensor and return their node."""
+
+
+class Reader(Protocol):
+    """How a framework's values are read."""
+
+    def decode(self, kind: str, node: Mapping[str, Any], path: Path, decoder: Decoder) -> Any:
+        """Return the value of a tagged object.
+
+        Raises:
+            KeyError: no such kind.
+            TypeError, ValueError, ArithmeticError: no such object was ever written.
+        """
+
+
+class Opaque(msgspec.Struct, frozen=True, eq=False):
+    """What a codec wrote, for those who only look."""
+
+    codec: str
+    value: Any
+
+
+class Encoder:
+    """Values → nodes.
+
+    Args:
+        codecs: the user's classes.
+        leaves: the framework's values.
+
+    Attributes:
+        written: characters of text and count of nodes so far, an estimate of the size.
+    """
+
+    def __init__(self, codecs: CodecRegistry, leaves: Writer) -> None:
+        self._codecs = codecs
+        self.leaves = leaves
+        self.written = 0
+
+    def encode(self, value: Any, path: Path) -> Node:
+        """Return the node of *value*, which is at *path* of the state.
+
+        Raises:
+            UnsupportedStateError: names the path of what cannot be written.
+        """
+        self.written += 1
+        cls = type(value)
+        if value is None or cls is bool:
+            return value
+        if len(path) > MAX_DEPTH:
+            refuse(path[:8], f"nested deeper than {MAX_DEPTH} levels (does it contain itself?); flatten it")
+        if (write_scalar := scalars.WRITERS.get(cls)) is not None:
+            return _checked(write_scalar, value, path)
+        if (write := _WRITERS.get(cls)) is not None:
+            return write(self, value, path)
+        if (codec := self._codecs.for_class(cls)) is not None:
+            inner = self.encode(codec.to_plain(value), (*path, codec.name))
+            return {TAG: "codec", "name": codec.name, "value": inner}
+        node = self.leaves.encode(value, path, self)
+        if node is None:
+            refuse(path, f"{cls!r} cannot be saved without pickle. {_advice(value)}")
+        return node
+
+
+def _checked(write: Callable[[Any], Node], value: Any, path: Path) -> Node:
+    try:
+        return write(value)
+    except ValueError as error:
+        refuse(path, str(error))
+
+
+def _write_text(encoder: Encoder, value: str, path: Path) -> str:
+    encoder.written += len(value)
+    text: str = _checked(scalars.check_text, value, path)
+    return text
+
+
+def _write_bytes(encoder: Encoder, value: bytes | bytearray, path: Path) -> Node:
+    kind = type(value).__name__
+    if len(value) > INLINE_BYTES:
+        return {TAG: kind, "stored": encoder.leaves.encode_bytes(bytes(value), path)}
+    encoder.written += len(value) * 4 // 3
+    return {TAG: kind, "value": b64encode(value).decode("ascii")}
+
+
+def _write_list(encoder: Encoder, value: Iterable[Any], path: Path) -> list[Node]:
+    return [encoder.encode(item, (*path, index)) for index, item in enumerate(value)]
+
+
+def _write_tuple(encoder: Encoder, value: tuple[Any, ...], path: Path) -> Node:
+    return {TAG: "tuple", "items": _write_list(encoder, value, path)}
+
+
+def _write_set(encoder: Encoder, value: set[Any] | frozenset[Any], path: Path) -> Node:
+    items = sorted(_write_list(encoder, value, path), key=msgspec.json.encode)
+    return {TAG: type(value).__name__, "items": items}
+
+
+def _write_deque(encoder: Encoder, value: deque[Any], path: Path) -> Node:
+    return {TAG: "deque", "items": _write_list(encoder, value, path), "maxlen": value.maxlen}
+
+
+def _write_dict(encoder: Encoder, value: dict[Any, Any], path: Path) -> Node:
+    if TAG in value or not all(type(key) is str for key in value):
+        return {TAG: "dict", "items": _write_pairs(encoder, value, path)}
+    return {_write_text(encoder, key, path): encoder.encode(item, (*path, key)) for key, item in value.items()}
+
+
+def _write_named_dict(encoder: Encoder, value: dict[Any, Any], path: Path) -> Node:
+    return {TAG: type(value).__name__, "items": _write_pairs(encoder, value, path)}
+
+
+def _write_default_dict(encoder: Encoder, value: defaultdict[Any, Any], path: Path) -> Node:
+    name = _FACTORY_NAMES.get(value.default_factory)
+    if name is None:
+        refuse(path, f"a defaultdict of {value.default_factory!r}; use a built-in type, or a plain dict")
+    return {TAG: "defaultdict", "factory": name, "items": _write_pairs(encoder, value, path)}
+
+
+def _write_pairs(encoder: Encoder, value: dict[Any, Any], path: Path) -> list[list[Node]]:
+    pairs = []
+    for number, (key, item) in enumerate(value.items()):
+        inner = (*path, _part(key, number))
+        pairs.append([encoder.encode(key, inner), encoder.encode(item, inner)])
+    return pairs
+
+
+def _part(key: Any, number: int) -> str | int:
+    """Return the part of a path that stands for a dict's *key*."""
+    plain = type(key) is str or (type(key) is int and abs(key) < 2**63)
+    return key if plain else f"#{number}"
+
+
+_WRITERS: dict[type, Callable[[Encoder, Any, Path], Node]] = {
+    str: _write_text,
+    bytes: _write_bytes,
+    bytearray: _write_bytes,
+    list: _write_list,
+    tuple: _write_tuple,
+    set: _write_set,
+    frozenset: _write_set,
+    deque: _write_deque,
+    dict: _write_dict,
+    OrderedDict: _write_named_dict,
+    Counter: _write_named_dict,
+    defaultdict: _write_default_dict,
+}
+
+
+class Decoder:
+    """Nodes → values.
+
+    Args:
+        codecs: the user's classes; None gives an `Opaque` for every one of them, for those who only look.
+        leaves: the framework's values.
+        dry: check that each codec is there but call none; gives an `Opaque` too.
+    """
+
+    def __init__(self, codecs: CodecRegistry | None, leaves: Reader, *, dry: bool = False) -> None:
+        self._codecs = codecs
+        self._leaves = leaves
+        self._dry = dry
+
+    @property
+    def looks_only(self) -> bool:
+        """Whether the values are only shown: what a codec wrote, or what is stored beside the tree, is a stand-in."""
+        return self._codecs is None
+
+    def decode(self, node: Node, path: Path) -> Any:
+        """Return the value of *node*, which is at *path* of the state.
+
+        Raises:
+            ManifestError: no encoder writes such a node.
+            UsageError: it needs a codec that is not registered, or that does not accept what was saved.
+        """
+        if len(path) > MAX_DEPTH:
+            raise damaged(path[:8], f"is nested deeper than {MAX_DEPTH} levels")
+        if type(node) is list:
+            return [self.decode(item, (*path, index)) for index, item in enumerate(node)]
+        if type(node) is not dict:
+            return node
+        if TAG not in node:
+            return {key: self.decode(item, (*path, key)) for key, item in node.items()}
+        try:
+            return self._tagged(node, path)
+        except CheckpointError:
+            raise
+        except (KeyError, ValueError, TypeError, ArithmeticError) as error:
+            reason = f"is not a value that was ever saved ({type(error).__name__}: {error})"
+            raise damaged(path, reason) from error
+
+    def _tagged(self, node: Mapping[str, Any], path: Path) -> Any:
+        kind = field(node, TAG, str)
+        if (read_scalar := scalars.READERS.get(kind)) is not None:
+            return read_scalar(node)
+        if (read := _READERS.get(kind)) is not None:
+            return read(self, node, path)
+        return self._leaves.decode(kind, node, path, self)
+
+    def decode_codec(self, node: Mapping[str, Any], path: Path) -> Any:
+        """Return the instance that a registered codec makes of ``node["value"]``."""
+        name = field(node, "name", str)
+        codec = self._codecs.for_name(name) if self._codecs is not None else None
+        if codec is None and self._codecs is not None:
+            raise UsageError(f"{join_name(path)}: saved by the codec {name!r}; register it before you load")
+        value = self.decode(node["value"], (*path, name))
+        if codec is None or self._dry:
+            return Opaque(name, value)
+        try:
+            return codec.from_plain(value)
+        except Exception as error:
+            raise UsageError(f"{join_name(path)}: the codec {name!r} refused what was saved: {error!r}") from error
+
+
+def _read_items(decoder: Decoder, node: Mapping[str, Any], path: Path) -> list[Any]:
+    return [decoder.decode(item, (*path, index)) for index, item in enumerate(field(node, "items", list))]
+
+
+def _read_pairs(decoder: Decoder, node: Mapping[str, Any], path: Path) -> list[tuple[Any, Any]]:
+    pairs = []
+    for number, (key_node, item) in enumerate(field(node, "items", list)):
+        key = decoder.decode(key_node, (*path, number))
+        pairs.append((key, decoder.decode(item, (*path, _part(key, number)))))
+    return pairs
+
+
+def _read_bytes(decoder: Decoder, node: Mapping[str, Any], path: Path) -> Any:
+    if "stored" not in node:
+        return decode_base64(field(node, "value", str))
+    data = decoder.decode(node["stored"], path)
+    if type(data) is not bytes and not decoder.looks_only:
+        raise TypeError("the stored bytes are not bytes")
+    return data
+
+
+def _read_bytearray(decoder: Decoder, node: Mapping[str, Any], path: Path) -> Any:
+    data = _read_bytes(decoder, node, path)
+    return bytearray(data) if type(data) is bytes else data
+
+
+_READERS: dict[str, Callable[[Decoder, Mapping[str, Any], Path], Any]] = {
+    "codec": Decoder.decode_codec,
+    "bytes": _read_bytes,
+    "bytearray": _read_bytearray,
+    "tuple": lambda decoder, node, path: tuple(_read_items(decoder, node, path)),
+    "set": lambda decoder, node, path: set(_read_items(decoder, node, path)),
+    "frozenset": lambda decoder, node, path: frozenset(_read_items(decoder, node, path)),
+    "deque": lambda decoder, node, path: deque(_read_items(decoder, node, path), node["maxlen"]),
+    "dict": lambda decoder, node, path: dict(_read_pairs(decoder, node, path)),
+    "OrderedDict": lambda decoder, node, path: OrderedDict(_read_pairs(decoder, node, path)),
+    "Counter": lambda decoder, node, path: Counter(dict(_read_pairs(decoder, node, path))),
+    "defaultdict": lambda decoder, node, path: defaultdict(
+        _FACTORIES[field(node, "factory", str)], _read_pairs(decoder, node, path)
+    ),
+}
+
+
+def refuse(path: Path, reason: str) -> NoReturn:
+    """Raise `UnsupportedStateError` for the leaf at *path*."""
+    raise UnsupportedStateError(join_name(path) or "the state", reason)
+
+
+def damaged(path: Path, reason: str) -> ManifestError:
+    """Return the error for a node at *path* that no encoder writes."""
+    return ManifestError(f"{join_name(path)} {reason}: the checkpoint is damaged or not ours; load another step")
+
+
+def _advice(value: Any) -> str:
+    if hasattr(value, "state_dict") or hasattr(value, "load_state_dict"):
+        return (
+            "Objects need state_dict() and load_state_dict(), and a place under string keys of the state, not a list."
+        )
+    return "Convert it to plain values, or register a codec for its class (aiockpt.register_codec)."

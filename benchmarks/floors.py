@@ -1,0 +1,142 @@
+"""How fast could it be? What the same machine does with the same bytes when nothing but the bytes is moved.
+
+Guarantees:
+
+- No floor checksums, names, or commits anything: a contender that reaches one does its work for free.
+- Memory is warm (pre-faulted), buffers are page-aligned, threads are started before the clock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from benchmarks import state as states
+from benchmarks.pages import MIB
+
+ALIGNMENT_BYTES = 4096
+DIRECT_CHUNK_BYTES = 16 * MIB
+DIRECT_THREADS = 4
+WARM_READ_THREADS = 2
+WARM_READ_CHUNKS_BYTES = (1 * MIB, 4 * MIB, 8 * MIB)
+
+
+def aligned_buffer(size_bytes: int) -> mmap.mmap:
+    """Return pre-faulted, page-aligned private memory of *size_bytes*, rounded up to whole pages."""
+    rounded = max(1, -(-size_bytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
+    memory = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block = os.urandom(MIB)
+    for start in range(0, rounded, MIB):
+        end = min(start + MIB, rounded)
+        memory[start:end] = block[: end - start]
+    return memory
+
+
+def copy_by_memmove(state: states.State, memory: mmap.mmap) -> None:
+    """Copy every tensor into *memory*, one thread, one ``memmove`` a tensor."""
+    anchor = ctypes.c_char.from_buffer(memory)
+    target = ctypes.addressof(anchor)
+    for _, tensor in states.leaves(state):
+        ctypes.memmove(target, tensor.data_ptr(), tensor.nbytes)
+        target += tensor.nbytes
+
+
+def copy_by_torch(state: states.State, memory: mmap.mmap) -> None:
+    """Copy every tensor into *memory* with ``Tensor.copy_`` and torch's own threads."""
+    flat = torch.frombuffer(memory, dtype=torch.uint8)
+    start = 0
+    for _, tensor in states.leaves(state):
+        source = tensor.view(-1).view(torch.uint8)
+        flat[start : start + source.numel()].copy_(source)
+        start += source.numel()
+
+
+def supports_direct_io(folder: Path) -> bool:
+    """Return whether the file system of *folder* takes ``O_DIRECT`` writes."""
+    probe = folder / "direct-io-probe"
+    try:
+        descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+        try:
+            os.pwrite(descriptor, aligned_buffer(ALIGNMENT_BYTES), 0)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    finally:
+        probe.unlink(missing_ok=True)
+    return True
+
+
+@contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """Open *path* with ``O_DIRECT`` where its file system can, buffered otherwise; yield the descriptor."""
+    direct = os.O_DIRECT if supports_direct_io(path.parent) else 0
+    descriptor = os.open(path, flags | direct, 0o644)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _in_chunks(
+    pool: ThreadPoolExecutor | None, memory: mmap.mmap, chunk_bytes: int, move: Callable[[memoryview, int], int]
+) -> None:
+    """Move all of *memory* in chunks, on the threads of *pool* or on this one; a short transfer is an error."""
+    view = memoryview(memory)
+
+    def one(start: int) -> None:
+        part = view[start : start + chunk_bytes]
+        moved = move(part, start)
+        if moved != len(part):
+            raise OSError(errno.EIO, f"moved {moved} of {len(part)} bytes at {start}")
+
+    starts = range(0, len(view), chunk_bytes)
+    for _ in map(one, starts) if pool is None else pool.map(one, starts):
+        pass
+
+
+def write_direct(pool: ThreadPoolExecutor | None, path: Path, memory: mmap.mmap) -> None:
+    """Write *memory* to a new file at *path* past the page cache, and ``fdatasync`` it."""
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
+        _in_chunks(pool, memory, DIRECT_CHUNK_BYTES, lambda part, start: os.pwrite(descriptor, part, start))
+        os.fdatasync(descriptor)
+
+
+def read_direct(pool: ThreadPoolExecutor, path: Path, memory: mmap.mmap) -> None:
+    """Fill *memory* from *path* past the page cache."""
+    with opened(path, os.O_RDONLY) as descriptor:
+        _in_chunks(pool, memory, DIRECT_CHUNK_BYTES, lambda part, start: os.preadv(descriptor, [part], start))
+
+
+def read_warm(pool: ThreadPoolExecutor, path: Path, memory: mmap.mmap, chunk_bytes: int) -> None:
+    """Fill *memory* from *path* through the page cache."""
+    with path.open("rb", buffering=0) as file:
+        descriptor = file.fileno()
+        _in_chunks(pool, memory, chunk_bytes, lambda part, start: os.preadv(descriptor, [part], start))
+
+
+class RawSaver:
+    """The least that a background save can do: copy into warm memory, then one plain thread writes past the cache.
+
+    It is no checkpoint: nothing can be loaded from it. It shows what the copy and the disk alone take from training.
+    """
+
+    def __init__(self, folder: Path, state: states.State) -> None:
+        self._folder = folder
+        self._memory = aligned_buffer(states.size_bytes(state))
+        self._thread = ThreadPoolExecutor(1)
+
+    def save(self, step: int, state: states.State) -> Future[None]:
+        """Copy *state*, start to write it, and return the future of the write."""
+        copy_by_memmove(state, self._memory)
+        return self._thread.submit(write_direct, None, self._folder / f"raw-{step}", self._memory)

@@ -1,0 +1,132 @@
+"""Is it in memory, or on the disk? The page cache made visible: flush, drop, warm and probe the pages of files.
+
+Guarantees:
+
+- ``drop`` and ``warm`` prove what they did (``residency``) or raise: no "cold" figure comes from the page cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+PAGE_BYTES = mmap.PAGESIZE
+MIB = 1 << 20
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def files(folder: Path) -> Iterator[Path]:
+    """Yield every regular file below *folder*, or *folder* itself when it is one."""
+    if folder.is_file():
+        yield folder
+        return
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and not path.is_symlink():
+            yield path
+
+
+def sync(path: Path) -> None:
+    """``fsync`` one file or folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folders(folder: Path) -> None:
+    """Make the names below *folder*, and its own, durable: ``fsync`` of each folder and of the parent."""
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            sync(path)
+    sync(folder)
+    sync(folder.parent)
+
+
+def residency(folder: Path) -> float:
+    """Return the fraction of the pages of all files below *folder* that is in the page cache."""
+    resident = total = 0
+    for path in files(folder):
+        size = path.stat().st_size
+        if size:
+            seen = _resident_pages(path, size)
+            resident += sum(byte & 1 for byte in seen)
+            total += len(seen)
+    return resident / total if total else 0.0
+
+
+def _resident_pages(path: Path, size: int) -> bytes:
+    pages = (size + PAGE_BYTES - 1) // PAGE_BYTES
+    seen = ctypes.create_string_buffer(pages)
+    with path.open("r+b") as file, contextlib.closing(mmap.mmap(file.fileno(), size)) as mapped:
+        anchor = ctypes.c_char.from_buffer(mapped)
+        try:
+            if _libc.mincore(ctypes.c_void_p(ctypes.addressof(anchor)), ctypes.c_size_t(size), seen):
+                error = ctypes.get_errno()
+                raise OSError(error, f"mincore of {path.name}: {os.strerror(error)}")
+        finally:
+            del anchor
+    return seen.raw[:pages]
+
+
+def drop(folder: Path, *, at_most: float = 0.01) -> float:
+    """Drop the pages of all files below *folder* from the page cache and return what is left as a fraction.
+
+    Raises:
+        RuntimeError: more than *at_most* stayed, so a load would not be cold. (tmpfs has nowhere to drop them to.)
+    """
+    for path in files(folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)  # a dirty page cannot be dropped
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+    left = residency(folder)
+    if left > at_most:
+        raise RuntimeError(f"{left:.1%} of the pages stayed in the page cache; use --work on a disk's file system")
+    return left
+
+
+def warm(folder: Path, *, at_least: float = 0.99) -> float:
+    """Read all files below *folder* into the page cache and return the fraction that is there.
+
+    Raises:
+        RuntimeError: less than *at_least* stayed: there is too little memory for a warm load of this size.
+    """
+    buffer = bytearray(8 * MIB)
+    for path in files(folder):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    there = residency(folder)
+    if there < at_least:
+        raise RuntimeError(f"only {there:.1%} of the pages stayed in the page cache; choose a smaller --size")
+    return there
+
+
+def occupy(scratch: Path, keep_free_bytes: int) -> None:
+    """Fill free memory with the page cache of a sparse file at *scratch*, all but *keep_free_bytes*.
+
+    A virtual machine gives free memory back to its host, and the first touch of it afterwards costs up to 20 times
+    more. Clean page cache stays with the guest and is handed out again at once, so that every contender's new pages
+    cost the same. Reading a hole makes no disk traffic.
+    """
+    with scratch.open("ab") as file:
+        file.truncate(_meminfo_bytes("MemTotal"))
+    buffer = bytearray(64 * MIB)
+    with scratch.open("rb", buffering=0) as file:
+        while _meminfo_bytes("MemFree") > keep_free_bytes and file.readinto(buffer):
+            pass
+
+
+def _meminfo_bytes(field: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    raise RuntimeError(f"/proc/meminfo has no {field}")

@@ -1,0 +1,64 @@
+"""A checkpoint in memory: what a walk gives, kept as bytes, and loaded as the engine would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from aiockpt.adapters.native import LoadTarget, StateWalker, Stored, open_target
+from aiockpt.state.shards import ShardedState
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor's elements, row-major."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).clone()
+
+
+class Saved:
+    """A saved state; trees have been through JSON, tensors through bytes."""
+
+    def __init__(self, walked: ShardedState) -> None:
+        self.walked = walked
+        self.bytes = {shard.name: raw(shard.data) for shard in walked.tensors}
+        self.stored = Stored(
+            tensors={shard.name: (shard.dtype, shard.shape) for shard in walked.tensors},
+            alias=dict(walked.alias),
+            values=msgspec.json.decode(msgspec.json.encode(walked.values)),
+            per_rank=msgspec.json.decode(msgspec.json.encode(walked.per_rank)),
+            where="step-00000001",
+        )
+
+    def open(self, state: Mapping[str, Any], **how: Any) -> LoadTarget:
+        """Fill the tensors of *state*, without applying."""
+        target = open_target(state, self.stored, **how)
+        for shard in target.wanted:
+            dense = shard.data if shard.data.is_contiguous() else torch.empty(shard.shape, dtype=shard.data.dtype)
+            dense.view(-1).view(torch.uint8)[:] = self.bytes[shard.name]
+            if dense is not shard.data:
+                shard.data.copy_(dense)
+        return target
+
+    def load(self, state: Mapping[str, Any], **how: Any) -> LoadTarget:
+        """Load all of *state*."""
+        target = self.open(state, **how)
+        target.apply()
+        return target
+
+    def equals(self, state: Mapping[str, Any]) -> bool:
+        """Whether *state* is, bit by bit, what was saved."""
+        other = Saved(StateWalker().walk(state))
+        return (
+            other.bytes.keys() == self.bytes.keys()
+            and all(torch.equal(self.bytes[name], other.bytes[name]) for name in self.bytes)
+            and other.stored == self.stored
+        )
+
+
+@pytest.fixture
+def save() -> Callable[[Mapping[str, Any]], Saved]:
+    """Save a state by a cold walk."""
+    return lambda state: Saved(StateWalker().walk(state))

@@ -1,0 +1,227 @@
+"""Are modules saved under the names of the bare module, whatever wraps or hooks them?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from aiockpt.adapters.native import StateWalker
+from aiockpt.errors import StateMismatchError
+
+
+def names(state: dict[str, Any]) -> list[str]:
+    return [shard.name for shard in StateWalker().walk(state).tensors]
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+
+
+def test_names_are_those_of_the_state_dict_below_the_key_of_the_state() -> None:
+    model = small()
+    assert names({"model": model}) == [f"model.{name}" for name in model.state_dict()]
+
+
+class Buffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.ones(1))
+        self.register_buffer("cache", torch.ones(1), persistent=False)
+        self.register_buffer("absent", None)
+        self.register_parameter("none", None)
+
+
+def test_buffers_that_do_not_persist_and_empty_slots_are_left_out() -> None:
+    assert names({"m": Buffers()}) == ["m.kept"]
+
+
+@pytest.fixture
+def process_group(tmp_path: Any) -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_checkpoint_of_a_wrapped_module_loads_into_the_bare_one_and_back(save: Any) -> None:
+    def wrapped(bare: nn.Module) -> nn.Module:
+        bare[0] = torch.compile(bare[0], backend="eager")  # type: ignore[operator,index]
+        return torch.compile(nn.parallel.DistributedDataParallel(bare), backend="eager")  # type: ignore[return-value]
+
+    one = small()
+    saved = save({"model": wrapped(one)})
+    bare = {"model": small()}
+    assert [shard.name for shard in saved.walked.tensors] == names(bare)
+    saved.load(bare)
+    assert saved.equals(bare)
+    again = {"model": wrapped(small())}
+    save(bare).load(again)
+    assert saved.equals(again)
+
+
+class WithExtra(nn.Module):
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2))
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def test_extra_state_is_kept_with_its_tensors(save: Any) -> None:
+    extra = {"scale": torch.arange(3.0), "steps": (1, 2)}
+    found = {"model": nn.Sequential(WithExtra(None))}
+    saved = save({"model": nn.Sequential(WithExtra(extra))})
+    assert "model.0._extra_state.scale" in saved.bytes
+    saved.load(found)
+    assert torch.equal(found["model"][0].extra.pop("scale"), extra["scale"])  # type: ignore[union-attr,operator]
+    assert found["model"][0].extra == {"steps": (1, 2)}
+    with pytest.raises(StateMismatchError, match=r"model._extra_state: in the state but not"):
+        save({"model": nn.Linear(2, 2)}).load({"model": WithExtra(None)})
+
+
+def test_extra_state_is_read_anew_on_every_walk() -> None:
+    model, walker = WithExtra({"n": 1}), StateWalker()
+    walker.walk({"m": model})
+    model.extra = {"n": 2}
+    assert walker.walk({"m": model}).values == {"m": {"$": "module", "values": {"_extra_state": {"n": 2}}}}
+    assert walker.cold_walks == 1
+
+
+class Renames(nn.Linear):
+    """Has a form of its own for checkpoints."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        return {"doubled": state["weight"] * 2, "bias": state["bias"], "note": "doubled"}
+
+    def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+        assert state["note"] == "doubled"
+        return super().load_state_dict({"weight": state["doubled"] / 2, "bias": state["bias"]})
+
+
+class SavesMore(nn.Linear):
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "sum"] = self.weight.detach().sum()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        assert torch.equal(state_dict.pop(prefix + "sum"), state_dict[prefix + "weight"].sum())
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def hooked() -> nn.Module:
+    model = small()
+    model[0]._register_state_dict_hook(  # type: ignore[index]
+        lambda module, state, prefix, _: state.update({prefix + "scaled": state.pop(prefix + "weight") * 8})
+    )
+    model[0].register_load_state_dict_pre_hook(  # type: ignore[index]
+        lambda module, state, prefix, *_: state.update({prefix + "weight": state.pop(prefix + "scaled") / 8})
+    )
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: Renames(2, 3), "model.doubled"),
+        (lambda: nn.ModuleDict({"a": SavesMore(2, 3)}), "model.a.sum"),
+        (hooked, "model.0.scaled"),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 3)), "model.parametrizations.weight.original0"),
+    ],
+)
+def test_a_module_that_wants_a_say_has_it(save: Any, make: Callable[[], nn.Module], expected: str) -> None:
+    saved = save({"model": make()})
+    assert expected in saved.bytes
+    found = {"model": make()}
+    saved.load(found)
+    assert saved.equals(found)
+
+
+def test_a_compiled_child_of_a_hooked_module_is_still_called_by_its_bare_name(save: Any) -> None:
+    def compiled() -> nn.Module:
+        model = hooked()
+        model[1] = torch.compile(model[1], backend="eager")  # type: ignore[operator,index]
+        return model
+
+    saved = save({"model": compiled()})
+    assert not [name for name in saved.bytes if "_orig_mod" in name]
+    for make in (hooked, compiled):
+        found = {"model": make()}
+        saved.load(found)
+        assert saved.equals(found)
+
+
+def test_a_module_with_a_say_loads_as_a_whole_or_not_at_all(save: Any) -> None:
+    saved = save({"model": hooked(), "x": 1})
+    with pytest.raises(ValueError, match=r"'model.0.bias' is a part of 'model', which loads as a whole"):
+        saved.load({"model": hooked()}, only=["model.0.bias"])
+    found = {"model": hooked(), "x": 0}
+    before = found["model"].state_dict()["0.bias"].clone()  # type: ignore[attr-defined]
+    saved.load(found, only=["x"])
+    assert torch.equal(found["model"].state_dict()["0.bias"], before)  # type: ignore[attr-defined]
+
+
+def test_what_a_module_with_a_say_misses_is_not_filled_with_garbage(save: Any) -> None:
+    class Longer(Renames):
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return {**super().state_dict(*args, **kwargs), "more": torch.ones(3)}
+
+        def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+            assert "more" not in state
+            return super().load_state_dict(state)
+
+    target = save({"model": Renames(2, 3)}).load({"model": Longer(2, 3)}, strict=False)
+    assert target.missing == ("model.more",)
+
+
+def test_tied_parameters_are_stored_once_and_stay_tied(save: Any) -> None:
+    def tied() -> nn.Module:
+        model = nn.ModuleDict({"embed": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
+        model["head"].weight = model["embed"].weight
+        return model
+
+    saved = save({"model": tied()})
+    assert list(saved.bytes) == ["model.embed.weight"]
+    assert saved.walked.alias == {"model.head.weight": "model.embed.weight"}
+    found = {"model": tied()}
+    target = saved.load(found)
+    assert len(target.wanted) == 1
+    assert target.written == {"model.embed.weight", "model.head.weight"}
+    assert saved.equals(found)
+
+
+def test_a_tied_checkpoint_fills_both_of_an_untied_model(save: Any) -> None:
+    shared = torch.arange(4.0)
+    saved = save({"a": shared, "b": shared})
+    found = {"a": torch.zeros(4), "b": torch.zeros(4)}
+    assert len(saved.load(found).wanted) == 2
+    assert torch.equal(found["a"], shared)
+    assert torch.equal(found["b"], shared)
+
+
+def test_a_tied_model_refuses_a_checkpoint_of_two_tensors(save: Any) -> None:
+    shared = torch.zeros(4)
+    with pytest.raises(StateMismatchError, match="b: shares its memory with a, but the checkpoint has two tensors"):
+        save({"a": torch.ones(4), "b": torch.ones(4)}).load({"a": shared, "b": shared})
+
+
+def test_the_same_memory_seen_differently_is_stored_each_on_its_own() -> None:
+    base = torch.arange(6.0)
+    state = {"a": base, "b": base.view(2, 3), "c": base[:5], "d": base[1:], "e": base.view(torch.int32)}
+    walked = StateWalker().walk(state)
+    assert [shard.name for shard in walked.tensors] == ["a", "b", "c", "d", "e"]
+    assert walked.alias == {}
+
+
+def test_empty_tensors_are_tied_to_nothing() -> None:
+    empty = torch.empty(0)
+    assert StateWalker().walk({"a": empty, "b": empty}).alias == {}

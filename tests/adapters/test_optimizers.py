@@ -1,0 +1,355 @@
+"""Does training go on bit by bit, whichever optimizer it is?"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from aiockpt.adapters.native import StateWalker
+from aiockpt.errors import ManifestError, StateMismatchError, UnsupportedStateError
+
+State = dict[str, Any]
+Make = Callable[..., torch.optim.Optimizer]
+
+
+def build(make: Make, dtype: torch.dtype = torch.float32) -> State:
+    """A model with a frozen parameter and two groups, and its optimizer."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(3, 4, dtype=dtype), "b": nn.Linear(4, 2, dtype=dtype)})
+    model["a"].bias.requires_grad_(False)
+    return {"model": model, "optimizer": make(model)}
+
+
+def two_groups(cls: Any, **options: Any) -> Make:
+    return lambda model: cls(
+        [{"params": list(model["a"].parameters())}, {"params": [*model["b"].parameters()]}], **options
+    )
+
+
+def train(state: State, steps: int) -> None:
+    generator = torch.Generator().manual_seed(steps)
+    dtype = state["model"]["a"].weight.dtype
+    for _ in range(steps):
+        data = torch.randn(8, 3, generator=generator).to(dtype)
+
+        def loss(data: torch.Tensor = data) -> torch.Tensor:
+            state["optimizer"].zero_grad()
+            value = state["model"]["b"](state["model"]["a"](data)).square().mean()
+            value.backward()
+            return value
+
+        state["optimizer"].step(loss)
+        if "scheduler" in state:
+            state["scheduler"].step()
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "Adadelta": two_groups(torch.optim.Adadelta),
+    "Adafactor": two_groups(torch.optim.Adafactor),
+    "Adagrad": two_groups(torch.optim.Adagrad),
+    "Adam amsgrad": two_groups(torch.optim.Adam, amsgrad=True),
+    "AdamW foreach": two_groups(torch.optim.AdamW, foreach=True),
+    "AdamW fused": two_groups(torch.optim.AdamW, fused=True),
+    "AdamW one by one": two_groups(torch.optim.AdamW, foreach=False),
+    "AdamW tensor lr": two_groups(torch.optim.AdamW, lr=torch.tensor(1e-3), foreach=False),
+    "Adamax": two_groups(torch.optim.Adamax),
+    "ASGD": two_groups(torch.optim.ASGD),
+    "LBFGS": lambda model: torch.optim.LBFGS([p for p in model.parameters() if p.requires_grad]),
+    "Muon": lambda model: torch.optim.Muon([model["a"].weight, model["b"].weight]),
+    "NAdam": two_groups(torch.optim.NAdam),
+    "RAdam": two_groups(torch.optim.RAdam),
+    "RMSprop": two_groups(torch.optim.RMSprop, momentum=0.9, centered=True),
+    "Rprop": two_groups(torch.optim.Rprop),
+    "SGD": two_groups(torch.optim.SGD),
+    "SGD momentum": two_groups(torch.optim.SGD, momentum=0.9, nesterov=True),
+    "SGD fused": two_groups(torch.optim.SGD, momentum=0.9, fused=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("begun", [0, 2], ids=["into a new one", "into one that has begun"])
+def test_training_goes_on_as_if_never_interrupted(save: Any, name: str, begun: int) -> None:
+    state = build(OPTIMIZERS[name])
+    train(state, 3)
+    saved = save(state)
+    train(state, 2)
+    resumed = build(OPTIMIZERS[name])
+    train(resumed, begun)
+    saved.load(resumed)
+    assert saved.equals(resumed)
+    train(resumed, 2)
+    assert save(state).equals(resumed)
+
+
+def test_names_come_from_the_parameters_not_from_their_numbers() -> None:
+    state = build(OPTIMIZERS["SGD momentum"])
+    train(state, 1)
+    names = [shard.name for shard in StateWalker().walk(state).tensors if shard.name.startswith("optimizer")]
+    assert names == [f"optimizer.state.model.{name}.momentum_buffer" for name in ("a.weight", "b.weight", "b.bias")]
+
+
+def test_state_finds_its_parameter_in_another_order_and_group(save: Any) -> None:
+    state = build(lambda model: torch.optim.Adam(list(model.parameters())))
+    train(state, 2)
+    saved = save(state)
+    turned = build(lambda model: torch.optim.Adam(list(model.parameters())[::-1]))
+    saved.load(turned)
+    for name, parameter in state["model"].named_parameters():
+        if parameter.requires_grad:
+            here = turned["optimizer"].state[turned["model"].get_parameter(name)]
+            assert torch.equal(here["exp_avg"], state["optimizer"].state[parameter]["exp_avg"])
+
+
+def test_moments_of_another_dtype_than_the_parameter_keep_it(save: Any) -> None:
+    state = build(two_groups(torch.optim.AdamW), torch.bfloat16)
+    train(state, 2)
+    for entry in state["optimizer"].state.values():
+        entry["exp_avg"] = entry["exp_avg"].float() + 1e-7
+    saved = save(state)
+    found = build(two_groups(torch.optim.AdamW), torch.bfloat16)
+    saved.load(found)
+    assert saved.equals(found)
+
+
+def test_live_state_is_filled_in_place_and_keeps_its_address(save: Any) -> None:
+    state = build(OPTIMIZERS["AdamW fused"])
+    train(state, 1)
+    saved = save(state)
+    train(state, 1)
+    before = {id(t): t.data_ptr() for entry in state["optimizer"].state.values() for t in entry.values()}
+    saved.load(state)
+    assert before == {id(t): t.data_ptr() for entry in state["optimizer"].state.values() for t in entry.values()}
+    assert saved.equals(state)
+
+
+def test_a_checkpoint_from_before_the_first_step_takes_the_state_away(save: Any) -> None:
+    saved = save(build(OPTIMIZERS["AdamW foreach"]))
+    found = build(OPTIMIZERS["AdamW foreach"])
+    train(found, 1)
+    target = saved.load(found)
+    assert not found["optimizer"].state
+    assert "optimizer.state.model.a.weight.exp_avg" in target.written
+
+
+def test_a_tensor_learning_rate_stays_the_tensor_it_is(save: Any) -> None:
+    state = build(OPTIMIZERS["AdamW tensor lr"])
+    saved = save(state)
+    found = build(OPTIMIZERS["AdamW tensor lr"])
+    rate = found["optimizer"].param_groups[0]["lr"]
+    rate.fill_(7)
+    saved.load(found)
+    assert found["optimizer"].param_groups[0]["lr"] is rate
+    assert rate.item() == pytest.approx(1e-3)
+    save(build(two_groups(torch.optim.AdamW, lr=0.25, foreach=False))).load(found)
+    assert found["optimizer"].param_groups[0]["lr"] is rate
+    assert rate.item() == 0.25
+
+
+def test_how_a_step_is_computed_stays_the_running_jobs_own(save: Any) -> None:
+    state = build(OPTIMIZERS["AdamW fused"])
+    train(state, 2)
+    saved = save(state)
+    found = build(OPTIMIZERS["AdamW one by one"])
+    saved.load(found)
+    group = found["optimizer"].param_groups[0]
+    assert (group["fused"], group["foreach"]) == (None, False)
+    train(found, 1)
+    assert found["optimizer"].state[found["model"]["a"].weight]["step"].item() == 3
+
+
+def test_values_of_groups_come_back_and_new_ones_keep_their_default(save: Any) -> None:
+    state = build(two_groups(torch.optim.SGD, lr=0.5))
+    state["optimizer"].param_groups[1].update(lr=0.25, note=("x", 1))
+    saved = save(state)
+    found = build(two_groups(torch.optim.SGD, lr=9.0))
+    found["optimizer"].param_groups[0]["newer"] = 3
+    saved.load(found)
+    groups = found["optimizer"].param_groups
+    assert [group["lr"] for group in groups] == [0.5, 0.25]
+    assert groups[1]["note"] == ("x", 1)
+    assert groups[0]["newer"] == 3
+
+
+def test_a_parameter_of_no_module_is_refused_by_group_and_place() -> None:
+    stray = torch.ones(2, 3, requires_grad=True)
+    optimizer = torch.optim.SGD([{"params": [torch.ones(1, requires_grad=True)]}, {"params": [stray]}])
+    with pytest.raises(UnsupportedStateError, match=r"^optimizer.groups\[0\].params\[0\]: .*in no module"):
+        StateWalker().walk({"optimizer": optimizer})
+
+
+def test_a_bare_tensor_of_the_state_gives_its_name_to_a_parameter() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], momentum=0.9)
+    weight.sum().backward()
+    optimizer.step()
+    names = [shard.name for shard in StateWalker().walk({"o": optimizer, "w": weight}).tensors]
+    assert names == ["o.state.w.momentum_buffer", "w"]
+
+
+def test_a_parameter_that_the_checkpoints_optimizer_lacks_is_named(save: Any) -> None:
+    saved = save(build(lambda model: torch.optim.SGD(model["a"].parameters())))
+    with pytest.raises(StateMismatchError, match=r"optimizer.state.model.b.weight: .*no parameter model.b.weight"):
+        saved.load(build(lambda model: torch.optim.SGD(model.parameters())))
+    found = build(lambda model: torch.optim.SGD(model.parameters()))
+    target = saved.load(found, strict=False)
+    assert target.missing == ("optimizer.state.model.b.weight", "optimizer.state.model.b.bias")
+
+
+def test_another_number_of_groups_is_named(save: Any) -> None:
+    with pytest.raises(StateMismatchError, match="optimizer: the checkpoint has 2 parameter groups, the state 1"):
+        save(build(OPTIMIZERS["SGD"])).load(build(lambda model: torch.optim.SGD(model.parameters())))
+
+
+def test_a_value_of_a_group_that_cannot_be_saved_is_refused_by_path() -> None:
+    state = build(OPTIMIZERS["SGD"])
+    state["optimizer"].param_groups[1]["schedule"] = lambda step: step
+    with pytest.raises(UnsupportedStateError, match=r"^optimizer.groups\[1\].schedule: "):
+        StateWalker().walk(state)
+
+
+def test_state_that_belongs_to_no_parameter_is_kept(save: Any) -> None:
+    state = build(OPTIMIZERS["SGD"])
+    state["optimizer"].state["global"] = {"count": 3, "mean": torch.ones(2)}
+    saved = save(state)
+    found = build(OPTIMIZERS["SGD"])
+    saved.load(found)
+    assert found["optimizer"].state["global"]["count"] == 3
+    assert torch.equal(found["optimizer"].state["global"]["mean"], torch.ones(2))
+
+
+class Own(torch.optim.SGD):
+    """Saves its momentum at half its value."""
+
+    def state_dict(self) -> Any:
+        state = copy.deepcopy(super().state_dict())
+        for entry in state["state"].values():
+            entry["momentum_buffer"] /= 2
+        return state
+
+    def load_state_dict(self, state: Any) -> None:
+        for entry in state["state"].values():
+            entry["momentum_buffer"] = entry["momentum_buffer"] * 2
+        super().load_state_dict(state)
+
+
+class OtherForm(torch.optim.SGD):
+    def state_dict(self) -> Any:
+        return {"rates": [group["lr"] for group in self.param_groups]}
+
+    def load_state_dict(self, state: Any) -> None:
+        for group, rate in zip(self.param_groups, state["rates"], strict=True):
+            group["lr"] = rate
+
+
+def hooked(model: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    optimizer.register_state_dict_post_hook(lambda _, state: state["param_groups"][0].update(hooked=True))
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [two_groups(Own, momentum=0.9), hooked], ids=["overridden", "hooked"])
+def test_an_optimizer_that_wants_a_say_has_it_and_names_all_the_same(save: Any, make: Make) -> None:
+    state = build(make)
+    train(state, 2)
+    saved = save(state)
+    assert "optimizer.state.model.b.bias.momentum_buffer" in saved.bytes
+    found = build(make)
+    saved.load(found)
+    assert saved.equals(found)
+    train(state, 1)
+    train(found, 1)
+    assert save(state).equals(found)
+
+
+def test_an_optimizer_with_a_form_of_its_own_is_saved_in_it(save: Any) -> None:
+    saved = save(build(two_groups(OtherForm, lr=0.5)))
+    found = build(two_groups(OtherForm, lr=1.0))
+    saved.load(found)
+    assert [group["lr"] for group in found["optimizer"].param_groups] == [0.5, 0.5]
+
+
+def test_only_a_part_of_the_state_can_be_loaded(save: Any) -> None:
+    state = build(two_groups(torch.optim.SGD, lr=0.5, momentum=0.9))
+    train(state, 1)
+    saved = save(state)
+    found = build(two_groups(torch.optim.SGD, lr=0.1, momentum=0.9))
+    train(found, 2)
+    before = found["optimizer"].state[found["model"]["a"].weight]["momentum_buffer"].clone()
+    saved.load(found, only=["optimizer.state.model.b"])
+    after = found["optimizer"].state
+    assert torch.equal(after[found["model"]["a"].weight]["momentum_buffer"], before)
+    expected = state["optimizer"].state[state["model"]["b"].weight]["momentum_buffer"]
+    assert torch.equal(after[found["model"]["b"].weight]["momentum_buffer"], expected)
+    assert found["optimizer"].param_groups[0]["lr"] == 0.1
+
+
+def test_a_node_that_no_optimizer_wrote_is_refused_as_damage(save: Any) -> None:
+    state = build(OPTIMIZERS["SGD momentum"])
+    train(state, 1)
+    for change in ({"groups": 5}, {"state": [{"keys": ["x"], "params": [99]}]}, {"values": [[1]]}):
+        saved = save(state)
+        saved.stored.values["optimizer"].update(change)
+        with pytest.raises(ManifestError, match="optimizer is not an optimizer"):
+            saved.open(state)
+    saved = save(state)
+    del saved.stored.tensors["optimizer.state.model.a.weight.momentum_buffer"]
+    with pytest.raises(ManifestError, match="not there"):
+        saved.open(state)
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "StepLR": lambda o: torch.optim.lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [1, 3]),
+    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "CosineAnnealingLR": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
+    "CosineAnnealingWarmRestarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=10),
+    "CyclicLR": lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.1, 0.5, 2),
+    "ExponentialLR": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+    "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o, [torch.optim.lr_scheduler.LinearLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)], [2]
+    ),
+    "ChainedScheduler": lambda o: torch.optim.lr_scheduler.ChainedScheduler(
+        [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.PolynomialLR(o)], o
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_go_on_where_they_were(save: Any, name: str) -> None:
+    def job() -> State:
+        state = build(two_groups(torch.optim.SGD, lr=0.5, momentum=0.9))
+        return {**state, "scheduler": SCHEDULERS[name](state["optimizer"])}
+
+    state = job()
+    train(state, 2)
+    saved = save(state)
+    train(state, 2)
+    resumed = job()
+    saved.load(resumed)
+    assert saved.equals(resumed)
+    train(resumed, 2)
+    assert save(state).equals(resumed)
+
+
+def test_reduce_on_plateau_and_the_gradient_scaler_come_back(save: Any) -> None:
+    def job() -> State:
+        state = build(OPTIMIZERS["SGD"])
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(state["optimizer"], patience=1)
+        return {**state, "plateau": plateau, "scaler": torch.amp.GradScaler("cpu", init_scale=1024.0)}
+
+    state = job()
+    for loss in (1.0, 2.0, 3.0, 4.0):
+        state["plateau"].step(loss)
+    state["scaler"].scale(torch.ones(1))
+    state["scaler"].update(512.0)
+    saved = save(state)
+    found = job()
+    saved.load(found)
+    assert saved.equals(found)
+    assert found["scaler"].state_dict()["scale"] == 512.0

@@ -1,0 +1,120 @@
+"""Can the figures be believed? The parts that decide what is cold, equal, lost, or met."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import floors, pages, report, state, targets, training
+from benchmarks.contenders import Pending
+from benchmarks.machine import Machine
+
+MIB = 1 << 20
+MACHINE = Machine("cpu", 2, 1 << 30, "6.0", "ext4", True, "3.11", "2.13", "2026-01-01")
+
+
+def report_of(results: dict[str, dict[str, dict[str, list[float]]]]) -> report.Report:
+    summarised = {
+        scenario: {name: report.summarise(samples, 1000) for name, samples in per.items()}
+        for scenario, per in results.items()
+    }
+    return report.Report(MACHINE, 1000, 1, 1, summarised, {}, [])
+
+
+@pytest.mark.parametrize("size_bytes", [1 * MIB, 16 * MIB, 64 * MIB])
+def test_a_state_has_the_size_asked_for_and_hundreds_of_tensors(size_bytes: int) -> None:
+    built = state.build(size_bytes)
+    assert state.size_bytes(built) == pytest.approx(size_bytes, rel=0.02)
+    assert len(list(state.leaves(built))) > 240
+
+
+def test_two_builds_are_equal_and_a_stamp_changes_every_tensor() -> None:
+    first, second = state.build(MIB), state.build(MIB)
+    before = state.digests(first)
+    assert before == state.digests(second)
+    state.stamp(first, 7)
+    after = state.digests(first)
+    assert all(before[name] != after[name] for name in before)
+
+
+def test_one_changed_byte_changes_the_digest_of_its_tensor_only() -> None:
+    built = state.build(MIB)
+    before = state.digests(built)
+    built["master"]["layers.3.mlp.up.weight"].view(-1).view(torch.uint8)[-1] ^= 1
+    after = state.digests(built)
+    assert {name for name in before if before[name] != after[name]} == {"master/layers.3.mlp.up.weight"}
+
+
+def test_dropped_pages_are_gone_and_warmed_pages_are_there() -> None:
+    folder = Path(__file__).resolve().parents[2] / ".bench"  # the disk of the checkout: a memory file system keeps all
+    folder.mkdir(exist_ok=True)
+    file = folder / "pages-probe"
+    try:
+        file.write_bytes(b"x" * 4 * MIB)
+        assert pages.residency(file) == 1.0
+        assert pages.drop(file) <= 0.01
+        assert pages.warm(file) >= 0.99
+    finally:
+        file.unlink()
+
+
+def test_the_copies_of_the_floor_hold_the_whole_state() -> None:
+    built = state.build(MIB)
+    one, two = (floors.aligned_buffer(state.size_bytes(built)) for _ in range(2))
+    floors.copy_by_memmove(built, one)
+    floors.copy_by_torch(built, two)
+    size = state.size_bytes(built)
+    assert one[:size] == two[:size]
+    first = next(state.leaves(built))[1]
+    assert one[: first.nbytes] == bytes(first.view(-1).view(torch.uint8).tolist())
+
+
+def test_a_raw_write_reads_back_equal_both_ways(tmp_path: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    source = floors.aligned_buffer(3 * MIB + 5)
+    direct, warm = floors.aligned_buffer(len(source)), floors.aligned_buffer(len(source))
+    with ThreadPoolExecutor(2) as pool:
+        floors.write_direct(pool, tmp_path / "raw", source)
+        floors.read_direct(pool, tmp_path / "raw", direct)
+        floors.read_warm(pool, tmp_path / "raw", warm, MIB)
+    assert direct[:] == source[:] == warm[:]
+
+
+def test_time_lost_counts_the_call_and_slower_steps() -> None:
+    clock = 0.0
+
+    def step() -> None:
+        nonlocal clock
+        clock += 0.001 if not saving else 0.003
+
+    saving = False
+
+    def save() -> Pending:
+        nonlocal clock, saving
+        clock += 0.5
+        saving = True
+        return Pending(lambda: True, lambda: None)
+
+    seen = training.measure_save(step, save, clock=lambda: clock)
+    assert seen.lost_s == pytest.approx(0.5 + 0.002 * training.SAVING_STEPS)
+    assert seen.quiet_p50_s == pytest.approx(0.001)
+    assert seen.saving_p99_s == pytest.approx(0.003)
+
+
+def test_a_target_is_judged_by_medians_in_the_direction_it_names() -> None:
+    loads = {"floor: warm preadv": {"preadv_1_mib_s": [2.0], "preadv_8_mib_s": [1.0, 1.0, 9.0]}}
+    seen = report_of({"load": {**loads, "aiockpt": {"warm_s": [1.4, 1.4, 7.0]}, "dcp-save": {"warm_s": [6.0]}}})
+    floor, rival = (target for target in targets.TARGETS if target.question == "load, warm")
+    ratio = floor.ratios(seen)
+    assert ratio is not None
+    assert ratio[0] == pytest.approx(1.4)
+    assert floor.met(1.5)
+    assert not floor.met(1.51)
+    ratio = rival.ratios(seen)
+    assert ratio is not None
+    assert ratio[0] == pytest.approx(6.0 / 1.4)
+    assert rival.met(5.0)
+    assert not rival.met(4.99)

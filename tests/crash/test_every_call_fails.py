@@ -1,0 +1,127 @@
+"""Every call of a save fails, in every way: the save fails with our error or succeeds, and nothing else happens."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from functools import cache
+
+import pytest
+
+from aiockpt.engine.ticket import Ticket
+from aiockpt.errors import CheckpointError, SaveCancelledError, StorageError, StorageFullError
+from aiockpt.runtime.slabs import SlabPool
+from aiockpt.testing.faults import Fault, FaultyFiles
+from aiockpt.testing.simulation import SimulatedFiles, crash_states, run_inline
+from tests.inline_engine import load_value, local, make_engine, run_save, saved_files, tiny_state
+
+ERRORS = [errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EDQUOT, errno.EROFS, errno.EINTR]
+
+
+def save_under(faults: list[Fault]) -> tuple[SimulatedFiles, BaseException | None, FaultyFiles, SlabPool]:
+    """Save step 2 over a committed step 1 while *faults* happen; return what is left, and how the save ended."""
+    files = saved_files(1)
+    faulty = FaultyFiles(files, faults)
+    backend, world = local(faulty, seed=5)
+
+    async def main() -> tuple[BaseException | None, SlabPool]:
+        engine = make_engine(backend, world)
+        future = await run_save(engine, 2, tiny_state(2))
+        await backend.close()
+        return future.exception(), engine.pool
+
+    error, pool = run_inline(main)
+    return files, error, faulty, pool
+
+
+@cache
+def call_count() -> int:
+    _, error, faulty, _ = save_under([])
+    assert error is None
+    return faulty.call_count
+
+
+def assert_nothing_leaked(files: SimulatedFiles, pool: SlabPool) -> None:
+    assert files.open_count == 0
+    assert pool.statistics().used_slabs == 0
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=[errno.errorcode[number] for number in ERRORS])
+def test_an_error_at_any_call_leaves_the_old_step_or_the_whole_new_one(error: int) -> None:
+    outcomes = set()
+    for at in range(1, call_count() + 1):
+        files, failure, _, pool = save_under([Fault(do="fail", at=at, error=error)])
+        value = load_value(files)
+        outcomes.add((failure is None, value))
+        assert value == 2.0 if failure is None else value in (1.0, 2.0), f"at call {at}: {failure!r}, loaded {value}"
+        if failure is not None:
+            assert isinstance(failure, CheckpointError), f"at call {at}: {failure!r}"
+            if error in (errno.ENOSPC, errno.EDQUOT) and isinstance(failure, StorageError):
+                assert isinstance(failure, StorageFullError)
+        assert_nothing_leaked(files, pool)
+    assert (False, 1.0) in outcomes
+
+
+def test_a_short_write_at_any_call_is_continued() -> None:
+    for at in range(1, call_count() + 1):
+        files, failure, _, pool = save_under([Fault(do="short", verb="pwrite", at=at)])
+        assert failure is None
+        assert load_value(files) == 2.0
+        assert_nothing_leaked(files, pool)
+
+
+@pytest.mark.parametrize("flush", ["fdatasync", "fsync"])
+def test_a_flush_that_fails_once_is_never_acknowledged_unless_it_was_written_again(flush: str) -> None:
+    failed = 0
+    for at in range(1, call_count() + 1):
+        files, failure, faulty, pool = save_under([Fault(do="fail", verb=flush, at=at, error=errno.EIO)])
+        if not faulty.schedule.fired:
+            break
+        if failure is None:  # then the lost bytes do not matter: after any power cut the new step is there
+            assert all(load_value(after) == 2.0 for after in crash_states(files, limit=16))
+        else:
+            failed += 1
+            assert load_value(files) in (1.0, 2.0)
+        assert_nothing_leaked(files, pool)
+    assert failed
+
+
+def test_cancellation_at_every_turn_of_the_loop_leaks_nothing() -> None:
+    outcomes = set()
+    for turns in range(400):
+        files, error, pool = cancel_after(turns)
+        value = load_value(files)
+        outcomes.add(error is None)
+        if error is None:
+            assert value == 2.0
+        else:
+            assert isinstance(error, SaveCancelledError)
+            assert value in (1.0, 2.0)
+        assert_nothing_leaked(files, pool)
+        if error is None and turns > 50:
+            break
+    assert outcomes == {True, False}
+
+
+def cancel_after(turns: int) -> tuple[SimulatedFiles, BaseException | None, SlabPool]:
+    """Save step 2 and cancel it after so many turns of the event loop."""
+    files = saved_files(1)
+    backend, world = local(files, seed=5)
+
+    def watch(ticket: Ticket) -> None:
+        def turn(left: int) -> None:
+            if left:
+                asyncio.get_running_loop().call_soon(turn, left - 1)
+            else:
+                ticket.future.cancel()
+
+        turn(turns)
+
+    async def main() -> tuple[BaseException | None, SlabPool]:
+        engine = make_engine(backend, world)
+        future = await run_save(engine, 2, tiny_state(2), watch)
+        await backend.close()
+        return future.exception(), engine.pool
+
+    error, pool = run_inline(main)
+    return files, error, pool

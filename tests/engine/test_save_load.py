@@ -1,0 +1,284 @@
+"""What is saved is what is loaded, on every backend, from sync loops and async trainers."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.backends.memory import MemoryBackend
+from aiockpt.events import Event
+from aiockpt.storage.backend import Backend
+from tests.small_run import SMALL, Run
+
+
+def test_a_run_resumes_bit_exactly(ckpt: aiockpt.Checkpointer, run: Run) -> None:
+    run.train(3)
+    ckpt.save(3, run.state).result(30)
+    expected, at_save = run.train(2), run.digest()
+
+    other = Run(seed=1)
+    loaded = ckpt.load(other.state).result(30)
+    assert loaded is not None
+    assert (loaded.step, loaded.id, loaded.generation, loaded.skipped) == (3, "step-00000003", 1, ())
+    assert other.train(2) == expected
+    assert other.digest() == at_save
+
+
+def test_a_fresh_root_loads_none(ckpt: aiockpt.Checkpointer, run: Run) -> None:
+    before = run.digest()
+    assert ckpt.load(run.state).result(30) is None
+    assert ckpt.latest().result(30) is None
+    assert ckpt.steps().result(30) == ()
+    assert run.digest() == before
+
+
+def test_the_newest_step_is_taken_and_an_explicit_one_on_request(ckpt: aiockpt.Checkpointer, run: Run) -> None:
+    digests = {}
+    for step in (1, 2, 3):
+        run.train()
+        ckpt.save(step, run.state)
+        digests[step] = run.digest()
+    ckpt.wait()
+    assert [info.step for info in ckpt.steps().result(30)] == [3, 2, 1]
+    assert ckpt.latest().result(30) == 3
+    for step in (None, 2, 1):
+        other = Run(seed=9)
+        loaded = ckpt.load(other.state, step).result(30)
+        assert loaded is not None
+        assert other.digest() == digests[loaded.step]
+        assert loaded.step == (step or 3)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_state_changed_right_after_the_save_does_not_change_the_checkpoint(backend: Backend, fused: bool) -> None:
+    run = Run(fused=fused)
+    run.train(2)
+    with aiockpt.Checkpointer(backend, io=SMALL) as ckpt:
+        at_save = run.digest()
+        future = ckpt.save(2, run.state)
+        assert future.snapshotted().done()
+        run.train(3)
+        for parameter in run.model.parameters():
+            parameter.data.fill_(float("nan"))
+        future.result(30)
+        other = Run(seed=4, fused=fused)
+        ckpt.load(other.state).result(30)
+    assert other.digest() == at_save
+
+
+def test_several_saves_are_in_flight_and_all_are_committed(backend: Backend, run: Run) -> None:
+    with aiockpt.Checkpointer(backend, io=SMALL, max_in_flight=3) as ckpt:
+        futures = []
+        for step in range(8):
+            run.train()
+            futures.append(ckpt.save(step, run.state))
+        assert [future.result(30).step for future in futures] == list(range(8))
+
+
+def test_a_tensor_larger_than_the_pool_works(backend: Backend) -> None:
+    io = aiockpt.IO(pool_bytes=8192, slab_bytes=4096, block_bytes=4096, read_bytes=4096)
+    state = {"big": torch.randn(100_003), "small": torch.arange(3)}
+    with aiockpt.Checkpointer(backend, io=io) as ckpt:
+        ckpt.save(0, state).result(30)
+        target = {"big": torch.zeros(100_003), "small": torch.zeros(3, dtype=torch.int64)}
+        ckpt.load(target).result(30)
+    assert torch.equal(state["big"], target["big"])
+    assert torch.equal(state["small"], target["small"])
+
+
+async def test_an_async_trainer_awaits_every_stage(backend: Backend, run: Run) -> None:
+    async with aiockpt.Checkpointer(backend, io=SMALL) as ckpt:
+        assert await ckpt.load(run.state) is None
+        run.train(2)
+        at_save = run.digest()
+        save = ckpt.save(2, run.state)
+        await save.snapshotted()
+        run.train()
+        await save.written()
+        committed = await save
+        assert committed.step == 2
+        assert await save.committed() == committed
+        other = Run(seed=5)
+        loaded = await ckpt.load(other.state)
+    assert loaded is not None
+    assert other.digest() == at_save
+
+
+async def test_inside_a_loop_a_large_copy_runs_elsewhere_and_holds_the_optimizer(
+    monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    monkeypatch.setattr("aiockpt.checkpointer.INLINE_COPY_BYTES", 0)
+    copied_on: list[str] = []
+    go = threading.Event()
+    from aiockpt.engine import ticket
+
+    real = ticket.copy_windows
+
+    def slow_copy(*args: object, **kwargs: object) -> None:
+        copied_on.append(threading.current_thread().name)
+        assert go.wait(10)
+        real(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ticket, "copy_windows", slow_copy)
+    run.train(2)
+    async with aiockpt.Checkpointer(MemoryBackend("held"), io=SMALL) as ckpt:
+        at_save = run.digest()
+        save = ckpt.save(2, run.state)
+        assert not save.snapshotted().done()
+        timer = threading.Timer(0.05, go.set)  # the optimizer step below waits for the copy, and this ends the wait
+        timer.start()
+        run.train()
+        assert save.snapshotted().done()
+        await save
+        other = Run(seed=5)
+        await ckpt.load(other.state)
+    assert other.digest() == at_save
+    assert copied_on[0] != threading.current_thread().name
+
+
+def test_part_of_a_state_is_loaded_with_only_map_and_strict(ckpt: aiockpt.Checkpointer, run: Run) -> None:
+    run.train()
+    ckpt.save(1, run.state).result(30)
+    other = Run(seed=3)
+    optimizer_before = other.optimizer.state_dict()
+    ckpt.load(other.state, only=["model"]).result(30)
+    assert all(
+        torch.equal(mine, theirs)
+        for mine, theirs in zip(other.model.state_dict().values(), run.model.state_dict().values(), strict=True)
+    )
+    assert other.optimizer.state_dict() == optimizer_before
+
+    renamed = {"net": torch.nn.Sequential(*Run(seed=6).model)}
+    ckpt.load(renamed, map=lambda name: name.replace("net.", "model.", 1), strict=False).result(30)
+    assert torch.equal(renamed["net"][0].weight, run.model[0].weight)
+
+    partial = {"model": Run(seed=7).model, "stranger": torch.ones(2)}
+    loaded = ckpt.load(partial, strict=False).result(30)
+    assert loaded is not None
+    assert "stranger" in loaded.missing
+    assert any(name.startswith("optimizer") for name in loaded.unexpected)
+    assert torch.equal(partial["stranger"], torch.ones(2))
+
+
+def test_all_differences_are_named_and_nothing_is_overwritten(ckpt: aiockpt.Checkpointer, run: Run) -> None:
+    ckpt.save(1, run.state).result(30)
+    other = Run(seed=3, width=20)
+    other.state["extra"]["ema"] = torch.randn(5, 3, dtype=torch.float64)
+    before = other.digest()
+    with pytest.raises(aiockpt.StateMismatchError) as caught:
+        ckpt.load(other.state).result(30)
+    message = str(caught.value)
+    assert "model.0.weight" in message
+    assert "extra.ema" in message
+    assert other.digest() == before
+
+
+def test_one_tensor_or_some_of_its_rows_are_read(ckpt: aiockpt.Checkpointer, run: Run) -> None:
+    run.train()
+    ckpt.save(1, run.state).result(30)
+    weight = run.model[0].weight.detach()
+    assert torch.equal(ckpt.read(1, "model.0.weight").result(30), weight)
+    assert torch.equal(ckpt.read(None, "model.0.weight", rows=slice(5, 9)).result(30), weight[5:9])
+    assert ckpt.read(1, "model.0.weight", rows=slice(4, 2)).result(30).shape == (0, 33)
+    with pytest.raises(aiockpt.StateMismatchError, match=r"model\.0\.weight"):
+        ckpt.read(1, "model.0.weigth").result(30)
+    with pytest.raises(aiockpt.UsageError, match="no rows"):
+        ckpt.read(1, "optimizer.state.model.0.weight.step", rows=slice(1)).result(30)
+
+
+def test_a_step_is_described_without_reading_data(ckpt: aiockpt.Checkpointer, run: Run) -> None:
+    ckpt.save(1, run.state, metrics={"loss": 0.5}, user={"commit": "abc"}).result(30)
+    seen = ckpt.describe().result(30)
+    named = {tensor.name: tensor for tensor in seen.tensors}
+    assert named["model.0.weight"].shape == (64, 33)
+    assert named["model.0.weight"].dtype == "F32"
+    assert named["model.0.weight"].bytes == 64 * 33 * 4
+    assert (seen.info.step, seen.info.metrics, seen.user) == (1, {"loss": 0.5}, {"commit": "abc"})
+
+
+def test_verifying_a_step_marks_it(ckpt: aiockpt.Checkpointer, run: Run) -> None:
+    ckpt.save(1, run.state).result(30)
+    assert not ckpt.steps().result(30)[0].verified
+    read: list[int] = []
+    verified = ckpt.verify(1, on_read=read.append).result(30)
+    assert verified.bytes == sum(read) == ckpt.steps().result(30)[0].bytes
+    assert ckpt.steps().result(30)[0].verified
+
+
+def test_saving_a_step_again_adds_a_generation_skips_or_raises(backend: Backend, run: Run) -> None:
+    with aiockpt.Checkpointer(backend, io=SMALL) as ckpt:
+        assert ckpt.save(1, run.state).result(30).generation == 1
+        run.train()
+        again = run.digest()
+        assert ckpt.save(1, run.state).result(30).generation == 2
+    with aiockpt.Checkpointer(backend, io=SMALL, on_exists="skip") as ckpt:
+        skipped = ckpt.save(1, Run(seed=8).state).result(30)
+        assert (skipped.existed, skipped.generation) == (True, 2)
+        other = Run(seed=5)
+        ckpt.load(other.state).result(30)
+        assert other.digest() == again
+    with (
+        pytest.raises(aiockpt.UsageError, match="committed already"),
+        aiockpt.Checkpointer(backend, io=SMALL, on_exists="raise") as ckpt,
+    ):
+        ckpt.save(1, run.state).result(30)
+
+
+def test_the_policy_form_is_five_lines(backend: Backend) -> None:
+    run = Run()
+    for _ in range(2):
+        with aiockpt.Checkpointer(backend, io=SMALL, every=3, retention=aiockpt.Retention(last=2)) as ckpt:
+            start = ckpt.resume(run.state)
+            for step in range(start, start + 5):
+                loss = run.train()
+                ckpt.step(step, run.state, metrics={"loss": loss})
+            assert start in (0, 4)
+    with aiockpt.Checkpointer(backend, io=SMALL) as ckpt:
+        assert [info.step for info in ckpt.steps().result(30)] == [6, 3]
+        with pytest.raises(aiockpt.UsageError, match="every=N"):
+            ckpt.step(1, run.state)
+
+
+def test_events_tell_the_story_of_a_save(backend: Backend, run: Run) -> None:
+    events: list[Event] = []
+
+    class Watcher:
+        def on_event(self, event: Event) -> None:
+            events.append(event)
+
+    with aiockpt.Checkpointer(backend, io=SMALL, observers=[Watcher()]) as ckpt:
+        ckpt.save(1, run.state).result(30)
+        ckpt.load(run.state).result(30)
+    names = [type(event).__name__ for event in events]
+    story = ["SaveStarted", "BytesWritten", "DataWritten", "Committed", "Loaded"]
+    assert [names.index(name) for name in story] == sorted(names.index(name) for name in story)
+    assert "SnapshotTaken" in names
+
+
+def test_an_observer_that_raises_harms_nothing(backend: Backend, run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def on_event(self, event: Event) -> None:
+            raise ValueError("my bug")
+
+    with aiockpt.Checkpointer(backend, io=SMALL, observers=[Broken()]) as ckpt:
+        assert ckpt.save(1, run.state).result(30).step == 1
+    assert "not called again" in caplog.text
+
+
+def test_warming_up_makes_room_and_changes_nothing(backend: Backend, run: Run) -> None:
+    with aiockpt.Checkpointer(backend, io=aiockpt.IO(slab_bytes=16384, block_bytes=4096, read_bytes=16384)) as ckpt:
+        ckpt.warm_up(run.state).result(30)
+        allocated = ckpt.statistics().pool.allocated_bytes
+        assert allocated > 0
+        ckpt.save(1, run.state).result(30)
+        assert ckpt.statistics().pool.allocated_bytes == allocated
+
+
+def test_an_empty_state_can_be_saved(ckpt: aiockpt.Checkpointer) -> None:
+    ckpt.save(0, {"step": 4}).result(30)
+    state = {"step": 0}
+    ckpt.load(state).result(30)
+    assert state == {"step": 4}

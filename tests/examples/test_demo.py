@@ -1,0 +1,86 @@
+"""Does the demo survive its own SIGKILL, from end to end, with real processes?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from aiockpt.examples.child import Job, Told
+from aiockpt.examples.demo import EXACT, FAILED, DemoOptions, check_uncommitted, choose_doomed_save, run_demo
+from aiockpt.examples.gpt import GPTSize
+from aiockpt.examples.process import DemoError, run_job
+from aiockpt.examples.record import Record
+
+TINY = GPTSize(layers=1, width=16, heads=2, context=8, batch=2)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_run_killed_in_the_middle_of_a_save_goes_on_bit_by_bit(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], asynchronous: bool
+) -> None:
+    folder = tmp_path / "demo"
+    options = DemoOptions(steps=10, every=2, keep=2, dir=folder, asynchronous=asynchronous, json=True, size=TINY)
+    status = run_demo(options)
+    out, progress = capfd.readouterr()
+    assert status == EXACT, progress
+    figures = json.loads(out)
+    recovery, cost = figures["recovery"], figures["cost"]
+    assert figures["exact"] is True
+    assert recovery["differences"] == []
+    assert 0 <= recovery["resumed_from"] < recovery["killed_in_save_of"] == choose_doomed_save(options)
+    assert recovery["lost_steps"] >= 2
+    assert cost["saves"] >= 4
+    assert cost["pause_max_s"] >= cost["pause_median_s"] > 0
+    assert cost["disk_bytes_per_s"] > 0
+    assert {path.name for path in folder.glob("*.jsonl")} == {"reference.jsonl", "killed.jsonl", "resumed.jsonl"}
+    assert len(list((folder / "checkpoints").glob("step-*/MANIFEST-*.json"))) == options.keep
+
+
+def test_a_process_that_fails_is_reported_with_what_it_said(tmp_path: Path) -> None:
+    job = Job(url="no-such-scheme://x", size=TINY, steps=1, every=None, keep=1, threads=1, asynchronous=False)
+    with pytest.raises(DemoError, match="no-such-scheme") as caught:
+        run_job(job, "broken", tmp_path, lambda record, told: None)
+    assert "ended with status 1 instead of 0" in str(caught.value)
+
+
+def test_a_process_does_not_outlive_a_director_that_is_interrupted(tmp_path: Path) -> None:
+    job = Job(url=str(tmp_path / "x"), size=TINY, steps=10**9, every=None, keep=1, threads=1, asynchronous=False)
+
+    def interrupt(record: Record, told: Told) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):  # and returns, though the job would take for ever
+        run_job(job, "endless", tmp_path, interrupt)
+
+
+def test_a_save_that_was_committed_before_the_kill_shows_nothing(tmp_path: Path) -> None:
+    step = tmp_path / "step-00000004"
+    (step / "a-3f9c21d07b44").mkdir(parents=True)
+    check_uncommitted(tmp_path, 4)
+    (step / "MANIFEST-1.json").touch()
+    with pytest.raises(DemoError, match="step 4 was committed before the kill"):
+        check_uncommitted(tmp_path, 4)
+
+
+@pytest.mark.parametrize("options", [DemoOptions(steps=15, every=5), DemoOptions(every=0), DemoOptions(keep=0)])
+def test_options_that_leave_nothing_to_show_are_refused_before_anything_is_made(
+    options: DemoOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_demo(options) == FAILED
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_something_in_it_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    assert run_demo(DemoOptions(dir=tmp_path)) == FAILED
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+@pytest.mark.parametrize("steps", [16, 17, 40, 120])
+def test_the_save_that_dies_has_committed_ones_before_it_and_steps_after_it(steps: int) -> None:
+    doomed = choose_doomed_save(DemoOptions(steps=steps, every=5))
+    assert doomed % 5 == 0
+    assert 10 <= doomed < steps

@@ -1,0 +1,132 @@
+"""Does a person see what happens, on a terminal and in a log?"""
+
+from __future__ import annotations
+
+import io
+import re
+
+from rich.console import Console
+
+from aiockpt.events import Committed, SaveStarted, SnapshotTaken
+from aiockpt.examples.child import StepDone, Told
+from aiockpt.examples.cost import Cost
+from aiockpt.examples.demo import DIFFERENT, EXACT, DemoOptions, conclude
+from aiockpt.examples.display import LiveDisplay, PlainDisplay, print_result
+from aiockpt.examples.record import Record
+from aiockpt.examples.verdict import Difference, Recovery, Sample
+
+STORY: tuple[Told, ...] = (
+    StepDone(at_ns=0, step=10, loss=2.5, seconds=0.1),
+    SaveStarted(at_ns=0, step=10, bytes=39_000_000, tensor_count=50),
+    SnapshotTaken(at_ns=0, step=10, bytes=39_000_000, pause_s=0.0031, copy_s=0.003),
+    Committed(at_ns=0, step=10, bytes=39_000_000, seconds=0.039, generation=1),
+    SaveStarted(at_ns=0, step=14, bytes=39_000_000, tensor_count=50),
+    StepDone(at_ns=0, step=20, loss=2.25, seconds=0.1),
+)
+COST = Cost(
+    saves=24,
+    pause_median_s=0.0031,
+    pause_max_s=0.0125,
+    commit_median_s=0.039,
+    commit_max_s=0.1,
+    save_bytes_per_s=1e9,
+    disk_bytes_per_s=2e9,
+    disk_direct=True,
+    slowed_s=0.0042,
+    timed_steps=100,
+    plain_s=20.0,
+    saving_s=20.3,
+    step_s=0.2,
+    noise_fraction=0.05,
+)
+
+
+def recovery(resumed_loss: float) -> Recovery:
+    exact = resumed_loss == 2.0
+    return Recovery(
+        killed_in_save_of=70,
+        written_bytes=16_800_000,
+        save_bytes=39_100_000,
+        newest_committed=65,
+        resumed_from=65,
+        lost_steps=6,
+        lost_s=1.0,
+        compared_steps=120,
+        differences=() if exact else (Difference("resumed", 66, 2.0, resumed_loss),),
+        samples=(Sample(66, 2.0, 2.0, resumed_loss),),
+    )
+
+
+def terminal(width: int = 80) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+
+
+def printed(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_live_display_shows_loss_pause_bytes_speed_and_saves_in_flight_in_80_columns() -> None:
+    console, record = terminal(), Record()
+    with LiveDisplay(console, ("first", "second")) as display:
+        display.begin("first", steps=40)
+        for told in STORY:
+            record.add(told)
+            display.show(record, told)
+        console.print(display.draw())
+        display.finish("all is well")
+    for expected in ("step  20/40", "loss 2.2500", "pause 3.1 ms", "39.0 MB", "1,000 MB/s", "1 in flight", "second"):
+        assert expected in printed(console)
+    assert "✓ first  all is well" in printed(console)
+    without_escapes = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", printed(console))
+    assert max(len(line) for line in without_escapes.splitlines()) <= 80
+
+
+def test_the_plain_display_prints_a_few_lines_a_phase_without_escape_sequences() -> None:
+    console, record = Console(file=io.StringIO(), width=200), Record()
+    with PlainDisplay(console) as display:
+        display.begin("first", steps=60)
+        for told in STORY:
+            record.add(told)
+            display.show(record, told)
+        display.finish("all is well")
+    assert "\x1b" not in printed(console)
+    lines = printed(console).splitlines()
+    assert [line.split("   ")[0] for line in lines] == [
+        "first: step  10/60",
+        "first: step  20/60",
+        "first: all is well",
+    ]
+    assert "save 10: pause 3.1 ms" in lines[1]
+
+
+def test_the_result_has_every_figure_in_80_columns() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    print_result(console, recovery(2.0), COST)
+    text = printed(console)
+    for expected in ("step 70", "16.8 of 39.1 MB", "step 65", "6 steps", "120 of 120", "3.1 ms", "at most 12.5 ms"):
+        assert expected in text
+    for expected in (
+        "39 ms",
+        "1,000 MB/s",
+        "50% of the idle disk (2,000 MB/s)",
+        "+4.2 ms",
+        "+1.5%",
+        "±5%",
+        "as if it had never been killed",
+    ):
+        assert expected in text
+
+
+def test_losses_that_differ_are_printed_in_full_and_named() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    print_result(console, recovery(2.0000000000000004), COST)
+    assert "resumed, step 66: loss 2.0000000000000004 instead of 2.0" in printed(console)
+    assert "THE LOSSES DIFFER" in printed(console)
+    assert "never been killed" not in printed(console)
+
+
+def test_the_exit_status_follows_from_the_losses() -> None:
+    console = Console(file=io.StringIO())
+    assert conclude(console, DemoOptions(), recovery(2.0), COST) == EXACT == 0
+    assert conclude(console, DemoOptions(), recovery(2.0000000000000004), COST) == DIFFERENT != 0

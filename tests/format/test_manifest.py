@@ -1,0 +1,155 @@
+"""Manifests and receipts as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from base64 import b64decode
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiockpt.errors import ManifestError, UsageError
+from aiockpt.format.document import MAX_TREE_NODES, seal, unseal
+from aiockpt.format.manifest import (
+    FileEntry,
+    Manifest,
+    Peek,
+    Receipt,
+    decode_manifest,
+    decode_receipt,
+    encode_manifest,
+    encode_receipt,
+    peek,
+)
+
+RUN = "c0ffee00c0de"
+
+
+def test_a_manifest_is_read_back_as_it_was_written(manifest: Manifest) -> None:
+    assert decode_manifest(encode_manifest(manifest)) == manifest
+
+
+def test_a_receipt_is_read_back_as_it_was_written(receipts: list[Receipt]) -> None:
+    assert [decode_receipt(encode_receipt(receipt)) for receipt in receipts] == receipts
+
+
+def test_the_members_of_a_manifest_stand_in_the_order_of_the_format(manifest: Manifest) -> None:
+    found = json.loads(encode_manifest(manifest))
+    assert list(found) == [
+        *("format", "version", "min_reader", "writer", "requires", "id", "step", "generation", "sequence", "run"),
+        *(
+            "parent",
+            "attempt",
+            "write_id",
+            "created_ns",
+            "world_size",
+            "files",
+            "tensors",
+            "alias",
+            "state",
+            "metrics",
+            "user",
+        ),
+        "digest",
+    ]
+    assert found["tensors"]["w"]["pieces"][1] == [1, 4096, 4160, [2, 0], [2, 8]]
+    assert list(found["files"][0]) == ["p", "size", "rank", "algo", "block", "sums", "digest"]
+    assert found["state"] == {"global": {"step": 1000}, "per_rank": {"0": {"seed": 0}, "1": {"seed": 1}}}
+
+
+def _edited(data: bytes, **members: Any) -> bytes:
+    return seal(json.dumps({**json.loads(unseal(data, "it")), **members}).encode())
+
+
+def test_unknown_members_are_ignored_everywhere(manifest: Manifest) -> None:
+    plain = json.loads(unseal(encode_manifest(manifest), "it"))
+    plain["future"] = {"x": [1]}
+    plain["files"][0]["future"] = 1
+    plain["tensors"]["w"]["future"] = {"y": 1}
+    plain["tensors"]["w"]["pieces"][0].append("future")
+    assert decode_manifest(seal(json.dumps(plain).encode())) == manifest
+
+
+def test_a_later_version_is_refused_and_named(manifest: Manifest, receipts: list[Receipt]) -> None:
+    data = encode_manifest(manifest)
+    for members, message in (
+        ({"version": 2}, "version 2"),
+        ({"version": 0}, "version 0"),
+        ({"min_reader": 3}, "reader of version 3"),
+        ({"version": 2, "files": "not what version 1 has"}, "version 2"),
+        ({"requires": ["parts"]}, "columnar parts.*install a newer"),
+        ({"requires": ["warp"]}, "'warp'"),
+        ({"format": "other"}, "'other'"),
+    ):
+        with pytest.raises(ManifestError, match=message):
+            decode_manifest(_edited(data, **members))
+    with pytest.raises(ManifestError, match="version 2"):
+        decode_receipt(_edited(encode_receipt(receipts[0]), version=2))
+
+
+def test_a_receipt_is_no_manifest_and_the_other_way_round(manifest: Manifest, receipts: list[Receipt]) -> None:
+    with pytest.raises(ManifestError, match="'aiockpt-receipt', not 'aiockpt'"):
+        decode_manifest(encode_receipt(receipts[0]))
+    with pytest.raises(ManifestError, match="'aiockpt', not 'aiockpt-receipt'"):
+        decode_receipt(encode_manifest(manifest))
+
+
+def test_a_metric_that_is_not_finite_does_not_make_a_manifest_unreadable(manifest: Manifest) -> None:
+    diverged = msgspec.structs.replace(manifest, metrics={"loss": math.nan, "best": -math.inf, "lr": 0.1})
+    assert decode_manifest(encode_manifest(diverged)).metrics == {"loss": None, "best": None, "lr": 0.1}
+
+
+@pytest.mark.parametrize("value", [object(), 10**5000, "\ud800"], ids=["object", "10**5000", "surrogate"])
+def test_a_value_that_json_cannot_hold_is_refused_when_it_is_written(manifest: Manifest, value: object) -> None:
+    with pytest.raises((UsageError, ManifestError), match="the manifest of step-00001000 cannot be"):
+        encode_manifest(msgspec.structs.replace(manifest, user={"x": value}))
+    with pytest.raises(ManifestError, match="cannot be read"):
+        encode_manifest(msgspec.structs.replace(manifest, sequence=-1))
+
+
+def test_nothing_is_written_that_a_reader_would_refuse(manifest: Manifest, receipts: list[Receipt]) -> None:
+    large = [0] * (MAX_TREE_NODES + 1)
+    with pytest.raises(ManifestError, match="values"):
+        encode_manifest(msgspec.structs.replace(manifest, user=large))
+    with pytest.raises(ManifestError, match="values"):
+        encode_receipt(msgspec.structs.replace(receipts[0], state=large))
+    with pytest.raises(ManifestError, match="values"):
+        encode_receipt(msgspec.structs.replace(receipts[0], per_rank=large))
+
+
+def test_plain_values_are_bounded_over_all_ranks_too(manifest: Manifest) -> None:
+    ranks = {str(rank): [0] * (MAX_TREE_NODES - 10) for rank in range(5)}
+    with pytest.raises(ManifestError, match="over all ranks"):
+        encode_manifest(msgspec.structs.replace(manifest, state={"global": None, "per_rank": ranks}))
+
+
+@given(st.binary(max_size=400).map(lambda raw: raw[: len(raw) // 8 * 8]))
+def test_the_sum_of_a_block_is_found_without_decoding_all(sums: bytes) -> None:
+    file = FileEntry.of("p", size=0, rank=0, algo="xxh3_64", block=4096, sums=sums)
+    assert b64decode(file.sums) == sums == file.sums_bytes()
+    assert [file.sum_of(index) for index in range(len(sums) // 8)] == [sums[i : i + 8] for i in range(0, len(sums), 8)]
+
+
+def test_a_peek_finds_what_orders_steps(manifest: Manifest) -> None:
+    assert peek(encode_manifest(manifest)[:4096]) == Peek(
+        "step-00001000", 1000, 2, 7, RUN, "step-00000500", "3f9c21d07b44"
+    )
+    root = encode_manifest(msgspec.structs.replace(manifest, parent=None, id="x" * 128, step=2**63 - 1))
+    assert peek(root[:1024]) == Peek("x" * 128, 2**63 - 1, 2, 7, RUN, None, "3f9c21d07b44")
+
+
+def test_a_peek_at_a_receipt_finds_nothing(receipts: list[Receipt]) -> None:
+    assert peek(encode_receipt(receipts[0])) is None
+
+
+@given(st.binary(max_size=100), st.integers(0, 400))
+def test_a_peek_at_anything_never_raises(noise: bytes, position: int) -> None:
+    known = b'{"format":"aiockpt","id":"a","step":1,"generation":1,"sequence":1,"run":"c0ffee00c0de",'
+    known += b'"parent":null,"attempt":"3f9c21d07b44"}'
+    peek(noise)
+    found = peek(known[:position] + noise + known[position:])
+    assert found in (None, Peek("a", 1, 1, 1, RUN, None, "3f9c21d07b44")) or noise

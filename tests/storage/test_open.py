@@ -1,0 +1,120 @@
+"""Which backend does a URL open, and what does a wrong one say?"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from aiockpt.backends.local import LocalBackend
+from aiockpt.backends.memory import MemoryBackend
+from aiockpt.errors import UsageError
+from aiockpt.runtime.world import World
+from aiockpt.storage import open as opening
+from aiockpt.storage.open import open_backend
+from aiockpt.testing.recording import RecordingBackend
+from aiockpt.testing.simulation import simulated_world
+
+
+def test_a_path_is_a_local_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    here = os.getcwd()
+    for where in (tmp_path / "run", str(tmp_path / "run"), "run", f"file://{here}/run", f"file://localhost{here}/run"):
+        backend = open_backend(where)
+        assert isinstance(backend, LocalBackend)
+        assert backend.url == f"file://{here}/run"
+
+
+def test_a_file_url_is_decoded() -> None:
+    assert repr(open_backend("file:///with%20space")).startswith("<LocalBackend '/with space'")
+
+
+@pytest.mark.parametrize("path", ["run:7", "a:b/c", "2024-01-01T10:00/x"])
+def test_a_colon_alone_makes_no_url(path: str) -> None:
+    assert isinstance(open_backend(path), LocalBackend)
+
+
+def test_memory_urls_name_their_store() -> None:
+    backend = open_backend("memory://run-7")
+    assert isinstance(backend, MemoryBackend)
+    assert backend.url == "memory://run-7"
+
+
+def test_a_backend_passes_through() -> None:
+    backend = RecordingBackend(MemoryBackend())
+    assert open_backend(backend) is backend
+
+
+def test_the_world_is_handed_on() -> None:
+    world = simulated_world()
+    assert open_backend("/r", world=world)._files is world.files  # type: ignore[attr-defined]
+    assert open_backend("file:///r", world=world)._files is world.files  # type: ignore[attr-defined]
+    assert open_backend("memory://", world=world)._clock is world.clock  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ("", "names no place"),
+        ("s3://bucket/run", r"pip install 'aiockpt\[s3\]'"),
+        ("gs://bucket/run", r"pip install 'aiockpt\[gs\]'"),
+        ("S3://bucket/run", r"pip install 'aiockpt\[s3\]'"),
+        ("s3:/bucket/run", "write s3://"),
+        (Path("s3://bucket/run"), "write s3://"),
+        ("file:/tmp/run", "write file://"),
+        ("file://host/run", "three slashes"),
+        ("file://run", "three slashes"),
+        ("nosuch://x", "file://, memory://.*entry point 'nosuch'"),
+        (7, "int is neither"),
+        (None, "NoneType is neither"),
+    ],
+)
+def test_what_names_no_backend_says_what_to_do(
+    where: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=says):
+        open_backend(where)
+    assert list(tmp_path.iterdir()) == []
+
+
+def registered(*entries: EntryPoint) -> object:
+    return lambda group: [entry for entry in entries if entry.group == group]
+
+
+def make_backend(url: str, *, world: World | None) -> RecordingBackend:
+    return RecordingBackend(MemoryBackend(url.replace("://", "-"), world=world))
+
+
+def test_an_installed_package_brings_its_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = EntryPoint("mine", f"{__name__}:make_backend", "aiockpt.backends")
+    monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or sys.modules[make_backend.__module__])
+    monkeypatch.setattr(opening, "entry_points", registered(entry))
+    backend = open_backend("mine://place")
+    assert isinstance(backend, RecordingBackend)
+    assert backend.url == "memory://mine-place"
+    with pytest.raises(UsageError, match="file://, memory://, mine://"):
+        open_backend("other://place")
+
+
+def test_a_package_that_cannot_be_imported_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        opening, "entry_points", registered(EntryPoint("mine", "no_such_module_of_ours:make", "aiockpt.backends"))
+    )
+    with pytest.raises(UsageError, match=r"cannot be imported.*reinstall"):
+        open_backend("mine://place")
+
+
+def test_built_in_schemes_cannot_be_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "entry_points", registered(EntryPoint("memory", "no_such:make", "aiockpt.backends")))
+    assert isinstance(open_backend("memory://x"), MemoryBackend)
+
+
+def test_importing_it_imports_no_backend() -> None:
+    script = "import sys, aiockpt.storage.open; print([m for m in sys.modules if m.startswith('aiockpt.backends')])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
