@@ -352,10 +352,7 @@ class Checkpointer:
     async def _idle(self) -> None:
         """Wait until no save runs and none is being tidied up after."""
         for future in list(self._saves):
-            try:
-                await future
-            except Exception:  # noqa: BLE001  kept by the engine, and raised by whoever asked us to wait
-                continue
+            await future._settled()
         async with self._engine.cleaning:
             pass
 

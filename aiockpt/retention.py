@@ -46,15 +46,19 @@ def lineage(facts: Sequence[StepFacts]) -> list[StepFacts]:
     """Return the steps that the newest one descends from, itself included, the newest first."""
     by_id = {fact.id: fact for fact in facts}
     chain: list[StepFacts] = []
-    tip = max(facts, key=lambda fact: (fact.sequence, fact.step), default=None)
+    tip = max(facts, key=_age, default=None)
     seen: set[str] = set()
     while tip is not None and tip.run not in seen:
         seen.add(tip.run)
-        mates = [fact for fact in facts if fact.run == tip.run and fact.sequence <= tip.sequence]
-        chain += sorted(mates, key=lambda fact: fact.sequence, reverse=True)
+        mates = [fact for fact in facts if fact.run == tip.run and _age(fact) <= _age(tip)]
+        chain += sorted(mates, key=_age, reverse=True)
         first = mates[0]
         tip = by_id.get(first.parent) if first.parent is not None else None
     return chain
+
+
+def _age(fact: StepFacts) -> tuple[int, int]:
+    return (fact.sequence, fact.step)
 
 
 def plan_retention(facts: Sequence[StepFacts], rules: Retention, protected: Collection[str] = ()) -> list[Doomed]:

@@ -59,27 +59,18 @@ def _filesystem(work: Path) -> str:
     return best[1]
 
 
-def resident_bytes(pid: int) -> int:
-    """Return the proportional resident memory of *pid* and all its descendants: a shared page counts once."""
+def memory_bytes(pid: int) -> int:
+    """Return the memory that *pid* and all its descendants take from the machine, shared pages counted once.
+
+    Anonymous and shared memory only: pages of libraries and of mapped files can be dropped, and how they are divided
+    among processes changes when a stranger starts.
+    """
     total = 0
     with contextlib.suppress(OSError):  # it may end while it is read
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
+            if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
                 total += int(line.split()[1]) * 1024
         for task in Path(f"/proc/{pid}/task").iterdir():
             for child in (task / "children").read_text().split():
-                total += resident_bytes(int(child))
+                total += memory_bytes(int(child))
     return total
-
-
-def start_peak() -> None:
-    """Let this process's peak resident memory count from now on (Linux: 5 into ``clear_refs``)."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def own_bytes(field: str) -> int:
-    """Return ``VmRSS`` (now) or ``VmHWM`` (peak since `start_peak`) of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")

@@ -27,7 +27,7 @@ from benchmarks.report import Samples
 from benchmarks.visit import Outcome, Turn, Visit, participants
 
 VISIT_DEADLINE_S = 900.0
-SAMPLING_S = 0.05
+SAMPLING_S = 0.02
 KEEP_FREE_BYTES = 2 << 30
 OCCUPYING = "occupying-free-memory"
 
@@ -159,7 +159,7 @@ def _in_subprocess(visit: Visit, folder: Path) -> Outcome:
     if code:
         raise subprocess.SubprocessError(f"exit status {code}: {_last_line(log)}")
     outcome = msgspec.json.decode(answer.read_bytes(), type=Outcome)
-    return _with_tree_memory(outcome, peak_bytes)
+    return _with_peak(outcome, peak_bytes)
 
 
 def _last_line(log: Path) -> str:
@@ -179,7 +179,7 @@ class _PeakSampler:
 
     def _sample(self) -> None:
         while not self._stopped.wait(SAMPLING_S):
-            self._peak_bytes = max(self._peak_bytes, machine.resident_bytes(self._pid))
+            self._peak_bytes = max(self._peak_bytes, machine.memory_bytes(self._pid))
 
     def stop(self) -> int:
         """Stop and return the peak."""
@@ -188,10 +188,9 @@ class _PeakSampler:
         return self._peak_bytes
 
 
-def _with_tree_memory(outcome: Outcome, peak_bytes: int) -> Outcome:
-    """Return *outcome* with the peak beyond the state: of the process, or of its whole tree when that is more."""
+def _with_peak(outcome: Outcome, peak_bytes: int) -> Outcome:
+    """Return *outcome* with the peak of the process tree beyond what it took before its first save."""
     for turn, samples in outcome.samples:
         if turn.scenario == "memory":
-            tree_bytes = peak_bytes - samples["tree_before_bytes"][0]
-            samples["beyond_bytes"] = [max(samples["own_beyond_bytes"][0], tree_bytes)]
+            samples["beyond_bytes"] = [peak_bytes - samples["before_bytes"][0]]
     return outcome

@@ -120,20 +120,15 @@ def train(contender: Contender, state: State, folder: Path, repetitions: int) ->
 
 
 def memory(contender: Contender, state: State, folder: Path, repetitions: int) -> Samples:
-    """Peak memory of this process beyond the state, over saves; the parent adds what child processes take."""
+    """What this process takes before its first save; the parent watches the peak from outside (`benchmarks.run`)."""
     gc.collect()
-    machine.start_peak()
-    own_bytes, tree_bytes = machine.own_bytes("VmRSS"), machine.resident_bytes(os.getpid())
+    before_bytes = machine.memory_bytes(os.getpid())
     contender.open(folder, state)
     for index in range(1 + repetitions):
         _save_once(contender, 1 + index, state)
     budget_bytes = contender.budget_bytes()
     contender.close()
-    return {
-        "own_beyond_bytes": [machine.own_bytes("VmHWM") - own_bytes],
-        "tree_before_bytes": [tree_bytes],
-        **({} if budget_bytes is None else {"budget_bytes": [budget_bytes]}),
-    }
+    return {"before_bytes": [before_bytes], **({} if budget_bytes is None else {"budget_bytes": [budget_bytes]})}
 
 
 SCENARIOS: dict[str, Callable[[Contender, State, Path, int], Samples]] = {

@@ -93,8 +93,7 @@ class ModulePart:
         self._direct = all(is_direct(member) for _, member in members)
         for member_path, member in members:
             if not self._direct:
-                watch.mapping(member._parameters)
-                watch.mapping(member._modules)
+                watch.names(member)
                 continue
             watch.module(member)
             for tensor_path, tensor in walk_tensors(member, member_path):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable
+from operator import attrgetter
 
 import torch
 from torch.nn.parameter import is_lazy as is_uninitialized
@@ -22,7 +23,7 @@ from aiockpt.state.geometry import Box
 from aiockpt.state.shards import TensorShard
 from aiockpt.state.tree import Path, refuse
 
-_PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
+_DISPATCH = attrgetter("__torch_dispatch__")
 
 
 def describe(name: str, tensor: torch.Tensor, path: Path) -> TensorShard:
@@ -54,7 +55,7 @@ def check_tensor(tensor: torch.Tensor, path: Path) -> None:
 def _unsupported(tensor: torch.Tensor) -> str | None:
     if is_uninitialized(tensor):
         return "a lazy parameter has no shape yet; run a forward pass first"
-    if type(tensor).__torch_dispatch__ != _PLAIN_DISPATCH:
+    if _DISPATCH(type(tensor)) != _DISPATCH(torch.Tensor):
         return (
             f"{type(tensor)!r} keeps its value elsewhere; save the tensors it wraps (for a DTensor: its local tensor)"
         )

@@ -85,6 +85,12 @@ class Watch:
         for name in (*_HELD, *_HOOKS):
             self.mapping(own[name])
 
+    def names(self, module: torch.nn.Module) -> None:
+        """Watch which parameters, buffers and submodules one module has, and nothing else of it."""
+        for get in map(attrgetter, _HELD):
+            self.attribute(get, module)
+            self.mapping(get(module))
+
     def tensor(self, tensor: torch.Tensor) -> None:
         """Watch memory, shape, strides and dtype of a tensor; its owner is watched elsewhere."""
         self._tensors.append(tensor)

@@ -157,14 +157,15 @@ async def _commit(engine: Engine, attempt: Attempt, receipt: Receipt) -> Manifes
     """Wait for all votes, then commit; once that has begun, a cancellation comes too late."""
     deadline_s = engine.options.deadlines.commit_s
     votes = await wait_votes(engine.backend, attempt, receipt, deadline_s)
-    try:
-        with anyio.CancelScope(shield=True), anyio.fail_after(deadline_s):
-            return await commit(engine.backend, votes, engine.world)
-    except TimeoutError as error:
+    manifest: Manifest | None = None
+    with anyio.move_on_after(deadline_s, shield=True):
+        manifest = await commit(engine.backend, votes, engine.world)
+    if manifest is None:
         raise CommitTimeoutError(
             f"{attempt.id}: the storage did not answer within {deadline_s:g} s; whether the step is committed is "
             "unknown. Run `aiockpt commit`, or look with `aiockpt ls`."
-        ) from error
+        )
+    return manifest
 
 
 def _committed(engine: Engine, ticket: Ticket, manifest: Manifest) -> SaveResult:

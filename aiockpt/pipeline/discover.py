@@ -20,11 +20,12 @@ from aiockpt.format.names import (
     manifest_key,
     parse_attempt,
     parse_manifest,
+    parse_receipt,
     parse_step,
     parse_verified,
     receipt_folder,
 )
-from aiockpt.format.validate import check_manifest
+from aiockpt.format.validate import check_manifest, check_receipt
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend, Listing
 from aiockpt.storage.transfer import read_record
@@ -145,10 +146,13 @@ async def read_receipts(backend: Backend, step_id: str, attempt: str) -> dict[in
     """Return the receipts of an attempt by rank; one that is damaged or of another attempt is no vote and left out."""
     receipts: dict[int, Receipt] = {}
     for stat in (await backend.list(receipt_folder(step_id, attempt))).objects:
+        rank = parse_receipt(stat.key.rpartition("/")[2])
+        if rank is None:
+            continue
         try:
-            receipt = decode_receipt(await read_record(backend, stat.key))
+            receipt = decode_receipt(await read_record(backend, stat.key), stat.key)
+            check_receipt(receipt, step_id, attempt, rank)
         except (ManifestError, ObjectNotFoundError):
             continue
-        if receipt.id == step_id and receipt.attempt == attempt:
-            receipts[receipt.rank] = receipt
+        receipts[rank] = receipt
     return receipts

@@ -19,7 +19,7 @@ from aiockpt.errors import CheckpointError, CorruptionError, ObjectNotFoundError
 from aiockpt.format.checksum import BlockHasher, block_range
 from aiockpt.format.manifest import FileEntry, Manifest
 from aiockpt.format.safetensors import MAX_HEADER_BYTES, decode_header
-from aiockpt.format.validate import check_header
+from aiockpt.format.validate import check_header, pieces_by_file
 from aiockpt.planning.load import GAP, BlockRead, Landing, plan_reads
 from aiockpt.runtime.limits import Limiter
 from aiockpt.runtime.tasks import open_tasks
@@ -88,6 +88,7 @@ class Fetcher:
         self._read_bytes = read_bytes
         self._verify = verify
         self._on_read = on_read
+        self._placed = pieces_by_file(manifest)
         self._reading = Limiter("read", backend.traits.block_reads)
 
     async def fetch_file(self, index: int, landings: Sequence[Landing]) -> None:
@@ -146,7 +147,7 @@ class Fetcher:
         prefix = bytearray(header_bytes)
         await self._fill(reader, file, 0, memoryview(prefix))
         try:
-            check_header(index, self._manifest, decode_header(bytes(prefix), file.size))
+            check_header(index, self._manifest, decode_header(bytes(prefix), file.size), self._placed[index])
         except CorruptionError as error:
             raise CorruptionError(f"{self._key(file)}: {error}", key=self._key(file), offset=0) from error
         return header_bytes
@@ -185,11 +186,7 @@ class Fetcher:
 
     def _corruption(self, index: int, file: FileEntry, block: int) -> CorruptionError:
         start, end = block_range(block, file.size, file.block)
-        names = [
-            name
-            for name, entry in self._manifest.tensors.items()
-            if any(piece.file == index and piece.start < end and start < piece.end for piece in entry.pieces)
-        ]
+        names = [name for name, piece in self._placed[index] if piece.start < end and start < piece.end]
         key = self._key(file)
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         return CorruptionError(

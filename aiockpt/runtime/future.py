@@ -68,12 +68,16 @@ class Stage(Generic[T]):
             raise TimeoutError(f"{self._what}: not reached within {timeout} s; the work goes on") from None
 
     async def _wait(self) -> T:
+        await self._settled()
+        return self._value()
+
+    async def _settled(self) -> None:
+        """Wait until it is settled, and take nothing from it."""
         if not self._inner.done():
             reached = anyio.Event()
             wake = _waker(reached)
             self._inner.add_done_callback(lambda _: wake())
             await reached.wait()
-        return self._value()
 
     def _value(self) -> T:
         self._told = True

@@ -17,7 +17,7 @@ def names(state: dict[str, Any]) -> list[str]:
     return [shard.name for shard in StateWalker().walk(state).tensors]
 
 
-def small() -> nn.Module:
+def small() -> Any:
     return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
 
 
@@ -48,9 +48,9 @@ def process_group(tmp_path: Any) -> Iterator[None]:
 
 @pytest.mark.usefixtures("process_group")
 def test_a_checkpoint_of_a_wrapped_module_loads_into_the_bare_one_and_back(save: Any) -> None:
-    def wrapped(bare: nn.Module) -> nn.Module:
-        bare[0] = torch.compile(bare[0], backend="eager")  # type: ignore[operator,index]
-        return torch.compile(nn.parallel.DistributedDataParallel(bare), backend="eager")  # type: ignore[return-value]
+    def wrapped(bare: Any) -> Any:
+        bare[0] = torch.compile(bare[0], backend="eager")
+        return torch.compile(nn.parallel.DistributedDataParallel(bare), backend="eager")
 
     one = small()
     saved = save({"model": wrapped(one)})
@@ -77,12 +77,12 @@ class WithExtra(nn.Module):
 
 
 def test_extra_state_is_kept_with_its_tensors(save: Any) -> None:
-    extra = {"scale": torch.arange(3.0), "steps": (1, 2)}
-    found = {"model": nn.Sequential(WithExtra(None))}
+    extra: dict[str, Any] = {"scale": torch.arange(3.0), "steps": (1, 2)}
+    found: dict[str, Any] = {"model": nn.Sequential(WithExtra(None))}
     saved = save({"model": nn.Sequential(WithExtra(extra))})
     assert "model.0._extra_state.scale" in saved.bytes
     saved.load(found)
-    assert torch.equal(found["model"][0].extra.pop("scale"), extra["scale"])  # type: ignore[union-attr,operator]
+    assert torch.equal(found["model"][0].extra.pop("scale"), extra["scale"])
     assert found["model"][0].extra == {"steps": (1, 2)}
     with pytest.raises(StateMismatchError, match=r"model._extra_state: in the state but not"):
         save({"model": nn.Linear(2, 2)}).load({"model": WithExtra(None)})
@@ -103,9 +103,9 @@ class Renames(nn.Linear):
         state = super().state_dict(*args, **kwargs)
         return {"doubled": state["weight"] * 2, "bias": state["bias"], "note": "doubled"}
 
-    def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
-        assert state["note"] == "doubled"
-        return super().load_state_dict({"weight": state["doubled"] / 2, "bias": state["bias"]})
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        assert state_dict["note"] == "doubled"
+        return super().load_state_dict({"weight": state_dict["doubled"] / 2, "bias": state_dict["bias"]})
 
 
 class SavesMore(nn.Linear):
@@ -113,17 +113,17 @@ class SavesMore(nn.Linear):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[prefix + "sum"] = self.weight.detach().sum()
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         assert torch.equal(state_dict.pop(prefix + "sum"), state_dict[prefix + "weight"].sum())
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
-def hooked() -> nn.Module:
+def hooked() -> Any:
     model = small()
-    model[0]._register_state_dict_hook(  # type: ignore[index]
+    model[0]._register_state_dict_hook(
         lambda module, state, prefix, _: state.update({prefix + "scaled": state.pop(prefix + "weight") * 8})
     )
-    model[0].register_load_state_dict_pre_hook(  # type: ignore[index]
+    model[0].register_load_state_dict_pre_hook(
         lambda module, state, prefix, *_: state.update({prefix + "weight": state.pop(prefix + "scaled") / 8})
     )
     return model
@@ -141,15 +141,15 @@ def hooked() -> nn.Module:
 def test_a_module_that_wants_a_say_has_it(save: Any, make: Callable[[], nn.Module], expected: str) -> None:
     saved = save({"model": make()})
     assert expected in saved.bytes
-    found = {"model": make()}
+    found: dict[str, Any] = {"model": make()}
     saved.load(found)
     assert saved.equals(found)
 
 
 def test_a_compiled_child_of_a_hooked_module_is_still_called_by_its_bare_name(save: Any) -> None:
-    def compiled() -> nn.Module:
+    def compiled() -> Any:
         model = hooked()
-        model[1] = torch.compile(model[1], backend="eager")  # type: ignore[operator,index]
+        model[1] = torch.compile(model[1], backend="eager")
         return model
 
     saved = save({"model": compiled()})
@@ -164,10 +164,10 @@ def test_a_module_with_a_say_loads_as_a_whole_or_not_at_all(save: Any) -> None:
     saved = save({"model": hooked(), "x": 1})
     with pytest.raises(ValueError, match=r"'model.0.bias' is a part of 'model', which loads as a whole"):
         saved.load({"model": hooked()}, only=["model.0.bias"])
-    found = {"model": hooked(), "x": 0}
-    before = found["model"].state_dict()["0.bias"].clone()  # type: ignore[attr-defined]
+    found: dict[str, Any] = {"model": hooked(), "x": 0}
+    before = found["model"].state_dict()["0.bias"].clone()
     saved.load(found, only=["x"])
-    assert torch.equal(found["model"].state_dict()["0.bias"], before)  # type: ignore[attr-defined]
+    assert torch.equal(found["model"].state_dict()["0.bias"], before)
 
 
 def test_what_a_module_with_a_say_misses_is_not_filled_with_garbage(save: Any) -> None:
@@ -175,9 +175,9 @@ def test_what_a_module_with_a_say_misses_is_not_filled_with_garbage(save: Any) -
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
             return {**super().state_dict(*args, **kwargs), "more": torch.ones(3)}
 
-        def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
-            assert "more" not in state
-            return super().load_state_dict(state)
+        def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            assert "more" not in state_dict
+            return super().load_state_dict(state_dict)
 
     target = save({"model": Renames(2, 3)}).load({"model": Longer(2, 3)}, strict=False)
     assert target.missing == ("model.more",)
@@ -192,7 +192,7 @@ def test_tied_parameters_are_stored_once_and_stay_tied(save: Any) -> None:
     saved = save({"model": tied()})
     assert list(saved.bytes) == ["model.embed.weight"]
     assert saved.walked.alias == {"model.head.weight": "model.embed.weight"}
-    found = {"model": tied()}
+    found: dict[str, Any] = {"model": tied()}
     target = saved.load(found)
     assert len(target.wanted) == 1
     assert target.written == {"model.embed.weight", "model.head.weight"}
@@ -202,7 +202,7 @@ def test_tied_parameters_are_stored_once_and_stay_tied(save: Any) -> None:
 def test_a_tied_checkpoint_fills_both_of_an_untied_model(save: Any) -> None:
     shared = torch.arange(4.0)
     saved = save({"a": shared, "b": shared})
-    found = {"a": torch.zeros(4), "b": torch.zeros(4)}
+    found: dict[str, Any] = {"a": torch.zeros(4), "b": torch.zeros(4)}
     assert len(saved.load(found).wanted) == 2
     assert torch.equal(found["a"], shared)
     assert torch.equal(found["b"], shared)

@@ -39,8 +39,8 @@ def train(state: State, steps: int) -> None:
 
         def loss(data: torch.Tensor = data) -> torch.Tensor:
             state["optimizer"].zero_grad()
-            value = state["model"]["b"](state["model"]["a"](data)).square().mean()
-            value.backward()
+            value: torch.Tensor = state["model"]["b"](state["model"]["a"](data)).square().mean()
+            value.backward()  # type: ignore[no-untyped-call]
             return value
 
         state["optimizer"].step(loss)
@@ -185,7 +185,7 @@ def test_a_parameter_of_no_module_is_refused_by_group_and_place() -> None:
 def test_a_bare_tensor_of_the_state_gives_its_name_to_a_parameter() -> None:
     weight = torch.ones(2, requires_grad=True)
     optimizer = torch.optim.SGD([weight], momentum=0.9)
-    weight.sum().backward()
+    weight.sum().backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     names = [shard.name for shard in StateWalker().walk({"o": optimizer, "w": weight}).tensors]
     assert names == ["o.state.w.momentum_buffer", "w"]
@@ -231,18 +231,18 @@ class Own(torch.optim.SGD):
             entry["momentum_buffer"] /= 2
         return state
 
-    def load_state_dict(self, state: Any) -> None:
-        for entry in state["state"].values():
+    def load_state_dict(self, state_dict: Any) -> None:
+        for entry in state_dict["state"].values():
             entry["momentum_buffer"] = entry["momentum_buffer"] * 2
-        super().load_state_dict(state)
+        super().load_state_dict(state_dict)
 
 
 class OtherForm(torch.optim.SGD):
     def state_dict(self) -> Any:
         return {"rates": [group["lr"] for group in self.param_groups]}
 
-    def load_state_dict(self, state: Any) -> None:
-        for group, rate in zip(self.param_groups, state["rates"], strict=True):
+    def load_state_dict(self, state_dict: Any) -> None:
+        for group, rate in zip(self.param_groups, state_dict["rates"], strict=True):
             group["lr"] = rate
 
 

@@ -77,12 +77,12 @@ def test_what_could_not_be_applied_is_tried_again(save: Any) -> None:
             super().load_state_dict(state)
 
     saved = save({"a": 1, "s": Thing(2), "b": 3})
-    found = {"a": 0, "s": Stubborn(), "b": 0}
+    found: dict[str, Any] = {"a": 0, "s": Stubborn(), "b": 0}
     target = saved.open(found)
     with pytest.raises(RuntimeError, match="not yet"):
         target.apply()
     target.apply()
-    assert (found["a"], found["s"].state, found["b"]) == (1, 2, 3)  # type: ignore[attr-defined]
+    assert (found["a"], found["s"].state, found["b"]) == (1, 2, 3)
 
 
 def test_every_difference_is_named_at_once(save: Any) -> None:
@@ -94,7 +94,7 @@ def test_every_difference_is_named_at_once(save: Any) -> None:
             "extra": 1,
         }
     )
-    found = {
+    found: dict[str, Any] = {
         "model": nn.ModuleDict({"a": nn.Linear(2, 4), "c": nn.Linear(2, 2)}),
         "t": torch.ones(2, dtype=torch.float64),
         "ema": {"w": torch.ones(1)},
@@ -124,9 +124,9 @@ def test_every_difference_is_named_at_once(save: Any) -> None:
 
 def test_without_strict_what_fits_is_loaded_and_the_rest_reported(save: Any) -> None:
     saved = save({"a": torch.ones(2), "b": torch.ones(3), "n": 5, "gone": {"x": torch.ones(1)}})
-    found = {"a": torch.zeros(2), "b": torch.zeros(4), "n": 0, "new": torch.zeros(1), "m": 1}
+    found: dict[str, Any] = {"a": torch.zeros(2), "b": torch.zeros(4), "n": 0, "new": torch.zeros(1), "m": 1}
     target = saved.load(found, strict=False)
-    assert torch.equal(found["a"], torch.ones(2))  # type: ignore[arg-type]
+    assert torch.equal(found["a"], torch.ones(2))
     assert found["n"] == 5
     assert (target.missing, target.unexpected) == (("new", "m"), ("gone",))
     assert len(target.problems) == 3
@@ -176,7 +176,7 @@ def test_only_that_names_a_part_of_a_whole_is_refused(save: Any) -> None:
 
 def test_only_keeps_to_its_part_when_it_looks_for_differences(save: Any) -> None:
     saved = save({"m": nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)})})
-    found = {"m": nn.ModuleDict({"a": nn.Linear(1, 1)})}
+    found: dict[str, Any] = {"m": nn.ModuleDict({"a": nn.Linear(1, 1)})}
     assert saved.load(found, only=["m.a"]).unexpected == ()
 
 
@@ -193,10 +193,15 @@ def test_only_keeps_to_its_part_when_it_looks_for_differences(save: Any) -> None
 )
 def test_names_can_be_mapped_to_those_of_the_checkpoint(save: Any, rename: Any) -> None:
     source, other = job(1.0), job(2.0)
-    found = {"net": other["model"], "sgd": other["optimizer"], "average": {"deep": other["ema"]}, "step": 0}
+    found: dict[str, Any] = {
+        "net": other["model"],
+        "sgd": other["optimizer"],
+        "average": {"deep": other["ema"]},
+        "step": 0,
+    }
     save(source).load(found, rename=rename)
     assert save({key: source[key] for key in ("model", "optimizer", "ema", "step")}).equals(
-        {"model": found["net"], "optimizer": found["sgd"], "ema": found["average"]["deep"], "step": found["step"]}  # type: ignore[index]
+        {"model": found["net"], "optimizer": found["sgd"], "ema": found["average"]["deep"], "step": found["step"]}
     )
 
 
@@ -205,7 +210,7 @@ def test_what_others_hold_is_filled_in_place(save: Any) -> None:
     losses: list[float] = []
     progress: dict[str, Any] = {"stale": 1}
     tensor = torch.zeros(2)
-    found = {"losses": losses, "progress": progress, "tensors": [tensor]}
+    found: dict[str, Any] = {"losses": losses, "progress": progress, "tensors": [tensor]}
     saved.load(found)
     assert losses == [1.0, 2.0]
     assert progress == {"epoch": 3, "seen": {"a": 1}}
@@ -216,7 +221,7 @@ def test_what_others_hold_is_filled_in_place(save: Any) -> None:
 def test_tensors_that_do_not_fit_a_plain_value_are_made_anew(save: Any) -> None:
     saved = save({"x": deque([torch.ones(2), torch.ones(3)])})
     held = torch.zeros(2, dtype=torch.float64)
-    found = {"x": deque([held])}
+    found: dict[str, Any] = {"x": deque([held])}
     saved.load(found)
     assert [t.tolist() for t in found["x"]] == [[1, 1], [1, 1, 1]]
     assert held.tolist() == [0, 0]
@@ -229,15 +234,15 @@ def test_a_tensor_takes_the_place_of_a_value_that_is_none(save: Any) -> None:
 
 
 def test_values_that_are_none_are_not_missing(save: Any) -> None:
-    found = {"a": 1, "own": per_rank(1)}
+    found: dict[str, Any] = {"a": 1, "own": per_rank(1)}
     save({"a": None, "own": per_rank(None)}).load(found)
     assert found["a"] is None
-    assert found["own"].value is None  # type: ignore[union-attr]
+    assert found["own"].value is None
 
 
 def test_keys_with_dots_brackets_and_tags_find_their_way(save: Any) -> None:
     state = {"a.b": {"$": 1, "t": torch.ones(1), "x\\": {"[0]": 5, "u": torch.ones(2)}}, "": 7}
-    found = {"a.b": {"$": 0, "t": torch.zeros(1), "x\\": {"[0]": 0, "u": torch.zeros(2)}}, "": 0}
+    found: dict[str, Any] = {"a.b": {"$": 0, "t": torch.zeros(1), "x\\": {"[0]": 0, "u": torch.zeros(2)}}, "": 0}
     saved = save(state)
     saved.load(found)
     assert saved.equals(found)
@@ -280,15 +285,15 @@ def test_a_codec_that_is_missing_is_named_before_anything_changes(save: Any) -> 
         saved.open({"a": 0, "thing": Thing()})
     codecs = CodecRegistry()
     codecs.register_codec("mine", Thing, lambda thing: thing.state, Thing)
-    found = {"a": 0, "thing": Thing()}
+    found: dict[str, Any] = {"a": 0, "thing": Thing()}
     saved.load(found, codecs=codecs)
-    assert found["thing"].state.state == 3  # type: ignore[attr-defined]
+    assert found["thing"].state.state == 3
 
 
 def test_a_device_that_is_not_here_becomes_the_cpu(save: Any) -> None:
     saved = save({"thing": Thing({"t": torch.ones(2)})})
     saved.stored.values["thing"]["value"]["t"]["device"] = "unheard of"
-    found = {"thing": Thing()}
+    found: dict[str, Any] = {"thing": Thing()}
     saved.load(found)
     assert found["thing"].state["t"].device.type == "cpu"
 

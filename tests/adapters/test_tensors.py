@@ -110,13 +110,14 @@ def wrapper() -> torch.Tensor:
     class Wrapped(torch.Tensor):
         @staticmethod
         def __new__(cls) -> Any:
-            return torch.Tensor._make_wrapper_subclass(cls, (3,))  # type: ignore[attr-defined]
+            return torch.Tensor._make_wrapper_subclass(cls, (3,))
 
         @classmethod
-        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
             raise NotImplementedError
 
-    return Wrapped()
+    tensor: torch.Tensor = Wrapped()
+    return tensor
 
 
 def freed() -> torch.Tensor:

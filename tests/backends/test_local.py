@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import queue
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -375,15 +376,34 @@ async def test_uncached_bytes_are_read_past_the_page_cache(cold: LocalBackend) -
     assert cold.statistics().bounce_bytes == 0
 
 
+class _CountingProbes(SimulatedFiles):
+    """Keeps how many bytes were asked for of an empty page cache."""
+
+    def __init__(self) -> None:
+        super().__init__(page_cache="cold")
+        self.probed: list[int] = []
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+        if flags & os.RWF_NOWAIT:
+            self.probed.append(sum(buffer.nbytes for buffer in buffers))
+        return super().preadv(fd, buffers, offset, flags)
+
+
+async def test_the_page_cache_is_asked_for_one_page_lest_it_reads_ahead_in_vain() -> None:
+    files = _CountingProbes()
+    await upload(on(files), "f", patterned(3 * PIECE_BYTES))
+    reader = await on(files).open("f")
+    await download(reader)
+    assert files.probed == [4096]
+    await reader.close()
+
+
 async def test_uncached_bytes_are_seen_in_small_pieces_and_are_those_that_are_placed(cold: LocalBackend) -> None:
     reader = await cold.open("f")
     pieces: list[bytes] = []
 
-    def see_and_spoil(run: memoryview) -> None:
-        pieces.append(bytes(run))
-
     into = bytearray(3 * PIECE_BYTES + 7)
-    await reader.read(100, [memoryview(into)], see_and_spoil)
+    await reader.read(100, [memoryview(into)], lambda run: pieces.append(bytes(run)))
     assert b"".join(pieces) == bytes(into)
     assert max(map(len, pieces)) == PIECE_BYTES
     await reader.close()
@@ -405,7 +425,7 @@ async def test_cached_bytes_are_read_straight_into_the_buffers() -> None:
 class _HalfCached(SimulatedFiles):
     """Only the first 2 MiB of each file are cached."""
 
-    def preadv(self, fd, buffers, offset, flags=0):  # type: ignore[no-untyped-def]
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
         if flags & os.RWF_NOWAIT:
             if offset >= 2 * PIECE_BYTES:
                 raise BlockingIOError(errno.EAGAIN, "not cached")
@@ -430,7 +450,7 @@ async def test_a_file_cached_in_part_is_read_both_ways() -> None:
 class _NoDirectReads(SimulatedFiles):
     """A file system that takes O_DIRECT at open and refuses the transfer."""
 
-    def preadv(self, fd, buffers, offset, flags=0):  # type: ignore[no-untyped-def]
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
         if self._open[fd].flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no")
         return super().preadv(fd, buffers, offset, flags)
@@ -446,16 +466,28 @@ async def test_a_file_system_that_refuses_direct_reads_is_read_through_the_page_
     await reader.close()
 
 
-@pytest.mark.parametrize("page_cache", ["warm", "cold"])
-async def test_a_file_truncated_while_it_is_open_is_an_error_that_says_where(tmp_path: Path, page_cache: str) -> None:
-    backend = LocalBackend(tmp_path)
+@pytest.mark.parametrize("direct", [None, False])
+async def test_a_file_truncated_while_it_is_open_is_an_error_that_says_where(
+    tmp_path: Path, direct: bool | None
+) -> None:
+    backend = LocalBackend(tmp_path, direct=direct)
     await upload(backend, "f", patterned(100_000))
-    if page_cache == "cold":
-        _forget_cached(tmp_path / "f")
+    _forget_cached(tmp_path / "f")
     reader = await backend.open("f")
     os.truncate(tmp_path / "f", 50_000)
     with pytest.raises(StorageError, match="'f' ends at byte 50000"):
         await download(reader)
+    await reader.close()
+
+
+async def test_nothing_is_read_of_an_object_known_to_be_too_short() -> None:
+    backend = on(SimulatedFiles())
+    await backend.put("k", b"0123456789")
+    reader = await backend.open("k")
+    seen: list[memoryview] = []
+    with pytest.raises(StorageError, match="ends at byte 10"):
+        await reader.read(0, [memoryview(bytearray(11))], seen.append)
+    assert seen == []
     await reader.close()
 
 

@@ -275,6 +275,28 @@ async def test_a_close_that_fails_fails_the_file() -> None:
         await on(files).stat("s/d/f")
 
 
+async def test_an_aborted_file_is_removed_also_when_closing_it_fails() -> None:
+    files = SimulatedFiles()
+    file = await on(FaultyFiles(files, [Fault(do="fail", verb="close", match="*/f")])).create("f", 1)
+    await file.abort()
+    assert (await on(files).list("")).objects == ()
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EIO])
+async def test_a_failing_disk_is_never_taken_for_an_empty_page_cache(number: int) -> None:
+    """EAGAIN means "not cached" only when that was asked; and no other error leads to a second try."""
+    files = SimulatedFiles()
+    await upload(on(files), "f", DATA)
+    for direct, faults in (
+        (False, [Fault(do="fail", verb="preadv", error=number, times=None)]),
+        (None, [Fault(do="fail", verb="preadv", error=errno.EIO)]),
+    ):
+        reader = await LocalBackend("/data/r", world=World(FaultyFiles(files, faults)), direct=direct).open("f")
+        with pytest.raises(StorageError):
+            await download(reader)
+        await reader.close()
+
+
 async def test_a_bit_flipped_on_the_way_is_in_what_is_seen() -> None:
     files = SimulatedFiles()
     await upload(on(files), "f", DATA)

@@ -41,17 +41,18 @@ def test_every_contender_takes_part_in_every_scenario(smoke: report.Report) -> N
 
 
 def test_every_target_is_compared_with_figures_of_the_run(smoke: report.Report) -> None:
-    missing = [f"{target.question}: {target.text}" for target in TARGETS if target.ratios(smoke) is None]
-    assert missing == []
+    for target in TARGETS:
+        assert target.above.find(smoke) is not None, target
+        assert target.below.find(smoke) is not None, target
 
 
 def test_the_table_is_written_between_the_markers_and_nowhere_else(smoke: report.Report, tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    readme.write_text(f"before\n{table.BEGIN}\nearlier tables\n{table.END}\nafter\n")
     table.write([smoke], readme)
     table.write([smoke], readme)
     text = readme.read_text()
     assert text.startswith(f"before\n{table.BEGIN}\n")
     assert text.endswith(f"{table.END}\nafter\n")
-    assert "old" not in text
+    assert "earlier tables" not in text
     assert text.count("### 16 MiB") == 1

@@ -1,0 +1,301 @@
+"""Failures surface on the future, on the next call and on close, and never take anything else with them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import anyio
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.backends.memory import MemoryBackend
+from aiockpt.errors import (
+    BlockingCallError,
+    ClosedError,
+    ForkedProcessError,
+    SaveCancelledError,
+    SaveSkippedError,
+    StepExistsError,
+    StorageFullError,
+    StorageTimeoutError,
+)
+from aiockpt.storage.backend import Backend
+from aiockpt.testing.faults import Fault, FaultyBackend
+from tests.small_run import SMALL, Run
+
+
+def broken(*faults: Fault, name: str = "x") -> FaultyBackend:
+    return FaultyBackend(MemoryBackend(f"{name}-{os.getpid()}-{id(faults)}"), list(faults))
+
+
+WRITE_FAILS = Fault(do="fail", verb="upload.write", error=errno.EIO)
+
+
+def test_the_next_save_tells_of_a_failed_one_and_is_started_all_the_same(run: Run) -> None:
+    ckpt = aiockpt.Checkpointer(broken(WRITE_FAILS), io=SMALL)
+    failed = ckpt.save(1, run.state)
+    _until_done(failed)
+    with pytest.raises(aiockpt.BackgroundSaveError, match="step 1") as caught:
+        ckpt.save(2, run.state)
+    assert caught.value.failures == (failed,)
+    assert caught.value.future is not None
+    assert caught.value.future.result(30).step == 2
+    ckpt.save(3, run.state).result(30)
+    ckpt.close()
+    ckpt.close()
+
+
+def _until_done(future: aiockpt.SaveFuture) -> None:
+    """Wait without taking the error from the future."""
+    ended = threading.Event()
+    future.add_done_callback(lambda _: ended.set())
+    assert ended.wait(30)
+
+
+def test_close_raises_what_nobody_was_told(run: Run) -> None:
+    ckpt = aiockpt.Checkpointer(broken(WRITE_FAILS), io=SMALL)
+    ckpt.save(1, run.state)
+    with pytest.raises(aiockpt.BackgroundSaveError, match="step 1"):
+        ckpt.close()
+
+
+def test_an_error_taken_from_its_future_is_not_raised_again(run: Run) -> None:
+    with aiockpt.Checkpointer(broken(WRITE_FAILS), io=SMALL) as ckpt:
+        with pytest.raises(aiockpt.StorageError):
+            ckpt.save(1, run.state).result(30)
+        ckpt.save(2, run.state).result(30)
+
+
+def test_the_error_of_the_body_wins_and_the_save_error_becomes_its_note(run: Run) -> None:
+    with (
+        pytest.raises(KeyError) as caught,
+        aiockpt.Checkpointer(broken(WRITE_FAILS), io=SMALL) as ckpt,
+    ):
+        ckpt.save(1, run.state)
+        raise KeyError("the trainer's own bug")
+    assert any("step 1" in note for note in caught.value.__notes__)
+
+
+def test_failures_can_be_warned_of_or_handed_to_a_callable(run: Run) -> None:
+    told: list[aiockpt.SaveFuture] = []
+    ckpt = aiockpt.Checkpointer(broken(WRITE_FAILS), io=SMALL, on_error=told.append)
+    failed = ckpt.save(1, run.state)
+    _until_done(failed)
+    ckpt.save(2, run.state).result(30)
+    assert told == [failed]
+    ckpt.close()
+
+    ckpt = aiockpt.Checkpointer(broken(WRITE_FAILS, name="y"), io=SMALL, on_error="warn")
+    _until_done(ckpt.save(1, run.state))
+    with pytest.warns(RuntimeWarning, match="save of step 1"):
+        ckpt.save(2, run.state)
+    ckpt.close()
+
+
+def test_a_cancelled_save_leaves_nothing_behind_and_is_no_failure(run: Run) -> None:
+    backend = broken(Fault(do="hang", verb="upload.finish"))
+    with aiockpt.Checkpointer(backend, io=SMALL) as ckpt:
+        save = ckpt.save(1, run.state)
+        assert save.cancel()
+        with pytest.raises(SaveCancelledError, match="step 1"):
+            save.result(30)
+        assert save.cancelled()
+        assert ckpt.steps().result(30) == ()
+        assert ckpt.statistics().pool.used_slabs == 0
+        ckpt.save(2, run.state).result(30)
+
+
+async def test_a_cancelled_wait_does_not_cancel_the_save(run: Run) -> None:
+    async with aiockpt.Checkpointer(MemoryBackend("cancelled-wait"), io=SMALL) as ckpt:
+        save = ckpt.save(1, run.state)
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await save
+        assert (await save).step == 1
+
+
+def test_too_many_saves_are_skipped_when_the_policy_says_so(run: Run) -> None:
+    backend = broken(Fault(do="hang", verb="upload.finish", times=1))
+    with aiockpt.Checkpointer(backend, io=SMALL, max_in_flight=1, when_full="skip") as ckpt:
+        first = ckpt.save(1, run.state)
+        skipped = ckpt.save(2, run.state)
+        with pytest.raises(SaveSkippedError, match="in flight"):
+            skipped.result(30)
+        first.cancel()
+
+
+def test_a_state_that_cannot_be_saved_is_refused_by_its_path_before_anything_is_written(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path / "run", io=SMALL) as ckpt:
+        with pytest.raises(aiockpt.UnsupportedStateError, match=r"extra\.thing"):
+            ckpt.save(1, {"model": torch.nn.Linear(2, 2), "extra": {"thing": object()}})
+        assert ckpt.steps().result(30) == ()
+    assert not list(tmp_path.glob("run/step-*"))
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, "3", True])
+def test_a_step_that_is_no_number_is_refused(step: object, run: Run) -> None:
+    with aiockpt.Checkpointer(MemoryBackend("steps")) as ckpt, pytest.raises(aiockpt.UsageError, match="step="):
+        ckpt.save(step, run.state)  # type: ignore[arg-type]
+
+
+def test_options_that_cannot_work_are_refused_with_their_names() -> None:
+    for make in (
+        lambda: aiockpt.IO(block_bytes=5000),
+        lambda: aiockpt.IO(slab_bytes=12345678),
+        lambda: aiockpt.IO(pool_bytes=1),
+        lambda: aiockpt.Retention(last=0),
+        lambda: aiockpt.Checkpointer("memory://x", max_in_flight=0),
+        lambda: aiockpt.Checkpointer("memory://x", every=0),
+        lambda: aiockpt.Checkpointer("nowhere://x"),
+    ):
+        with pytest.raises(aiockpt.UsageError, match="give|install"):
+            make()
+
+
+def test_metrics_and_user_data_that_json_cannot_hold_are_refused(run: Run) -> None:
+    with aiockpt.Checkpointer(MemoryBackend("json")) as ckpt:
+        with pytest.raises(aiockpt.UsageError, match="metrics"):
+            ckpt.save(1, run.state, metrics={"loss": "low"})  # type: ignore[dict-item]
+        with pytest.raises(aiockpt.UsageError, match="user"):
+            ckpt.save(1, run.state, user=object())
+        assert not ckpt.statistics().saves_in_flight
+
+
+def test_a_load_that_nobody_waited_for_is_an_error_at_the_next_call(backend: Backend, run: Run) -> None:
+    with aiockpt.Checkpointer(backend, io=SMALL) as ckpt:
+        ckpt.save(1, run.state).result(30)
+        load = ckpt.load(run.state)
+        with pytest.raises(aiockpt.UsageError, match="never waited for"):
+            ckpt.save(2, run.state)
+        load.result(30)
+
+
+def test_a_disk_that_is_too_small_is_noticed_before_anything_is_written(run: Run) -> None:
+    class Small(MemoryBackend):
+        async def space(self):  # type: ignore[no-untyped-def]
+            return (await super().space()).__class__(free_bytes=1000, total_bytes=2000)
+
+    with aiockpt.Checkpointer(Small("small"), io=SMALL) as ckpt:
+        with pytest.raises(StorageFullError, match="1,000 free"):
+            ckpt.save(1, run.state).result(30)
+        assert ckpt.steps().result(30) == ()
+
+
+def test_a_snapshot_that_gets_no_slab_fails_its_save_and_names_the_remedy(run: Run) -> None:
+    io = aiockpt.IO(pool_bytes=4096, slab_bytes=4096, block_bytes=4096, read_bytes=4096)
+    backend = broken(Fault(do="hang", verb="upload.write", times=None))
+    ckpt = aiockpt.Checkpointer(backend, io=io, deadlines=aiockpt.Deadlines(slab_s=0.05))
+    save = ckpt.save(1, run.state)
+    with pytest.raises(StorageTimeoutError, match="pool_bytes"):
+        save.result(30)
+    ckpt.close()
+
+
+def test_a_commit_that_hangs_ends_at_its_deadline_with_an_unknown_outcome(run: Run) -> None:
+    backend = broken(Fault(do="hang", verb="put_new", match="*MANIFEST*"))
+    with aiockpt.Checkpointer(backend, io=SMALL, deadlines=aiockpt.Deadlines(commit_s=0.1)) as ckpt:
+        with pytest.raises(aiockpt.CommitTimeoutError, match="unknown"):
+            ckpt.save(1, run.state).result(30)
+        assert [info.step for info in ckpt.finish_commits().result(30)] == [1]
+        assert ckpt.latest().result(30) == 1
+
+
+def test_a_lost_answer_is_no_conflict(run: Run) -> None:
+    for match in ("*MANIFEST*", "*r00000.json", "*DECISION*"):
+        backend = broken(Fault(do="lose_answer", verb="put_new", match=match), name=match)
+        with aiockpt.Checkpointer(backend, io=SMALL) as ckpt:
+            save = ckpt.save(1, run.state)
+            error = save.exception(30)
+            assert error is None or isinstance(error, aiockpt.StorageError)
+            assert ckpt.latest().result(30) == (1 if error is None or match != "*r00000.json" else None)
+
+
+def test_an_existing_step_is_not_reported_against_its_own_call(backend: Backend, run: Run) -> None:
+    with aiockpt.Checkpointer(backend, io=SMALL, on_exists="raise") as ckpt:
+        ckpt.save(1, run.state).result(30)
+        again = ckpt.save(1, run.state)
+        with pytest.raises(StepExistsError):
+            again.result(30)
+
+
+def test_a_closed_checkpointer_says_so(run: Run) -> None:
+    ckpt = aiockpt.Checkpointer(MemoryBackend("closed"))
+    ckpt.close()
+    with pytest.raises(ClosedError, match="make a new one"):
+        ckpt.save(1, run.state)
+
+
+async def test_blocking_forms_are_refused_inside_an_event_loop(run: Run) -> None:
+    async with aiockpt.Checkpointer(MemoryBackend("blocking"), io=SMALL) as ckpt:
+        with pytest.raises(BlockingCallError):
+            ckpt.wait()
+        with pytest.raises(BlockingCallError):
+            ckpt.close()
+        with pytest.raises(BlockingCallError), ckpt:
+            pass
+        assert await ckpt.load(run.state) is None
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
+def test_a_forked_child_is_refused_with_a_clear_message(run: Run) -> None:
+    ckpt = aiockpt.Checkpointer(MemoryBackend("fork"), io=SMALL)
+    pid = os.fork()
+    if not pid:
+        try:
+            ckpt.save(1, {"x": 1})
+        except ForkedProcessError:
+            ckpt.close()
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    ckpt.save(1, run.state).result(30)
+    ckpt.close()
+
+
+def test_a_program_that_ends_without_waiting_loses_nothing(tmp_path: Path) -> None:
+    script = f"""
+import torch, aiockpt
+ckpt = aiockpt.Checkpointer({str(tmp_path / "run")!r})
+state = {{"x": torch.arange(100_000)}}
+for step in range(3):
+    ckpt.save(step, state)
+print("the end", flush=True)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "the end\n", "")
+    with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
+        assert [info.step for info in ckpt.steps().result(30)] == [2, 1, 0]
+
+
+def test_a_failure_at_exit_is_told(tmp_path: Path) -> None:
+    script = f"""
+import torch, aiockpt
+from aiockpt.backends.local import LocalBackend
+from aiockpt.testing.faults import Fault, FaultyBackend
+backend = FaultyBackend(LocalBackend({str(tmp_path / "run")!r}), [Fault(do="fail", verb="upload.finish")])
+aiockpt.Checkpointer(backend).save(1, {{"x": torch.arange(10)}})
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert "save of step 1" in run.stderr
+
+
+def test_many_saves_leak_neither_memory_nor_descriptors(tmp_path: Path) -> None:
+    state = {"x": torch.arange(50_000)}
+    with aiockpt.Checkpointer(tmp_path / "run", io=SMALL, retention=aiockpt.Retention(last=2)) as ckpt:
+        for step in range(10):
+            ckpt.save(step, state).result(30)
+        before = len(os.listdir("/proc/self/fd")), threading.active_count()
+        for step in range(10, 60):
+            ckpt.save(step, state).result(30)
+        ckpt.wait()
+        after = len(os.listdir("/proc/self/fd")), threading.active_count()
+        assert after[0] <= before[0]
+        assert after[1] == before[1]
+        assert ckpt.statistics().pool.used_slabs == 0
+    assert len(list((tmp_path / "run").glob("step-*"))) == 2
