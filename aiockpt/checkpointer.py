@@ -156,7 +156,7 @@ class Checkpointer:
         if elsewhere:
             walked = hold_still(walked, state)
         ticket = Ticket(self._engine, step, walked, _plain_metrics(metrics), _plain_json(user))
-        self._engine.pool.settle_ceiling(ticket.plan.file_bytes, available_bytes() // 4)
+        self._engine.pool.fit(ticket.plan.window_count, available_bytes)
         self._saves.append(ticket.future)
         if elsewhere:
             self._barrier.guard(ticket.future.snapshotted(), ticket.stop)
@@ -197,9 +197,9 @@ class Checkpointer:
         """Make the first save as cheap as the later ones: plan it, and fault the staging pool in, in the background."""
         self._check_call()
         plan = self._engine.plan(self._walker.walk(state))
-        self._engine.pool.settle_ceiling(plan.file_bytes, available_bytes() // 4)
-        wanted = sum(len(file.windows) for file in plan.files) * self._engine.pool.slab_bytes
-        return self._operation("warm_up", run_blocking, self._engine.state_work, self._engine.pool.warm_up, wanted)
+        pool = self._engine.pool
+        pool.fit(plan.window_count, available_bytes)
+        return self._operation("warm_up", run_blocking, self._engine.state_work, pool.warm_up, plan.window_count)
 
     def barrier(self) -> None:
         """Block until no snapshot is being copied, before you change the state by hand. Optimizers do it by themselves."""

@@ -19,7 +19,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class SaveStarted(Event, frozen=True, tag=True):
-    """``save()`` was called and registered; *bytes* of tensors in *tensor_count* tensors will be written."""
+    """``save()`` was called and registered; *bytes* of tensors (without file headers) in *tensor_count* tensors."""
 
     bytes: int
     tensor_count: int
@@ -34,7 +34,7 @@ class SnapshotTaken(Event, frozen=True, tag=True):
 
 
 class BytesWritten(Event, frozen=True, tag=True):
-    """One block of *bytes* reached the storage (not flushed yet)."""
+    """One window of *bytes* (file headers included) reached the storage, not flushed yet."""
 
     bytes: int
 

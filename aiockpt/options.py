@@ -68,8 +68,8 @@ class IO(msgspec.Struct, frozen=True, kw_only=True):
     """How bytes move. The defaults are measured (benchmarks/README.md); few runs need others.
 
     Attributes:
-        pool_bytes: the staging pool. None takes the size of the first state, at most a quarter of the free memory: a
-            pool as large as the state is what makes the pause one copy. Smaller works; the pause then includes writing.
+        pool_bytes: the staging pool. None takes the size of the state, at most a quarter of the memory to spare: a pool
+            as large as the state is what makes the pause one copy. Smaller works; the pause then includes writing.
         slab_bytes: bytes of one slab, and of one write; a multiple of *block_bytes*. 16 MiB hides a thread hop.
         block_bytes: bytes under one checksum; a power of two, at least 4 KiB. 8 MiB is the format's own.
         file_bytes: where a data file ends and the next begins. One file a rank is fastest; 4 GiB suits every tool.

@@ -181,8 +181,8 @@ async def tidy(engine: Engine, saved: SaveResult) -> None:
     The checkpoint is safe by now: trouble here is logged, and tried again after the next commit.
     """
     try:
-        await engine.backend.put(LATEST_KEY, f"{saved.id}\n".encode())
         async with engine.cleaning:
+            await engine.backend.put(LATEST_KEY, f"{saved.id}\n".encode())
             rules = engine.options.retention
             if rules is not None:
                 await prune(engine, rules)

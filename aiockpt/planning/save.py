@@ -66,6 +66,11 @@ class SavePlan(msgspec.Struct, frozen=True):
     file_bytes: int
     digest: str
 
+    @property
+    def window_count(self) -> int:
+        """How many slabs hold all of it."""
+        return sum(len(file.windows) for file in self.files)
+
 
 def plan_save(state: ShardedState, *, slab_bytes: int, file_bytes: int) -> SavePlan:
     """Return what to write for *state*: files of about *file_bytes*, cut into windows of *slab_bytes*."""

@@ -14,6 +14,7 @@ import ctypes
 import mmap
 import threading
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 
@@ -48,12 +49,13 @@ class SlabPool:
 
     Args:
         slab_bytes: size of each slab.
-        ceiling_bytes: the most the pool may hold; at least one slab. None until the first ``grow_to``.
+        ceiling_bytes: the most the pool may hold; at least one slab. None lets it `fit` the states it meets.
     """
 
     def __init__(self, slab_bytes: int, ceiling_bytes: int | None) -> None:
         self._slab_bytes = slab_bytes
-        self._ceiling = None if ceiling_bytes is None else max(1, ceiling_bytes // slab_bytes)
+        self._fits = ceiling_bytes is None
+        self._ceiling = 1 if ceiling_bytes is None else max(1, ceiling_bytes // slab_bytes)
         self._free: list[Slab] = []
         self._allocated = 0
         self._used = 0
@@ -67,17 +69,20 @@ class SlabPool:
         """Bytes of one slab."""
         return self._slab_bytes
 
-    def settle_ceiling(self, wanted_bytes: int, allowed_bytes: int) -> None:
-        """Set the ceiling, when none was given, to *wanted_bytes* rounded up, at most *allowed_bytes*."""
-        with self._changed:
-            if self._ceiling is None:
-                wanted = -(-wanted_bytes // self._slab_bytes)
-                self._ceiling = max(1, min(wanted, allowed_bytes // self._slab_bytes))
+    def fit(self, slab_count: int, available_bytes: Callable[[], int]) -> None:
+        """Raise the ceiling, when none was given, to *slab_count* slabs, at most a quarter of the memory to spare.
 
-    def warm_up(self, wanted_bytes: int) -> None:
-        """Allocate and touch slabs for *wanted_bytes*, as far as the ceiling goes."""
-        wanted = min(-(-wanted_bytes // self._slab_bytes), self._ceiling or 0)
-        while self._claim_new(wanted):
+        A state grows once, when its optimizer makes its moments with the first step; the pool grows with it.
+        """
+        if self._fits and slab_count > self._ceiling:
+            spare = available_bytes() // self._slab_bytes
+            with self._changed:
+                allowed = (spare + self._allocated) // 4
+                self._ceiling = max(self._ceiling, min(slab_count, allowed))
+
+    def warm_up(self, slab_count: int) -> None:
+        """Allocate and touch *slab_count* slabs, as far as the ceiling goes."""
+        while self._claim_new(min(slab_count, self._ceiling)):
             self._add(Slab(self._slab_bytes))
 
     def _claim_new(self, wanted: int) -> bool:
@@ -133,7 +138,7 @@ class SlabPool:
 
     def _may_take(self, turn: object) -> bool:
         mine = self._turns[0] is turn
-        return self._closed or (mine and (bool(self._free) or self._allocated < (self._ceiling or 1)))
+        return self._closed or (mine and (bool(self._free) or self._allocated < self._ceiling))
 
     def give(self, slab: Slab) -> None:
         """Take *slab* back."""
@@ -147,7 +152,7 @@ class SlabPool:
         with self._changed:
             return PoolStatistics(
                 self._slab_bytes,
-                (self._ceiling or 0) * self._slab_bytes,
+                self._ceiling * self._slab_bytes,
                 self._allocated * self._slab_bytes,
                 self._used,
                 self._peak_used,

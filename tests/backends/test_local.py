@@ -212,6 +212,22 @@ async def test_a_folder_that_keeps_vanishing_is_an_error_in_the_end() -> None:
     assert caught.value.retryable
 
 
+class _DeletedAtOnce(SimulatedFiles):
+    """Somebody sees each linked object at once, deletes it, and removes its folder."""
+
+    def link(self, source: str, target: str) -> None:
+        super().link(source, target)
+        self.unlink(source)
+        self.unlink(target)
+        self.rmdir(target.rpartition("/")[0])
+
+
+async def test_an_object_deleted_as_soon_as_it_was_there_was_put_and_is_not_put_again() -> None:
+    backend = on(_DeletedAtOnce())
+    await backend.put_new("s/k", b"x")
+    assert (await backend.list("")).folders == ()
+
+
 # Writing
 
 

@@ -42,11 +42,22 @@ def test_memory_is_reused_rather_than_allocated() -> None:
 
 def test_warming_up_allocates_up_to_the_ceiling() -> None:
     pool = SlabPool(4 * KIB, None)
-    pool.settle_ceiling(30 * KIB, allowed_bytes=20 * KIB)
-    pool.warm_up(30 * KIB)
+    pool.fit(8, available_bytes=lambda: 80 * KIB)
+    pool.warm_up(8)
     assert pool.statistics().allocated_bytes == 20 * KIB
-    pool.settle_ceiling(100 * KIB, allowed_bytes=100 * KIB)
-    assert pool.statistics().ceiling_bytes == 20 * KIB
+
+
+def test_a_pool_without_a_ceiling_grows_with_the_state_and_never_shrinks() -> None:
+    pool = SlabPool(4 * KIB, None)
+    for slabs, ceiling in ((2, 2), (6, 6), (1, 6), (1000, 25)):
+        pool.fit(slabs, available_bytes=lambda: 400 * KIB)
+        assert pool.statistics().ceiling_bytes == ceiling * 4 * KIB
+
+
+def test_a_given_ceiling_stays() -> None:
+    pool = SlabPool(4 * KIB, 8 * KIB)
+    pool.fit(100, available_bytes=lambda: 1 << 30)
+    assert pool.statistics().ceiling_bytes == 8 * KIB
 
 
 def test_a_waiter_is_served_when_a_slab_comes_back() -> None:
