@@ -10,8 +10,6 @@ import tomllib
 import zipfile
 from pathlib import Path
 
-import pytest
-
 CHECKOUT = Path(__file__).resolve().parents[1]
 BUILD = """
 import sys
@@ -73,14 +71,12 @@ def test_backends_is_one_folder_reached_through_a_relative_link() -> None:
 
 
 def test_the_wheel_holds_every_module_and_puts_nothing_but_aiockpt_into_site_packages(tmp_path: Path) -> None:
-    pytest.importorskip("setuptools", minversion="77")
     names = set(zipfile.ZipFile(build("wheel", tmp_path)).namelist())
     code = {name for name in names if ".dist-info/" not in name}
     assert code == modules_of(listed_packages()) | {"aiockpt/py.typed"}
 
 
 def test_the_source_archive_holds_what_the_wheel_is_built_from(tmp_path: Path) -> None:
-    pytest.importorskip("setuptools", minversion="77")
     with tarfile.open(build("sdist", tmp_path)) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     sources = {

@@ -28,7 +28,7 @@ from aiockpt.adapters.optimizer import OptimizerPart
 from aiockpt.adapters.rng import RNG, PerRank, per_rank
 from aiockpt.adapters.run import Run, Stale
 from aiockpt.adapters.target import index_names, open_target, read_tree
-from aiockpt.adapters.tensors import describe, is_lazy, memory_key, tensor_name
+from aiockpt.adapters.tensors import describe, memory_key, tensor_name
 from aiockpt.adapters.watch import Watch
 from aiockpt.errors import ManifestError, UnsupportedStateError
 from aiockpt.format.document import check_tree
@@ -80,13 +80,13 @@ class StateWalker:
         if self._plan is not None and self._plan.watch.holds():
             try:
                 return self._plan.run(state, self._codecs, self._rank)
-            except (Stale, UnsupportedStateError):
-                pass  # what became unsupported is refused by the cold walk, in its words
+            except Stale:
+                pass
         self._plan = None
         self.cold_walks += 1
         plan = _Plan(state)
         walked = plan.run(state, self._codecs, self._rank, check=True)
-        self._plan = plan if plan.cacheable else None
+        self._plan = plan
         return walked
 
     def forget(self) -> None:
@@ -99,7 +99,6 @@ class _Plan:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.watch = Watch()
-        self.cacheable = True
         self._kept: dict[str, TensorShard] = {}
         names: dict[int, Path] = {}
         index_names(state, (), names)
@@ -116,7 +115,6 @@ class _Plan:
             refuse(path, SAME_NAME)
         self._kept[shard.name] = shard
         self.watch.tensor(tensor)
-        self.cacheable = self.cacheable and not is_lazy(tensor)
 
     def run(self, state: Mapping[str, Any], codecs: CodecRegistry, rank: int, *, check: bool = False) -> ShardedState:
         """Read the values of *state* and return all of it."""

@@ -92,7 +92,10 @@ class Watch:
             self.mapping(get(module))
 
     def tensor(self, tensor: torch.Tensor) -> None:
-        """Watch memory, shape, strides and dtype of a tensor; its owner is watched elsewhere."""
+        """Watch memory, shape, strides and dtype of a tensor; its owner is watched elsewhere.
+
+        A lazily conjugated tensor never passes, and need not: a walk copies it.
+        """
         self._tensors.append(tensor)
         self._twins.append(tensor.detach())
         self._pointers.append(tensor.data_ptr())

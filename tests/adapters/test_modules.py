@@ -220,6 +220,8 @@ def test_the_same_memory_seen_differently_is_stored_each_on_its_own() -> None:
     walked = StateWalker().walk(state)
     assert [shard.name for shard in walked.tensors] == ["a", "b", "c", "d", "e"]
     assert walked.alias == {}
+    packed = torch.ones(4, dtype=torch.uint8)
+    assert StateWalker().walk({"a": packed, "b": packed.view(torch.uint4)}).alias == {}
 
 
 def test_empty_tensors_are_tied_to_nothing() -> None:

@@ -445,6 +445,12 @@ def test_values_that_no_reader_would_accept_are_refused_at_once_and_later() -> N
             each.walk(state)
 
 
+def test_names_that_no_reader_would_accept_are_refused_too() -> None:
+    model = nn.ModuleDict({"x" * 950: nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(18_000)])})
+    with pytest.raises(UnsupportedStateError, match="use tensors"):
+        StateWalker().walk({"model": model, "optimizer": torch.optim.SGD(model.parameters())})
+
+
 def test_codecs_of_the_user_are_used() -> None:
     class Own: ...
 

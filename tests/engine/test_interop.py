@@ -1,0 +1,58 @@
+"""The files are plain safetensors: other tools open them, and find what was saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import aiockpt
+from tests.small_run import SMALL, Run
+
+
+def data_files(root: Path) -> list[Path]:
+    return sorted(root.glob("step-*/a-*/d/*.safetensors"))
+
+
+def test_safetensors_opens_the_data_files(tmp_path: Path, run: Run) -> None:
+    run.train()
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        ckpt.save(1, run.state).result(30)
+    (path,) = data_files(tmp_path)
+    loaded = load_file(path)
+    for name, tensor in run.model.state_dict().items():
+        assert torch.equal(loaded[f"model.{name}"], tensor)
+    with safe_open(path, "pt") as opened:
+        assert opened.metadata()["format"] == "pt"
+        assert opened.metadata()["aiockpt"] == '{"v":1}'
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_torchs_own_reader_of_hugging_face_files_loads_them(tmp_path: Path, run: Run) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+    with aiockpt.Checkpointer(tmp_path / "run", io=SMALL) as ckpt:
+        ckpt.save(1, {"model": run.model}).result(30)
+    target = {f"model.{name}": torch.zeros_like(tensor) for name, tensor in run.model.state_dict().items()}
+    folder = data_files(tmp_path / "run")[0].parent
+    dcp.load(target, storage_reader=HuggingFaceStorageReader(str(folder)))
+    for name, tensor in run.model.state_dict().items():
+        assert torch.equal(target[f"model.{name}"], tensor)
+
+
+def test_large_states_are_cut_into_several_files_that_all_open(tmp_path: Path) -> None:
+    io = aiockpt.IO(pool_bytes=1 << 20, slab_bytes=16384, block_bytes=4096, read_bytes=16384, file_bytes=100_000)
+    state = {f"t{number}": torch.randn(100, 100) for number in range(10)}
+    with aiockpt.Checkpointer(tmp_path, io=io) as ckpt:
+        ckpt.save(1, state).result(30)
+        target = {name: torch.zeros(100, 100) for name in state}
+        ckpt.load(target).result(30)
+    assert all(torch.equal(target[name], state[name]) for name in state)
+    files = data_files(tmp_path)
+    assert len(files) == 5
+    together = {name: tensor for path in files for name, tensor in load_file(path).items()}
+    assert all(torch.equal(together[name], state[name]) for name in state)

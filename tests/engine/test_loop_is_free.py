@@ -1,0 +1,62 @@
+"""Nothing blocks the event loop: no file-system call, checksum or lock runs on the thread that drives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from blockbuster import blockbuster_ctx
+
+import aiockpt
+from aiockpt.backends.local import LocalBackend
+from aiockpt.pipeline import serialize
+from aiockpt.runtime.loop import runs_event_loop
+from aiockpt.runtime.world import Files, OsFiles, World
+from tests.small_run import SMALL, Run
+
+
+class OffLoopFiles:
+    """The operating system's files, which refuse to be called on a thread that runs an event loop."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.on_loop: list[str] = []
+
+    def __getattr__(self, verb: str) -> Callable[..., Any]:
+        real = getattr(OsFiles, verb)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            if runs_event_loop():
+                self.on_loop.append(verb)
+            return real(*args, **kwargs)
+
+        return call
+
+
+def test_saving_loading_and_keeping_touch_files_on_worker_threads_only(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = OffLoopFiles()
+    hashed_on_loop: list[bool] = []
+    real_hash = serialize.hash_block
+    monkeypatch.setattr(serialize, "hash_block", lambda data: hashed_on_loop.append(runs_event_loop()) or real_hash(data))
+    backend = LocalBackend(tmp_path / "run", world=World(files=cast(Files, files)))
+    with (
+        blockbuster_ctx("aiockpt"),
+        aiockpt.Checkpointer(backend, io=SMALL, retention=aiockpt.Retention(last=1)) as ckpt,
+    ):
+        for step in range(3):
+            run.train()
+            ckpt.save(step, run.state).result(30)
+        ckpt.load(run.state).result(30)
+        ckpt.verify().result(30)
+        ckpt.describe().result(30)
+        ckpt.read(None, "model.0.weight").result(30)
+        ckpt.prune().result(30)
+    assert files.on_loop == []
+    assert files.calls > 100
+    assert hashed_on_loop
+    assert not any(hashed_on_loop)

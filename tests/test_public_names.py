@@ -1,0 +1,25 @@
+"""The public surface changes only on purpose."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import aiockpt
+
+PUBLIC = """
+BackgroundSaveError Best CheckpointError Checkpointer CommitConflictError CommitTimeoutError CorruptionError Deadlines
+Description Future IO LoadFuture LoadResult NoValidCheckpointError Pruned RNG Retention SaveFuture SaveResult
+StateMismatchError StepInfo StepNotFoundError StorageError TensorInfo UnsupportedStateError UsageError Verified per_rank
+""".split()
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(aiockpt.__all__) == sorted(PUBLIC)
+    assert all(hasattr(aiockpt, name) for name in PUBLIC)
+
+
+def test_importing_starts_nothing() -> None:
+    script = "import threading, sys, aiockpt; print(threading.active_count(), 'trio' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    assert run.stdout.split() == ["1", "False"]
