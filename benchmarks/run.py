@@ -3,13 +3,12 @@
 Guarantees:
 
 - Contenders and floors take turns within every round, so that a slow minute of the machine hits all of them.
-- Before a visit dirty pages are written, earlier files are gone, and free memory is held by the guest (`pages.occupy`).
+- Before a visit dirty pages are written, earlier files are gone, and free memory is held by the guest (`pages.Occupier`).
 - A visit that fails, or outlives its deadline, is reported and killed with its children; the others go on.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
@@ -17,6 +16,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from pathlib import Path
 
 import msgspec
@@ -29,7 +29,6 @@ from benchmarks.visit import Outcome, Turn, Visit, participants
 VISIT_DEADLINE_S = 900.0
 SAMPLING_S = 0.02
 KEEP_FREE_BYTES = 2 << 30
-OCCUPYING = "occupying-free-memory"
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -70,15 +69,11 @@ def run(plan: Plan) -> report.Report:
     plan.work.mkdir(parents=True, exist_ok=True)
     tally = Tally()
     visits = [visit for number in range(plan.rounds) for visit in _round(plan, number)]
-    # One after the other, for the figures' sake; where they mean nothing, as many as there are cores here.
-    with ThreadPoolExecutor(2 if plan.together else 1) as pool:
-        for number, outcome in enumerate(pool.map(lambda visit: _attempt(plan, visit), visits), start=1):
-            if isinstance(outcome, str):
-                tally.failures.append(outcome)
-            else:
-                tally.add(outcome)
-            print(f"[{number}/{len(visits)}] {_name(visits[number - 1])}", file=sys.stderr, flush=True)
-    (plan.work / OCCUPYING).unlink(missing_ok=True)
+    if plan.together:
+        _take_turns(visits, None, tally, at_once=2)
+    else:
+        with closing(pages.Occupier(plan.work / "occupying-free-memory", KEEP_FREE_BYTES)) as occupier:
+            _take_turns(visits, occupier, tally, at_once=1)
     return report.Report(
         machine=machine.facts(plan.work, floors.supports_direct_io(plan.work)),
         state_bytes=plan.size_bytes,
@@ -91,6 +86,17 @@ def run(plan: Plan) -> report.Report:
         unavailable=tally.unavailable,
         failures=tally.failures,
     )
+
+
+def _take_turns(visits: list[Visit], occupier: pages.Occupier | None, tally: Tally, at_once: int) -> None:
+    """Carry out *visits*, *at_once* at the same time (more than one spoils every figure), and count them in."""
+    with ThreadPoolExecutor(at_once) as pool:
+        for number, outcome in enumerate(pool.map(lambda visit: _attempt(occupier, visit), visits), start=1):
+            if isinstance(outcome, str):
+                tally.failures.append(outcome)
+            else:
+                tally.add(outcome)
+            print(f"[{number}/{len(visits)}] {_name(visits[number - 1])}", file=sys.stderr, flush=True)
 
 
 def _round(plan: Plan, number: int) -> list[Visit]:
@@ -119,13 +125,13 @@ def _name(visit: Visit) -> str:
     return ", ".join(f"{turn.participant} ({turn.scenario})" for turn in visit.turns)
 
 
-def _attempt(plan: Plan, visit: Visit) -> Outcome | str:
+def _attempt(occupier: pages.Occupier | None, visit: Visit) -> Outcome | str:
     """Carry out *visit* in a subprocess; return its outcome, or a sentence about its failure."""
     folder = Path(visit.folder)
     folder.mkdir(parents=True)
     os.sync()
-    if not plan.together:
-        pages.occupy(plan.work / OCCUPYING, KEEP_FREE_BYTES)
+    if occupier:
+        occupier.fill()
     try:
         return _in_subprocess(visit, folder)
     except (subprocess.SubprocessError, OSError, msgspec.MsgspecError) as error:
@@ -153,7 +159,7 @@ def _in_subprocess(visit: Visit, folder: Path) -> Outcome:
         try:
             code = child.wait(VISIT_DEADLINE_S)
         finally:
-            with contextlib.suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             peak_bytes = peak.stop() if peak else 0
     if code:

@@ -23,7 +23,8 @@ from aiockpt.runtime.loop import LoopThread
 from aiockpt.runtime.ranks import Ranks
 from aiockpt.runtime.world import Files, World
 from aiockpt.storage.backend import Backend
-from aiockpt.testing.simulation import SimulatedFiles, run_inline, simulated_world
+from aiockpt.testing.simulated_files import SimulatedFiles
+from aiockpt.testing.simulation import run_inline, simulated_world
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

@@ -153,7 +153,7 @@ def _want_states(
             for key in saved.tensors.get(name, ()):
                 place = state_path(path, owner, key)
                 stored = join_name((*prefix, *split_name(name), key))
-                tensor = intake.fill(place, stored, live.get(key), _like(parameter, key, group))
+                tensor = intake.fill(place, stored, live.get(key), device_for(parameter, key, group))
                 if tensor is not None:
                     thunks[key] = _returning(tensor)
             for key, node in saved.values.get(name, {}).items():
@@ -168,8 +168,8 @@ def _returning(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: tensor
 
 
-def _like(parameter: torch.Tensor, key: Any, group: Mapping[str, Any]) -> torch.Tensor | torch.device:
-    """Return what a new state tensor is to be like: the step counter lives on the CPU unless a kernel reads it."""
+def device_for(parameter: torch.Tensor, key: Any, group: Mapping[str, Any]) -> torch.Tensor | torch.device:
+    """Return what a new state tensor is to be like: a step counter lives on the CPU unless a kernel reads it, as in torch."""
     if key == "step" and not group.get("capturable") and not group.get("fused"):
         return torch.device("cpu")
     return parameter

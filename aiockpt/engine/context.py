@@ -15,6 +15,7 @@ from aiockpt.options import Options
 from aiockpt.pipeline.collect import lease_key
 from aiockpt.pipeline.commit import Attempt, begin
 from aiockpt.pipeline.discover import StepEntry, scan
+from aiockpt.pipeline.snapshot import CopyProgram
 from aiockpt.pipeline.upload import Uploader
 from aiockpt.planning.save import SavePlan, plan_save
 from aiockpt.runtime.future import SaveFuture
@@ -23,7 +24,7 @@ from aiockpt.runtime.loop import LoopThread
 from aiockpt.runtime.ranks import Ranks
 from aiockpt.runtime.slabs import SlabPool
 from aiockpt.runtime.world import World
-from aiockpt.state.shards import ShardedState
+from aiockpt.state.shards import ShardedState, TensorShard
 from aiockpt.storage.backend import Backend
 
 logger = logging.getLogger("aiockpt")
@@ -64,6 +65,7 @@ class Engine:
         self._sequence: int | None = None
         self._beginning = anyio.Lock()
         self._plan: tuple[str, SavePlan] | None = None
+        self._program: tuple[SavePlan, CopyProgram] | None = None
         self._reading: dict[str, int] = {}
 
     def plan(self, state: ShardedState) -> SavePlan:
@@ -73,6 +75,15 @@ class Engine:
             plan = plan_save(state, slab_bytes=io.slab_bytes, file_bytes=io.file_bytes)
             self._plan = (state.structure, plan)
         return self._plan[1]
+
+    def copy_program(self, plan: SavePlan, shards: Sequence[TensorShard]) -> CopyProgram:
+        """Return the copies of *plan*: the cached ones while the tensors are where they were. Any thread."""
+        cached = self._program
+        if cached is not None and cached[0] is plan and cached[1].serves(shards):
+            return cached[1]
+        program = CopyProgram(plan, shards)
+        self._program = (plan, program) if program.serves(shards) else None
+        return program
 
     async def begin_attempt(self, entry: StepEntry) -> Attempt:
         """Return a new attempt at a step, its logical clock above every one that is visible."""

@@ -10,7 +10,6 @@ import msgspec
 from aiockpt.engine.context import Engine
 from aiockpt.errors import SaveCancelledError
 from aiockpt.events import SaveFailed, SnapshotTaken
-from aiockpt.pipeline.snapshot import copy_windows
 from aiockpt.pipeline.upload import Handover
 from aiockpt.planning.save import Window
 from aiockpt.runtime.future import SaveFuture, SaveResult
@@ -53,9 +52,7 @@ class Ticket:
         """
         copied_from_ns = self._engine.now_ns()
         try:
-            copy_windows(
-                self.plan,
-                self.state.tensors,
+            self._engine.copy_program(self.plan, self.state.tensors).run(
                 self._engine.pool,
                 self._hand_over,
                 wanted=lambda: self._stopped_by is None,

@@ -12,7 +12,7 @@ from statistics import median, quantiles
 import msgspec
 
 from aiockpt.examples.child import StepDone
-from aiockpt.examples.disk import DiskSpeed
+from aiockpt.testing.disk import DiskSpeed
 from aiockpt.examples.record import Record
 
 WARM_UP_STEPS = 3

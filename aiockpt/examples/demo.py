@@ -23,7 +23,7 @@ from rich.console import Console
 
 from aiockpt.examples.child import Job
 from aiockpt.examples.cost import Cost, account
-from aiockpt.examples.disk import measure_disk
+from aiockpt.testing.disk import measure_disk
 from aiockpt.examples.display import Display, LiveDisplay, PlainDisplay, print_result
 from aiockpt.examples.gpt import DEFAULT_SIZE, GPTSize
 from aiockpt.examples.process import DemoError, run_job

@@ -3,6 +3,8 @@
 Guarantees (FORMAT §8, DECISIONS 2, 3, 8):
 
 - A step goes manifest by manifest, from the lowest generation to the highest, then its data: nothing older reappears.
+- Before a manifest goes, its attempt's decision is turned to *collect*: a step without a manifest whose votes are all
+  there would else look like a commit to be finished, and come back.
 - An attempt nobody committed is removed only after this collector created its decision record, and only when it is older
   than the grace by the storage's own clock.
 - A step with a live lease of a reader is left alone.
@@ -15,8 +17,8 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from aiockpt.errors import CheckpointError, ManifestError, ObjectNotFoundError
-from aiockpt.format.manifest import Manifest
-from aiockpt.format.names import attempt_folder, manifest_key, verified_key
+from aiockpt.format.manifest import Decision, Manifest
+from aiockpt.format.names import attempt_folder, decision_key, manifest_key, verified_key
 from aiockpt.pipeline.commit import claim
 from aiockpt.pipeline.discover import StepEntry, newest_manifest, read_manifest
 from aiockpt.retention import StepFacts
@@ -60,9 +62,19 @@ async def step_facts(backend: Backend, entries: Collection[StepEntry], with_metr
 
 async def delete_step(backend: Backend, entry: StepEntry) -> None:
     """Remove a step: its manifests from the lowest generation up, then everything else."""
+    for attempt in entry.attempts:
+        await _overrule(backend, entry.id, attempt)
     for generation in sorted(entry.generations):
         await backend.delete([manifest_key(entry.id, generation)])
+    for attempt in entry.attempts:
+        await _delete_attempt(backend, entry.id, attempt)
     await delete_below(backend, entry.id)
+
+
+async def _overrule(backend: Backend, step_id: str, attempt: str) -> None:
+    """Decide that a committed attempt is collected; whoever finds its manifest gone finds this."""
+    decision = Decision(decision="collect", attempt=attempt, write_id="")
+    await backend.put(decision_key(step_id, attempt), msgspec.json.encode(decision))
 
 
 async def find_garbage(
@@ -104,6 +116,7 @@ async def find_garbage(
 async def collect(backend: Backend, garbage: Garbage, write_id: str) -> bool:
     """Remove one piece of garbage; return False when somebody is committing it."""
     if garbage.generation is not None:
+        await _overrule(backend, garbage.step_id, garbage.attempt)
         await backend.delete(
             [manifest_key(garbage.step_id, garbage.generation), verified_key(garbage.step_id, garbage.generation)]
         )

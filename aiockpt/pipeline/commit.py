@@ -156,7 +156,8 @@ async def roll_forward(backend: Backend, entry: StepEntry, world: World) -> list
     for attempt in entry.attempts:
         votes = await read_receipts(backend, entry.id, attempt)
         first = next(iter(votes.values()), None)
-        if first is None or first.generation in entry.generations or len(votes) != first.world_size:
+        overtaken = first is None or first.generation <= max(entry.generations, default=0)
+        if first is None or overtaken or len(votes) != first.world_size:
             continue
         try:
             done.append(await commit(backend, [votes[rank] for rank in sorted(votes)], world))

@@ -2,77 +2,81 @@
 
 Guarantees:
 
-- When `copy_windows` returns, every byte was copied: the state may change.
+- When `CopyProgram.run` returns, every byte was copied: the state may change.
 - It copies in file order and hands each window on as soon as it is full, so that writing starts while the copy still
   runs, and one slab is enough to drain any state.
-- Its cost beside the copy itself is about half a microsecond a tensor: addresses and offsets, no tensor operations.
-- The memory of a tensor is held until its last byte is copied.
+- Its cost beside the copy itself is about half a microsecond a tensor: addresses are computed once for as long as the
+  state stays where it is, and the loop does nothing but ``memmove``, which releases the GIL.
+- A program holds its tensors: their memory cannot be freed while it may be copied.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from operator import is_
+
+import torch
 
 from aiockpt.planning.save import HEADER, FilePlan, SavePlan, Window
 from aiockpt.runtime.slabs import Slab, SlabPool
 from aiockpt.state.shards import TensorShard
 
-if TYPE_CHECKING:
-    import torch
-
 Deliver = Callable[[Window, Slab], object]
+Moves = list[tuple[int, int, int]]
+"""(offset in the window, address, bytes) of each copy."""
 
 
-def copy_windows(
-    plan: SavePlan,
-    shards: Sequence[TensorShard],
-    pool: SlabPool,
-    deliver: Deliver,
-    *,
-    wanted: Callable[[], bool],
-    timeout_s: float,
-) -> None:
-    """Copy *shards* into slabs of *pool*, window after window, and *deliver* each full one.
+class CopyProgram:
+    """The copies of one plan, with the addresses of one set of tensors.
 
-    Runs on the thread that calls it and holds it for the length of the copy. Stops early, without an error, when
-    *wanted* says False: the save has failed or was cancelled, and nobody needs the rest.
-
-    Raises:
-        StorageTimeoutError: no slab came free within *timeout_s* seconds.
+    Args:
+        plan: what goes where.
+        shards: the tensors, in the plan's order. One that is not row-major host memory is copied there now; such a
+            program serves one save only.
     """
-    tensors = [_dense(shard.data) for shard in shards]
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    for file in plan.files:
-        header = ctypes.create_string_buffer(file.header, len(file.header))
-        addresses.append(ctypes.addressof(header))  # position HEADER = -1 of the list
-        _copy_file(file, addresses, pool, deliver, wanted, timeout_s)
-        addresses.pop()
+
+    def __init__(self, plan: SavePlan, shards: Sequence[TensorShard]) -> None:
+        self._shards = shards
+        self._dense = [_dense(shard.data) for shard in shards]
+        self._headers = [ctypes.create_string_buffer(file.header, len(file.header)) for file in plan.files]
+        addresses = [tensor.data_ptr() for tensor in self._dense]
+        self._in_place = all(dense is shard.data for dense, shard in zip(self._dense, shards, strict=True))
+        self._windows: list[tuple[Window, Moves]] = []
+        for file, header in zip(plan.files, self._headers, strict=True):
+            self._windows += _moves(file, [*addresses, ctypes.addressof(header)])
+
+    def serves(self, shards: Sequence[TensorShard]) -> bool:
+        """Say whether a walk found the very same tensors where they were (see `StateWalker`), all host memory."""
+        return self._in_place and len(shards) == len(self._shards) and all(map(is_, shards, self._shards))
+
+    def run(self, pool: SlabPool, deliver: Deliver, *, wanted: Callable[[], bool], timeout_s: float) -> None:
+        """Copy window after window into slabs of *pool*, and *deliver* each full one.
+
+        Holds the calling thread for the length of the copy. Stops early, without an error, when *wanted* says False: the
+        save has failed or was cancelled, and nobody needs the rest.
+
+        Raises:
+            StorageTimeoutError: no slab came free within *timeout_s* seconds.
+        """
+        move = ctypes.memmove
+        for window, moves in self._windows:
+            if not wanted():
+                return
+            slab = pool.take(timeout_s)
+            base = slab.address
+            for offset, source, size in moves:
+                move(base + offset, source, size)
+            deliver(window, slab)
 
 
-def _copy_file(
-    file: FilePlan,
-    addresses: list[int],
-    pool: SlabPool,
-    deliver: Deliver,
-    wanted: Callable[[], bool],
-    timeout_s: float,
-) -> None:
+def _moves(file: FilePlan, addresses: list[int]) -> list[tuple[Window, Moves]]:
+    """Return the copies of one file; its header's address is the last one (`HEADER` is −1)."""
     assert HEADER == -1
-    move = ctypes.memmove  # releases the GIL
-    for window in file.windows:
-        if not wanted():
-            return
-        slab = pool.take(timeout_s)
-        base = slab.address
-        for target, source, offset, size in _as_tuples(window):
-            move(base + target, addresses[source] + offset, size)
-        deliver(window, slab)
-
-
-def _as_tuples(window: Window) -> Sequence[tuple[int, int, int, int]]:
-    return [(copy.window_offset, copy.source, copy.source_offset, copy.size) for copy in window.copies]
+    return [
+        (window, [(copy.window_offset, addresses[copy.source] + copy.source_offset, copy.size) for copy in window.copies])
+        for window in file.windows
+    ]
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

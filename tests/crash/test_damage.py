@@ -12,7 +12,8 @@ import pytest
 import aiockpt
 
 from aiockpt.errors import CorruptionError, NoValidCheckpointError
-from aiockpt.testing.simulation import SimulatedFiles, snapshot
+from aiockpt.testing.simulated_files import SimulatedFiles
+from aiockpt.testing.simulation import snapshot
 from tests.inline_engine import ROOT, TINY, load_value, saved_files, tiny_state
 
 DATA = "/d/r00000-0000.safetensors"

@@ -12,7 +12,8 @@ from aiockpt.engine.ticket import Ticket
 from aiockpt.errors import CheckpointError, SaveCancelledError, StorageError, StorageFullError
 from aiockpt.runtime.slabs import SlabPool
 from aiockpt.testing.faults import Fault, FaultyFiles
-from aiockpt.testing.simulation import SimulatedFiles, crash_states, run_inline
+from aiockpt.testing.simulated_files import SimulatedFiles
+from aiockpt.testing.simulation import crash_states, run_inline
 from tests.inline_engine import load_value, local, make_engine, run_save, saved_files, tiny_state
 
 ERRORS = [errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EDQUOT, errno.EROFS, errno.EINTR]

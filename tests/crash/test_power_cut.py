@@ -14,7 +14,8 @@ import pytest
 from aiockpt.errors import CheckpointError
 from aiockpt.events import DataWritten, Event
 from aiockpt.testing.recording import Call, RecordingFiles
-from aiockpt.testing.simulation import SimulatedFiles, power_cuts, run_inline, snapshot
+from aiockpt.testing.simulated_files import SimulatedFiles
+from aiockpt.testing.simulation import power_cuts, run_inline, snapshot
 from tests.inline_engine import ROOT, load_value, local, make_engine, run_save, tiny_state
 
 LIMIT = 24

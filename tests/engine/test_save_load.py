@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 import aiockpt
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.events import Event
+from aiockpt.pipeline.snapshot import CopyProgram
 from aiockpt.storage.backend import Backend
 from tests.small_run import SMALL, Run
 
@@ -113,16 +115,14 @@ async def test_inside_a_loop_a_large_copy_runs_elsewhere_and_holds_the_optimizer
     monkeypatch.setattr("aiockpt.checkpointer.INLINE_COPY_BYTES", 0)
     copied_on: list[str] = []
     go = threading.Event()
-    from aiockpt.engine import ticket
+    real = CopyProgram.run
 
-    real = ticket.copy_windows
-
-    def slow_copy(*args: object, **kwargs: object) -> None:
+    def slow_copy(*args: Any, **kwargs: Any) -> None:
         copied_on.append(threading.current_thread().name)
         assert go.wait(10)
-        real(*args, **kwargs)  # type: ignore[arg-type]
+        real(*args, **kwargs)
 
-    monkeypatch.setattr(ticket, "copy_windows", slow_copy)
+    monkeypatch.setattr(CopyProgram, "run", slow_copy)
     run.train(2)
     async with aiockpt.Checkpointer(MemoryBackend("held"), io=SMALL) as ckpt:
         at_save = run.digest()

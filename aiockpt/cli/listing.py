@@ -1,0 +1,101 @@
+"""How does `aiockpt ls` look? A row a step, the newest first, with the lines that say what descends from what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.markup import escape
+from rich.text import Text
+
+from aiockpt.cli.lineage import draw_lines, find_current, find_predecessors
+from aiockpt.cli.show import ago, columns, count, moment, out, say, size, title
+from aiockpt.cli.survey import Listed, Survey, Unfinished
+
+METRICS_SHOWN = 3
+
+
+def show_survey(root: str, found: Survey) -> None:
+    """Print the steps below *root*, then what is wrong or unfinished there."""
+    if found.steps:
+        _show_steps(root, found.steps)
+    else:
+        say(f"{escape(root)} holds no checkpoint yet.")
+    for step in found.steps:
+        if step.problem:
+            say(f"[red]✗ step {step.step}:[/] {escape(step.problem)}")
+        elif step.newest_generation != step.generation:
+            say(
+                f"[red]✗ step {step.step}:[/] generation {step.newest_generation} is damaged; "
+                f"readers take generation {step.generation}"
+            )
+    for attempt in found.unfinished:
+        say(f"[yellow]○ step {attempt.step}:[/] {tell_unfinished(root, attempt)}")
+
+
+def _show_steps(root: str, steps: Sequence[Listed]) -> None:
+    predecessors = find_predecessors(steps)
+    current = find_current(steps, predecessors)
+    lines = draw_lines(steps, predecessors, current)
+    metrics = list(dict.fromkeys(name for step in steps for name in step.metrics))
+    shown = metrics[:METRICS_SHOWN]
+    more = [f"{name} (--json)" for name in metrics[METRICS_SHOWN:]]
+
+    tips = len(steps) - len(set(predecessors.values()) - {None})
+    facts = [count(len(steps), "step"), size(sum(step.bytes for step in steps))]
+    if tips > 1:
+        facts.append(f"{tips} branches")
+    if steps[0].created_ns:
+        facts.append(f"newest {ago(steps[0].created_ns)}")
+    title(root, " · ".join(facts))
+
+    table = columns("", "step", "saved", "size", *shown, "state", right=("step", "size", *shown))
+    for step, line in zip(steps, lines, strict=True):
+        values = [_metric(step.metrics, name) for name in shown]
+        label = Text(str(step.step), "bold" if step.id in current else "")
+        state = _state(step, predecessors[step.id])
+        table.add_row(
+            Text(line, "green" if step.id in current else "dim"),
+            label,
+            moment(step.created_ns),
+            size(step.bytes) if step.bytes else "–",
+            *values,
+            state,
+        )
+    out.print(table)
+    if more:
+        say(f"[dim]more metrics: {escape(', '.join(more))}[/]")
+
+
+def _metric(metrics: Mapping[str, float | None], name: str) -> str:
+    if name not in metrics:
+        return ""
+    value = metrics[name]
+    return "nan" if value is None else f"{value:.5g}"
+
+
+def _state(step: Listed, predecessor: str | None) -> Text:
+    if step.problem:
+        state = Text("damaged", "bold red")
+    elif step.verified:
+        state = Text("verified", "green")
+    else:
+        state = Text("committed")
+    if step.newest_generation > 1:
+        state.append(f", generation {step.generation}", "dim")
+    if step.parent is not None and predecessor is None:
+        state.append(f", from {step.parent} (gone)", "dim")
+    return state
+
+
+def tell_unfinished(root: str, attempt: Unfinished) -> str:
+    """Say what an attempt without a manifest is, and what to do about it; with markup."""
+    what = f"an attempt without a manifest (a-{attempt.attempt}, {size(attempt.bytes)}"
+    what += f", last written {ago(attempt.changed_ns)})" if attempt.changed_ns else ")"
+    if attempt.can_be_committed:
+        return f"{what}: all receipts are there; finish it with [bold]aiockpt commit {escape(root)}[/]"
+    if attempt.missing_ranks:
+        ranks = ", ".join(map(str, attempt.missing_ranks[:10])) + (", …" if len(attempt.missing_ranks) > 10 else "")
+        return f"{what}: no receipt of rank {ranks}; it is running, or died. `aiockpt prune` removes it after a day"
+    if attempt.missing_ranks is None:
+        return f"{what}: no receipt yet; it is running, or died. `aiockpt prune` removes it after a day"
+    return f"{what}: another attempt was committed in its place; `aiockpt prune` removes it after a day"

@@ -1,0 +1,53 @@
+"""Which place does the operator mean? A root that is there, or a message that says what is there instead.
+
+Guarantee: a missing folder is never made by looking for it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import unquote
+
+from aiockpt.errors import UsageError
+from aiockpt.format.names import parse_manifest, parse_step
+from aiockpt.storage.backend import Backend
+from aiockpt.storage.open import open_backend
+
+
+def open_place(root: str) -> Backend:
+    """Return the backend of *root*: a folder that exists, or a URL.
+
+    Raises:
+        UsageError: it cannot hold a checkpoint that this process could see.
+    """
+    backend = open_backend(root)
+    scheme, _, rest = backend.url.partition("://")
+    if scheme == "memory":
+        raise UsageError(f"{root}: memory is seen by its own process only, and this is another one; give a folder")
+    if scheme == "file":
+        check_folder(Path(unquote(rest)), "checkpoints are kept in a folder")
+    return backend
+
+
+def local_folder(root: str) -> Path:
+    """Return the folder that *root* means.
+
+    Raises:
+        UsageError: it means none, or none that exists.
+    """
+    scheme, _, rest = open_backend(root).url.partition("://")
+    if scheme != "file":
+        raise UsageError(f"{root}: only a folder can be examined; give the path of one")
+    folder = Path(unquote(rest))
+    check_folder(folder, "give a folder on the file system to be examined")
+    return folder
+
+
+def check_folder(folder: Path, advice: str) -> None:
+    """Raise UsageError unless *folder* is one and is not a step of a checkpoint."""
+    if not folder.is_dir():
+        what = "a file" if folder.exists() else "no such folder"
+        raise UsageError(f"{folder}: {what}; {advice}")
+    step = parse_step(folder.name)
+    if step is not None and any(parse_manifest(entry.name) is not None for entry in folder.iterdir()):
+        raise UsageError(f"{folder} is one step; give the folder above it, and the step: {folder.parent} {step}")

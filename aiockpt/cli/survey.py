@@ -1,0 +1,205 @@
+"""What is below a root, damaged and unfinished things included? A look that changes nothing and imports no torch.
+
+(`Checkpointer.steps` finishes the commits of dead jobs first, as a program that resumes wants it; an operator who looks
+at a place wants to see it as it is.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+import anyio
+import msgspec
+
+from aiockpt.errors import CorruptionError, NoValidCheckpointError, ObjectNotFoundError, StepNotFoundError
+from aiockpt.format.manifest import peek
+from aiockpt.format.names import attempt_folder, manifest_key
+from aiockpt.pipeline.discover import PEEK_BYTES, StepEntry, newest_manifest, read_receipts, scan
+from aiockpt.runtime.tasks import open_tasks
+from aiockpt.storage.backend import Backend
+from aiockpt.storage.transfer import walk
+
+MANIFESTS_AT_ONCE = 8
+
+
+class Listed(msgspec.Struct, frozen=True, kw_only=True):
+    """A committed step.
+
+    Attributes:
+        generation: the newest valid one (of a damaged step: the newest); *newest_generation* may be a damaged one.
+        created_ns: when its manifest was written, by the writer's clock.
+        run: which checkpointer saved it; *parent*: the id of the step that one had loaded.
+        verified: whether a verification has left its mark on that generation.
+        problem: why no reader may believe it.
+    """
+
+    step: int
+    id: str
+    generation: int
+    newest_generation: int
+    run: str = ""
+    parent: str | None = None
+    created_ns: int = 0
+    bytes: int = 0
+    tensor_count: int = 0
+    world_size: int = 1
+    verified: bool = False
+    metrics: Mapping[str, float | None] = {}
+    problem: str | None = None
+
+
+class Unfinished(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt that no manifest names: a save that runs, one that died, or one that lost against another.
+
+    Attributes:
+        missing_ranks: whose receipts are not there; None when no receipt tells how many there should be.
+        can_be_committed: all receipts are there, and the number of its manifest is free.
+        changed_ns: when something was last written to it, by the storage's clock; 0 when nothing was.
+    """
+
+    step: int
+    id: str
+    attempt: str
+    bytes: int
+    missing_ranks: tuple[int, ...] | None
+    can_be_committed: bool
+    changed_ns: int
+
+
+class Survey(msgspec.Struct, frozen=True):
+    """Everything below one root, the newest step first."""
+
+    url: str
+    steps: tuple[Listed, ...]
+    unfinished: tuple[Unfinished, ...]
+
+
+async def survey(backend: Backend) -> Survey:
+    """Look at every step below the root."""
+    entries = await scan(backend)
+    slots = anyio.Semaphore(MANIFESTS_AT_ONCE)
+    steps: dict[str, Listed] = {}
+    unfinished: list[Unfinished] = []
+
+    async def look(entry: StepEntry) -> None:
+        async with slots:
+            if entry.committed:
+                steps[entry.id] = await _list_step(backend, entry)
+            unfinished.extend(await find_unfinished(backend, entry))
+
+    async with open_tasks() as tasks:
+        for entry in entries:
+            tasks.start_soon(look, entry)
+    order = {entry.id: place for place, entry in enumerate(entries)}
+    unfinished.sort(key=lambda one: (order[one.id], one.attempt))
+    return Survey(backend.url, tuple(steps[entry.id] for entry in entries if entry.committed), tuple(unfinished))
+
+
+async def _list_step(backend: Backend, entry: StepEntry) -> Listed:
+    newest = entry.generations[0]
+    try:
+        manifest = await newest_manifest(backend, entry)
+    except CorruptionError as error:
+        run, parent = (entry.head.run, entry.head.parent) if entry.head else ("", None)
+        return Listed(
+            step=entry.step,
+            id=entry.id,
+            generation=newest,
+            newest_generation=newest,
+            run=run,
+            parent=parent,
+            problem=str(error),
+        )
+    return Listed(
+        step=manifest.step,
+        id=manifest.id,
+        generation=manifest.generation,
+        newest_generation=newest,
+        run=manifest.run,
+        parent=manifest.parent,
+        created_ns=manifest.created_ns,
+        bytes=sum(file.size for file in manifest.files),
+        tensor_count=len(manifest.tensors),
+        world_size=manifest.world_size,
+        verified=manifest.generation in entry.verified,
+        metrics=dict(manifest.metrics),
+    )
+
+
+async def find_unfinished(backend: Backend, entry: StepEntry) -> list[Unfinished]:
+    """Return the attempts at a step that none of its manifests names."""
+    if entry.head is not None and entry.attempts == (entry.head.attempt,):
+        return []  # the usual step
+    named = set()
+    for generation in entry.generations:
+        with suppress(ObjectNotFoundError):  # deleted since it was listed
+            head = peek(await backend.get(manifest_key(entry.id, generation), PEEK_BYTES))
+            named.add(head.attempt if head else None)
+    return [await _look_at_attempt(backend, entry, attempt) for attempt in entry.attempts if attempt not in named]
+
+
+async def _look_at_attempt(backend: Backend, entry: StepEntry, attempt: str) -> Unfinished:
+    receipts = await read_receipts(backend, entry.id, attempt)
+    files = [stat async for stat in walk(backend, attempt_folder(entry.id, attempt))]
+    first = next(iter(receipts.values()), None)
+    missing = None if first is None else tuple(sorted(set(range(first.world_size)) - receipts.keys()))
+    return Unfinished(
+        step=entry.step,
+        id=entry.id,
+        attempt=attempt,
+        bytes=sum(stat.size for stat in files),
+        missing_ranks=missing,
+        can_be_committed=first is not None and not missing and first.generation not in entry.generations,
+        changed_ns=max((stat.modified_ns for stat in files), default=0),
+    )
+
+
+async def find_committed(backend: Backend, step: int | None) -> StepEntry:
+    """Return the committed step of that number; the newest one, damaged or not, for None.
+
+    Raises:
+        StepNotFoundError: there is none; the message says what there is.
+    """
+    entries = await scan(backend)
+    committed = [entry for entry in entries if entry.committed]
+    if step is None and committed:
+        return committed[0]
+    for entry in committed:
+        if entry.step == step:
+            return entry
+    if step is None:
+        raise StepNotFoundError(f"{backend.url} holds no checkpoint yet")
+    raise StepNotFoundError(f"{backend.url} has no committed step {step}; it has {_some(committed)}")
+
+
+def _some(committed: Sequence[StepEntry]) -> str:
+    shown = [str(entry.step) for entry in committed[:10]]
+    more = len(committed) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "") if shown else "none"
+
+
+async def find_valid(backend: Backend) -> StepEntry:
+    """Return the newest step whose manifest a reader may believe.
+
+    Raises:
+        StepNotFoundError: nothing is committed.
+        NoValidCheckpointError: none of it is valid.
+    """
+    skipped = []
+    for entry in await scan(backend):
+        if entry.committed:
+            try:
+                await newest_manifest(backend, entry)
+            except CorruptionError as error:
+                skipped.append((entry.id, str(error)))
+            else:
+                return entry
+    if skipped:
+        raise NoValidCheckpointError(backend.url, skipped)
+    raise StepNotFoundError(f"{backend.url} holds no checkpoint yet")
+
+
+async def measure(backend: Backend, prefixes: Sequence[str]) -> dict[str, int]:
+    """Return the bytes below each of the folders *prefixes*."""
+    return {prefix: sum([stat.size async for stat in walk(backend, prefix)]) for prefix in prefixes}

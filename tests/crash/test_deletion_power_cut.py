@@ -1,0 +1,66 @@
+"""The power is cut while a step, or an older generation, is deleted: it is whole, or gone for good, and others are safe."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from aiockpt.engine import keep
+from aiockpt.engine.context import Engine
+from aiockpt.errors import CheckpointError
+from aiockpt.testing.recording import Call, RecordingFiles
+from aiockpt.testing.simulation import power_cuts, run_inline, snapshot
+from aiockpt.testing.simulated_files import SimulatedFiles
+from tests.inline_engine import load_value, local, make_engine, run_save, saved_files, tiny_state
+
+LIMIT = 24
+
+
+def record(start: SimulatedFiles, work: Callable[[Engine], Awaitable[object]]) -> list[Call]:
+    """Run *work* on a copy of *start* and return its calls."""
+    recording = RecordingFiles(snapshot(start))
+    backend, world = local(recording, seed=3)
+
+    async def main() -> None:
+        await work(make_engine(backend, world))
+        await backend.close()
+
+    run_inline(main)
+    return recording.calls
+
+
+def test_a_deleted_newest_step_is_whole_or_gone_and_never_comes_back() -> None:
+    start = saved_files(2)
+    calls = record(start, lambda engine: keep.delete(engine, 2))
+    gone_at: int | None = None
+    for done, after in power_cuts(calls, start=start, limit=LIMIT):
+        value = load_value(after)
+        assert value in (1.0, 2.0), f"after call {done}"
+        if done == len(calls):
+            assert value == 1.0
+        if value == 1.0 and gone_at is None:
+            gone_at = done
+    assert gone_at is not None
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_another_step_is_never_harmed_by_a_deletion(step: int) -> None:
+    start = saved_files(2)
+    calls = record(start, lambda engine: keep.delete(engine, step))
+    other = 3 - step
+    for done, after in power_cuts(calls, start=start, limit=8):
+        assert load_value(after, other) == float(other), f"after call {done}"
+
+
+def test_a_new_generation_replaces_the_old_one_without_a_moment_without_either() -> None:
+    """Step 1 is saved again with value 5; the old generation is collected afterwards."""
+    start = saved_files(1)
+    calls = record(start, lambda engine: run_save(engine, 1, tiny_state(5)))
+    seen = set()
+    for done, after in power_cuts(calls, start=start, limit=LIMIT):
+        try:
+            seen.add(load_value(after))
+        except CheckpointError as error:
+            pytest.fail(f"after call {done} ({calls[done - 1]}): {error!r}")
+    assert seen == {1.0, 5.0}
