@@ -28,7 +28,7 @@ from aiockpt.engine.read import read
 from aiockpt.engine.save import save
 from aiockpt.engine.ticket import Ticket
 from aiockpt.errors import BackgroundSaveError, SaveCancelledError, SaveSkippedError, UsageError
-from aiockpt.events import Observer, SaveSkipped
+from aiockpt.events import Companion, Observer, SaveSkipped
 from aiockpt.options import IO, MIB, Deadlines, OnError, OnExists, Options, Retention, WhenFull
 from aiockpt.runtime.barrier import MutationBarrier
 from aiockpt.runtime.future import Future, LoadFuture, LoadResult, SaveFuture
@@ -50,6 +50,9 @@ logger = logging.getLogger("aiockpt")
 
 INLINE_COPY_BYTES = 16 * MIB
 """Inside a running event loop a larger state is copied on a worker: 16 MiB is about a millisecond."""
+
+COMPANION_S = 60.0
+"""How long an observer may finish its own work (`aiockpt.events.Companion`) when the checkpointer is closed."""
 
 
 class Statistics(msgspec.Struct, frozen=True):
@@ -76,7 +79,7 @@ class Checkpointer:
         on_error: a failed background save is raised by the next call (``"raise"``), warned of, or given to a callable.
         io: how bytes move: pool, block and slab sizes, verification.
         deadlines: when a wait gives up.
-        observers: who is told of events (`aiockpt.events`), on the loop thread.
+        observers: who is told of events (`aiockpt.events`), on the loop thread; a ``Companion`` has a task there too.
         world: the outside (files, clock, random bytes); tests pass a simulated one.
 
     Raises:
@@ -117,6 +120,7 @@ class Checkpointer:
         self._barrier = MutationBarrier(deadlines.slab_s)
         self._saves: list[SaveFuture] = []
         self._unclaimed: list[LoadFuture[Any]] = []
+        self._companions = [self._accompany(observer) for observer in observers if isinstance(observer, Companion)]
 
     # ------------------------------------------------------------------ save
 
@@ -358,8 +362,30 @@ class Checkpointer:
 
     def _release(self) -> None:
         self._loop.submit(self._engine.backend.close).result(self._options.deadlines.close_s)
+        for end in self._companions:
+            end()
         self._loop.close()
         self._engine.pool.close()
+
+    def _accompany(self, observer: Companion) -> Callable[[], None]:
+        """Start the task of an observer; return what ends it, in time or not."""
+        running = self._loop.submit(observer.run)
+
+        def tell(_: object) -> None:
+            if not running.cancelled() and (error := running.exception()) is not None:
+                logger.error("observer %r stopped working", observer, exc_info=error)
+
+        def end() -> None:
+            try:
+                self._loop.submit(observer.aclose).result(COMPANION_S)
+                running.exception(COMPANION_S)
+            except Exception:
+                logger.exception("observer %r did not end", observer)
+            finally:
+                running.cancel()
+
+        running.add_done_callback(tell)
+        return end
 
     def _drain_at_exit(self) -> None:
         try:

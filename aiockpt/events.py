@@ -1,12 +1,13 @@
 """What happened? Frozen event structs, and the protocol of whoever watches.
 
 Events are emitted on the engine's loop thread, in the order in which things happened to one save. An observer must be
-quick (hand longer work to a queue of its own); one that raises is reported once and never harms a save.
+quick (hand longer work to a queue of its own); one that raises is reported once and never harms a save. One with work to
+do beside that, such as writing a file, is a `Companion`.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -104,3 +105,17 @@ class Observer(Protocol):
 
     def on_event(self, event: Event) -> None:
         """Take *event*; called on the loop thread, must return quickly."""
+
+
+@runtime_checkable
+class Companion(Observer, Protocol):
+    """An observer with work of its own: the checkpointer runs it beside the engine, on the same loop.
+
+    What goes wrong in it is logged and harms no save.
+    """
+
+    async def run(self) -> None:
+        """Work until `aclose`; a task from when the checkpointer is made, so before the first event."""
+
+    async def aclose(self) -> None:
+        """Hear that no event will come any more: `run` ends soon. The checkpointer waits a minute for it, no longer."""

@@ -71,11 +71,11 @@ class LocalUpload:
         self._direct_fd = self._direct.open(self._handle, self._path, os.O_WRONLY)
         self._reserve()
 
-    async def write(self, offset: int, data: memoryview) -> None:
+    async def write(self, offset: int, data: memoryview, seen: Seen | None = None) -> None:
         if offset < 0 or offset + data.nbytes > self._size:
             raise UsageError(f"{self._key!r}: bytes {offset}..{offset + data.nbytes} are not within its {self._size}")
         with self._handle.use(), storage_errors("writing", self._key):
-            await run_blocking(self._limiter, self._write_all, offset, data.cast("B"))
+            await run_blocking(self._limiter, self._write_all, offset, data.cast("B"), seen)
         self._written_bytes += data.nbytes
 
     async def finish(self) -> None:
@@ -109,7 +109,9 @@ class LocalUpload:
             if error.errno not in _NO_FALLOCATE:
                 raise
 
-    def _write_all(self, offset: int, data: memoryview) -> None:
+    def _write_all(self, offset: int, data: memoryview, seen: Seen | None) -> None:
+        if seen is not None:
+            seen(data)
         aligned = self._direct_range(offset, data)
         write_all(self._files, self._buffered_fd, data[: aligned.start], offset)
         written = self._write_direct(offset + aligned.start, data[aligned.start : aligned.stop])

@@ -137,14 +137,14 @@ class MemoryUpload:
         self._written_bytes = 0
         self._over = False
 
-    async def write(self, offset: int, data: memoryview) -> None:
+    async def write(self, offset: int, data: memoryview, seen: Seen | None = None) -> None:
         self._check_open()
         if offset < 0 or offset + data.nbytes > len(self._memory):
             raise UsageError(
                 f"{self._key!r}: bytes {offset}..{offset + data.nbytes} are not within its {len(self._memory)}"
             )
         target = memoryview(self._memory)[offset : offset + data.nbytes]
-        await _run(self._limiter, data.nbytes, lambda: _copy(target, data.cast("B")))
+        await _run(self._limiter, data.nbytes, lambda: _copy(target, data.cast("B"), seen))
         self._written_bytes += data.nbytes
 
     async def finish(self) -> None:
@@ -213,6 +213,8 @@ async def _run(limiter: Limiter, size_bytes: int, work: Callable[[], None]) -> N
         await run_blocking(limiter, work)
 
 
-def _copy(target: memoryview, source: memoryview) -> None:
+def _copy(target: memoryview, source: memoryview, seen: Seen | None = None) -> None:
+    if seen is not None:
+        seen(source)
     if target.nbytes:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))  # without the GIL

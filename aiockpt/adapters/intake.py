@@ -18,7 +18,7 @@ from aiockpt.adapters.leaves import LeafReader, LeafWriter
 from aiockpt.adapters.tensors import bytes_of, check_tensor, dtype_code, is_lazy, memory_key, overlaps_itself
 from aiockpt.errors import StateMismatchError, UsageError
 from aiockpt.format.dtypes import torch_name
-from aiockpt.format.names import join_name, split_name
+from aiockpt.format.names import join_name, prefixes, split_name
 from aiockpt.state.codecs import CodecRegistry
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import TensorShard
@@ -328,13 +328,6 @@ def _unmet_values(node: Node, path: Path, met: set[str]) -> Iterator[str]:
     elif type(node) is dict and TAG not in node:
         for key, child in node.items():
             yield from _unmet_values(child, (*path, key), met)
-
-
-def prefixes(name: str) -> Iterator[str]:
-    """Yield the names of all that *name* is a part of, the longest (itself) first."""
-    parts = split_name(name)
-    for count in range(len(parts), 0, -1):
-        yield join_name(parts[:count])
 
 
 def _renaming(rename: Rename | None) -> Callable[[str], str]:

@@ -169,7 +169,7 @@ def _returning(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def device_for(parameter: torch.Tensor, key: Any, group: Mapping[str, Any]) -> torch.Tensor | torch.device:
-    """Return what a new state tensor is to be like: a step counter lives on the CPU unless a kernel reads it, as in torch."""
+    """Return what a new state tensor is like: a step counter lives on the CPU unless a kernel reads it (torch's rule)."""
     if key == "step" and not group.get("capturable") and not group.get("fused"):
         return torch.device("cpu")
     return parameter

@@ -102,6 +102,8 @@ def memory_key(tensor: torch.Tensor) -> Hashable:
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Return whether several elements lie in the same memory (`expand`), so that it cannot be filled."""
+    if tensor.is_contiguous():
+        return False
     return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 

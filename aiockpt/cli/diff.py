@@ -2,88 +2,211 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Literal
 
 import msgspec
 import torch
 
-from aiockpt.checkpointer import Checkpointer
-from aiockpt.cli.progress import bytes_progress
-from aiockpt.engine.keep import Description, TensorInfo
+from aiockpt.cli.reading import StepReader
+from aiockpt.cli.values import read_values, shorten
+from aiockpt.engine.load import stored_state
+from aiockpt.format.dtypes import itemsize
+from aiockpt.format.manifest import Manifest, TensorEntry
+
+BATCH_BYTES = 256 << 20
+"""Tensors of each step that are read at once: neighbours share blocks, which are read and verified whole."""
+
+CHUNK_ELEMENTS = 1 << 22
+"""Elements compared at once: as float64 a whole tensor would be up to eight times its size."""
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+Kind = Literal["same", "changed", "added", "removed"]
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """How far two tensors of one shape are from each other, computed as float64.
+
+    Attributes:
+        changed: elements whose bits differ, of *elements*.
+        largest, mean: of the absolute differences, over the elements that are numbers in both; None when none is.
+        relative: the Euclidean length of the difference against that of the first tensor; None where that is 0.
+        not_finite: elements of the second that are NaN or infinite.
+    """
+
+    elements: int
+    changed: int
+    largest: float | None
+    mean: float | None
+    relative: float | None
+    not_finite: int
 
 
 class Change(msgspec.Struct, frozen=True):
-    """One leaf in two steps.
-
-    Attributes:
-        max_difference, mean_difference: of the absolute values, computed as float64; None where it makes no sense.
-    """
+    """One leaf of two steps; *detail* says what it was and is, where a difference does not."""
 
     name: str
-    kind: Literal["same", "changed", "added", "removed"]
+    what: Literal["tensor", "value"]
+    kind: Kind
     detail: str = ""
-    max_difference: float | None = None
-    mean_difference: float | None = None
+    difference: Difference | None = None
 
 
-def diff_steps(ckpt: Checkpointer, one: int, two: int, *, quiet: bool = False) -> list[Change]:
-    """Compare every tensor and value of two steps; one tensor of each is in memory at a time."""
-    before, after = ckpt.describe(one).result(), ckpt.describe(two).result()
-    old = {tensor.name: tensor for tensor in before.tensors}
-    new = {tensor.name: tensor for tensor in after.tensors}
+async def diff_steps(
+    before: StepReader, after: StepReader, on_compared: Callable[[int], object] = lambda _: None
+) -> list[Change]:
+    """Compare every tensor and value of two steps.
+
+    Args:
+        on_compared: told the bytes of each tensor when it is done with.
+
+    Raises:
+        CorruptionError: a block of either is not as it was saved.
+    """
+    old, new = before.manifest.tensors, after.manifest.tensors
+    changes = {name: _without_reading(name, old.get(name), new.get(name)) for name in {**old, **new}}
+    for name, change in changes.items():
+        if change.kind != "same" and name in old:
+            on_compared(tensor_bytes(old[name]))
+    for batch in _batches([name for name, change in changes.items() if change.kind == "same"], old):
+        pairs = zip(batch, await before.read(batch), await after.read(batch), strict=True)
+        for name, left, right in pairs:
+            changes[name] = _compare(name, left, right)
+            on_compared(tensor_bytes(old[name]))
+    return [
+        *changes.values(),
+        *_aliases(before.manifest.alias, after.manifest.alias),
+        *_values(_all_values(before.manifest), _all_values(after.manifest)),
+    ]
+
+
+def tensor_bytes(entry: TensorEntry) -> int:
+    """Return the bytes of a tensor."""
+    return itemsize(entry.dtype) * _elements(entry)
+
+
+def _elements(entry: TensorEntry) -> int:
+    volume = 1
+    for length in entry.shape:
+        volume *= length
+    return volume
+
+
+def _without_reading(name: str, old: TensorEntry | None, new: TensorEntry | None) -> Change:
+    if old is None and new is not None:
+        return Change(name, "tensor", "added", _shape(new))
+    if new is None and old is not None:
+        return Change(name, "tensor", "removed", _shape(old))
+    if old is not None and new is not None and (old.dtype, old.shape) != (new.dtype, new.shape):
+        return Change(name, "tensor", "changed", f"{_shape(old)} → {_shape(new)}")
+    return Change(name, "tensor", "same")
+
+
+def _shape(tensor: TensorEntry) -> str:
+    return f"{tensor.dtype} {'×'.join(map(str, tensor.shape)) or 'scalar'}"
+
+
+def _batches(names: Sequence[str], tensors: Mapping[str, TensorEntry]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    held = 0
+    for name in names:
+        size = tensor_bytes(tensors[name])
+        if batch and held + size > BATCH_BYTES:
+            yield batch
+            batch, held = [], 0
+        batch.append(name)
+        held += size
+    if batch:
+        yield batch
+
+
+def _compare(name: str, left: torch.Tensor, right: torch.Tensor) -> Change:
+    if torch.equal(_bits(left), _bits(right)):
+        return Change(name, "tensor", "same")
+    return Change(name, "tensor", "changed", difference=measure_difference(left, right))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of *tensor* as integers, a row for each element."""
+    return tensor.reshape(-1, 1).view(_WORDS.get(tensor.element_size(), torch.int64))
+
+
+def measure_difference(left: torch.Tensor, right: torch.Tensor) -> Difference:
+    """Return how far two tensors of one dtype and shape are from each other."""
+    changed = not_finite = counted = 0
+    largest, total, squares, length = 0.0, 0.0, 0.0, 0.0
+    for start in range(0, left.numel(), CHUNK_ELEMENTS):
+        one, two = (_flat(tensor)[start : start + CHUNK_ELEMENTS] for tensor in (left, right))
+        changed += int((_bits(one) != _bits(two)).any(dim=1).sum())
+        wide, other = _widen(one), _widen(two)
+        not_finite += int((~other.isfinite()).sum()) if two.is_floating_point() or two.is_complex() else 0
+        numbers = wide.isfinite() & other.isfinite()
+        apart = (other[numbers] - wide[numbers]).abs()
+        counted += apart.numel()
+        if apart.numel():
+            largest = max(largest, apart.max().item())
+            total += apart.sum().item()
+            squares += apart.square().sum().item()
+            length += wide[numbers].abs().square().sum().item()
+    return Difference(
+        elements=left.numel(),
+        changed=changed,
+        largest=largest if counted else None,
+        mean=total / counted if counted else None,
+        relative=(squares / length) ** 0.5 if length else None,
+        not_finite=not_finite,
+    )
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1)
+
+
+def _widen(tensor: torch.Tensor) -> torch.Tensor:
+    """Return *tensor* as float64 or complex128; as not-a-number where torch cannot compute with its elements."""
+    with suppress(NotImplementedError):
+        return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return torch.full(tensor.shape, torch.nan, dtype=torch.float64)
+
+
+def _aliases(old: Mapping[str, str], new: Mapping[str, str]) -> list[Change]:
+    """Compare which names share the memory of another tensor."""
     changes = []
-    with bytes_progress(f"comparing {one} and {two}", sum(tensor.bytes for tensor in before.tensors), quiet) as tick:
-        for name in dict.fromkeys([*old, *new]):
-            changes.append(_tensor(ckpt, one, two, name, old.get(name), new.get(name)))
-            tick(old[name].bytes if name in old else 0)
-    return changes + _values(before, after)
-
-
-def _tensor(
-    ckpt: Checkpointer, one: int, two: int, name: str, old: TensorInfo | None, new: TensorInfo | None
-) -> Change:
-    if old is None:
-        return Change(name, "added")
-    if new is None:
-        return Change(name, "removed")
-    if (old.dtype, old.shape) != (new.dtype, new.shape):
-        return Change(name, "changed", f"{old.dtype} {old.shape} → {new.dtype} {new.shape}")
-    left, right = ckpt.read(one, name).result(), ckpt.read(two, name).result()
-    if torch.equal(left.view(-1).view(torch.uint8), right.view(-1).view(torch.uint8)):
-        return Change(name, "same")
-    difference = (_wide(left) - _wide(right)).abs()
-    return Change(name, "changed", "", difference.max().item(), difference.mean().item())
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-
-
-def _values(before: Description, after: Description) -> list[Change]:
-    old, new = dict(_leaves("", before.values)), dict(_leaves("", after.values))
-    changes = []
-    for name in dict.fromkeys([*old, *new]):
-        if name not in new:
-            changes.append(Change(name, "removed"))
-        elif name not in old:
-            changes.append(Change(name, "added", _short(new[name])))
-        elif old[name] == new[name]:
-            changes.append(Change(name, "same"))
-        else:
-            changes.append(Change(name, "changed", f"{_short(old[name])} → {_short(new[name])}"))
+    for name in {**old, **new}:
+        was, now = old.get(name), new.get(name)
+        kind = _kind_of_change(name in old, name in new, was == now)
+        texts = [f"= {target}" for target in (was, now) if target is not None]
+        changes.append(Change(name, "tensor", kind, "" if kind == "same" else " → ".join(texts)))
     return changes
 
 
-def _leaves(path: str, value: object) -> list[tuple[str, object]]:
-    if isinstance(value, dict):
-        parts = [(f"{path}.{key}" if path else str(key), inner) for key, inner in value.items()]
-    elif isinstance(value, list):
-        parts = [(f"{path}[{index}]", inner) for index, inner in enumerate(value)]
-    else:
-        return [(path, value)]
-    return [leaf for name, inner in parts for leaf in _leaves(name, inner)]
+def _kind_of_change(was_there: bool, is_there: bool, equal: bool) -> Kind:
+    if was_there and is_there:
+        return "same" if equal else "changed"
+    return "removed" if was_there else "added"
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "…"
+def _values(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+    changes = []
+    for name in {**old, **new}:
+        was, now = old.get(name), new.get(name)
+        equal = repr(was) == repr(now)  # NaN equals itself here, and 1 is not True
+        kind = _kind_of_change(name in old, name in new, equal)
+        texts = [shorten(value, 30) for value, there in ((was, name in old), (now, name in new)) if there]
+        changes.append(Change(name, "value", kind, "" if kind == "same" else " → ".join(texts)))
+    return changes
+
+
+def _all_values(manifest: Manifest) -> dict[str, Any]:
+    """Return the values by name: those that all ranks share, those of each rank (named after it), and the user's own."""
+    per_rank: Mapping[str, Mapping[str, Any]] = manifest.state.get("per_rank", {})
+    values = read_values(stored_state(manifest, 0))
+    for rank in range(1, manifest.world_size):
+        own = tuple(per_rank.get(str(rank), ()))
+        theirs = read_values(stored_state(manifest, rank))
+        values |= {f"rank {rank}: {name}": value for name, value in theirs.items() if name.startswith(own)}
+    if manifest.user is not None:
+        values["user"] = manifest.user
+    return values

@@ -1,20 +1,30 @@
-"""What can this place do, and how fast is it? Asked before a run is trusted to it."""
+"""What can this place do, and how fast is it? Asked before a run is trusted to it.
+
+Guarantee: what is tried is tried in a folder of its own that is removed, also after control-C; the large files have no
+name from the start.
+"""
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
 import msgspec
 
-from aiockpt.examples.disk import BLOCK_BYTES, measure_disk
+from aiockpt.testing.disk import OnMoved, measure_disk
 
 FLUSHES = 20
+REPEATS = 3
+SLOW_FLUSH_MS = 50.0
+COMMIT_FLUSHES = 14
+"""Flushes of one small save, one after the other (13 to 15, counted): folders, data, receipt, decision, manifest."""
+
+_IN_MEMORY = {"tmpfs", "ramfs"}
+_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "lustre", "ceph", "gpfs", "beegfs"}
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
@@ -22,11 +32,13 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
     Attributes:
         direct: O_DIRECT reads and writes work.
-        link: hard links work; commits are exclusive through them.
+        link: hard links work and refuse a name that is taken; commits are exclusive through them.
         exclusive_create: O_EXCL refuses a name that is taken.
-        file_flush_ms, folder_flush_ms: median of an fdatasync of 4 KiB, and of an fsync of a directory.
-        write_bytes_per_s, read_bytes_per_s: one large file, past the page cache where *direct* says so.
+        file_flush_ms, folder_flush_ms: medians of a flush after 4 KiB, and of a folder after a new name.
+        slowest_flush_ms: of either.
+        write_bytes_per_s, read_bytes_per_s: medians of one large file, past the page cache where *direct* says so.
         problems: what makes commits here unsafe; empty when all is well.
+        warnings: what an operator should know before a run is trusted to it.
     """
 
     root: str
@@ -38,51 +50,47 @@ class Diagnosis(msgspec.Struct, frozen=True):
     exclusive_create: bool
     file_flush_ms: float
     folder_flush_ms: float
+    slowest_flush_ms: float
     write_bytes_per_s: float
     read_bytes_per_s: float
-    problems: tuple[str, ...] = ()
-
-    def rows(self) -> list[tuple[str, str]]:
-        """Return what is shown to people."""
-        gib = 1 << 30
-        return [
-            ("file system", self.file_system),
-            ("free", f"{self.free_bytes / gib:.1f} of {self.total_bytes / gib:.1f} GiB"),
-            ("O_DIRECT", "yes" if self.direct else "no: buffered writes, about a third of the speed"),
-            ("hard links", "yes" if self.link else "no: exclusive creation is used instead"),
-            ("exclusive create", "yes" if self.exclusive_create else "NO"),
-            ("flush of a file", f"{self.file_flush_ms:.2f} ms"),
-            ("flush of a folder", f"{self.folder_flush_ms:.2f} ms"),
-            ("write", f"{self.write_bytes_per_s / 1e9:.2f} GB/s"),
-            ("read", f"{self.read_bytes_per_s / 1e9:.2f} GB/s"),
-        ]
+    problems: tuple[str, ...]
+    warnings: tuple[str, ...]
 
 
-def examine(root: str, size_bytes: int) -> Diagnosis:
-    """Try everything a commit needs in a temporary folder below *root*, and measure *size_bytes* of raw I/O.
+def examine(root: Path, size_bytes: int, on_moved: OnMoved = lambda _: None) -> Diagnosis:
+    """Try everything a commit needs in a temporary folder below *root*, and measure raw I/O on files of *size_bytes*.
+
+    Args:
+        on_moved: told the bytes of each block; in all they are ``2 * REPEATS`` such files.
 
     Raises:
-        OSError: *root* is no folder, or nothing can be written there.
+        OSError: nothing can be written there, or there is no room.
     """
     space = os.statvfs(root)
     with TemporaryDirectory(dir=root, prefix=".doctor-") as name:
         folder = Path(name)
-        speed = measure_disk(folder, size_bytes, repeats=3)
-        link, exclusive = _works(lambda: _link(folder)), _works(lambda: _create_twice(folder))
-        return Diagnosis(
-            root=root,
-            file_system=_file_system(root),
-            free_bytes=space.f_bavail * space.f_frsize,
-            total_bytes=space.f_blocks * space.f_frsize,
-            direct=speed.direct,
-            link=link,
-            exclusive_create=exclusive,
-            file_flush_ms=_flush_ms(folder / "flushed", os.O_RDWR | os.O_CREAT),
-            folder_flush_ms=_flush_ms(folder, os.O_RDONLY),
-            write_bytes_per_s=median(speed.bytes_per_s),
-            read_bytes_per_s=_read_speed(folder / "read", size_bytes, speed.direct),
-            problems=() if link or exclusive else ("two writers could both commit here: no link(2) and no O_EXCL",),
-        )
+        link, exclusive = _works(lambda: _refuses_second_link(folder)), _works(lambda: _refuses_second_file(folder))
+        file_ms = list(_flush_file_ms(folder / "flushed"))
+        folder_ms = list(_flush_folder_ms(folder))
+        writing = measure_disk(folder, size_bytes, REPEATS, on_moved=on_moved)
+        reading = measure_disk(folder, size_bytes, REPEATS, kind="read", on_moved=on_moved)
+    found = Diagnosis(
+        root=str(root),
+        file_system=_file_system(root),
+        free_bytes=space.f_bavail * space.f_frsize,
+        total_bytes=space.f_blocks * space.f_frsize,
+        direct=writing.direct,
+        link=link,
+        exclusive_create=exclusive,
+        file_flush_ms=median(file_ms),
+        folder_flush_ms=median(folder_ms),
+        slowest_flush_ms=max(file_ms + folder_ms),
+        write_bytes_per_s=median(writing.bytes_per_s),
+        read_bytes_per_s=median(reading.bytes_per_s),
+        problems=() if link or exclusive else ("two writers could both commit here: neither link nor O_EXCL refuses",),
+        warnings=(),
+    )
+    return msgspec.structs.replace(found, warnings=tuple(_warnings(found)))
 
 
 def _works(attempt: Callable[[], bool]) -> bool:
@@ -92,7 +100,7 @@ def _works(attempt: Callable[[], bool]) -> bool:
         return False
 
 
-def _link(folder: Path) -> bool:
+def _refuses_second_link(folder: Path) -> bool:
     (folder / "one").write_bytes(b"")
     os.link(folder / "one", folder / "two")
     try:
@@ -102,51 +110,55 @@ def _link(folder: Path) -> bool:
     return False
 
 
-def _create_twice(folder: Path) -> bool:
-    os.close(os.open(folder / "once", os.O_CREAT | os.O_EXCL))
-    try:
-        os.close(os.open(folder / "once", os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return True
+def _refuses_second_file(folder: Path) -> bool:
+    for _ in range(2):
+        try:
+            os.close(os.open(folder / "once", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return True
     return False
 
 
-def _flush_ms(path: Path, flags: int) -> float:
-    handle = os.open(path, flags)
+def _flush_file_ms(path: Path) -> Iterator[float]:
+    with path.open("wb", buffering=0) as file:
+        for _ in range(FLUSHES):
+            file.write(bytes(4096))
+            yield _time_flush(file.fileno())
+
+
+def _flush_folder_ms(folder: Path) -> Iterator[float]:
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        taken = []
         for number in range(FLUSHES):
-            if path.is_dir():
-                (path / f"name-{number}").touch()
-            else:
-                os.pwrite(handle, b"x" * 4096, number * 4096)
-            begun = time.perf_counter()
-            os.fsync(handle)
-            taken.append((time.perf_counter() - begun) * 1e3)
-        return median(taken)
+            (folder / f"name-{number}").touch()
+            yield _time_flush(handle)
     finally:
         os.close(handle)
 
 
-def _read_speed(path: Path, size_bytes: int, direct: bool) -> float:
-    """Write a file, drop its pages, and return the bytes a second of reading it in large blocks."""
-    blocks = max(1, size_bytes // BLOCK_BYTES)
-    with mmap.mmap(-1, BLOCK_BYTES) as block:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0), 0o600)
-        try:
-            for index in range(blocks):
-                os.pwrite(handle, block, index * BLOCK_BYTES)
-            os.fdatasync(handle)
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-            begun = time.perf_counter()
-            for index in range(blocks):
-                os.preadv(handle, [block], index * BLOCK_BYTES)
-            return blocks * BLOCK_BYTES / (time.perf_counter() - begun)
-        finally:
-            os.close(handle)
+def _time_flush(handle: int) -> float:
+    began = time.perf_counter()
+    os.fsync(handle)
+    return (time.perf_counter() - began) * 1e3
 
 
-def _file_system(root: str) -> str:
+def _warnings(found: Diagnosis) -> Iterator[str]:
+    if found.file_system in _IN_MEMORY:
+        yield f"{found.file_system} is memory: nothing here survives a reboot, whatever is flushed"
+    if found.file_system in _NETWORK:
+        yield f"{found.file_system} is a network file system: a commit is as durable as its server's flush"
+    if not found.direct:
+        yield "no O_DIRECT: writes go through the page cache, at a third of the speed or less"
+    if not found.link:
+        yield "no hard links: a manifest is created in place, and a crash can leave a torn one (which readers refuse)"
+    commit_ms = COMMIT_FLUSHES * max(found.file_flush_ms, found.folder_flush_ms)
+    if max(found.file_flush_ms, found.folder_flush_ms) > SLOW_FLUSH_MS:
+        yield f"flushes are slow: a save takes {commit_ms / 1e3:.1f} s or more, however small it is"
+    if found.free_bytes < found.total_bytes / 20:
+        yield f"{1 - found.free_bytes / found.total_bytes:.0%} of the space is used"
+
+
+def _file_system(root: Path) -> str:
     """Return the type of the file system that holds *root*, as the kernel's mount table names it."""
     path = os.path.realpath(root)
     best, kind = "", "unknown"

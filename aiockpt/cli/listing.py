@@ -48,7 +48,7 @@ def _show_steps(root: str, steps: Sequence[Listed]) -> None:
         facts.append(f"newest {ago(steps[0].created_ns)}")
     title(root, " · ".join(facts))
 
-    table = columns("", "step", "saved", "size", *shown, "state", right=("step", "size", *shown))
+    table = columns("", "step", "saved", "size", *shown, "state", right=("step", "size", *shown), folds="state")
     for step, line in zip(steps, lines, strict=True):
         values = [_metric(step.metrics, name) for name in shown]
         label = Text(str(step.step), "bold" if step.id in current else "")

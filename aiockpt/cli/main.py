@@ -1,158 +1,240 @@
-"""The command ``aiockpt``: one function a command, each with ``--json`` for programs and colour for people."""
+"""The command ``aiockpt``: one function a command, each with ``--json`` for programs and colour for people.
+
+What a command needs is imported when it runs: ``--help`` and a mistyped command answer at once.
+"""
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
+import anyio
 import typer
 
-from aiockpt.checkpointer import Checkpointer
 from aiockpt.cli import show
-from aiockpt.cli.diff import diff_steps
-from aiockpt.cli.doctor import examine
-from aiockpt.cli.progress import bytes_progress
-from aiockpt.errors import CheckpointError, CorruptionError, StorageError, UsageError
-from aiockpt.options import Best, Retention
+from aiockpt.errors import CheckpointError, StepNotFoundError, StorageError, UsageError
+
+if TYPE_CHECKING:
+    from aiockpt.checkpointer import Checkpointer
+    from aiockpt.cli.diff import Change
+    from aiockpt.cli.outcomes import Check
+    from aiockpt.storage.backend import Backend
+
+DAMAGED, WRONG_CALL, STORAGE_FAILED = 1, 2, 3
 
 app = typer.Typer(
     name="aiockpt",
-    help="Look into, check and tidy checkpoints.",
+    help="Look into checkpoints, check them, tidy them.",
+    epilog="Exit status: 0 all right · 1 damaged, or different · 2 the call was wrong · 3 the storage failed",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 Root = Annotated[str, typer.Argument(help="Where the checkpoints are: a folder, or a URL.", show_default=False)]
-Step = Annotated[int | None, typer.Argument(help="The step; the newest valid one when left out.", show_default=False)]
+Step = Annotated[int | None, typer.Argument(help="A step; the newest when left out.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
-
-
-def _open(root: str) -> Checkpointer:
-    if "://" not in root and not Path(root).is_dir():
-        raise UsageError(f"{root}: no such folder")
-    return Checkpointer(root)
+Everything = Annotated[bool, typer.Option("--all", "-a", help="Fold and cut nothing.")]
 
 
 @app.command("ls")
 def list_steps(root: Root, as_json: Json = False) -> None:
-    """List the committed steps, the newest first."""
-    with _open(root) as ckpt:
-        steps = ckpt.steps().result()
-    show.json_or(as_json, steps, lambda: show.steps(root, steps))
+    """List the steps, the newest first, and what descends from what; damaged and unfinished ones too."""
+    from aiockpt.cli.listing import show_survey
+    from aiockpt.cli.place import open_place
+    from aiockpt.cli.survey import survey
+
+    found = anyio.run(survey, open_place(root))
+    show.json_or(as_json, found, lambda: show_survey(root, found))
 
 
 @app.command("inspect")
 def inspect(
     root: Root,
     step: Step = None,
+    depth: Annotated[int | None, typer.Option(min=1, help="Levels of the tree to show.", show_default=False)] = None,
+    rank: Annotated[int, typer.Option(min=0, help="Whose values to show, where each rank has its own.")] = 0,
+    everything: Everything = False,
     as_json: Json = False,
-    depth: Annotated[int, typer.Option(help="Levels of the tree to show; 0 shows every tensor.")] = 0,
 ) -> None:
-    """Show what a step holds: tensors with sizes, shapes, dtypes and files; values; without reading data."""
+    """Show what a step holds: tensors with dtypes, shapes, sizes and files; values; without reading data."""
+    from aiockpt.cli.contents import show_description
+    from aiockpt.cli.place import open_place
+    from aiockpt.cli.survey import find_committed, find_valid
+
+    backend = open_place(root)
+    entry = anyio.run(find_valid, backend) if step is None else anyio.run(find_committed, backend, step)
     with _open(root) as ckpt:
-        seen = ckpt.describe(step).result()
-    show.json_or(as_json, seen, lambda: show.description(seen, depth))
+        seen = ckpt.describe(entry.step).result()
+    if seen.per_rank and str(rank) not in seen.per_rank:
+        raise UsageError(f"--rank {rank}: step {seen.info.step} was saved by {seen.info.world_size} rank(s), from 0")
+    show.json_or(as_json, seen, lambda: show_description(root, seen, str(rank), depth, everything))
 
 
 @app.command("verify")
 def verify(
     root: Root,
     step: Step = None,
-    every: Annotated[bool, typer.Option("--all", help="Verify every step.")] = False,
+    every: Annotated[bool, typer.Option("--all", "-a", help="Verify every step.")] = False,
     as_json: Json = False,
 ) -> None:
     """Read every block of a step and compare it. Exit status 0: all is as it was saved; 1: it is not."""
+    from aiockpt.cli.outcomes import show_check
+    from aiockpt.cli.place import open_place
+    from aiockpt.cli.survey import find_committed, survey
+
+    if every and step is not None:
+        raise UsageError("give a step, or --all, not both")
+    backend = open_place(root)
+    steps: list[int] = []
+    if every:
+        steps = [listed.step for listed in anyio.run(survey, backend).steps]
+    if not every or not steps:
+        steps = [anyio.run(find_committed, backend, step).step]
     results = []
     with _open(root) as ckpt:
-        steps = [info.step for info in ckpt.steps().result()] if every else [step]
         for number in steps:
-            try:
-                total = ckpt.describe(number).result().info.bytes
-                with bytes_progress(
-                    f"verifying {number if number is not None else 'the newest'}", total, as_json
-                ) as tick:
-                    verified = ckpt.verify(number, on_read=tick).result()
-                results.append(show.Check(verified.step, True, verified.bytes, verified.seconds))
-            except CorruptionError as error:
-                results.append(show.Check(-1 if number is None else number, False, 0, 0.0, str(error)))
-    show.json_or(as_json, results, lambda: show.checks(results))
+            results.append(_verify_one(ckpt, number, as_json))
+            if not as_json:
+                show_check(results[-1])
+    show.json_or(as_json, results, lambda: None)
     if not all(result.valid for result in results):
-        raise typer.Exit(1)
+        raise typer.Exit(DAMAGED)
+
+
+def _verify_one(ckpt: Checkpointer, step: int, quiet: bool) -> Check:
+    from aiockpt.cli.outcomes import Check
+    from aiockpt.cli.progress import bytes_progress, finish
+    from aiockpt.errors import CorruptionError
+
+    try:
+        total = finish(ckpt.describe(step)).info.bytes
+        with bytes_progress(f"verifying step {step}", total, quiet) as tick:
+            done = finish(ckpt.verify(step, on_read=tick))
+    except CorruptionError as error:
+        return Check(step, False, problem=str(error))
+    return Check(step, True, done.generation, done.bytes, done.seconds)
 
 
 @app.command("diff")
 def diff(
     root: Root,
-    one: Annotated[int, typer.Argument(help="A step.")],
-    two: Annotated[int, typer.Argument(help="Another step.")],
+    one: Annotated[int, typer.Argument(help="A step.", show_default=False)],
+    two: Annotated[int, typer.Argument(help="Another step.", show_default=False)],
+    everything: Everything = False,
     as_json: Json = False,
 ) -> None:
-    """Compare two steps: which tensors changed, and by how much. Exit status 1: they differ."""
-    with _open(root) as ckpt:
-        changes = diff_steps(ckpt, one, two, quiet=as_json)
-    show.json_or(as_json, changes, lambda: show.changes(one, two, changes))
+    """Compare two steps: which tensors and values changed, and by how much. Exit status 1: they differ."""
+    from aiockpt.cli.outcomes import show_changes
+    from aiockpt.cli.place import open_place
+
+    changes = anyio.run(_diff, open_place(root), one, two, as_json)
+    show.json_or(as_json, changes, lambda: show_changes(root, one, two, changes, everything))
     if any(change.kind != "same" for change in changes):
-        raise typer.Exit(1)
+        raise typer.Exit(DAMAGED)
+
+
+async def _diff(backend: Backend, one: int, two: int, quiet: bool) -> list[Change]:
+    from aiockpt.cli.diff import diff_steps, tensor_bytes
+    from aiockpt.cli.progress import bytes_progress
+    from aiockpt.cli.reading import open_step
+    from aiockpt.cli.survey import find_committed
+
+    entries = [await find_committed(backend, step) for step in (one, two)]
+    async with open_step(backend, entries[0]) as before, open_step(backend, entries[1]) as after:
+        total = sum(tensor_bytes(entry) for entry in before.manifest.tensors.values())
+        with bytes_progress(f"comparing {one} and {two}", total, quiet) as tick:
+            return await diff_steps(before, after, tick)
 
 
 @app.command("prune")
 def prune(
     root: Root,
-    last: Annotated[int | None, typer.Option(help="Keep the newest N steps.")] = None,
-    every: Annotated[int | None, typer.Option(help="Keep every step divisible by N.")] = None,
-    best: Annotated[str | None, typer.Option(help="Keep the best step by this metric.")] = None,
-    mode: Annotated[str, typer.Option(help="min or max: which values of --best are good.")] = "min",
-    grace_hours: Annotated[float, typer.Option(help="Age at which an uncommitted attempt is garbage.")] = 24.0,
-    delete: Annotated[bool, typer.Option("--yes", help="Really delete; without it only show.")] = False,
+    last: Annotated[int | None, typer.Option(min=1, help="Keep the newest N steps.", show_default=False)] = None,
+    every: Annotated[
+        int | None, typer.Option(min=1, help="Besides, keep every step divisible by N.", show_default=False)
+    ] = None,
+    best: Annotated[str | None, typer.Option(help="Besides, keep the best by this metric.", show_default=False)] = None,
+    best_count: Annotated[int, typer.Option(min=1, help="How many of the best to keep.")] = 1,
+    mode: Annotated[Literal["min", "max"], typer.Option(help="Which values of --best are good.")] = "min",
+    grace_hours: Annotated[float, typer.Option(min=0, help="Age at which an uncommitted attempt is garbage.")] = 24.0,
+    delete: Annotated[bool, typer.Option("--yes", "-y", help="Really delete; without it only show.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Delete the steps that no rule keeps, and the garbage of dead saves. Shows what it would do unless --yes."""
-    if mode not in ("min", "max"):
-        raise UsageError(f"--mode {mode}: give min or max")
-    rule = Best(best, mode="min" if mode == "min" else "max") if best else None
-    rules = Retention(last=last, every=every, best=rule, grace_s=grace_hours * 3600)
+    """Delete the steps that no rule keeps, and what dead saves left. Only shows what it would do, unless --yes."""
+    from aiockpt.cli.outcomes import show_pruned
+    from aiockpt.cli.place import open_place
+    from aiockpt.cli.survey import measure, survey
+    from aiockpt.options import Best, Retention
+
     if last is None and (every or best):
-        raise UsageError("--every and --best keep steps besides --last N: give that too")
+        raise UsageError("--every and --best keep steps besides the newest: give --last N too")
+    rule = Best(best, count=best_count, mode=mode) if best else None
+    rules = Retention(last=last, every=every, best=rule, grace_s=grace_hours * 3600)
+    backend = open_place(root)
     with _open(root) as ckpt:
-        pruned = ckpt.prune(rules, dry_run=not delete).result()
-    show.json_or(as_json, pruned, lambda: show.pruned(pruned, delete))
+        found = ckpt.prune(rules, dry_run=True).result()
+        folders = [step.id for step in found.steps]
+        folders += [f"{garbage.step_id}/a-{garbage.attempt}" for garbage in found.garbage]
+        sizes = anyio.run(measure, backend, folders)
+        if delete:
+            found = ckpt.prune(rules).result()
+    gone = {step.step for step in found.steps}
+    kept = [listed.step for listed in anyio.run(survey, backend).steps if listed.step not in gone]
+    show.json_or(as_json, found, lambda: show_pruned(found, sizes, kept, delete))
 
 
 @app.command("commit")
 def commit(root: Root, as_json: Json = False) -> None:
-    """Finish the commits that dead jobs could not: every attempt whose votes are complete is rolled forward."""
+    """Finish the commits that dead jobs could not: every attempt whose receipts are complete is rolled forward."""
+    from aiockpt.cli.outcomes import show_finished
+    from aiockpt.cli.place import open_place
+    from aiockpt.cli.survey import survey
+
+    backend = open_place(root)
     with _open(root) as ckpt:
         finished = ckpt.finish_commits().result()
-    show.json_or(as_json, finished, lambda: show.finished(finished))
+    left = anyio.run(survey, backend).unfinished
+    show.json_or(as_json, {"finished": finished, "unfinished": left}, lambda: show_finished(root, finished, left))
 
 
 @app.command("doctor")
 def doctor(
     root: Root,
-    size_mib: Annotated[int, typer.Option("--size", help="MiB to write and read for the speed test.")] = 512,
+    size_mib: Annotated[int, typer.Option("--size", min=8, help="MiB of each file of the speed test.")] = 512,
     as_json: Json = False,
 ) -> None:
-    """Say what this place can do: O_DIRECT, link, exclusive create, flush latency, free space, raw speed."""
-    found = examine(root, size_mib << 20)
-    show.json_or(as_json, found, lambda: show.diagnosis(found))
+    """Say what this file system can do: O_DIRECT, links, flush latency, free space, raw write and read speed."""
+    from aiockpt.cli.doctor import REPEATS, examine
+    from aiockpt.cli.outcomes import show_diagnosis
+    from aiockpt.cli.place import local_folder
+    from aiockpt.cli.progress import bytes_progress
+
+    folder = local_folder(root)
+    free_mib = shutil.disk_usage(folder).free >> 20
+    if size_mib >= free_mib:
+        raise UsageError(f"--size {size_mib}: {folder} has {free_mib} MiB free; give less")
+    with bytes_progress("writing and reading", 2 * REPEATS * (size_mib << 20), as_json) as tick:
+        found = examine(folder, size_mib << 20, tick)
+    show.json_or(as_json, found, lambda: show_diagnosis(found))
     if found.problems:
-        raise typer.Exit(3)
+        raise typer.Exit(STORAGE_FAILED)
 
 
 @app.command("demo")
 def demo(
     folder: Annotated[
-        Path | None, typer.Option("--dir", help="Where to save; a temporary folder when left out.")
+        Path | None, typer.Option("--dir", help="Where to save; a temporary folder when left out.", show_default=False)
     ] = None,
     steps: Annotated[int, typer.Option(help="Training steps.")] = 120,
     every: Annotated[int, typer.Option(help="Save every N steps.")] = 5,
     keep: Annotated[int, typer.Option(help="Keep the last N checkpoints.")] = 3,
     asynchronous: Annotated[bool, typer.Option("--async", help="Use the async trainer.")] = False,
-    plain: Annotated[bool, typer.Option(help="No live display.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="No live display.")] = False,
     as_json: Json = False,
 ) -> None:
     """Train a small GPT with checkpoints, kill it in the middle of a save, resume, and show what it cost."""
@@ -164,21 +246,25 @@ def demo(
     raise typer.Exit(run_demo(options))
 
 
+def _open(root: str) -> Checkpointer:
+    from aiockpt.checkpointer import Checkpointer
+
+    return Checkpointer(root)
+
+
 @contextmanager
 def _told_plainly() -> Iterator[None]:
     """Turn our errors into one clear message and an exit code; bugs keep their traceback."""
     try:
         yield
-    except UsageError as error:
-        _fail(error, 2)
+    except (UsageError, StepNotFoundError) as error:
+        _fail(error, WRONG_CALL)
     except StorageError as error:
-        _fail(error, 3)
+        _fail(error, STORAGE_FAILED)
     except CheckpointError as error:
-        _fail(error, 1)
+        _fail(error, DAMAGED)
     except OSError as error:
-        _fail(error, 3)
-    except KeyboardInterrupt:
-        sys.exit(130)
+        _fail(error, STORAGE_FAILED)
 
 
 def _fail(error: Exception, status: int) -> None:

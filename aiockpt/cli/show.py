@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable
 from datetime import datetime
+from typing import Literal
 
 import msgspec
 from rich.console import Console
 from rich.markup import escape
-from rich.padding import Padding
 from rich.table import Table
 
 PIPE_COLUMNS = 160
 """Width where there is no terminal: nothing is folded or cut, so that grep and awk see whole rows."""
 
+BROKEN_PIPE = 128 + 13
+"""What a shell reports for a process that SIGPIPE ended."""
+
+
+class _PoliteConsole(Console):
+    """Ends as other tools do when `head` has seen enough: 1 would say that a checkpoint is damaged."""
+
+    def on_broken_pipe(self) -> None:
+        try:
+            super().on_broken_pipe()
+        except SystemExit:
+            raise SystemExit(BROKEN_PIPE) from None
+
 
 def _open_console(stderr: bool) -> Console:
-    console = Console(stderr=stderr, highlight=False)
+    console = _PoliteConsole(stderr=stderr, highlight=False)
     if not console.is_terminal:
         console.width = PIPE_COLUMNS
     return console
@@ -37,8 +51,8 @@ def json_or(as_json: bool, value: object, people: Callable[[], None]) -> None:
 
 
 def say(text: str) -> None:
-    """Print a line with markup; a terminal that is too narrow breaks it anywhere."""
-    out.print(text, soft_wrap=True)
+    """Print a line with markup; a terminal that is too narrow breaks it between words."""
+    out.print(text, soft_wrap=not out.is_terminal)
 
 
 def title(root: str, rest: str) -> None:
@@ -48,20 +62,21 @@ def title(root: str, rest: str) -> None:
 
 def problem(message: str) -> None:
     """Print what went wrong."""
-    err.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
+    err.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=not err.is_terminal)
 
 
-def columns(*headings: str, right: tuple[str, ...] = ()) -> Table:
-    """Return an empty table without lines."""
+def columns(*headings: str, right: tuple[str, ...] = (), folds: str) -> Table:
+    """Return an empty table without lines.
+
+    Args:
+        right: headings of numbers.
+        folds: the column that is broken where the terminal is too narrow; the others are never cut.
+    """
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     for heading in headings:
-        table.add_column(heading, justify="right" if heading in right else "left", no_wrap=True)
+        justify: Literal["left", "right"] = "right" if heading in right else "left"
+        table.add_column(heading, justify=justify, no_wrap=heading != folds, overflow="fold")
     return table
-
-
-def indented(table: Table) -> Padding:
-    """Return *table* moved to the right by two."""
-    return Padding(table, (0, 0, 0, 2))
 
 
 def size(count: float) -> str:
@@ -90,3 +105,8 @@ def ago(time_ns: int) -> str:
         if seconds >= length_s:
             return f"{count(int(seconds // length_s), unit)} ago"
     return f"{count(int(seconds), 'second')} ago"
+
+
+def natural_order(name: str) -> list[tuple[int, str]]:
+    """Return the sort key by which people order names: layers.2 before layers.10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -5,28 +5,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
+from zlib import crc32
 
 from aiockpt.adapters.intake import Stored
 from aiockpt.adapters.target import TensorRef, read_tree
-from aiockpt.engine.keep import Description
 from aiockpt.format.names import join_name
 from aiockpt.state.tree import Opaque, Path
 
 SHORT_ITEMS = 8
 
 
-def read_values(seen: Description, rank: str) -> dict[str, Any]:
-    """Return the leaves of the values of a step by name, as *rank* had them; tensors are left out.
+def read_values(stored: Stored) -> dict[str, Any]:
+    """Return the leaves of the values of a step by name, as one rank had them; tensors are left out.
 
     Lists and tuples of plain values are leaves.
     """
-    stored = Stored(
-        tensors={tensor.name: (tensor.dtype, tensor.shape) for tensor in seen.tensors},
-        alias=seen.alias,
-        values=seen.values,
-        per_rank=seen.per_rank.get(rank),
-        where=seen.info.id,
-    )
     leaves = _leaves((), read_tree(stored))
     return {join_name(path): value for path, value in leaves if not isinstance(value, TensorRef)}
 
@@ -55,7 +48,7 @@ def _is_plain(value: Any) -> bool:
 def shorten(value: Any, width: int = 60) -> str:
     """Return *value* in at most *width* characters."""
     if isinstance(value, bytes | bytearray):
-        text = f"{len(value)} bytes {value[:8].hex()}…" if len(value) > SHORT_ITEMS else repr(value)
+        text = repr(value) if len(value) <= SHORT_ITEMS else f"{len(value)} bytes, crc32 {crc32(value):08x}"
     elif isinstance(value, list | tuple) and len(value) > SHORT_ITEMS:
         first = ", ".join(shorten(item, width) for item in value[:3])
         text = f"{len(value)} items: {first}, …"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 
 from aiockpt.errors import UsageError
 
@@ -168,6 +169,7 @@ def _parse_rank(pattern: re.Pattern[str], name: str) -> int | None:
 
 _SPECIAL = re.compile(r"[.\\\[]")
 _TOKEN = re.compile(r"\[(-?[0-9]{1,19})\]|\.?((?:[^.\\\[]|\\[.\\\[])+|\\e)|\.")
+_ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 _EMPTY_KEY = r"\e"
 _MAX_INDEX = 2**63
 
@@ -184,7 +186,7 @@ def join_name(parts: Sequence[str | int]) -> str:
     written: list[str] = []
     for part in parts:
         if isinstance(part, str):
-            key = _SPECIAL.sub(r"\\\g<0>", part) if part else _EMPTY_KEY
+            key = _escape(part)
             written.append(f".{key}" if written else key)
         elif isinstance(part, int) and not isinstance(part, bool) and abs(part) <= _MAX_INDEX:
             written.append(f"[{part}]")
@@ -194,6 +196,17 @@ def join_name(parts: Sequence[str | int]) -> str:
     if not name.isascii() and any("\ud800" <= character <= "\udfff" for character in name):
         raise UsageError(f"{name!r} holds a lone surrogate and cannot be stored: rename the key")
     return name
+
+
+@lru_cache(maxsize=1 << 16)
+def _escape(key: str) -> str:
+    """Return a key as it is written in a name; a state has few keys and many names."""
+    return _SPECIAL.sub(r"\\\g<0>", key) if key else _EMPTY_KEY
+
+
+def prefixes(name: str) -> list[str]:
+    """Return the names of all that the leaf *name* (from `join_name`) is a part of, the longest (itself) first."""
+    return [name[: token.end()] for token in _TOKEN.finditer(name)][::-1]
 
 
 def split_name(name: str) -> tuple[str | int, ...]:
@@ -215,5 +228,5 @@ def _parse_parts(name: str) -> list[str | int]:
         if index is not None:
             parts.append(int(index))
         elif key is not None:
-            parts.append("" if key == _EMPTY_KEY else re.sub(r"\\(.)", r"\1", key, flags=re.DOTALL))
+            parts.append("" if key == _EMPTY_KEY else _ESCAPED.sub(r"\1", key) if "\\" in key else key)
     return parts

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import anyio
 import msgspec
 
-from aiockpt.errors import CommitConflictError, CommitError, CommitTimeoutError, ObjectExistsError
+from aiockpt.errors import CommitConflictError, CommitError, CommitTimeoutError, ObjectExistsError, ObjectNotFoundError
 from aiockpt.format.manifest import Decision, Manifest, Receipt, Verdict, encode_manifest, encode_receipt
 from aiockpt.format.merge import merge_receipts
 from aiockpt.format.names import decision_key, manifest_key, receipt_key
@@ -114,7 +114,10 @@ async def commit(backend: Backend, votes: Sequence[Receipt], world: World) -> Ma
 
 async def _check_sizes(backend: Backend, manifest: Manifest) -> None:
     for file in manifest.files:
-        found = (await backend.stat(f"{manifest.id}/{file.p}")).size
+        try:
+            found = (await backend.stat(f"{manifest.id}/{file.p}")).size
+        except ObjectNotFoundError as error:
+            raise CommitError(f"{manifest.id}/{file.p} is gone: the attempt was collected; save again") from error
         if found != file.size:
             raise CommitError(f"{manifest.id}/{file.p}: {found} bytes in storage, the receipt says {file.size}")
 
@@ -131,10 +134,12 @@ async def claim(backend: Backend, step_id: str, attempt: str, wish: Verdict, wri
     """Create the attempt's one decision record; return what was decided, by us or by whoever was first."""
     key = decision_key(step_id, attempt)
     decision = Decision(decision=wish, attempt=attempt, write_id=write_id)
-    if await put_once(backend, key, msgspec.json.encode(decision)):
-        return wish
     try:
+        if await put_once(backend, key, msgspec.json.encode(decision)):
+            return wish
         return msgspec.json.decode(await read_record(backend, key), type=Decision).decision
+    except ObjectNotFoundError:
+        return "collect"  # it was there and went while we looked: the attempt is being removed
     except msgspec.DecodeError as error:
         raise CommitError(f"{key} is damaged ({error}); save the step again") from error
 

@@ -6,7 +6,9 @@ Guarantees:
 - It copies in file order and hands each window on as soon as it is full, so that writing starts while the copy still
   runs, and one slab is enough to drain any state.
 - Its cost beside the copy itself is about half a microsecond a tensor: addresses are computed once for as long as the
-  state stays where it is, and the loop does nothing but ``memmove``, which releases the GIL.
+  state stays where it is, and the loop does nothing but ``memmove``.
+- The GIL is let go during the largest move of every fourth window, not with every tensor: getting it back from the
+  writers after each of hundreds of moves made the pause 1.5 × a plain copy; never letting it go kept the disk idle.
 - A program holds its tensors: their memory cannot be freed while it may be copied.
 """
 
@@ -18,13 +20,20 @@ from operator import is_
 
 import torch
 
-from aiockpt.planning.save import HEADER, FilePlan, SavePlan, Window
+from aiockpt.planning.save import HEADER, Copy, FilePlan, SavePlan, Window
 from aiockpt.runtime.slabs import Slab, SlabPool
 from aiockpt.state.shards import TensorShard
 
 Deliver = Callable[[Window, Slab], object]
+YIELD_EVERY = 4
+"""Windows from one letting go of the GIL to the next; measured with 16 MiB windows on 2 cores."""
 Moves = list[tuple[int, int, int]]
 """(offset in the window, address, bytes) of each copy."""
+
+
+_held_memmove = ctypes.PyDLL(None).memmove  # PyDLL keeps the GIL, here for less than a window
+_held_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_held_memmove.restype = None
 
 
 class CopyProgram:
@@ -59,24 +68,36 @@ class CopyProgram:
         Raises:
             StorageTimeoutError: no slab came free within *timeout_s* seconds.
         """
-        move = ctypes.memmove
-        for window, moves in self._windows:
+        for number, (window, moves) in enumerate(self._windows):
             if not wanted():
                 return
             slab = pool.take(timeout_s)
             base = slab.address
-            for offset, source, size in moves:
-                move(base + offset, source, size)
+            for offset, source, size in moves[:-1]:
+                _held_memmove(base + offset, source, size)
+            last_move = _held_memmove if number % YIELD_EVERY else ctypes.memmove
+            offset, source, size = moves[-1]
+            last_move(base + offset, source, size)
             deliver(window, slab)
 
 
 def _moves(file: FilePlan, addresses: list[int]) -> list[tuple[Window, Moves]]:
-    """Return the copies of one file; its header's address is the last one (`HEADER` is −1)."""
+    """Return the copies of one file, the largest of each window last; the header's address is the last one (−1)."""
     assert HEADER == -1
     return [
-        (window, [(copy.window_offset, addresses[copy.source] + copy.source_offset, copy.size) for copy in window.copies])
+        (
+            window,
+            [
+                (copy.window_offset, addresses[copy.source] + copy.source_offset, copy.size)
+                for copy in sorted(window.copies, key=_size)
+            ],
+        )
         for window in file.windows
     ]
+
+
+def _size(copy: Copy) -> int:
+    return copy.size
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

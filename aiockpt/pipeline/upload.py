@@ -14,11 +14,11 @@ from collections.abc import AsyncIterator, Callable
 
 import anyio
 
-from aiockpt.format.checksum import ALGORITHM, block_count
+from aiockpt.format.checksum import ALGORITHM, SUM_BYTES, block_count
 from aiockpt.format.manifest import FileEntry
 from aiockpt.pipeline.serialize import hash_blocks
 from aiockpt.planning.save import FilePlan, Window
-from aiockpt.runtime.limits import Limiter, LimiterStatistics, run_blocking
+from aiockpt.runtime.limits import Limiter, LimiterStatistics
 from aiockpt.runtime.slabs import Slab, SlabPool
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend, Upload
@@ -74,7 +74,6 @@ class Uploader:
         self._backend = backend
         self._pool = pool
         self._block_bytes = block_bytes
-        self._hashing = Limiter("hash", 2)
         self._writing = Limiter("window", backend.traits.block_writes + 1)  # one hashes while the others write
 
     async def write_file(
@@ -84,7 +83,7 @@ class Uploader:
 
         The file and its name are durable when this returns.
         """
-        sums = bytearray(8 * block_count(file.size, self._block_bytes))
+        sums = bytearray(SUM_BYTES * block_count(file.size, self._block_bytes))
         upload = await self._backend.create(f"{folder}/{path}", file.size)
         try:
             async with open_tasks() as tasks:
@@ -104,17 +103,19 @@ class Uploader:
 
     def statistics(self) -> tuple[LimiterStatistics, ...]:
         """Return the limiters' counts of this instant."""
-        return self._hashing.statistics(), self._writing.statistics()
+        return (self._writing.statistics(),)
 
     async def _write_window(
         self, upload: Upload, window: Window, slab: Slab, sums: bytearray, on_written: Callable[[int], object]
     ) -> None:
         try:
-            memory = slab.memory[: window.size]
-            found = await run_blocking(self._hashing, hash_blocks, memory, self._block_bytes)
-            first = window.offset // self._block_bytes * 8
-            sums[first : first + len(found)] = found
-            await upload.write(window.offset, memory)
+            first = window.offset // self._block_bytes * SUM_BYTES
+
+            def seen(data: memoryview) -> None:
+                found = hash_blocks(data, self._block_bytes)
+                sums[first : first + len(found)] = found
+
+            await upload.write(window.offset, slab.memory[: window.size], seen)
         finally:
             self._pool.give(slab)
             await self._writing.__aexit__()

@@ -118,6 +118,8 @@ def plan_load(manifest: Manifest, wanted: Sequence[Wanted]) -> LoadPlan:
 def _direct_runs(entry: TensorEntry, stored: Box, wanted: Box, overlap: Box) -> list[tuple[int, int, int]] | None:
     """Return (piece offset, target offset, size) in bytes; None when the runs are too short to be worth a buffer each."""
     width = itemsize(entry.dtype)
+    if stored == wanted:
+        return [(0, 0, stored.volume * width)]
     most = max(1, overlap.volume * width // MIN_RUN_BYTES)
     runs: list[tuple[int, int, int]] = []
     for source, target, count in copy_runs(stored, wanted):

@@ -73,8 +73,12 @@ class Space(msgspec.Struct, frozen=True):
 class Upload(Protocol):
     """A data file being written in blocks, in any order and several at once."""
 
-    async def write(self, offset: int, data: memoryview) -> None:
-        """Write *data* at *offset*. Ranges are disjoint. *data* must not change until this returns."""
+    async def write(self, offset: int, data: memoryview, seen: Seen | None = None) -> None:
+        """Show *data* to *seen*, on the thread that writes it, and write it at *offset*.
+
+        Ranges are disjoint. *data* must not change until this returns. (One hop to a thread, not two, for a checksum and
+        a write: each hop costs training a wait for the GIL.)
+        """
 
     async def finish(self) -> None:
         """Make data and name durable. Every byte of the announced size has been written.

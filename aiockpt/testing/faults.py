@@ -169,6 +169,10 @@ class FaultyBackend:
         return f"<FaultyBackend of {self.inner!r}, {self.call_count} calls, fired: {self.schedule.fired}>"
 
 
+def _sent(fault: Fault | None, data: memoryview) -> memoryview:
+    return _flipped(data, fault.bit) if fault is not None and fault.do == "flip" else data
+
+
 class _FaultyReader:
     def __init__(self, inner: Reader, key: str, schedule: Schedule) -> None:
         self._inner = inner
@@ -200,19 +204,19 @@ class _FaultyUpload:
         self._key = key
         self._schedule = schedule
 
-    async def write(self, offset: int, data: memoryview) -> None:
+    async def write(self, offset: int, data: memoryview, seen: Seen | None = None) -> None:
         fault = self._schedule.due("upload.write", self._key)
-        await _guarded(fault, "upload.write", self._key, lambda: self._inner.write(offset, _sent(fault, data)))
+        sent = _sent(fault, data)
+        if sent is not data and seen is not None:  # flipped on the way to the storage: whoever looks sees what was meant
+            seen(data)
+            seen = None
+        await _guarded(fault, "upload.write", self._key, lambda: self._inner.write(offset, sent, seen))
 
     async def finish(self) -> None:
         await _guarded(self._schedule.due("upload.finish", self._key), "upload.finish", self._key, self._inner.finish)
 
     async def abort(self) -> None:
         await self._inner.abort()  # "never raises a StorageError" is part of the contract
-
-
-def _sent(fault: Fault | None, data: memoryview) -> memoryview:
-    return _flipped(data, fault.bit) if fault is not None and fault.do == "flip" else data
 
 
 async def _guarded(fault: Fault | None, verb: str, key: str, call: Callable[[], Awaitable[T]]) -> T:

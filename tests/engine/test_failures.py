@@ -99,7 +99,7 @@ def test_failures_can_be_warned_of_or_handed_to_a_callable(run: Run) -> None:
 
 
 def test_a_cancelled_save_leaves_nothing_behind_and_is_no_failure(run: Run) -> None:
-    backend = broken(Fault(do="hang", verb="upload.finish"))
+    backend = broken(Fault(do="hang", verb="upload.finish", match="step-00000001*", times=None))
     with aiockpt.Checkpointer(backend, io=SMALL) as ckpt:
         save = ckpt.save(1, run.state)
         assert save.cancel()

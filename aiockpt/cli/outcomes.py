@@ -1,0 +1,169 @@
+"""How do the outcomes of `verify`, `diff`, `prune`, `commit` and `doctor` look?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.markup import escape
+from rich.text import Text
+
+from aiockpt.cli.doctor import COMMIT_FLUSHES
+from aiockpt.cli.listing import tell_unfinished
+from aiockpt.cli.show import columns, count, natural_order, out, say, size, title
+
+if TYPE_CHECKING:
+    from aiockpt.cli.diff import Change
+    from aiockpt.cli.doctor import Diagnosis
+    from aiockpt.cli.survey import Unfinished
+    from aiockpt.engine.keep import Pruned, StepInfo
+
+CHANGES_SHOWN = 60
+
+
+class Check(msgspec.Struct, frozen=True):
+    """The outcome of verifying one step; *generation*, *bytes* and *seconds* are 0 for one that is damaged."""
+
+    step: int
+    valid: bool
+    generation: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    problem: str | None = None
+
+
+def show_check(result: Check) -> None:
+    """Print what a verification found."""
+    if result.valid:
+        speed = f", {size(result.bytes / result.seconds)}/s" if result.seconds else ""
+        say(
+            f"[green]✓[/] step {result.step}: {size(result.bytes)} are as they were saved ({result.seconds:.2f} s{speed})"
+        )
+    else:
+        say(f"[red]✗ step {result.step}:[/] {escape(result.problem or '')}")
+
+
+def show_changes(root: str, one: int, two: int, found: Sequence[Change], everything: bool) -> None:
+    """Print which leaves differ between two steps: tensors, then values."""
+    differing = [change for change in found if change.kind != "same"]
+    title(
+        f"{root} step {one} → {two}",
+        f"{len(differing)} of {count(len(found), 'leaf').replace('leafs', 'leaves')} differ",
+    )
+    if not differing:
+        say("[green]equal, bit for bit[/]")
+        return
+    tensors = [change for change in differing if change.what == "tensor"]
+    tensors.sort(key=lambda change: natural_order(change.name))
+    values = [change for change in differing if change.what == "value"]
+    if tensors:
+        _show_tensors(tensors if everything else tensors[:CHANGES_SHOWN])
+    if values:
+        _show_values(values if everything else values[:CHANGES_SHOWN])
+    if not everything and max(len(tensors), len(values)) > CHANGES_SHOWN:
+        say(
+            f"[dim]the first {CHANGES_SHOWN} of {len(tensors)} tensors and {len(values)} values: --all shows everything[/]"
+        )
+
+
+def _show_tensors(found: Sequence[Change]) -> None:
+    numbers = ("changed", "max Δ", "mean Δ", "rel Δ")
+    notes = [""] if any(change.difference is None or change.difference.not_finite for change in found) else []
+    table = columns("tensor", *numbers, *notes, right=numbers, folds="tensor")
+    for change in found:
+        by = change.difference
+        if by is None:
+            table.add_row(escape(change.name), change.kind, "", "", "", change.detail)
+            continue
+        measured = [f"{by.changed / by.elements:.1%}", *map(_number, (by.largest, by.mean, by.relative))]
+        note = [Text(f"{by.not_finite} NaN or infinite", "red")] if by.not_finite else []
+        table.add_row(escape(change.name), *measured, *note)
+    out.print()
+    out.print(table)
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3g}"
+
+
+def _show_values(found: Sequence[Change]) -> None:
+    table = columns("value", "", folds="")
+    for change in found:
+        kind = "" if change.kind == "changed" else f"{change.kind}: "
+        table.add_row(escape(change.name), Text(kind + change.detail))
+    out.print()
+    out.print(table)
+
+
+def show_pruned(found: Pruned, sizes: Mapping[str, int], kept: Sequence[int], deleted: bool) -> None:
+    """Print what retention removed, or would remove.
+
+    Args:
+        sizes: bytes by folder, of steps and of attempts.
+        kept: the steps that stay, the newest first.
+    """
+    table = columns("", "what", "size", "why", right=("size",), folds="why")
+    mark = "[red]deleted[/]" if deleted else "[yellow]would delete[/]"
+    for step in found.steps:
+        table.add_row(mark, f"step {step.step}", size(sizes.get(step.id, 0)), step.reason)
+    for garbage in found.garbage:
+        folder = f"{garbage.step_id}/a-{garbage.attempt}"
+        why = "nobody committed it" if garbage.generation is None else f"generation {garbage.generation} is replaced"
+        table.add_row(mark, folder, size(sizes.get(folder, 0)), why)
+    for step_id, reason in found.left:
+        table.add_row("left", step_id, "", reason)
+    if table.row_count:
+        out.print(table)
+    gone = len(found.steps) + len(found.garbage)
+    shown = ", ".join(map(str, kept[:8])) + (", …" if len(kept) > 8 else "")
+    say(f"{'kept' if deleted else 'stays'}: {count(len(kept), 'step')}{f' ({shown})' if kept else ''}")
+    if not gone:
+        say("nothing to delete")
+    elif not deleted:
+        say(f"[dim]a dry run: nothing was touched. Add --yes to free {size(sum(sizes.values()))}[/]")
+
+
+def show_finished(root: str, found: Sequence[StepInfo], left: Sequence[Unfinished]) -> None:
+    """Print which commits were finished, and what could not be."""
+    for one in found:
+        say(
+            f"[green]✓ step {one.step}:[/] committed as generation {one.generation} from {count(one.world_size, 'receipt')}"
+        )
+    for attempt in left:
+        say(f"[yellow]○ step {attempt.step}:[/] {tell_unfinished(root, attempt)}")
+    if not found:
+        say("nothing to finish: no attempt has all its receipts and lacks only its manifest")
+
+
+def show_diagnosis(found: Diagnosis) -> None:
+    """Print what a place can do."""
+    commit_ms = COMMIT_FLUSHES * max(found.file_flush_ms, found.folder_flush_ms)
+    cached = "" if found.direct else "through the page cache"
+    free = f"{size(found.free_bytes)} of {size(found.total_bytes)}"
+    rows = [
+        ("free", free, f"{found.free_bytes / found.total_bytes:.0%}" if found.total_bytes else ""),
+        ("O_DIRECT", _yes(found.direct), "data move past the page cache" if found.direct else ""),
+        ("hard links", _yes(found.link), "commits are exclusive" if found.link else ""),
+        ("exclusive create", _yes(found.exclusive_create), ""),
+        ("flush of a file", f"{found.file_flush_ms:.2f} ms", f"the slowest flush took {found.slowest_flush_ms:.2f} ms"),
+        ("flush of a folder", f"{found.folder_flush_ms:.2f} ms", f"so a commit costs about {commit_ms:.0f} ms"),
+        ("write", f"{found.write_bytes_per_s / 1e6:,.0f} MB/s", cached),
+        ("read", f"{found.read_bytes_per_s / 1e6:,.0f} MB/s", cached),
+    ]
+    title(found.root, found.file_system)
+    table = columns("", " ", "  ", folds="  ")
+    table.show_header = False
+    for name, value, note in rows:
+        table.add_row(name, value, f"[dim]{note}[/]")
+    out.print(table)
+    for line in found.warnings:
+        say(f"[yellow]![/] {escape(line)}")
+    for line in found.problems:
+        say(f"[red]✗[/] {escape(line)}")
+    if not found.problems:
+        say("[green]✓[/] one of any number of rival commits wins here, and what is flushed is visible to all")
+
+
+def _yes(works: bool) -> str:
+    return "[green]yes[/]" if works else "[red]no[/]"

@@ -1,0 +1,79 @@
+"""Small checkpoints that an operator meets, and ways to damage them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+import aiockpt
+from tests.small_run import SMALL
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What a command printed, and its exit status."""
+
+    status: int
+    out: str
+    err: str
+
+    def json(self) -> Any:
+        return msgspec.json.decode(self.out)
+
+
+Command = Callable[..., Outcome]
+
+
+def make_state(value: float) -> dict[str, Any]:
+    """Return a state whose parts are functions of *value*; one tensor and one value never change."""
+    weight = torch.full((40, 30), float(value))
+    return {
+        "layers": {str(index): {"weight": weight * index, "bias": torch.ones(3) * index} for index in (2, 10)},
+        "tied": weight,
+        "also tied": weight,
+        "fixed": torch.arange(6),
+        "lr": value / 10,
+        "name": "a run",
+        "shape": (1, [2, None]),
+        "own": aiockpt.per_rank({"seed": 5}),
+    }
+
+
+def save(root: Path, steps: list[int], load: int | None = None) -> None:
+    """Save *steps* as one run, that went on from *load*."""
+    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+        if load is not None:
+            ckpt.load(make_state(0), load).result(30)
+        for step in steps:
+            ckpt.save(step, make_state(step), metrics={"loss": 1 / step}, user={"git": "abc"}).result(30)
+
+
+def flip(path: Path, offset: int) -> None:
+    """Flip one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def data_file(root: Path, step: int) -> Path:
+    """Return the one data file of a step."""
+    (found,) = (root / f"step-{step:08d}").glob("a-*/d/*")
+    return found
+
+
+def manifest(root: Path, step: int) -> Path:
+    """Return the first manifest of a step."""
+    return root / f"step-{step:08d}" / "MANIFEST-1.json"
+
+
+def uncommit(root: Path, step: int) -> None:
+    """Take a step back to the moment before its commit."""
+    manifest(root, step).unlink()
+
+
+def snapshot_of(root: Path) -> dict[str, bytes]:
+    """Return every file below *root*, and every folder."""
+    return {str(path): b"" if path.is_dir() else path.read_bytes() for path in root.rglob("*")}

@@ -1,0 +1,381 @@
+"""Every command on sound, damaged, unfinished, empty and missing checkpoints: what it says, and its exit status."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.cli.main import main
+from aiockpt.format.manifest import decode_receipt, encode_receipt
+from tests.cli.small_checkpoints import Command, data_file, flip, manifest, save, snapshot_of, uncommit
+
+ATTEMPT = "a-00112233aabb"
+
+
+def begin_attempt(root: Path, step: int) -> None:
+    """Leave what a save leaves that died before its vote."""
+    folder = root / f"step-{step:08d}" / ATTEMPT / "d"
+    folder.mkdir(parents=True)
+    (folder / "r00000-0000.safetensors").write_bytes(bytes(5000))
+
+
+# ---------------------------------------------------------------------- ls
+
+
+def test_ls_lists_the_newest_first_with_metrics_and_state(aiockpt_command: Command, made: Path) -> None:
+    outcome = aiockpt_command("ls", made)
+    assert outcome.status == 0
+    title, _, *rows = outcome.out.splitlines()
+    assert "3 steps" in title
+    assert [row.split()[:2] for row in rows] == [["●", "300"], ["●", "200"], ["●", "100"]]
+    assert [row.split()[-1] for row in rows] == ["committed", "verified", "committed"]
+    assert "0.0033333" in rows[0]
+
+
+def test_ls_draws_the_branches(aiockpt_command: Command, root: Path) -> None:
+    save(root, [250], load=200)
+    outcome = aiockpt_command("ls", root)
+    assert "2 branches" in outcome.out
+    assert [row.partition("  ")[0].split()[0] for row in outcome.out.splitlines()[2:]] == ["●", "│", "●─╯", "●"]
+
+
+def test_ls_tells_what_is_damaged_and_what_is_unfinished(aiockpt_command: Command, root: Path) -> None:
+    flip(manifest(root, 200), -100)
+    uncommit(root, 300)
+    begin_attempt(root, 400)
+    outcome = aiockpt_command("ls", root)
+    assert outcome.status == 0
+    assert "✗ step 200: manifest is damaged" in outcome.out
+    assert "○ step 400: an attempt without a manifest (a-00112233aabb" in outcome.out
+    assert f"finish it with aiockpt commit {root}" in outcome.out
+    seen = aiockpt_command("ls", root, "--json").json()
+    assert [step["step"] for step in seen["steps"]] == [200, 100]
+    assert [(it["step"], it["can_be_committed"]) for it in seen["unfinished"]] == [(400, False), (300, True)]
+
+
+def test_ls_tells_when_readers_fall_back_to_an_older_generation(aiockpt_command: Command, root: Path) -> None:
+    newest = root / "step-00000300" / "MANIFEST-2.json"
+    newest.write_bytes(manifest(root, 300).read_bytes())  # says generation 1
+    outcome = aiockpt_command("ls", root)
+    assert "generation 2 is damaged; readers take generation 1" in outcome.out
+
+
+def test_ls_names_the_ranks_whose_receipts_are_missing(aiockpt_command: Command, root: Path) -> None:
+    receipt = next((root / "step-00000300").glob("a-*/r/*"))
+    voted = decode_receipt(receipt.read_bytes(), "receipt")
+    receipt.write_bytes(encode_receipt(msgspec.structs.replace(voted, world_size=3)))
+    uncommit(root, 300)
+    assert "no receipt of rank 1, 2;" in aiockpt_command("ls", root).out
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "diff"])
+def test_looking_changes_nothing_and_finishes_nobodys_commit(
+    aiockpt_command: Command, root: Path, command: str
+) -> None:
+    uncommit(root, 300)
+    begin_attempt(root, 400)
+    before = snapshot_of(root)
+    aiockpt_command(command, root, *([100, 200] if command == "diff" else []))
+    assert snapshot_of(root) == before
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "prune", "commit", "doctor"])
+def test_a_missing_folder_is_refused_and_not_made(aiockpt_command: Command, tmp_path: Path, command: str) -> None:
+    outcome = aiockpt_command(command, tmp_path / "missing")
+    assert (outcome.status, outcome.out) == (2, "")
+    assert "no such folder" in outcome.err
+    assert not (tmp_path / "missing").exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "advice"),
+    [
+        ("memory://x", "give a folder"),
+        ("s3:/bucket", "write s3://"),
+        ("nothing://x", "no backend"),
+    ],
+)
+def test_a_place_that_cannot_be_looked_at_is_refused(aiockpt_command: Command, place: str, advice: str) -> None:
+    outcome = aiockpt_command("ls", place)
+    assert outcome.status == 2
+    assert advice in outcome.err
+
+
+def test_a_step_given_as_the_root_is_pointed_out(aiockpt_command: Command, made: Path) -> None:
+    outcome = aiockpt_command("inspect", made / "step-00000200")
+    assert outcome.status == 2
+    assert f"{made} 200" in outcome.err
+
+
+def test_a_file_url_means_its_folder(aiockpt_command: Command, root: Path) -> None:
+    spaced = root.rename(root.with_name("a run"))
+    assert aiockpt_command("ls", f"file://{str(spaced).replace(' ', '%20')}").status == 0
+
+
+def test_an_empty_folder_holds_no_checkpoint(aiockpt_command: Command, tmp_path: Path) -> None:
+    assert aiockpt_command("ls", tmp_path).status == 0
+    for command in (["inspect"], ["verify"], ["verify", "--all"]):
+        outcome = aiockpt_command(command[0], tmp_path, *command[1:])
+        assert outcome.status == 2
+        assert "holds no checkpoint yet" in outcome.err
+
+
+# ---------------------------------------------------------------------- inspect
+
+
+def test_inspect_shows_tensors_in_natural_order_files_and_values(aiockpt_command: Command, made: Path) -> None:
+    outcome = aiockpt_command("inspect", made)
+    assert outcome.status == 0
+    assert "step-00000300" in outcome.out
+    lines = outcome.out.splitlines()
+    names = [line.partition("─ ")[2].split()[0] for line in lines if "─ " in line]
+    assert names == ["also", "fixed", "layers", "2", "bias", "weight", "10", "bias", "weight", "tied"]
+    assert any("= tied" in line for line in lines)
+    assert any("F32" in line and "40×30" in line and "4.7 KiB" in line for line in lines)
+    assert any("d/r00000-0000.safetensors" in line for line in lines)
+    for text in ("'a run'", "(1, [2, None])", "own.seed", "git"):
+        assert text in outcome.out
+
+
+def test_inspect_folds_deeper_levels_when_asked(aiockpt_command: Command, made: Path) -> None:
+    outcome = aiockpt_command("inspect", made, "--depth", 1)
+    assert "4 tensors" in outcome.out
+    assert "weight" not in outcome.out
+    assert "--depth N" in outcome.out
+
+
+def test_inspect_folds_by_itself_what_would_fill_many_screens(aiockpt_command: Command, tmp_path: Path) -> None:
+    layers = {str(i): {str(j): torch.ones(1) for j in range(10)} for i in range(30)}
+    state = {"layers": layers, "many": {str(i): i for i in range(200)}}
+    with aiockpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state).result(30)
+    folded = aiockpt_command("inspect", tmp_path)
+    assert len(folded.out.splitlines()) < 110
+    assert "--all shows everything" in folded.out
+    assert len(aiockpt_command("inspect", tmp_path, "--all").out.splitlines()) > 530
+
+
+def test_inspect_gives_json_to_programs(aiockpt_command: Command, made: Path) -> None:
+    seen = aiockpt_command("inspect", made, 200, "--json").json()
+    assert seen["info"]["step"] == 200
+    (fixed,) = [tensor for tensor in seen["tensors"] if tensor["name"] == "fixed"]
+    assert (fixed["dtype"], fixed["shape"], fixed["bytes"]) == ("I64", [6], 48)
+
+
+def test_inspect_passes_over_a_damaged_step_unless_asked_for_it(aiockpt_command: Command, root: Path) -> None:
+    flip(manifest(root, 300), -100)
+    assert "step-00000200" in aiockpt_command("inspect", root).out
+    assert aiockpt_command("inspect", root, 300).status == 1
+    for step in (100, 200):
+        flip(manifest(root, step), -100)
+    assert aiockpt_command("inspect", root).status == 1
+
+
+@pytest.mark.parametrize("arguments", [("inspect", 7), ("verify", 7), ("diff", 100, 7), ("inspect", 100, "--rank", 4)])
+def test_what_is_not_there_is_a_wrong_call_and_the_message_says_what_is(
+    aiockpt_command: Command, made: Path, arguments: tuple[object, ...]
+) -> None:
+    command, *rest = arguments
+    outcome = aiockpt_command(command, made, *rest)
+    assert outcome.status == 2
+    assert "300, 200, 100" in outcome.err or "saved by 1 rank" in outcome.err
+
+
+# ---------------------------------------------------------------------- verify
+
+
+def test_verify_says_with_its_status_whether_all_is_as_it_was_saved(aiockpt_command: Command, root: Path) -> None:
+    outcome = aiockpt_command("verify", root)
+    assert (outcome.status, outcome.out[:10]) == (0, "✓ step 300")
+    assert (root / "step-00000300" / "VERIFIED-1.json").exists()
+    flip(data_file(root, 300), -1)
+    outcome = aiockpt_command("verify", root)
+    assert outcome.status == 1
+    assert "r00000-0000.safetensors" in outcome.out
+
+
+def test_verify_does_not_pass_over_a_damaged_manifest(aiockpt_command: Command, root: Path) -> None:
+    flip(manifest(root, 300), -100)
+    outcome = aiockpt_command("verify", root)
+    assert outcome.status == 1
+    assert "✗ step 300" in outcome.out
+
+
+def test_verify_all_goes_on_after_a_damaged_step(aiockpt_command: Command, root: Path) -> None:
+    flip(data_file(root, 200), -1)
+    outcome = aiockpt_command("verify", root, "--all", "--json")
+    assert outcome.status == 1
+    assert [(it["step"], it["valid"]) for it in outcome.json()] == [(300, True), (200, False), (100, True)]
+
+
+def test_verify_takes_one_step_or_all(aiockpt_command: Command, made: Path) -> None:
+    assert aiockpt_command("verify", made, 100, "--all").status == 2
+
+
+# ---------------------------------------------------------------------- diff
+
+
+def test_diff_says_with_its_status_whether_two_steps_differ(aiockpt_command: Command, made: Path) -> None:
+    assert aiockpt_command("diff", made, 100, 100).status == 0
+    outcome = aiockpt_command("diff", made, 100, 300)
+    assert outcome.status == 1
+    assert "10.0 → 30.0" in outcome.out
+    rows = [line.split() for line in outcome.out.splitlines()]
+    assert ["tied", "100.0%", "200", "200", "2"] in rows
+    assert rows.index(next(row for row in rows if row[:1] == ["layers.2.weight"])) < rows.index(
+        next(row for row in rows if row[:1] == ["layers.10.weight"])
+    )
+
+
+def test_diff_gives_json_to_programs(aiockpt_command: Command, made: Path) -> None:
+    outcome = aiockpt_command("diff", made, 100, 300, "--json")
+    changes = {it["name"]: it for it in outcome.json()}
+    assert changes["fixed"]["kind"] == "same"
+    assert changes["tied"]["difference"]["largest"] == 200.0
+
+
+# ---------------------------------------------------------------------- prune, commit
+
+
+def test_prune_only_shows_until_it_is_told_to_delete(aiockpt_command: Command, root: Path) -> None:
+    shown = aiockpt_command("prune", root, "--last", 1)
+    assert shown.status == 0
+    assert "would delete" in shown.out
+    assert "add --yes" in shown.out.lower()
+    assert (root / "step-00000100").exists()
+    deleted = aiockpt_command("prune", root, "--last", 1, "--yes")
+    assert "deleted" in deleted.out
+    assert sorted(path.name for path in root.glob("step-*")) == ["step-00000200", "step-00000300"]  # 200 is verified
+    assert "kept: 2 steps (300, 200)" in deleted.out
+
+
+def test_prune_keeps_the_best(aiockpt_command: Command, root: Path) -> None:
+    arguments = ("--last", 1, "--best", "loss", "--mode", "max", "--json")
+    assert [it["step"] for it in aiockpt_command("prune", root, *arguments).json()["steps"]] == []
+    arguments = ("--last", 1, "--json")
+    assert [it["step"] for it in aiockpt_command("prune", root, *arguments).json()["steps"]] == [100]
+
+
+def test_prune_removes_what_a_dead_save_left_when_it_is_old_enough(aiockpt_command: Command, root: Path) -> None:
+    begin_attempt(root, 400)
+    assert "nothing to delete" in aiockpt_command("prune", root, "--yes").out
+    outcome = aiockpt_command("prune", root, "--grace-hours", 0, "--yes")
+    assert f"step-00000400/{ATTEMPT}" in outcome.out
+    assert "4.9 KiB" in outcome.out
+    assert not (root / "step-00000400").exists()
+
+
+@pytest.mark.parametrize("arguments", [("--every", 2), ("--last", 0), ("--best", "loss"), ("--mode", "middle")])
+def test_prune_refuses_rules_that_make_no_sense(
+    aiockpt_command: Command, made: Path, arguments: tuple[object, ...]
+) -> None:
+    assert aiockpt_command("prune", made, *arguments).status == 2
+
+
+def test_commit_finishes_what_has_all_its_receipts_and_tells_of_the_rest(aiockpt_command: Command, root: Path) -> None:
+    uncommit(root, 300)
+    begin_attempt(root, 400)
+    outcome = aiockpt_command("commit", root)
+    assert outcome.status == 0
+    assert "✓ step 300: committed as generation 1 from 1 receipt" in outcome.out
+    assert "○ step 400" in outcome.out
+    assert aiockpt_command("verify", root, 300).status == 0
+    assert "nothing to finish" in aiockpt_command("commit", root).out
+
+
+# ---------------------------------------------------------------------- doctor
+
+
+def test_doctor_tells_what_the_place_can_do_and_leaves_nothing_behind(aiockpt_command: Command, tmp_path: Path) -> None:
+    found = aiockpt_command("doctor", tmp_path, "--size", 8, "--json").json()
+    assert found["link"]
+    assert found["exclusive_create"]
+    assert min(found["write_bytes_per_s"], found["read_bytes_per_s"], found["file_flush_ms"]) > 0
+    assert list(tmp_path.iterdir()) == []
+    assert "rival commits" in aiockpt_command("doctor", tmp_path, "--size", 8).out
+
+
+def test_doctor_leaves_nothing_behind_when_it_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aiockpt_command: Command
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "posix_fallocate", interrupt)
+    assert aiockpt_command("doctor", tmp_path, "--size", 8).status == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_finds_out_what_does_not_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aiockpt_command: Command
+) -> None:
+    def no_links(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "link", no_links)
+    outcome = aiockpt_command("doctor", tmp_path, "--size", 8)
+    assert outcome.status == 0
+    assert "no hard links" in outcome.out
+    monkeypatch.setattr(os, "O_EXCL", 0)
+    outcome = aiockpt_command("doctor", tmp_path, "--size", 8)
+    assert outcome.status == 3
+    assert "two writers could both commit here" in outcome.out
+
+
+def test_doctor_asks_for_no_more_than_there_is(aiockpt_command: Command, tmp_path: Path) -> None:
+    outcome = aiockpt_command("doctor", tmp_path, "--size", 1 << 40)
+    assert outcome.status == 2
+    assert "MiB free" in outcome.err
+
+
+# ---------------------------------------------------------------------- the whole
+
+
+def test_storage_that_fails_has_a_status_of_its_own(
+    aiockpt_command: Command, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("aiockpt.runtime.world.OsFiles.listdir", staticmethod(refuse))
+    outcome = aiockpt_command("ls", made)
+    assert outcome.status == 3
+    assert outcome.err.startswith("error: ")
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, made: Path) -> None:
+    def bug(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("aiockpt.cli.place.open_backend", bug)
+    monkeypatch.setattr("sys.argv", ["aiockpt", "ls", str(made)])
+    with pytest.raises(ZeroDivisionError):
+        main()
+
+
+def test_help_does_not_import_torch() -> None:
+    package = str(Path(aiockpt.__file__).parent)
+    program = (
+        "import sys, types\n"
+        "package = types.ModuleType('aiockpt'); package.__path__ = [sys.argv.pop(1)]\n"
+        "sys.modules['aiockpt'] = package\n"  # what aiockpt/__init__.py imports is not this command's to decide
+        "from aiockpt.cli.main import main\n"
+        "try: main()\n"
+        "finally: print('torch' in sys.modules, file=sys.stderr)\n"
+    )
+    for arguments in (["--help"], ["ls", package]):
+        done = subprocess.run(
+            [sys.executable, "-c", program, package, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "False\n")

@@ -1,0 +1,152 @@
+"""How far are two tensors from each other, and are two steps the same?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anyio
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.backends.local import LocalBackend
+from aiockpt.cli import diff
+from aiockpt.cli.diff import Change, diff_steps, measure_difference
+from aiockpt.cli.reading import open_step
+from aiockpt.cli.survey import find_committed
+from aiockpt.errors import StorageError
+from aiockpt.testing.recording import RecordingBackend
+from tests.cli.small_checkpoints import data_file, flip, make_state
+from tests.small_run import SMALL
+
+EVERY_DTYPE = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+    torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
+
+
+def compare(root: Path, one: int, two: int) -> dict[str, Change]:
+    async def main() -> list[Change]:
+        backend = LocalBackend(root)
+        entries = [await find_committed(backend, step) for step in (one, two)]
+        async with open_step(backend, entries[0]) as before, open_step(backend, entries[1]) as after:
+            return await diff_steps(before, after)
+
+    return {change.name: change for change in anyio.run(main)}
+
+
+def differing(changes: dict[str, Change]) -> dict[str, str]:
+    return {name: change.detail for name, change in changes.items() if change.kind != "same"}
+
+
+@pytest.mark.parametrize("dtype", EVERY_DTYPE)
+def test_a_difference_is_measured_in_every_dtype(dtype: torch.dtype) -> None:
+    left = torch.tensor([0, 1, 1, 1]).to(dtype)
+    right = torch.tensor([0, 1, 1, 0]).to(dtype)
+    found = measure_difference(left, right)
+    assert (found.elements, found.changed, found.largest, found.mean) == (4, 1, 1.0, 0.25)
+    assert found.relative == pytest.approx((1 / 3) ** 0.5)
+    assert found.not_finite == 0
+
+
+def test_a_difference_does_not_depend_on_the_chunks_it_is_computed_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, right = torch.randn(7, 11), torch.randn(7, 11)
+    whole = measure_difference(left, right)
+    monkeypatch.setattr(diff, "CHUNK_ELEMENTS", 5)
+    parts = measure_difference(left, right)
+    assert (parts.changed, parts.largest) == (whole.changed, whole.largest)
+    assert parts.mean == pytest.approx(whole.mean)
+    assert parts.relative == pytest.approx(whole.relative)
+
+
+def test_what_is_not_a_number_is_counted_and_takes_no_part_in_the_mean() -> None:
+    left = torch.tensor([1.0, 1.0, 1.0, torch.inf])
+    right = torch.tensor([3.0, torch.nan, torch.inf, 1.0])
+    found = measure_difference(left, right)
+    assert (found.changed, found.not_finite, found.largest, found.mean, found.relative) == (4, 2, 2.0, 2.0, 2.0)
+    lost = measure_difference(torch.zeros(2), torch.full((2,), torch.nan))
+    assert (lost.largest, lost.mean, lost.relative) == (None, None, None)
+
+
+def test_elements_that_torch_cannot_compute_with_are_compared_by_their_bits() -> None:
+    left = torch.tensor([1, 2, 3], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    right = torch.tensor([1, 2, 9], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    found = measure_difference(left, right)
+    assert (found.changed, found.largest) == (1, None)
+
+
+def test_a_step_is_equal_to_itself(made: Path) -> None:
+    assert differing(compare(made, 100, 100)) == {}
+
+
+def test_every_leaf_that_changed_is_named_and_no_other(made: Path) -> None:
+    found = compare(made, 100, 200)
+    assert differing(found) == {
+        "tied": "",
+        "layers.2.weight": "",
+        "layers.10.weight": "",
+        "lr": "10.0 → 20.0",
+    }
+    assert found["tied"].difference == diff.Difference(1200, 1200, 100.0, 100.0, 1.0, 0)
+    assert found["also tied"].kind == "same"
+    assert found["own.seed"].what == "value"
+
+
+def test_what_came_went_or_changed_its_shape_is_told_without_reading_it(made: Path, tmp_path: Path) -> None:
+    state = make_state(100)
+    state["new"] = torch.ones(2, 3)
+    state["fixed"] = torch.arange(7)
+    state["another name"] = state["tied"]
+    state["extra"] = [1.5]
+    state["own"] = aiockpt.per_rank({"seed": 6})
+    del state["also tied"], state["layers"]["2"], state["name"]
+    with aiockpt.Checkpointer(tmp_path / "run", io=SMALL) as ckpt:
+        ckpt.save(1, make_state(100)).result(30)
+        ckpt.save(2, state, user="me").result(30)
+    found = compare(tmp_path / "run", 1, 2)
+    assert differing(found) == {
+        "new": "F32 2×3",
+        "fixed": "I64 6 → I64 7",
+        "another name": "= tied",
+        "also tied": "= tied",
+        "layers.2.weight": "F32 40×30",
+        "layers.2.bias": "F32 3",
+        "name": "'a run'",
+        "extra": "[1.5]",
+        "own.seed": "5 → 6",
+        "user": "'me'",
+    }
+    assert found["new"].kind == found["extra"].kind == "added"
+    assert found["layers.2.bias"].kind == found["name"].kind == "removed"
+
+
+def test_a_damaged_block_is_not_taken_for_a_change(root: Path) -> None:
+    flip(data_file(root, 200), -1)
+    with pytest.raises(aiockpt.CorruptionError):
+        compare(root, 100, 200)
+
+
+def test_a_lease_guards_the_step_while_it_is_read_and_is_gone_afterwards(root: Path) -> None:
+    async def main() -> list[str]:
+        backend = LocalBackend(root)
+        async with open_step(backend, await find_committed(backend, 100)):
+            return [stat.key for stat in (await backend.list("step-00000100")).objects if "/lease-" in stat.key]
+
+    assert len(anyio.run(main)) == 1
+    assert list(root.glob("step-00000100/lease-*")) == []
+
+
+def test_a_place_that_may_only_be_read_is_read_without_a_lease(root: Path) -> None:
+    class ReadOnly(RecordingBackend):
+        async def put(self, key: str, data: bytes) -> None:
+            raise StorageError("read-only file system")
+
+    async def main() -> int:
+        backend = ReadOnly(LocalBackend(root))
+        async with open_step(backend, await find_committed(backend, 100)) as reader:
+            tensors = await reader.read(["fixed"])
+        assert "delete" not in {operation.verb for operation in backend.operations}
+        return int(tensors[0].sum())
+
+    assert anyio.run(main) == 15

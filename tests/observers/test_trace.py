@@ -1,0 +1,164 @@
+"""Does a trace hold every event, in whole lines, whatever ends the program, and does it keep out of the way?"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.events import BytesWritten, Companion, Event, Observer
+from aiockpt.observers import TraceFile
+
+STATE: dict[str, Any] = {"x": torch.arange(1000)}
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    text = path.read_bytes()
+    assert text.endswith(b"\n")
+    return [msgspec.json.decode(line) for line in text.splitlines()]
+
+
+def save_once(root: Path, *observers: Observer, step: int = 1) -> None:
+    with aiockpt.Checkpointer(root, observers=observers) as ckpt:
+        ckpt.save(step, STATE).result(30)
+
+
+class Recorder:
+    """Keeps every event."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def on_event(self, event: Event) -> None:
+        self.events.append(event)
+
+
+def test_every_event_is_a_line_in_order_behind_one_that_tells_the_wall_clock(tmp_path: Path) -> None:
+    path, recorder = tmp_path / "trace.jsonl", Recorder()
+    save_once(tmp_path / "run", TraceFile(path), recorder)
+    began, *rest = lines(path)
+    assert began["type"] == "TraceStarted"
+    assert abs(began["time_ns"] - time.time_ns()) < 600e9
+    assert rest == [msgspec.to_builtins(event) for event in recorder.events]
+    assert {"SaveStarted", "SnapshotTaken", "BytesWritten", "DataWritten", "Committed"} <= {it["type"] for it in rest}
+
+
+def test_a_second_run_appends(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    for step in (1, 2):
+        save_once(tmp_path / "run", TraceFile(path), step=step)
+    assert [line["type"] for line in lines(path)].count("TraceStarted") == 2
+
+
+def test_one_trace_serves_one_checkpointer_after_another(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    trace = TraceFile(path)
+    for step in (1, 2):
+        save_once(tmp_path / "run", trace, step=step)
+    assert [line["step"] for line in lines(path) if line["type"] == "Committed"] == [1, 2]
+
+
+def test_half_a_line_of_a_killed_process_is_left_alone_and_not_continued(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(b'{"type":"Comm')
+    save_once(tmp_path / "run", TraceFile(path))
+    first, *rest = path.read_bytes().splitlines()
+    assert first == b'{"type":"Comm'
+    assert msgspec.json.decode(rest[0])["type"] == "TraceStarted"
+
+
+def test_the_lines_are_complete_when_the_program_ends_without_closing(tmp_path: Path) -> None:
+    program = (
+        "import sys, torch, aiockpt\n"
+        "from aiockpt.observers import TraceFile\n"
+        "ckpt = aiockpt.Checkpointer(sys.argv[1] + '/run', observers=[TraceFile(sys.argv[1] + '/trace.jsonl')])\n"
+        "ckpt.save(7, {'x': torch.arange(1000)})\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
+    assert lines(tmp_path / "trace.jsonl")[-1]["type"] == "Committed"
+
+
+def test_a_trace_that_cannot_be_written_is_logged_and_harms_no_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trace = TraceFile(tmp_path / "no such folder" / "trace.jsonl")
+    with caplog.at_level(logging.ERROR, "aiockpt"):
+        save_once(tmp_path / "run", trace)
+    assert [record.getMessage().endswith("stopped working") for record in caplog.records] == [True]
+    assert "0 events queued" in repr(trace)
+
+
+async def test_an_event_is_only_queued_while_the_file_is_slow(tmp_path: Path) -> None:
+    path, gate = tmp_path / "trace.jsonl", threading.Event()
+    loop = asyncio.get_running_loop()
+    blocked = [loop.run_in_executor(None, gate.wait) for _ in range(40)]  # no thread is left for the file
+    trace = TraceFile(path)
+    running = asyncio.ensure_future(trace.run())
+    await asyncio.sleep(0)  # it begins
+    for step in range(100):
+        trace.on_event(BytesWritten(at_ns=0, step=step, bytes=1))
+    assert "101 events queued" in repr(trace)
+    gate.set()
+    await asyncio.gather(*blocked)
+    await trace.aclose()
+    await running
+    assert [line["step"] for line in lines(path)[1:]] == list(range(100))
+
+
+class Stubborn(Recorder):
+    """Goes wrong, or does not end, in the ways it is told to."""
+
+    def __init__(self, *, raises: bool = False, ends: bool = True, close_raises: bool = False) -> None:
+        super().__init__()
+        self.raises, self.ends, self.close_raises = raises, ends, close_raises
+        self.closed, self.cancelled = asyncio.Event(), False
+
+    async def run(self) -> None:
+        if self.raises:
+            raise ZeroDivisionError
+        try:
+            await (self.closed if self.ends else asyncio.Event()).wait()
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+
+    async def aclose(self) -> None:
+        self.closed.set()
+        if self.close_raises:
+            raise ZeroDivisionError
+
+
+def test_a_plain_observer_is_no_companion_and_a_trace_is() -> None:
+    assert not isinstance(Recorder(), Companion)
+    assert isinstance(TraceFile("x"), Companion)
+
+
+@pytest.mark.parametrize("trouble", [{"raises": True}, {"close_raises": True}])
+def test_a_companion_that_fails_is_logged_and_harms_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, trouble: dict[str, bool]
+) -> None:
+    companion = Stubborn(**trouble)
+    with caplog.at_level(logging.ERROR, "aiockpt"):
+        save_once(tmp_path / "run", companion)
+    assert len(caplog.records) == 1
+    assert companion.events
+
+
+def test_a_companion_that_does_not_end_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("aiockpt.checkpointer.COMPANION_S", 0.01)
+    companion = Stubborn(ends=False)
+    save_once(tmp_path / "run", companion)
+    assert companion.cancelled
+    assert "did not end" in caplog.text
