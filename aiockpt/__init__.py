@@ -1,24 +1,31 @@
-"""aiockpt: an asyncio checkpoint engine for PyTorch training. The public names, and nothing else."""
+"""aiockpt: an asyncio checkpoint engine for PyTorch training. The public names, and nothing else.
 
-from aiockpt.adapters.native import per_rank
-from aiockpt.adapters.rng import RNG
-from aiockpt.checkpointer import Checkpointer
-from aiockpt.engine.keep import Description, Pruned, StepInfo, TensorInfo, Verified
-from aiockpt.errors import (
-    BackgroundSaveError,
-    CheckpointError,
-    CommitConflictError,
-    CommitTimeoutError,
-    CorruptionError,
-    NoValidCheckpointError,
-    StateMismatchError,
-    StepNotFoundError,
-    StorageError,
-    UnsupportedStateError,
-    UsageError,
-)
-from aiockpt.options import IO, Best, Deadlines, Retention
-from aiockpt.runtime.future import Future, LoadFuture, LoadResult, SaveFuture, SaveResult
+A name is imported when it is first used, so that ``aiockpt --help`` and the pure layers need not import torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aiockpt.adapters.rng import RNG, per_rank
+    from aiockpt.checkpointer import Checkpointer
+    from aiockpt.engine.keep import Description, Pruned, StepInfo, TensorInfo, Verified
+    from aiockpt.errors import (
+        BackgroundSaveError,
+        CheckpointError,
+        CommitConflictError,
+        CommitTimeoutError,
+        CorruptionError,
+        NoValidCheckpointError,
+        StateMismatchError,
+        StepNotFoundError,
+        StorageError,
+        UnsupportedStateError,
+        UsageError,
+    )
+    from aiockpt.options import IO, Best, Deadlines, Retention
+    from aiockpt.runtime.future import Future, LoadFuture, LoadResult, SaveFuture, SaveResult
+    from aiockpt.state.codecs import register_codec
 
 __version__ = "0.1.0"
 
@@ -51,4 +58,30 @@ __all__ = [
     "UsageError",
     "Verified",
     "per_rank",
+    "register_codec",
 ]
+
+_HOMES = (
+    "aiockpt.errors",
+    "aiockpt.options",
+    "aiockpt.runtime.future",
+    "aiockpt.state.codecs",
+    "aiockpt.adapters.rng",
+    "aiockpt.engine.keep",
+    "aiockpt.checkpointer",
+)
+"""Where the names live, those that cost least to import first."""
+
+
+def __getattr__(name: str) -> object:
+    if name in __all__:
+        for home in _HOMES:
+            module = import_module(home)
+            if name in vars(module):
+                globals()[name] = value = getattr(module, name)
+                return value
+    raise AttributeError(f"module 'aiockpt' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -24,6 +24,7 @@ from aiockpt.backends.local_tree import Tree, split_key, storage_errors
 from aiockpt.errors import StorageError, UsageError
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.world import Files
+from aiockpt.storage.backend import Seen
 
 _NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 

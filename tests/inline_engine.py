@@ -54,7 +54,9 @@ def local(files: Files, seed: int = 0) -> tuple[LocalBackend, World]:
     return LocalBackend(ROOT, world=world), world
 
 
-async def run_save(engine: Engine, step: int, state: State, watch: Callable[[Ticket], object] | None = None) -> SaveFuture:
+async def run_save(
+    engine: Engine, step: int, state: State, watch: Callable[[Ticket], object] | None = None
+) -> SaveFuture:
     """Save *state* as a checkpointer does, without the thread; return the settled future."""
     ticket = Ticket(engine, step, StateWalker().walk(state), {}, None)
     if watch is not None:

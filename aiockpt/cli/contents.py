@@ -99,7 +99,8 @@ def _fitting_depth(tree: _Node) -> int:
 
 def _show_tensors(seen: Description, tree: _Node, depth: int) -> None:
     files = _files(seen)
-    table = columns("tensors", "dtype", "shape", "size", *(["file"] if len(files) > 1 else []), right=("size",), folds="tensors")
+    headings = ["tensors", "dtype", "shape", "size", *(["file"] if len(files) > 1 else [])]
+    table = columns(*headings, right=("size",), folds="tensors")
     for line, node, folded in _rows(tree, depth):
         table.add_row(line, *_tensor_cells(node, folded, files))
     out.print()

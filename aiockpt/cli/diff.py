@@ -141,7 +141,9 @@ def measure_difference(left: torch.Tensor, right: torch.Tensor) -> Difference:
         one, two = (_flat(tensor)[start : start + CHUNK_ELEMENTS] for tensor in (left, right))
         changed += int((_bits(one) != _bits(two)).any(dim=1).sum())
         wide, other = _widen(one), _widen(two)
-        not_finite += int((~other.isfinite()).sum()) if two.is_floating_point() or two.is_complex() else 0
+        if wide is None or other is None:
+            continue
+        not_finite += int((~other.isfinite()).sum())
         numbers = wide.isfinite() & other.isfinite()
         apart = (other[numbers] - wide[numbers]).abs()
         counted += apart.numel()
@@ -164,11 +166,11 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1)
 
 
-def _widen(tensor: torch.Tensor) -> torch.Tensor:
-    """Return *tensor* as float64 or complex128; as not-a-number where torch cannot compute with its elements."""
+def _widen(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return *tensor* as float64 or complex128; None where torch cannot compute with its elements."""
     with suppress(NotImplementedError):
         return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-    return torch.full(tensor.shape, torch.nan, dtype=torch.float64)
+    return None
 
 
 def _aliases(old: Mapping[str, str], new: Mapping[str, str]) -> list[Change]:

@@ -36,7 +36,6 @@ class Engine:
     Attributes:
         busy_attempts: nonces of attempts under way here; garbage collection leaves them alone.
         failed: failed saves, oldest first, until the checkpointer has told its caller.
-        loaded: the id of the step this run descends from, or None.
     """
 
     def __init__(
@@ -59,9 +58,9 @@ class Engine:
         self.cleaning = anyio.Lock()
         self.busy_attempts: set[str] = set()
         self.failed: deque[SaveFuture] = deque()
-        self.loaded: str | None = None
         self._observers = list(observers)
         self._run = self.token(6)
+        self._parent: str | None = None
         self._sequence: int | None = None
         self._beginning = anyio.Lock()
         self._plan: tuple[str, SavePlan] | None = None
@@ -97,12 +96,17 @@ class Engine:
                 nonce=self.token(6),
                 run=self._run,
                 sequence=self._sequence,
-                parent=self.loaded,
+                parent=self._parent,
                 rank=self.ranks.rank,
                 world_size=self.ranks.world_size,
             )
         self.busy_attempts.add(attempt.attempt)
         return attempt
+
+    def descend_from(self, step_id: str) -> None:
+        """Begin a new line of saves at a step that was loaded: what was saved before is another branch (DECISIONS 6)."""
+        self._parent = step_id
+        self._run = self.token(6)
 
     @property
     def being_read(self) -> frozenset[str]:

@@ -16,6 +16,7 @@ from aiockpt.errors import (
     NoValidCheckpointError,
     StateMismatchError,
     StepNotFoundError,
+    StorageError,
 )
 from aiockpt.events import Loaded, RolledForward, StepSkipped
 from aiockpt.format.manifest import Manifest
@@ -123,7 +124,11 @@ async def finish_commits(engine: Engine, entry: StepEntry) -> list[Manifest]:
     idle = tuple(attempt for attempt in entry.attempts if attempt not in engine.busy_attempts)
     if not idle or (entry.head is not None and idle == (entry.head.attempt,)):
         return []
-    finished = await roll_forward(engine.backend, msgspec.structs.replace(entry, attempts=idle), engine.world)
+    try:
+        finished = await roll_forward(engine.backend, msgspec.structs.replace(entry, attempts=idle), engine.world)
+    except StorageError as error:  # a place that can only be read: what is committed can be loaded all the same
+        logger.warning("%s has votes that cannot be turned into a commit here: %s", entry.id, error)
+        return []
     for manifest in finished:
         engine.emit(RolledForward(at_ns=engine.now_ns(), step=entry.step, attempt=manifest.attempt))
     return finished
@@ -188,7 +193,7 @@ async def _fill(engine: Engine, manifest: Manifest, target: LoadTarget, begun_ns
         if engine.options.io.verify == "full":
             await verify_files(engine, manifest)
         read_bytes = await fill_tensors(engine, manifest, target.wanted)
-    engine.loaded = manifest.id
+    engine.descend_from(manifest.id)
     result = LoadResult(
         step=manifest.step,
         id=manifest.id,

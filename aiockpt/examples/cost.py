@@ -12,8 +12,8 @@ from statistics import median, quantiles
 import msgspec
 
 from aiockpt.examples.child import StepDone
-from aiockpt.testing.disk import DiskSpeed
 from aiockpt.examples.record import Record
+from aiockpt.testing.disk import DiskSpeed
 
 WARM_UP_STEPS = 3
 """The first steps of a process are slow with or without checkpoints, and take no part."""

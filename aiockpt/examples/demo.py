@@ -23,13 +23,13 @@ from rich.console import Console
 
 from aiockpt.examples.child import Job
 from aiockpt.examples.cost import Cost, account
-from aiockpt.testing.disk import measure_disk
 from aiockpt.examples.display import Display, LiveDisplay, PlainDisplay, print_result
 from aiockpt.examples.gpt import DEFAULT_SIZE, GPTSize
 from aiockpt.examples.process import DemoError, run_job
 from aiockpt.examples.record import Record
 from aiockpt.examples.verdict import Recovery, judge
 from aiockpt.format.names import parse_manifest, step_id
+from aiockpt.testing.disk import measure_disk
 
 REFERENCE, KILLED, RESUMED, DISK = "reference", "killed", "resumed", "disk"
 CHECKPOINTS = "checkpoints"

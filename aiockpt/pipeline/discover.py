@@ -120,7 +120,8 @@ async def read_manifest(backend: Backend, step_id: str, generation: int) -> Mani
         ManifestError: no reader may believe it.
         ObjectNotFoundError: it is not there.
     """
-    manifest = decode_manifest(await read_record(backend, manifest_key(step_id, generation)))
+    key = manifest_key(step_id, generation)
+    manifest = decode_manifest(await read_record(backend, key), key)
     check_manifest(manifest, step_id, generation)
     return manifest
 

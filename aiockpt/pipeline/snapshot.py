@@ -25,8 +25,9 @@ from aiockpt.runtime.slabs import Slab, SlabPool
 from aiockpt.state.shards import TensorShard
 
 Deliver = Callable[[Window, Slab], object]
-YIELD_EVERY = 4
-"""Windows from one letting go of the GIL to the next; measured with 16 MiB windows on 2 cores."""
+YIELD_FIRST, YIELD_EVERY = 8, 8
+"""The GIL is let go in each of the first windows, so that writing starts, and in every eighth from there on. Measured
+with 16 MiB windows on 2 cores: more often gains less on the disk than it costs training (benchmarks/README.md)."""
 Moves = list[tuple[int, int, int]]
 """(offset in the window, address, bytes) of each copy."""
 
@@ -75,7 +76,8 @@ class CopyProgram:
             base = slab.address
             for offset, source, size in moves[:-1]:
                 _held_memmove(base + offset, source, size)
-            last_move = _held_memmove if number % YIELD_EVERY else ctypes.memmove
+            lets_go = number < YIELD_FIRST or number % YIELD_EVERY == 0
+            last_move = ctypes.memmove if lets_go else _held_memmove
             offset, source, size = moves[-1]
             last_move(base + offset, source, size)
             deliver(window, slab)

@@ -91,3 +91,5 @@ def _known_form(name: str, cls: type[Any]) -> tuple[Callable[[Any], Any], Callab
 
 DEFAULT_CODECS = CodecRegistry()
 """What `aiockpt.register_codec` fills; used wherever no other registry is given."""
+
+register_codec = DEFAULT_CODECS.register_codec

@@ -133,6 +133,7 @@ class Backend(Protocol):
         Raises:
             ObjectNotFoundError: there is none.
         """
+        ...
 
     async def open(self, key: str) -> Reader:
         """Open an object for ranged reads.
@@ -140,6 +141,7 @@ class Backend(Protocol):
         Raises:
             ObjectNotFoundError: there is none.
         """
+        ...
 
     async def create(self, key: str, size: int) -> Upload:
         """Start a data file of exactly *size* bytes under a key that nobody has.
@@ -148,6 +150,7 @@ class Backend(Protocol):
             ObjectExistsError: the key is taken.
             StorageFullError: the place already knows that *size* bytes do not fit.
         """
+        ...
 
     async def stat(self, key: str) -> Stat:
         """Describe one object.
@@ -155,15 +158,18 @@ class Backend(Protocol):
         Raises:
             ObjectNotFoundError: there is none.
         """
+        ...
 
     async def list(self, prefix: str) -> Listing:
         """List one level below the folder *prefix* ("" is the root). A folder that does not exist is empty."""
+        ...
 
     async def delete(self, keys: Sequence[str]) -> None:
         """Remove objects, in order, and folders that became empty. Absent ones are fine."""
 
     async def space(self) -> Space:
         """Say how much room there is."""
+        ...
 
     async def close(self) -> None:
         """Release everything. Idempotent."""

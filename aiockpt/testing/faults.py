@@ -207,7 +207,9 @@ class _FaultyUpload:
     async def write(self, offset: int, data: memoryview, seen: Seen | None = None) -> None:
         fault = self._schedule.due("upload.write", self._key)
         sent = _sent(fault, data)
-        if sent is not data and seen is not None:  # flipped on the way to the storage: whoever looks sees what was meant
+        if (
+            sent is not data and seen is not None
+        ):  # flipped on the way to the storage: whoever looks sees what was meant
             seen(data)
             seen = None
         await _guarded(fault, "upload.write", self._key, lambda: self._inner.write(offset, sent, seen))

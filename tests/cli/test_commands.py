@@ -7,13 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import anyio
 import msgspec
 import pytest
 import torch
 
 import aiockpt
+from aiockpt.backends.local import LocalBackend
 from aiockpt.cli.main import main
-from aiockpt.format.manifest import decode_receipt, encode_receipt
+from aiockpt.cli.progress import finish
+from aiockpt.cli.survey import find_unfinished
+from aiockpt.format.manifest import decode_manifest, decode_receipt, encode_manifest, encode_receipt
+from aiockpt.pipeline.discover import StepEntry
+from aiockpt.runtime.future import Future
 from tests.cli.small_checkpoints import Command, data_file, flip, manifest, save, snapshot_of, uncommit
 
 ATTEMPT = "a-00112233aabb"
@@ -73,6 +79,18 @@ def test_ls_names_the_ranks_whose_receipts_are_missing(aiockpt_command: Command,
     receipt.write_bytes(encode_receipt(msgspec.structs.replace(voted, world_size=3)))
     uncommit(root, 300)
     assert "no receipt of rank 1, 2;" in aiockpt_command("ls", root).out
+
+
+def test_ls_tells_of_an_attempt_that_lost_against_another(aiockpt_command: Command, root: Path) -> None:
+    winner = msgspec.structs.replace(decode_manifest(manifest(root, 300).read_bytes()), attempt="ffffffffffff")
+    manifest(root, 300).write_bytes(encode_manifest(winner))
+    assert "another attempt was committed in its place" in aiockpt_command("ls", root).out
+
+
+def test_a_manifest_that_is_deleted_while_it_is_looked_at_names_no_attempt(root: Path) -> None:
+    entry = StepEntry("step-00000300", 300, (2,), frozenset(), ("00112233aabb",))
+    (found,) = anyio.run(find_unfinished, LocalBackend(root), entry)
+    assert found.missing_ranks is None
 
 
 @pytest.mark.parametrize("command", ["ls", "inspect", "diff"])
@@ -257,10 +275,10 @@ def test_prune_only_shows_until_it_is_told_to_delete(aiockpt_command: Command, r
 
 
 def test_prune_keeps_the_best(aiockpt_command: Command, root: Path) -> None:
-    arguments = ("--last", 1, "--best", "loss", "--mode", "max", "--json")
-    assert [it["step"] for it in aiockpt_command("prune", root, *arguments).json()["steps"]] == []
-    arguments = ("--last", 1, "--json")
-    assert [it["step"] for it in aiockpt_command("prune", root, *arguments).json()["steps"]] == [100]
+    best = aiockpt_command("prune", root, "--last", 1, "--best", "loss", "--mode", "max", "--json")
+    assert best.json()["steps"] == []
+    plain = aiockpt_command("prune", root, "--last", 1, "--json")
+    assert [it["step"] for it in plain.json()["steps"]] == [100]
 
 
 def test_prune_removes_what_a_dead_save_left_when_it_is_old_enough(aiockpt_command: Command, root: Path) -> None:
@@ -358,6 +376,27 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, made: Path) 
     monkeypatch.setattr("sys.argv", ["aiockpt", "ls", str(made)])
     with pytest.raises(ZeroDivisionError):
         main()
+
+
+def test_an_interrupted_wait_cancels_the_work() -> None:
+    class Interrupted(Future[None]):
+        def result(self, timeout: float | None = None) -> None:
+            raise KeyboardInterrupt
+
+    cancelled: list[bool] = []
+    future = Interrupted("verify")
+    future._cancel = lambda: cancelled.append(True)
+    with pytest.raises(KeyboardInterrupt):
+        finish(future)
+    assert cancelled == [True]
+
+
+def test_a_reader_that_has_seen_enough_is_not_told_of_damage(made: Path) -> None:
+    command = [sys.executable, "-m", "aiockpt.cli.main", "ls", str(made)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        running.stdout.close()
+        assert running.wait(60) == 141
 
 
 def test_help_does_not_import_torch() -> None:

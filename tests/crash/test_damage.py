@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import aiockpt
-
 from aiockpt.errors import CorruptionError, NoValidCheckpointError
 from aiockpt.testing.simulated_files import SimulatedFiles
 from aiockpt.testing.simulation import snapshot
@@ -38,7 +37,7 @@ def content(files: SimulatedFiles, path: str) -> bytearray:
     return data
 
 
-def replaced(files: SimulatedFiles, path: str, data: bytes) -> SimulatedFiles:
+def replaced(files: SimulatedFiles, path: str, data: bytes | bytearray) -> SimulatedFiles:
     """Return a copy of the file system in which *path* holds *data*."""
     copy = snapshot(files)
     copy.unlink(path)
@@ -56,9 +55,12 @@ def the_file(files: SimulatedFiles, step: int, ending: str) -> str:
 
 
 def assert_detected(files: SimulatedFiles, what: str) -> None:
-    with pytest.raises(CorruptionError):
+    value: object = "nothing"
+    try:
         value = load_value(files, step=1)
-        pytest.fail(f"{what}: loaded {value}")
+    except CorruptionError:
+        return
+    pytest.fail(f"{what}: loaded {value}")
 
 
 @pytest.mark.parametrize("ending", [DATA, "/MANIFEST-1.json"], ids=["data", "manifest"])
@@ -75,7 +77,7 @@ def test_one_flipped_bit_anywhere_is_detected(ending: str) -> None:
 
 def _positions(size: int) -> list[int]:
     """Every byte of the first and last KiB, and every 97th between: header, padding, payload, tail."""
-    return sorted({*range(0, min(size, 1024)), *range(0, size, 97), *range(max(0, size - 1024), size)})
+    return sorted({*range(min(size, 1024)), *range(0, size, 97), *range(max(0, size - 1024), size)})
 
 
 @pytest.mark.parametrize("ending", [DATA, "/MANIFEST-1.json"], ids=["data", "manifest"])
@@ -140,7 +142,6 @@ def test_a_hint_that_lies_is_not_believed() -> None:
 def test_a_symbolic_link_in_place_of_data_is_not_followed(tmp_path: Path) -> None:
     """On a real file system: the data file is moved away and linked to."""
 
-
     root = tmp_path / "run"
     with aiockpt.Checkpointer(root, io=TINY) as ckpt:
         ckpt.save(1, tiny_state(1)).result(30)
@@ -149,5 +150,3 @@ def test_a_symbolic_link_in_place_of_data_is_not_followed(tmp_path: Path) -> Non
         data.symlink_to(moved)
         with pytest.raises(aiockpt.CheckpointError):
             ckpt.load(tiny_state(0), 1).result(30)
-
-

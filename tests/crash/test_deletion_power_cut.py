@@ -10,8 +10,8 @@ from aiockpt.engine import keep
 from aiockpt.engine.context import Engine
 from aiockpt.errors import CheckpointError
 from aiockpt.testing.recording import Call, RecordingFiles
-from aiockpt.testing.simulation import power_cuts, run_inline, snapshot
 from aiockpt.testing.simulated_files import SimulatedFiles
+from aiockpt.testing.simulation import power_cuts, run_inline, snapshot
 from tests.inline_engine import load_value, local, make_engine, run_save, saved_files, tiny_state
 
 LIMIT = 24

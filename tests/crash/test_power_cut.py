@@ -11,6 +11,7 @@ from functools import cache
 
 import pytest
 
+from aiockpt.engine.ticket import Ticket
 from aiockpt.errors import CheckpointError
 from aiockpt.events import DataWritten, Event
 from aiockpt.testing.recording import Call, RecordingFiles
@@ -31,35 +32,32 @@ class Recording:
     """
 
     def __init__(self) -> None:
-        recording = RecordingFiles(SimulatedFiles())
+        disk = SimulatedFiles()
+        recording = RecordingFiles(disk)
         backend, world = local(recording)
-        self.voted = self.acknowledged = 0
+        voted: list[int] = []
+        acknowledged: list[int] = []
 
         class Watcher:
-            def on_event(_, event: Event) -> None:  # noqa: N805  self is the recording
+            def on_event(self, event: Event) -> None:
                 if isinstance(event, DataWritten):
-                    self.voted = len(recording.calls)
+                    voted.append(len(recording.calls))
 
-        async def main() -> None:
+        def watch(ticket: Ticket) -> None:
+            ticket.future.add_done_callback(lambda _: acknowledged.append(len(recording.calls)))
+
+        async def main() -> tuple[int, SimulatedFiles]:
             engine = make_engine(backend, world, (Watcher(),))
             (await run_save(engine, 1, tiny_state(1))).result()
-            self.first = len(recording.calls)
-            self.start = snapshot(recording.inner)  # type: ignore[arg-type]
-            future = await run_save(
-                engine,
-                2,
-                tiny_state(2),
-                lambda ticket: ticket.future.add_done_callback(
-                    lambda _: setattr(self, "acknowledged", len(recording.calls))
-                ),
-            )
-            future.result()
+            before = len(recording.calls), snapshot(disk)
+            (await run_save(engine, 2, tiny_state(2), watch)).result()
             await backend.close()
+            return before
 
-        run_inline(main)
-        self.calls: list[Call] = recording.calls[self.first :]
-        self.voted -= self.first
-        self.acknowledged -= self.first
+        first, self.start = run_inline(main)
+        self.calls: list[Call] = recording.calls[first:]
+        self.voted = voted[-1] - first
+        self.acknowledged = acknowledged[-1] - first
 
 
 @cache

@@ -73,12 +73,13 @@ def test_an_error_taken_from_its_future_is_not_raised_again(run: Run) -> None:
 
 
 def test_the_error_of_the_body_wins_and_the_save_error_becomes_its_note(run: Run) -> None:
-    with (
-        pytest.raises(KeyError) as caught,
-        aiockpt.Checkpointer(broken(WRITE_FAILS), io=SMALL) as ckpt,
-    ):
-        ckpt.save(1, run.state)
-        raise KeyError("the trainer's own bug")
+    def trainer() -> None:
+        with aiockpt.Checkpointer(broken(WRITE_FAILS), io=SMALL) as ckpt:
+            ckpt.save(1, run.state)
+            raise KeyError("the trainer's own bug")
+
+    with pytest.raises(KeyError) as caught:
+        trainer()
     assert any("step 1" in note for note in caught.value.__notes__)
 
 
@@ -154,7 +155,7 @@ def test_options_that_cannot_work_are_refused_with_their_names() -> None:
         lambda: aiockpt.Checkpointer("memory://x", every=0),
         lambda: aiockpt.Checkpointer("nowhere://x"),
     ):
-        with pytest.raises(aiockpt.UsageError, match="give|install"):
+        with pytest.raises(aiockpt.UsageError, match=r"give|install"):
             make()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,14 +34,12 @@ def test_safetensors_opens_the_data_files(tmp_path: Path, run: Run) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_torchs_own_reader_of_hugging_face_files_loads_them(tmp_path: Path, run: Run) -> None:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
-
+    dcp: Any = importlib.import_module("torch.distributed.checkpoint")
     with aiockpt.Checkpointer(tmp_path / "run", io=SMALL) as ckpt:
         ckpt.save(1, {"model": run.model}).result(30)
     target = {f"model.{name}": torch.zeros_like(tensor) for name, tensor in run.model.state_dict().items()}
     folder = data_files(tmp_path / "run")[0].parent
-    dcp.load(target, storage_reader=HuggingFaceStorageReader(str(folder)))
+    dcp.load(target, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
     for name, tensor in run.model.state_dict().items():
         assert torch.equal(target[f"model.{name}"], tensor)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from aiockpt.backends.local import LocalBackend
 from aiockpt.format.names import attempt_folder
 from aiockpt.options import Best
 from aiockpt.retention import StepFacts, lineage, plan_retention
+from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.small_run import SMALL
 
 STATE: dict[str, Any] = {"x": torch.arange(5000), "value": 1}
@@ -81,16 +83,50 @@ def test_after_going_back_the_new_branch_is_the_newest_and_the_old_one_is_kept(t
         assert loaded.step == 600
 
 
+def test_going_back_within_one_checkpointer_begins_a_new_branch_too(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path, io=SMALL, retention=aiockpt.Retention(last=3)) as ckpt:
+        for step in (100, 200, 300):
+            ckpt.save(step, state(step)).result(30)
+        ckpt.load(state(0), 100).result(30)
+        ckpt.save(150, state(150)).result(30)
+        ckpt.wait()
+        assert [info.step for info in ckpt.steps().result(30)] == [150, 300, 200, 100]
+        assert ckpt.prune(aiockpt.Retention(last=1), dry_run=True).result(30).steps[0].step == 100
+
+
+def test_a_place_that_can_only_be_read_is_loaded_from_all_the_same(tmp_path: Path) -> None:
+    attempt = dead_attempt(tmp_path, voted=True)
+    shutil.copytree(tmp_path, tmp_path / "again")
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        ckpt.save(3, state(3)).result(30)
+    assert attempt.exists()
+    read_only = FaultyBackend(LocalBackend(tmp_path), [Fault(do="fail", verb="put*", times=None, error=errno.EROFS)])
+    target = state(0)
+    with aiockpt.Checkpointer(read_only, io=SMALL) as ckpt:
+        loaded = ckpt.load(target).result(30)
+    assert loaded is not None
+    assert target["value"] == 3
+
+
+def test_votes_that_are_all_there_are_no_garbage(tmp_path: Path) -> None:
+    dead_attempt(tmp_path, voted=True)
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        assert ckpt.prune(aiockpt.Retention(grace_s=0), dry_run=True).result(30).garbage == ()
+
+
 def test_the_lineage_follows_runs_and_their_parents() -> None:
     rows = facts((1, 1, "a", None), (2, 2, "a", None), (3, 3, "a", None), (4, 4, "b", "s2"), (5, 5, "b", "s2"))
     assert [fact.step for fact in lineage(rows)] == [5, 4, 2, 1]
     assert [step.step for step in plan_retention(rows, aiockpt.Retention(last=2))] == [1, 2]
     assert plan_retention(rows, aiockpt.Retention(last=2), protected={"s1"})[0].step == 2
-    assert lineage([]) == plan_retention([], aiockpt.Retention(last=1)) == []
+    assert lineage([]) == []
+    assert plan_retention([], aiockpt.Retention(last=1)) == []
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9), st.sampled_from("abc")), max_size=12, unique_by=lambda r: r[0]),
+    st.lists(
+        st.tuples(st.integers(0, 50), st.integers(0, 9), st.sampled_from("abc")), max_size=12, unique_by=lambda r: r[0]
+    ),
     st.integers(1, 4),
 )
 def test_whatever_the_history_the_newest_is_kept(rows: list[tuple[int, int, str]], last: int) -> None:

@@ -11,7 +11,7 @@ from blockbuster import blockbuster_ctx
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.pipeline import serialize
+from aiockpt.format.checksum import hash_block
 from aiockpt.runtime.loop import runs_event_loop
 from aiockpt.runtime.world import Files, OsFiles, World
 from tests.small_run import SMALL, Run
@@ -41,8 +41,12 @@ def test_saving_loading_and_keeping_touch_files_on_worker_threads_only(
 ) -> None:
     files = OffLoopFiles()
     hashed_on_loop: list[bool] = []
-    real_hash = serialize.hash_block
-    monkeypatch.setattr(serialize, "hash_block", lambda data: hashed_on_loop.append(runs_event_loop()) or real_hash(data))
+
+    def watched_hash(data: memoryview) -> bytes:
+        hashed_on_loop.append(runs_event_loop())
+        return hash_block(data)
+
+    monkeypatch.setattr("aiockpt.pipeline.serialize.hash_block", watched_hash)
     backend = LocalBackend(tmp_path / "run", world=World(files=cast(Files, files)))
     with (
         blockbuster_ctx("aiockpt"),

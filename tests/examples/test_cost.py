@@ -7,8 +7,8 @@ import pytest
 from aiockpt.events import Committed, SaveStarted, SnapshotTaken
 from aiockpt.examples.child import StepDone
 from aiockpt.examples.cost import WARM_UP_STEPS, Cost, account
-from aiockpt.testing.disk import DiskSpeed
 from aiockpt.examples.record import Record
+from aiockpt.testing.disk import DiskSpeed
 
 DISK = DiskSpeed((100.0, 300.0, 200.0), direct=True)
 

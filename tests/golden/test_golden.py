@@ -44,7 +44,7 @@ def blank() -> dict[str, Any]:
     state["optimizer"] = torch.optim.AdamW(state["model"].parameters())
     state["dtypes"] = {name: torch.zeros_like(tensor) for name, tensor in state["dtypes"].items()}
     state["shapes"] = {name: torch.zeros_like(tensor) for name, tensor in state["shapes"].items()}
-    state["values"] = {name: None for name in state["values"]}
+    state["values"] = dict.fromkeys(state["values"])
     return state
 
 
