@@ -31,6 +31,7 @@ from aiockpt.errors import BackgroundSaveError, SaveCancelledError, SaveSkippedE
 from aiockpt.events import Companion, Observer, SaveSkipped
 from aiockpt.options import IO, MIB, Deadlines, OnError, OnExists, Options, Retention, WhenFull
 from aiockpt.runtime.barrier import MutationBarrier
+from aiockpt.runtime.companion import accompany
 from aiockpt.runtime.future import Future, LoadFuture, LoadResult, SaveFuture
 from aiockpt.runtime.limits import LimiterStatistics, run_blocking
 from aiockpt.runtime.loop import LoopThread, refuse_in_event_loop, runs_event_loop
@@ -50,9 +51,6 @@ logger = logging.getLogger("aiockpt")
 
 INLINE_COPY_BYTES = 16 * MIB
 """Inside a running event loop a larger state is copied on a worker: 16 MiB is about a millisecond."""
-
-COMPANION_S = 60.0
-"""How long an observer may finish its own work (`aiockpt.events.Companion`) when the checkpointer is closed."""
 
 
 class Statistics(msgspec.Struct, frozen=True):
@@ -120,7 +118,9 @@ class Checkpointer:
         self._barrier = MutationBarrier(deadlines.slab_s)
         self._saves: list[SaveFuture] = []
         self._unclaimed: list[LoadFuture[Any]] = []
-        self._companions = [self._accompany(observer) for observer in observers if isinstance(observer, Companion)]
+        self._companions = [
+            accompany(self._loop, observer) for observer in observers if isinstance(observer, Companion)
+        ]
 
     # ------------------------------------------------------------------ save
 
@@ -365,27 +365,8 @@ class Checkpointer:
         for end in self._companions:
             end()
         self._loop.close()
-        self._engine.pool.close()
-
-    def _accompany(self, observer: Companion) -> Callable[[], None]:
-        """Start the task of an observer; return what ends it, in time or not."""
-        running = self._loop.submit(observer.run)
-
-        def tell(_: object) -> None:
-            if not running.cancelled() and (error := running.exception()) is not None:
-                logger.error("observer %r stopped working", observer, exc_info=error)
-
-        def end() -> None:
-            try:
-                self._loop.submit(observer.aclose).result(COMPANION_S)
-                running.exception(COMPANION_S)
-            except Exception:
-                logger.exception("observer %r did not end", observer)
-            finally:
-                running.cancel()
-
-        running.add_done_callback(tell)
-        return end
+        self._engine.release_memory()
+        self._walker.forget()
 
     def _drain_at_exit(self) -> None:
         try:

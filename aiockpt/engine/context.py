@@ -84,6 +84,11 @@ class Engine:
         self._program = (plan, program) if program.serves(shards) else None
         return program
 
+    def release_memory(self) -> None:
+        """Let go of the staging pool and of the state's tensors, at the end."""
+        self.pool.close()
+        self._program = None
+
     async def begin_attempt(self, entry: StepEntry) -> Attempt:
         """Return a new attempt at a step, its logical clock above every one that is visible."""
         async with self._beginning:
