@@ -58,7 +58,7 @@ def test_ls_tells_what_is_damaged_and_what_is_unfinished(aiockpt_command: Comman
     begin_attempt(root, 400)
     outcome = aiockpt_command("ls", root)
     assert outcome.status == 0
-    assert "✗ step 200: manifest is damaged" in outcome.out
+    assert "✗ step 200: step-00000200/MANIFEST-1.json is damaged" in outcome.out
     assert "○ step 400: an attempt without a manifest (a-00112233aabb" in outcome.out
     assert f"finish it with aiockpt commit {root}" in outcome.out
     seen = aiockpt_command("ls", root, "--json").json()
