@@ -20,7 +20,7 @@ from aiockpt.errors import CheckpointError, ManifestError, ObjectNotFoundError
 from aiockpt.format.manifest import Decision, Manifest
 from aiockpt.format.names import attempt_folder, decision_key, manifest_key, verified_key
 from aiockpt.pipeline.commit import claim
-from aiockpt.pipeline.discover import StepEntry, newest_manifest, read_manifest, read_receipts
+from aiockpt.pipeline.discover import StepEntry, newest_manifest, read_manifest, votes_to_finish
 from aiockpt.retention import StepFacts
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.transfer import delete_below, storage_now_ns, walk
@@ -103,10 +103,10 @@ async def find_garbage(
             continue
         named.add(older.attempt)
         found.append(Garbage(entry.id, older.attempt, generation))
-    strays = [
+    strays = [  # votes that are all there are a commit to be rolled forward, not garbage
         attempt
         for attempt in entry.attempts
-        if attempt not in named and attempt not in busy and not await _can_be_finished(backend, entry, attempt)
+        if attempt not in named and attempt not in busy and await votes_to_finish(backend, entry, attempt) is None
     ]
     if strays:
         now_ns = await storage_now_ns(backend, nonce)
@@ -115,14 +115,6 @@ async def find_garbage(
             if changed_ns and now_ns - max(changed_ns) > grace_s * 1e9:  # an empty one may be about to begin
                 found.append(Garbage(entry.id, attempt))
     return found
-
-
-async def _can_be_finished(backend: Backend, entry: StepEntry, attempt: str) -> bool:
-    """Say whether all have voted and nobody has overtaken: that is a commit to be rolled forward, not garbage."""
-    votes = await read_receipts(backend, entry.id, attempt)
-    first = next(iter(votes.values()), None)
-    overtaken = first is None or first.generation <= max(entry.generations, default=0)
-    return first is not None and not overtaken and len(votes) == first.world_size
 
 
 async def collect(backend: Backend, garbage: Garbage, write_id: str) -> bool:

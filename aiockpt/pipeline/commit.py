@@ -19,7 +19,7 @@ from aiockpt.errors import CommitConflictError, CommitError, CommitTimeoutError,
 from aiockpt.format.manifest import Decision, Manifest, Receipt, Verdict, encode_manifest, encode_receipt
 from aiockpt.format.merge import merge_receipts
 from aiockpt.format.names import decision_key, manifest_key, receipt_key
-from aiockpt.pipeline.discover import StepEntry, read_manifest, read_receipts
+from aiockpt.pipeline.discover import StepEntry, read_manifest, read_receipts, votes_to_finish
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.transfer import put_once, read_record
@@ -159,13 +159,11 @@ async def roll_forward(backend: Backend, entry: StepEntry, world: World) -> list
     """Commit what the dead could not: every attempt of the step whose votes are complete and whose number is free."""
     done = []
     for attempt in entry.attempts:
-        votes = await read_receipts(backend, entry.id, attempt)
-        first = next(iter(votes.values()), None)
-        overtaken = first is None or first.generation <= max(entry.generations, default=0)
-        if first is None or overtaken or len(votes) != first.world_size:
+        votes = await votes_to_finish(backend, entry, attempt)
+        if votes is None:
             continue
         try:
-            done.append(await commit(backend, [votes[rank] for rank in sorted(votes)], world))
+            done.append(await commit(backend, votes, world))
         except CommitError:
             continue  # another attempt has the number, or it was collected: nothing to finish
     return done

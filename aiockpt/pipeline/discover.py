@@ -157,3 +157,12 @@ async def read_receipts(backend: Backend, step_id: str, attempt: str) -> dict[in
             continue
         receipts[rank] = receipt
     return receipts
+
+
+async def votes_to_finish(backend: Backend, entry: StepEntry, attempt: str) -> list[Receipt] | None:
+    """Return the votes of an attempt by rank when all are there and nobody has overtaken it, else None."""
+    votes = await read_receipts(backend, entry.id, attempt)
+    first = next(iter(votes.values()), None)
+    if first is None or len(votes) != first.world_size or first.generation <= max(entry.generations, default=0):
+        return None
+    return [votes[rank] for rank in sorted(votes)]
