@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 
 import anyio
@@ -72,12 +73,13 @@ class LocalUpload:
         self._direct_fd = self._direct.open(self._handle, self._path, os.O_WRONLY)
         self._reserve()
 
-    async def write(self, offset: int, data: memoryview, seen: Seen | None = None) -> None:
-        if offset < 0 or offset + data.nbytes > self._size:
-            raise UsageError(f"{self._key!r}: bytes {offset}..{offset + data.nbytes} are not within its {self._size}")
+    async def write(self, offset: int, runs: Sequence[memoryview], seen: Seen | None = None) -> None:
+        size = sum(run.nbytes for run in runs)
+        if offset < 0 or offset + size > self._size:
+            raise UsageError(f"{self._key!r}: bytes {offset}..{offset + size} are not within its {self._size}")
         with self._handle.use(), storage_errors("writing", self._key):
-            await run_blocking(self._limiter, self._write_all, offset, data.cast("B"), seen)
-        self._written_bytes += data.nbytes
+            await run_blocking(self._limiter, self._write_all, offset, runs, seen)
+        self._written_bytes += size
 
     async def finish(self) -> None:
         if self._written_bytes != self._size:
@@ -110,9 +112,14 @@ class LocalUpload:
             if error.errno not in _NO_FALLOCATE:
                 raise
 
-    def _write_all(self, offset: int, data: memoryview, seen: Seen | None) -> None:
-        if seen is not None:
-            seen(data)
+    def _write_all(self, offset: int, runs: Sequence[memoryview], seen: Seen | None) -> None:
+        for run in runs:
+            if seen is not None:
+                seen(run)
+            self._write_run(offset, run.cast("B"))
+            offset += run.nbytes
+
+    def _write_run(self, offset: int, data: memoryview) -> None:
         aligned = self._direct_range(offset, data)
         write_all(self._files, self._buffered_fd, data[: aligned.start], offset)
         written = self._write_direct(offset + aligned.start, data[aligned.start : aligned.stop])

@@ -137,15 +137,18 @@ class MemoryUpload:
         self._written_bytes = 0
         self._over = False
 
-    async def write(self, offset: int, data: memoryview, seen: Seen | None = None) -> None:
+    async def write(self, offset: int, runs: Sequence[memoryview], seen: Seen | None = None) -> None:
         self._check_open()
-        if offset < 0 or offset + data.nbytes > len(self._memory):
-            raise UsageError(
-                f"{self._key!r}: bytes {offset}..{offset + data.nbytes} are not within its {len(self._memory)}"
-            )
-        target = memoryview(self._memory)[offset : offset + data.nbytes]
-        await _run(self._limiter, data.nbytes, lambda: _copy(target, data.cast("B"), seen))
-        self._written_bytes += data.nbytes
+        size = sum(run.nbytes for run in runs)
+        if offset < 0 or offset + size > len(self._memory):
+            raise UsageError(f"{self._key!r}: bytes {offset}..{offset + size} are not within its {len(self._memory)}")
+        await _run(self._limiter, size, lambda: self._write_all(offset, runs, seen))
+        self._written_bytes += size
+
+    def _write_all(self, offset: int, runs: Sequence[memoryview], seen: Seen | None) -> None:
+        for run in runs:
+            _copy(memoryview(self._memory)[offset : offset + run.nbytes], run.cast("B"), seen)
+            offset += run.nbytes
 
     async def finish(self) -> None:
         self._check_open()

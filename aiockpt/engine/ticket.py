@@ -34,7 +34,7 @@ class Ticket:
         self.future = SaveFuture(step)
         self.metrics = dict(metrics)
         self.user = user
-        self.slabs = [Handover(engine.pool) for _ in self.plan.files]
+        self.slabs = [Handover(engine.pool, len(file.windows)) for file in self.plan.files]
         self._engine = engine
         self._stopped_by: BaseException | None = None
         self._scope: anyio.CancelScope | None = None

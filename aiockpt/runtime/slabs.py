@@ -5,13 +5,11 @@ are touched when they are made and never given back before ``close``. Guarantees
 
 - The pool never holds more than its ceiling, and every slab it handed out comes back exactly once, in any order.
 - ``take`` waits, oldest first; a ticket takes one slab at a time and passes it on, so one slab is enough for any tensor.
-- Slabs are page-aligned anonymous shared memory: O_DIRECT takes them, and a process can be given them.
+- Slabs are page-aligned and lie in huge pages where the system has them (`aiockpt.runtime.memory`): O_DIRECT takes them.
 """
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from collections.abc import Callable
 import msgspec
 
 from aiockpt.errors import ClosedError, StorageTimeoutError
+from aiockpt.runtime.memory import address_of, map_pages
 
 
 class PoolStatistics(msgspec.Struct, frozen=True):
@@ -35,13 +34,12 @@ class PoolStatistics(msgspec.Struct, frozen=True):
 class Slab:
     """A window of pre-faulted, page-aligned memory; *address* is that of its first byte."""
 
-    __slots__ = ("_owner", "address", "memory")
+    __slots__ = ("address", "memory")
 
     def __init__(self, size_bytes: int) -> None:
-        self._owner = mmap.mmap(-1, size_bytes)
-        self.memory = memoryview(self._owner)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._owner))
-        ctypes.memset(self.address, 0, size_bytes)  # releases the GIL while the pages are faulted in
+        pages = map_pages(size_bytes)
+        self.memory = memoryview(pages)
+        self.address = address_of(pages)
 
 
 class SlabPool:

@@ -78,11 +78,15 @@ def _read_int(node: Mapping[str, Any]) -> int:
 
 def write_float(value: float) -> Any:
     """Return a finite number as it is, the others by name."""
-    return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
+    if math.isfinite(value):
+        return value
+    sign = "-" if math.copysign(1, value) < 0 else ""
+    return {"$": "float", "value": sign + ("nan" if math.isnan(value) else "inf")}
 
 
 def _read_float(node: Mapping[str, Any]) -> float:
-    return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[field(node, "value", str)]
+    named = {"nan": math.nan, "-nan": -math.nan, "inf": math.inf, "-inf": -math.inf}
+    return named[field(node, "value", str)]
 
 
 def _write_complex(value: complex) -> Fields:

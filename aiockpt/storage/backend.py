@@ -73,11 +73,11 @@ class Space(msgspec.Struct, frozen=True):
 class Upload(Protocol):
     """A data file being written in blocks, in any order and several at once."""
 
-    async def write(self, offset: int, data: memoryview, seen: Seen | None = None) -> None:
-        """Show *data* to *seen*, on the thread that writes it, and write it at *offset*.
+    async def write(self, offset: int, runs: Sequence[memoryview], seen: Seen | None = None) -> None:
+        """Write *runs*, one after the other, from *offset*; show each to *seen* first, in order, on the writing thread.
 
-        Ranges are disjoint. *data* must not change until this returns. (One hop to a thread, not two, for a checksum and
-        a write: each hop costs training a wait for the GIL.)
+        Ranges are disjoint. *runs* must not change until this returns. (One hop to a thread for many runs, their checksums
+        and their writes: each hop costs training a wait for the GIL.)
         """
 
     async def finish(self) -> None:

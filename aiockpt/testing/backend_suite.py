@@ -39,7 +39,7 @@ async def upload(backend: Backend, key: str, data: memoryview, block_bytes: int 
     """Write *data* as a data file, block by block in order."""
     file = await backend.create(key, data.nbytes)
     for start in range(0, data.nbytes, block_bytes):
-        await file.write(start, data[start : start + block_bytes])
+        await file.write(start, [data[start : start + block_bytes]])
     await file.finish()
 
 
@@ -160,7 +160,7 @@ class BackendSuite:
         files = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
         assert len(files) == 1
         assert all(isinstance(outcome, ObjectExistsError) for outcome in outcomes if outcome is not files[0])
-        await files[0].write(0, memoryview(b"mine"))
+        await files[0].write(0, [memoryview(b"mine")])
         await files[0].finish()
         assert await backend.get("race/file", 10) == b"mine"
 
@@ -177,7 +177,7 @@ class BackendSuite:
         file = await backend.create("d/file", data.nbytes)
         starts = list(range(0, data.nbytes, self.BLOCK_BYTES))
         random.Random(1).shuffle(starts)
-        await asyncio.gather(*(file.write(start, data[start : start + self.BLOCK_BYTES]) for start in starts))
+        await asyncio.gather(*(file.write(start, [data[start : start + self.BLOCK_BYTES]]) for start in starts))
         await file.finish()
         assert (await backend.stat("d/file")).size == data.nbytes
         reader = await backend.open("d/file")
@@ -190,10 +190,24 @@ class BackendSuite:
         edges = [0, 1, 4095, 4096, 4097, 12_288, 50_000, 53_248, 100_000, 100_001]
         file = await backend.create("odd", data.nbytes)
         for start, end in itertools.pairwise(edges):
-            await file.write(start, data[start:end])
-        await file.write(7, memoryview(b""))
+            await file.write(start, [data[start:end]])
+        await file.write(7, [memoryview(b"")])
         await file.finish()
         assert await backend.get("odd", 1 << 20) == bytes(data)
+
+    async def test_runs_are_written_one_after_the_other_and_shown_in_order(self, backend: Backend) -> None:
+        data = patterned(3 * self.BLOCK_BYTES + 99)
+        edges = [0, 4096, 4096, 4097, self.BLOCK_BYTES + 5, 3 * self.BLOCK_BYTES, data.nbytes]
+        shown: list[bytes] = []
+        file = await backend.create("runs", data.nbytes)
+        runs = [data[start:end] for start, end in itertools.pairwise(edges)]
+        await file.write(0, runs[:2], lambda run: shown.append(bytes(run)))
+        await file.write(4096, runs[2:], lambda run: shown.append(bytes(run)))
+        await file.finish()
+        assert shown == [bytes(run) for run in runs]
+        reader = await backend.open("runs")
+        assert await download(reader) == bytes(data)
+        await reader.close()
 
     async def test_memory_may_be_unaligned_and_read_only(self, backend: Backend) -> None:
         data = patterned(3 * 4096 + 1)
@@ -206,12 +220,12 @@ class BackendSuite:
         file = await backend.create("small", 10)
         for offset, data in ((8, b"123"), (-1, b"12"), (11, b"")):
             with pytest.raises(UsageError):
-                await file.write(offset, memoryview(data))
+                await file.write(offset, [memoryview(data)])
         await file.abort()
 
     async def test_a_file_with_bytes_missing_cannot_be_finished(self, backend: Backend) -> None:
         file = await backend.create("holes", 10)
-        await file.write(0, memoryview(b"12345"))
+        await file.write(0, [memoryview(b"12345")])
         with pytest.raises(UsageError):
             await file.finish()
         await file.abort()
@@ -220,22 +234,22 @@ class BackendSuite:
 
     async def test_an_aborted_file_is_gone_and_its_key_is_free(self, backend: Backend) -> None:
         file = await backend.create("d/file", 10)
-        await file.write(0, memoryview(b"12345"))
+        await file.write(0, [memoryview(b"12345")])
         await file.abort()
         await file.abort()
         with pytest.raises(ObjectNotFoundError):
             await backend.stat("d/file")
         with pytest.raises(UsageError):
-            await file.write(5, memoryview(b"12345"))
+            await file.write(5, [memoryview(b"12345")])
         await upload(backend, "d/file", memoryview(b"again"))
         assert await backend.get("d/file", 10) == b"again"
 
     async def test_a_finished_file_takes_no_more_and_an_abort_leaves_it_alone(self, backend: Backend) -> None:
         file = await backend.create("d/file", 4)
-        await file.write(0, memoryview(b"1234"))
+        await file.write(0, [memoryview(b"1234")])
         await file.finish()
         with pytest.raises(UsageError):
-            await file.write(0, memoryview(b"x"))
+            await file.write(0, [memoryview(b"x")])
         with pytest.raises(UsageError):
             await file.finish()
         await file.abort()
@@ -256,7 +270,7 @@ class BackendSuite:
         for steps in range(6):
             data = patterned(self.BLOCK_BYTES)
             file = await backend.create("cancelled", data.nbytes)
-            writing = asyncio.ensure_future(file.write(0, data))
+            writing = asyncio.ensure_future(file.write(0, [data]))
             for _ in range(steps):
                 await asyncio.sleep(0)
             writing.cancel()

@@ -204,13 +204,12 @@ class _FaultyUpload:
         self._key = key
         self._schedule = schedule
 
-    async def write(self, offset: int, data: memoryview, seen: Seen | None = None) -> None:
+    async def write(self, offset: int, runs: Sequence[memoryview], seen: Seen | None = None) -> None:
         fault = self._schedule.due("upload.write", self._key)
-        sent = _sent(fault, data)
-        if (
-            sent is not data and seen is not None
-        ):  # flipped on the way to the storage: whoever looks sees what was meant
-            seen(data)
+        sent = [_sent(fault, runs[0]), *runs[1:]] if runs else []
+        if runs and sent[0] is not runs[0] and seen is not None:
+            for run in runs:  # flipped on the way to the storage: whoever looks sees what was meant
+                seen(run)
             seen = None
         await _guarded(fault, "upload.write", self._key, lambda: self._inner.write(offset, sent, seen))
 

@@ -143,9 +143,9 @@ class _RecordingUpload:
         self._key = key
         self._log = log
 
-    async def write(self, offset: int, data: memoryview, seen: Seen | None = None) -> None:
-        async with self._log.note("upload.write", self._key, offset, data.nbytes):
-            await self._inner.write(offset, data, seen)
+    async def write(self, offset: int, runs: Sequence[memoryview], seen: Seen | None = None) -> None:
+        async with self._log.note("upload.write", self._key, offset, sum(run.nbytes for run in runs)):
+            await self._inner.write(offset, runs, seen)
 
     async def finish(self) -> None:
         async with self._log.note("upload.finish", self._key):

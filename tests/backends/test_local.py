@@ -235,9 +235,9 @@ async def test_whole_aligned_pages_are_written_past_the_page_cache_and_the_rest_
     recording = RecordingFiles(SimulatedFiles())
     data = patterned(5 * 4096 + 100)
     file = await on(recording).create("f", data.nbytes)
-    await file.write(4096, data[4096 : 4 * 4096])
-    await file.write(0, data[:4096])
-    await file.write(4 * 4096, data[4 * 4096 :])
+    await file.write(4096, [data[4096 : 4 * 4096]])
+    await file.write(0, [data[:4096]])
+    await file.write(4 * 4096, [data[4 * 4096 :]])
     await file.finish()
     assert direct_writes(recording) == [(4096, 3 * 4096), (0, 4096), (4 * 4096, 4096)]
     assert await on(recording).get("f", 1 << 20) == bytes(data)
@@ -248,8 +248,8 @@ async def test_odd_ends_of_a_block_leave_its_pages_to_o_direct() -> None:
     memory = patterned(4 * 4096)
     data = memory[4000 : 4000 + 96 + 2 * 4096 + 50]  # its second page boundary is one of the file too
     file = await on(recording).create("f", 4000 + data.nbytes)
-    await file.write(4000, data)
-    await file.write(0, memory[:4000])
+    await file.write(4000, [data])
+    await file.write(0, [memory[:4000]])
     await file.finish()
     assert direct_writes(recording) == [(4096, 2 * 4096)]
     assert await on(recording).get("f", 1 << 20) == bytes(memory[: 4000 + data.nbytes])
@@ -358,7 +358,7 @@ async def test_an_abort_while_the_file_is_being_finished_leaves_it_alone() -> No
     files = _SlowFlush()
     backend = on(files)
     file = await backend.create("f", 1)
-    await file.write(0, memoryview(b"x"))
+    await file.write(0, [memoryview(b"x")])
     finishing = asyncio.ensure_future(file.finish())
     await asyncio.to_thread(files.begun.get, timeout=30)
     await file.abort()

@@ -44,8 +44,8 @@ async def put_new(backend: LocalBackend) -> None:
 async def write_file(backend: LocalBackend) -> None:
     file = await backend.create("s/d/f", DATA.nbytes)
     try:
-        await file.write(4096, DATA[4096:])
-        await file.write(0, DATA[:4096])
+        await file.write(4096, [DATA[4096:]])
+        await file.write(0, [DATA[:4096]])
         await file.finish()
     except BaseException:
         await file.abort()

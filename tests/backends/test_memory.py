@@ -63,7 +63,7 @@ async def test_objects_are_dated_by_the_clock_when_they_are_finished() -> None:
     backend = MemoryBackend(world=World(clock=clock))
     file = await backend.create("f", 1)
     clock.advance(2)
-    await file.write(0, memoryview(b"x"))
+    await file.write(0, [memoryview(b"x")])
     await file.finish()
     assert (await backend.stat("f")).modified_ns == 2_000_000_005
 

@@ -69,7 +69,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 EXAMPLES: list[Any] = [
-    None, True, 0, -1, 2**63 - 1, -(2**63), 2**63, -(2**63) - 1, 1 << 20_000, 0.0, -0.0, 1e300, 5e-324, math.nan,
+    None, True, 0, -1, 2**63 - 1, -(2**63), 2**63, -(2**63) - 1, 1 << 20_000, 0.0, -0.0, 1e300, 5e-324, math.nan, -math.nan,
     math.inf, -math.inf, "", "a$b", "日本", "\x00\n", b"", b"\x00\xff", bytearray(b"x"), 1j, complex(math.nan, -0.0),
     [], [[]], (), ((1,), [2]), set(), {1, "a", (2, 3)}, frozenset({1.5}), {}, {"a": {"b": 1}}, {"$": 1}, {1: 2, "1": 3},
     {(1, 2): [3], None: 4, 2.5: 5, True: 6}, OrderedDict([("b", 1), ("a", 2)]), Counter("abca"), deque([1, 2], 5),

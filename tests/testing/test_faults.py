@@ -98,8 +98,8 @@ async def test_reads_writes_and_finish_can_fail_and_abort_cannot() -> None:
     backend = FaultyBackend(MemoryBackend(), faults)
     file = await backend.create("f", 1)
     with pytest.raises(StorageError):
-        await file.write(0, memoryview(b"x"))
-    await file.write(0, memoryview(b"x"))
+        await file.write(0, [memoryview(b"x")])
+    await file.write(0, [memoryview(b"x")])
     with pytest.raises(StorageError):
         await file.finish()
     await file.finish()
