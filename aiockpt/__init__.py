@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         CommitTimeoutError,
         CorruptionError,
         NoValidCheckpointError,
+        RankError,
         StateMismatchError,
         StepNotFoundError,
         StorageError,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     )
     from aiockpt.options import IO, Best, Deadlines, Retention
     from aiockpt.runtime.future import Future, LoadFuture, LoadResult, SaveFuture, SaveResult
+    from aiockpt.runtime.ranks import Ranks
     from aiockpt.state.codecs import register_codec
 
 __version__ = "0.1.0"
@@ -46,6 +48,8 @@ __all__ = [
     "LoadResult",
     "NoValidCheckpointError",
     "Pruned",
+    "RankError",
+    "Ranks",
     "Retention",
     "SaveFuture",
     "SaveResult",
@@ -65,6 +69,7 @@ _HOMES = (
     "aiockpt.errors",
     "aiockpt.options",
     "aiockpt.runtime.future",
+    "aiockpt.runtime.ranks",
     "aiockpt.state.codecs",
     "aiockpt.adapters.rng",
     "aiockpt.engine.keep",

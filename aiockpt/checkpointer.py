@@ -24,9 +24,12 @@ from aiockpt.engine import keep
 from aiockpt.engine.context import Engine
 from aiockpt.engine.keep import Description, Pruned, StepInfo, Verified
 from aiockpt.engine.load import Filled, LoadRequest, load
+from aiockpt.engine.load_together import load_together
 from aiockpt.engine.read import read
 from aiockpt.engine.save import save
+from aiockpt.engine.sharing import WARM_UP, Turn
 from aiockpt.engine.ticket import Ticket
+from aiockpt.engine.together import save_together
 from aiockpt.errors import BackgroundSaveError, SaveCancelledError, SaveSkippedError, UsageError
 from aiockpt.events import Companion, Observer, SaveSkipped
 from aiockpt.options import IO, MIB, Deadlines, OnError, OnExists, Options, Retention, WhenFull
@@ -36,7 +39,7 @@ from aiockpt.runtime.future import Future, LoadFuture, LoadResult, SaveFuture
 from aiockpt.runtime.limits import LimiterStatistics, run_blocking
 from aiockpt.runtime.loop import LoopThread, refuse_in_event_loop, runs_event_loop
 from aiockpt.runtime.memory import available_bytes
-from aiockpt.runtime.ranks import find_ranks
+from aiockpt.runtime.ranks import Ranks, find_ranks
 from aiockpt.runtime.slabs import PoolStatistics
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.runtime.world import World
@@ -79,6 +82,8 @@ class Checkpointer:
         io: how bytes move: pool, block and slab sizes, verification.
         deadlines: when a wait gives up.
         observers: who is told of events (`aiockpt.events`), on the loop thread; a ``Companion`` has a task there too.
+        ranks: this process among those that save one state together; None asks ``torch.distributed``. With several, every
+            rank makes the same calls (save, load, warm_up) in the same order.
         world: the outside (files, clock, random bytes); tests pass a simulated one.
 
     Raises:
@@ -98,6 +103,7 @@ class Checkpointer:
         io: IO = IO(),
         deadlines: Deadlines = Deadlines(),
         observers: Sequence[Observer] = (),
+        ranks: Ranks | None = None,
         world: World | None = None,
     ) -> None:
         self._options = Options(
@@ -110,12 +116,12 @@ class Checkpointer:
             io=io,
             deadlines=deadlines,
         )
-        ranks = find_ranks()
+        ranks = ranks or find_ranks()
         world = world or World()
         backend = open_backend(url, world=world)
         self._loop = LoopThread("aiockpt", on_exit=self._drain_at_exit)
         self._engine = Engine(backend, self._loop, self._options, observers, world, ranks)
-        self._walker = StateWalker()
+        self._walker = StateWalker(rank=ranks.rank)
         self._barrier = MutationBarrier(deadlines.slab_s)
         self._saves: list[SaveFuture] = []
         self._unclaimed: list[LoadFuture[Any]] = []
@@ -146,42 +152,61 @@ class Checkpointer:
         """
         self._check_call()
         _check_step(step)
-        if self._options.when_full == "skip" and self._is_full():
-            future = self._skipped(step)
-        else:
-            future = self._start(step, state, metrics or {}, user)
+        turn = self._engine.next_turn(step)
+        try:
+            if self._options.when_full == "skip" and self._is_full():
+                future = self._skipped(step, turn)
+            else:
+                future = self._start(step, state, metrics or {}, user, turn)
+        except BaseException as error:
+            self._engine.renounce(turn, error)
+            raise
         self._report_failures(future)
         return future
 
-    def _start(self, step: int, state: State, metrics: Mapping[str, float], user: object) -> SaveFuture:
-        """Register the save, and copy the state: here, or on a worker where copying would hold an event loop."""
+    def _start(
+        self, step: int, state: State, metrics: Mapping[str, float], user: object, turn: Turn | None
+    ) -> SaveFuture:
+        """Register the save, and copy the state: here, or on a worker where that would hold an event loop."""
         walked = self._walker.walk(state)
         before = self._must_end_first()
-        elsewhere = runs_event_loop() and (before is not None or _tensor_bytes(walked) > INLINE_COPY_BYTES)
+        elsewhere = runs_event_loop() and (
+            before is not None or turn is not None or _tensor_bytes(walked) > INLINE_COPY_BYTES
+        )
         if elsewhere:
             walked = hold_still(walked, state)
-        ticket = Ticket(self._engine, step, walked, _plain_metrics(metrics), _plain_json(user))
-        self._engine.pool.fit(ticket.plan.window_count, available_bytes)
-        self._saves.append(ticket.future)
+        ticket = Ticket(self._engine, step, walked, _plain_metrics(metrics), _plain_json(user), turn)
         if elsewhere:
+            self._saves.append(ticket.future)
             self._barrier.guard(ticket.future.snapshotted(), ticket.stop)
-            self._loop.in_worker(self._copy_after, before, ticket)
+            self._loop.in_worker(self._copy_elsewhere, before, ticket)
         else:
             self._copy_after(before, ticket)
         return ticket.future
 
     def _copy_after(self, before: SaveFuture | None, ticket: Ticket) -> None:
-        """Wait for the save that must end first, start this one, and copy its state on this thread."""
+        """Wait for the save that must end first, plan and start this one, and copy its state on this thread."""
         if before is not None:
             before._wait_anyway(self._options.deadlines.close_s)
+        ticket.prepare()
+        self._engine.pool.fit(ticket.plan.window_count, available_bytes)
+        if ticket.future not in self._saves:
+            self._saves.append(ticket.future)
         self._loop.submit(self._run, ticket)
         ticket.copy()
+
+    def _copy_elsewhere(self, before: SaveFuture | None, ticket: Ticket) -> None:
+        try:
+            self._copy_after(before, ticket)
+        except Exception as error:  # noqa: BLE001  the future carries it to the caller
+            self._engine.renounce(ticket.turn, error)
+            ticket.refuse(error)
 
     async def _run(self, ticket: Ticket) -> None:
         async with open_tasks() as tasks:
             tasks.start_soon(self._fill_pool, ticket)
-            result = await ticket.run(save)
-            if result is not None and not result.existed:
+            result = await ticket.run(save if ticket.turn is None else save_together)
+            if result is not None and not result.existed and self._engine.ranks.rank == 0:
                 await keep.tidy(self._engine, result)
 
     async def _fill_pool(self, ticket: Ticket) -> None:
@@ -201,10 +226,12 @@ class Checkpointer:
         """Return the save that must end before a new one may begin, so that at most ``max_in_flight`` run."""
         return self._saves[-self._options.max_in_flight] if self._is_full() else None
 
-    def _skipped(self, step: int) -> SaveFuture:
+    def _skipped(self, step: int, turn: Turn | None) -> SaveFuture:
         reason = f"{len(self._saves)} saves are in flight and when_full is 'skip'"
         future = SaveFuture(step)
-        future._fail(SaveSkippedError(f"step {step} was not saved: {reason}"))
+        skipped = SaveSkippedError(f"step {step} was not saved: {reason}")
+        self._engine.renounce(turn, skipped)
+        future._fail(skipped)
         event = SaveSkipped(at_ns=self._engine.now_ns(), step=step, reason=reason)
         self._loop.call_soon(self._engine.emit, event)
         return future
@@ -212,10 +239,15 @@ class Checkpointer:
     def warm_up(self, state: State) -> Future[None]:
         """Make the first save as cheap as the later ones: plan it, and fault the staging pool in, in the background."""
         self._check_call()
-        plan = self._engine.plan(self._walker.walk(state))
-        pool = self._engine.pool
+        walked, turn = self._walker.walk(state), self._engine.next_turn(WARM_UP)
+        return self._operation("warm_up", run_blocking, self._engine.state_work, self._warm_up, walked, turn)
+
+    def _warm_up(self, walked: ShardedState, turn: Turn | None) -> None:
+        """Plan and allocate, on a worker: other ranks may come later."""
+        share, _ = self._engine.share(turn, walked)
+        plan, pool = self._engine.plan(share), self._engine.pool
         pool.fit(plan.window_count, available_bytes)
-        return self._operation("warm_up", run_blocking, self._engine.state_work, pool.warm_up, plan.window_count)
+        pool.warm_up(plan.window_count)
 
     def barrier(self) -> None:
         """Block until no snapshot is being copied, before you change the state by hand. Optimizers do it by themselves."""
@@ -259,8 +291,14 @@ class Checkpointer:
         future: LoadFuture[LoadResult | None] = LoadFuture(f"load of step {'newest' if step is None else step}")
         self._unclaimed.append(future)
 
+        number = None if self._engine.sharing is None else self._engine.sharing.next_load()
+
         async def run() -> LoadResult | None:
-            filled: Filled | None = await load(self._engine, request)
+            filled: Filled | None
+            if number is None:
+                filled = await load(self._engine, request)
+            else:
+                filled = await load_together(self._engine, request, number)
             if filled is None:
                 return None
             future._finish = filled.target.apply

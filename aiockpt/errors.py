@@ -15,6 +15,10 @@
     ├── CommitError                                  the save did not become visible
     │   ├── CommitConflictError                        someone else committed this generation first
     │   └── CommitTimeoutError(TimeoutError)           outcome unknown: the next look at the storage decides
+    ├── RankError                                    the ranks of the job did not act together; all of them hear of it
+    │   ├── RankFailedError                            another rank failed
+    │   ├── RankTimeoutError(TimeoutError)             nothing was heard from some ranks before the deadline
+    │   └── RanksDisagreeError                         they mean different steps, states or worlds
     ├── SaveCancelledError                           somebody called .cancel()
     ├── SaveSkippedError                             the policy for too many saves in flight said skip
     ├── BackgroundSaveError                          an earlier save failed; carries it and the new future
@@ -146,6 +150,30 @@ class CommitTimeoutError(CommitError, TimeoutError):
     def __init__(self, message: str, missing_ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.missing_ranks = tuple(missing_ranks)
+
+
+class RankError(CheckpointError):
+    """The ranks of one job did not act together. No checkpoint became visible; earlier steps are untouched.
+
+    Attributes:
+        ranks: those that the message names.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class RankFailedError(RankError):
+    """Another rank failed, so this operation was given up on all ranks; the message holds its error."""
+
+
+class RankTimeoutError(RankError, TimeoutError):
+    """Nothing was heard from some ranks before the deadline: they are dead, stuck, or never made this call."""
+
+
+class RanksDisagreeError(RankError):
+    """Ranks made different calls: another step, another order, or tensors that do not fit together."""
 
 
 class SaveCancelledError(CheckpointError):

@@ -102,11 +102,15 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         slab_s: for a free slab while a snapshot is taken. Long: it is the disk that is slow then, not the engine.
         commit_s: for the receipts of all ranks and the manifest.
+        ranks_s: for the other ranks, while all plan the first save of a structure or agree on what to load.
+        takeover_s: after voting, for rank 0 to commit; then any rank that finds all votes commits in its place.
         close_s: for everything in flight, when the checkpointer is closed or the interpreter exits.
     """
 
     slab_s: float = 600.0
     commit_s: float = 600.0
+    ranks_s: float = 600.0
+    takeover_s: float = 30.0
     close_s: float = 1800.0
 
 

@@ -59,6 +59,7 @@ async def run_save(
 ) -> SaveFuture:
     """Save *state* as a checkpointer does, without the thread; return the settled future."""
     ticket = Ticket(engine, step, StateWalker().walk(state), {}, None)
+    ticket.prepare()
     if watch is not None:
         watch(ticket)
     running = asyncio.ensure_future(ticket.run(save))

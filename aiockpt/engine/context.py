@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import anyio
 
+from aiockpt.engine.sharing import Turn, make_sharing
 from aiockpt.errors import CheckpointError
 from aiockpt.events import Event, Observer
 from aiockpt.options import Options
@@ -34,6 +35,7 @@ class Engine:
     """The shared part of all operations below one root. Owned by one checkpointer.
 
     Attributes:
+        sharing: how ranks share a state out; None for a process that saves alone.
         busy_attempts: nonces of attempts under way here; garbage collection leaves them alone.
         failed: failed saves, oldest first, until the checkpointer has told its caller.
     """
@@ -52,6 +54,7 @@ class Engine:
         self.options = options
         self.world = world
         self.ranks = ranks
+        self.sharing = make_sharing(ranks, backend.url, options.deadlines.ranks_s, self.token(16))
         self.pool = SlabPool(options.io.slab_bytes, options.io.pool_bytes)
         self.uploader = Uploader(backend, self.pool, options.io.block_bytes)
         self.state_work = Limiter("state", 2)
@@ -66,6 +69,27 @@ class Engine:
         self._plan: tuple[str, SavePlan] | None = None
         self._program: tuple[SavePlan, CopyProgram] | None = None
         self._reading: dict[str, int] = {}
+
+    def next_turn(self, step: int) -> Turn | None:
+        """Return the turn of a save that begins now; None in a process that saves alone. Any thread."""
+        return None if self.sharing is None else self.sharing.next_turn(step)
+
+    def renounce(self, turn: Turn | None, error: BaseException) -> None:
+        """Tell the other ranks, in the background, why this one takes no part in *turn*. Any thread."""
+        if turn is not None and self.sharing is not None:
+            self.loop.submit(self.sharing.give_up, turn, error)
+
+    def share(self, turn: Turn | None, state: ShardedState) -> tuple[ShardedState, bool]:
+        """Return what this rank writes of *state*, and whether that had to be planned with others (then it waited).
+
+        Any thread but the loop's.
+        """
+        if self.sharing is None or turn is None:
+            return state, False
+        known = self.sharing.known(state)
+        if known is not None:
+            return known, False
+        return self.loop.submit(self.sharing.plan, turn, state).result(), True
 
     def plan(self, state: ShardedState) -> SavePlan:
         """Return the plan for *state*: the cached one while its structure is the same. Any thread."""
@@ -89,7 +113,7 @@ class Engine:
         self.pool.close()
         self._program = None
 
-    async def begin_attempt(self, entry: StepEntry) -> Attempt:
+    async def begin_attempt(self, entry: StepEntry, nonce: str) -> Attempt:
         """Return a new attempt at a step, its logical clock above every one that is visible."""
         async with self._beginning:
             if self._sequence is None:
@@ -98,7 +122,7 @@ class Engine:
             self._sequence += 1
             attempt = begin(
                 entry,
-                nonce=self.token(6),
+                nonce=nonce,
                 run=self._run,
                 sequence=self._sequence,
                 parent=self._parent,

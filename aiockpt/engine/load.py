@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -60,54 +60,68 @@ async def load(engine: Engine, request: LoadRequest) -> Filled | None:
         CorruptionError: the step that was asked for is damaged; the state may be partly overwritten.
     """
     begun_ns = engine.now_ns()
-    if request.step is not None:
-        return await _load_step(engine, request, request.step, begun_ns)
-    candidates = await committed_steps(engine)
     skipped: Skipped = []
     touched: frozenset[str] = frozenset()
-    for entry in candidates:
+    async for manifest in candidates(engine, request.step, skipped):
+        target = await open_manifest(engine, request, manifest)
+        check_rewritten(manifest, target, touched, skipped)
         try:
-            manifest = await newest_manifest(engine.backend, entry)
-        except CorruptionError as error:
-            _skip(engine, entry, error, skipped)
-            continue
-        target = await _open(engine, request, manifest)
-        if not touched <= target.written:
-            raise _unusable(entry, touched - target.written, skipped)
-        try:
-            return await _fill(engine, manifest, target, begun_ns, skipped)
+            return await fill(engine, manifest, target, begun_ns, skipped)
         except CorruptionError as error:
             touched |= target.written
-            _skip(engine, entry, error, skipped)
-    if candidates:
-        raise NoValidCheckpointError(engine.backend.url, skipped)
+            skip_or_raise(engine, request, manifest.id, manifest.step, error, skipped)
     return None
 
 
-async def _load_step(engine: Engine, request: LoadRequest, step: int, begun_ns: int) -> Filled:
-    entry = await find_step(engine, step)
-    manifest = await newest_manifest(engine.backend, entry)
-    target = await _open(engine, request, manifest)
-    try:
-        return await _fill(engine, manifest, target, begun_ns, [])
-    except CorruptionError as error:
+async def candidates(engine: Engine, step: int | None, skipped: Skipped) -> AsyncIterator[Manifest]:
+    """Yield the manifest of *step*, or for None those of all committed steps, the newest first; note what is skipped.
+
+    Raises:
+        StepNotFoundError, ManifestError: of *step*.
+        NoValidCheckpointError: the caller wanted more than there are.
+    """
+    if step is not None:
+        yield await newest_manifest(engine.backend, await find_step(engine, step))
+        return
+    entries = await committed_steps(engine)
+    for entry in entries:
+        try:
+            manifest = await newest_manifest(engine.backend, entry)
+        except CorruptionError as error:
+            note_skipped(engine, entry.id, entry.step, error, skipped)
+            continue
+        yield manifest
+    if entries:
+        raise NoValidCheckpointError(engine.backend.url, skipped)
+
+
+def check_rewritten(manifest: Manifest, target: LoadTarget, touched: frozenset[str], skipped: Skipped) -> None:
+    """Refuse to go on from a damaged step to one that leaves some of its bytes in the state (DECISIONS 12)."""
+    left = touched - target.written
+    if left:
+        newer = ", ".join(name for name, _ in skipped)
+        raise StateMismatchError(
+            manifest.id,
+            [f"{name}: overwritten from {newer} and not stored here" for name in sorted(left)],
+            "The state is partly overwritten and not usable: build it anew, then load an explicit step.",
+        )
+
+
+def skip_or_raise(
+    engine: Engine, request: LoadRequest, step_id: str, step: int, error: CorruptionError, skipped: Skipped
+) -> None:
+    """Go on from a step whose data are damaged, unless it is the one that was asked for."""
+    if request.step is not None:
         error.add_note("The state given to load() is partly overwritten: build it anew, or load another step over it.")
-        raise
+        raise error
+    note_skipped(engine, step_id, step, error, skipped)
 
 
-def _skip(engine: Engine, entry: StepEntry, error: CheckpointError, skipped: Skipped) -> None:
-    skipped.append((entry.id, str(error)))
-    logger.warning("step %s is skipped: %s", entry.id, error)
-    engine.emit(StepSkipped(at_ns=engine.now_ns(), step=entry.step, reason=str(error)))
-
-
-def _unusable(entry: StepEntry, left: Collection[str], skipped: Skipped) -> StateMismatchError:
-    newer = ", ".join(name for name, _ in skipped)
-    return StateMismatchError(
-        entry.id,
-        [f"{name}: overwritten from {newer} and not stored here" for name in sorted(left)],
-        "The state is partly overwritten and not usable: build it anew, then load an explicit step.",
-    )
+def note_skipped(engine: Engine, step_id: str, step: int, error: CheckpointError, skipped: Skipped) -> None:
+    """Tell log and observers why a step is not taken."""
+    skipped.append((step_id, str(error)))
+    logger.warning("step %s is skipped: %s", step_id, error)
+    engine.emit(StepSkipped(at_ns=engine.now_ns(), step=step, reason=str(error)))
 
 
 async def committed_steps(engine: Engine) -> list[StepEntry]:
@@ -153,19 +167,10 @@ async def find_manifest(engine: Engine, step: int | None) -> Manifest:
     """Return the checked manifest of a step; of the newest valid one for None.
 
     Raises:
-        StepNotFoundError: there is none.
-        ManifestError, NoValidCheckpointError: none of it is valid.
+        StepNotFoundError, NoValidCheckpointError, ManifestError: there is none.
     """
-    if step is not None:
-        return await newest_manifest(engine.backend, await find_step(engine, step))
-    skipped: Skipped = []
-    for entry in await committed_steps(engine):
-        try:
-            return await newest_manifest(engine.backend, entry)
-        except CorruptionError as error:
-            _skip(engine, entry, error, skipped)
-    if skipped:
-        raise NoValidCheckpointError(engine.backend.url, skipped)
+    async for manifest in candidates(engine, step, []):
+        return manifest
     raise StepNotFoundError(f"{engine.backend.url} holds no checkpoint yet")
 
 
@@ -180,7 +185,8 @@ def stored_state(manifest: Manifest, rank: int) -> Stored:
     )
 
 
-async def _open(engine: Engine, request: LoadRequest, manifest: Manifest) -> LoadTarget:
+async def open_manifest(engine: Engine, request: LoadRequest, manifest: Manifest) -> LoadTarget:
+    """Match the state with a checkpoint; nothing of it changes."""
     stored = stored_state(manifest, engine.ranks.rank)
     return await run_blocking(
         engine.state_work,
@@ -188,7 +194,8 @@ async def _open(engine: Engine, request: LoadRequest, manifest: Manifest) -> Loa
     )
 
 
-async def _fill(engine: Engine, manifest: Manifest, target: LoadTarget, begun_ns: int, skipped: Skipped) -> Filled:
+async def fill(engine: Engine, manifest: Manifest, target: LoadTarget, begun_ns: int, skipped: Skipped) -> Filled:
+    """Fill the tensors of *target*, every block verified."""
     async with engine.reading(manifest.id):
         if engine.options.io.verify == "full":
             await verify_files(engine, manifest)

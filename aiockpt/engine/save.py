@@ -1,8 +1,12 @@
-"""How is a state saved? Begin an attempt, stream its files while the copy still runs, vote, commit."""
+"""How is a state saved? Begin an attempt, stream its files while the copy still runs, vote, commit.
+
+`save` is the story of a process that saves alone; `aiockpt.engine.together` tells it of many ranks, with the same steps.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import anyio
 import msgspec
@@ -15,7 +19,7 @@ from aiockpt.format.checksum import digest128
 from aiockpt.format.manifest import FileEntry, Manifest, Receipt
 from aiockpt.format.names import data_path, step_id
 from aiockpt.pipeline.collect import Garbage, collect
-from aiockpt.pipeline.commit import Attempt, cast_vote, commit, wait_votes
+from aiockpt.pipeline.commit import Attempt, cast_vote, commit
 from aiockpt.pipeline.discover import StepEntry, look_at, newest_manifest
 from aiockpt.runtime.future import SaveResult
 from aiockpt.runtime.tasks import open_tasks
@@ -34,26 +38,39 @@ async def save(engine: Engine, ticket: Ticket) -> SaveResult:
         CommitConflictError, CommitTimeoutError, StepExistsError, StorageError: see `aiockpt.errors`. Nothing is visible
             then, but for a time-out, whose outcome the storage knows.
     """
-    plan, step = ticket.plan, ticket.step
-    engine.emit(SaveStarted(at_ns=engine.now_ns(), step=step, bytes=plan.tensor_bytes, tensor_count=len(plan.tensors)))
-    entry = await look_at(engine.backend, step_id(step))
-    existing = await _left_alone(engine, entry)
-    if existing is not None:
-        return _already_there(engine, ticket, existing)
-    await _check_space(engine, ticket)
-    attempt = await engine.begin_attempt(entry)
+    emit_start(engine, ticket)
+    begun = await begin(engine, ticket, engine.token(6))
+    if isinstance(begun, SaveResult):
+        return begun
     try:
-        receipt = await _write_and_vote(engine, ticket, attempt)
-        ticket.future._written._resolve(None)
-        seconds = engine.since_s(ticket.begun_ns)
-        engine.emit(DataWritten(at_ns=engine.now_ns(), step=step, bytes=plan.file_bytes, seconds=seconds))
-        manifest = await _commit(engine, attempt, receipt)
+        receipt = await _write_and_vote(engine, ticket, begun)
+        manifest = await commit_votes(engine, begun, [receipt])
     finally:
-        engine.busy_attempts.discard(attempt.attempt)
-    return _committed(engine, ticket, manifest)
+        engine.busy_attempts.discard(begun.attempt)
+    return committed(engine, ticket, manifest.generation)
 
 
-async def _left_alone(engine: Engine, entry: StepEntry) -> Manifest | None:
+def emit_start(engine: Engine, ticket: Ticket) -> None:
+    """Tell observers what is saved."""
+    plan = ticket.plan
+    engine.emit(
+        SaveStarted(at_ns=engine.now_ns(), step=ticket.step, bytes=plan.tensor_bytes, tensor_count=len(plan.tensors))
+    )
+
+
+async def begin(engine: Engine, ticket: Ticket, nonce: str) -> Attempt | SaveResult:
+    """Return a new attempt of the name *nonce*, or what is there already, where the policy leaves it as it is."""
+    entry = await look_at(engine.backend, step_id(ticket.step))
+    existing = await _find_existing(engine, entry)
+    if existing is not None:
+        size = sum(file.size for file in existing.files)
+        found = SaveResult(existing.step, existing.id, existing.generation, size, seconds=0.0, existed=True)
+        return left_alone(engine, ticket, found)
+    await check_space(engine, ticket)
+    return await engine.begin_attempt(entry, nonce)
+
+
+async def _find_existing(engine: Engine, entry: StepEntry) -> Manifest | None:
     """Return the valid manifest that the policy leaves as it is; None means: save (a new generation)."""
     policy = engine.options.on_exists
     if policy == "new_generation" or not entry.committed:
@@ -70,19 +87,13 @@ async def _left_alone(engine: Engine, entry: StepEntry) -> Manifest | None:
     return manifest
 
 
-def _already_there(engine: Engine, ticket: Ticket, existing: Manifest) -> SaveResult:
+def left_alone(engine: Engine, ticket: Ticket, existing: SaveResult) -> SaveResult:
+    """Return the result of a save that found its step committed, and tell observers of it."""
     engine.emit(SaveSkipped(at_ns=engine.now_ns(), step=ticket.step, reason="committed already"))
-    return SaveResult(
-        step=ticket.step,
-        id=existing.id,
-        generation=existing.generation,
-        bytes=sum(file.size for file in existing.files),
-        seconds=engine.since_s(ticket.begun_ns),
-        existed=True,
-    )
+    return msgspec.structs.replace(existing, seconds=engine.since_s(ticket.begun_ns))
 
 
-async def _check_space(engine: Engine, ticket: Ticket) -> None:
+async def check_space(engine: Engine, ticket: Ticket) -> None:
     free = (await engine.backend.space()).free_bytes
     needed = ticket.plan.file_bytes + RECORDS_BYTES
     if free is not None and free < needed:
@@ -93,19 +104,17 @@ async def _check_space(engine: Engine, ticket: Ticket) -> None:
 
 
 async def _write_and_vote(engine: Engine, ticket: Ticket, attempt: Attempt) -> Receipt:
-    """Make this rank's data files and its receipt durable; on failure remove what was written."""
+    """Make the data files and the receipt durable; on failure remove what was written."""
     try:
-        files = await _write_files(engine, ticket, attempt)
-        receipt = _receipt(engine, ticket, attempt, files)
-        await cast_vote(engine.backend, receipt)
+        files = await write_files(engine, ticket, attempt.attempt)
+        return await vote(engine, ticket, attempt, files)
     except BaseException:
         await _forget(engine, attempt)
         raise
-    return receipt
 
 
-async def _write_files(engine: Engine, ticket: Ticket, attempt: Attempt) -> tuple[FileEntry, ...]:
-    """Stream every data file, the windows in the order in which the copy fills them."""
+async def write_files(engine: Engine, ticket: Ticket, nonce: str) -> tuple[FileEntry, ...]:
+    """Stream this rank's data files into the attempt *nonce*, the windows in the order in which the copy fills them."""
     entries: dict[int, FileEntry] = {}
 
     def on_written(size: int) -> None:
@@ -113,9 +122,9 @@ async def _write_files(engine: Engine, ticket: Ticket, attempt: Attempt) -> tupl
 
     async def write(index: int) -> None:
         entries[index] = await engine.uploader.write_file(
-            attempt.id,
-            data_path(attempt.attempt, attempt.rank, index),
-            attempt.rank,
+            step_id(ticket.step),
+            data_path(nonce, engine.ranks.rank, index),
+            engine.ranks.rank,
             ticket.plan.files[index],
             ticket.slabs[index],
             on_written,
@@ -125,6 +134,16 @@ async def _write_files(engine: Engine, ticket: Ticket, attempt: Attempt) -> tupl
         for index in range(len(ticket.plan.files)):
             tasks.start_soon(write, index)
     return tuple(entries[index] for index in range(len(entries)))
+
+
+async def vote(engine: Engine, ticket: Ticket, attempt: Attempt, files: tuple[FileEntry, ...]) -> Receipt:
+    """Leave this rank's receipt: from here it has done its part."""
+    receipt = _receipt(engine, ticket, attempt, files)
+    await cast_vote(engine.backend, receipt)
+    ticket.future._written._resolve(None)
+    seconds = engine.since_s(ticket.begun_ns)
+    engine.emit(DataWritten(at_ns=engine.now_ns(), step=ticket.step, bytes=ticket.plan.file_bytes, seconds=seconds))
+    return receipt
 
 
 def _receipt(engine: Engine, ticket: Ticket, attempt: Attempt, files: tuple[FileEntry, ...]) -> Receipt:
@@ -153,26 +172,25 @@ async def _forget(engine: Engine, attempt: Attempt) -> None:
             logger.warning("attempt %s of %s is left as garbage: %s", attempt.attempt, attempt.id, error)
 
 
-async def _commit(engine: Engine, attempt: Attempt, receipt: Receipt) -> Manifest:
-    """Wait for all votes, then commit; once that has begun, a cancellation comes too late."""
-    deadline_s = engine.options.deadlines.commit_s
-    votes = await wait_votes(engine.backend, attempt, receipt, deadline_s)
+async def commit_votes(engine: Engine, attempt: Attempt, votes: Sequence[Receipt]) -> Manifest:
+    """Commit the attempt that all *votes* are for; once that has begun, a cancellation comes too late."""
     manifest: Manifest | None = None
-    with anyio.move_on_after(deadline_s, shield=True):
+    with anyio.move_on_after(engine.options.deadlines.commit_s, shield=True):
         manifest = await commit(engine.backend, votes, engine.world)
     if manifest is None:
         raise CommitTimeoutError(
-            f"{attempt.id}: the storage did not answer within {deadline_s:g} s; whether the step is committed is "
-            "unknown. Run `aiockpt commit`, or look with `aiockpt ls`."
+            f"{attempt.id}: the storage did not answer within {engine.options.deadlines.commit_s:g} s; whether the step "
+            "is committed is unknown. Run `aiockpt commit`, or look with `aiockpt ls`."
         )
     return manifest
 
 
-def _committed(engine: Engine, ticket: Ticket, manifest: Manifest) -> SaveResult:
+def committed(engine: Engine, ticket: Ticket, generation: int) -> SaveResult:
+    """Return the result of a save that is committed, and tell observers of it."""
     result = SaveResult(
         step=ticket.step,
-        id=manifest.id,
-        generation=manifest.generation,
+        id=step_id(ticket.step),
+        generation=generation,
         bytes=ticket.plan.file_bytes,
         seconds=engine.since_s(ticket.begun_ns),
     )

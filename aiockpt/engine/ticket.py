@@ -8,33 +8,47 @@ import anyio
 import msgspec
 
 from aiockpt.engine.context import Engine
+from aiockpt.engine.sharing import Turn
 from aiockpt.errors import SaveCancelledError
 from aiockpt.events import SaveFailed, SnapshotTaken
 from aiockpt.pipeline.upload import Handover
-from aiockpt.planning.save import Window
+from aiockpt.planning.save import SavePlan, Window
 from aiockpt.runtime.future import SaveFuture, SaveResult
 from aiockpt.runtime.slabs import Slab
 from aiockpt.state.shards import ShardedState
 
 
 class Ticket:
-    """One save, planned and registered on the caller's thread; the copy has not begun.
+    """One save, registered on the caller's thread. `prepare` plans it; then it may run, and be copied.
 
     Attributes:
-        state: the tensors until they are copied, and the encoded values.
-        slabs: the way of full slabs to the writers, by data file.
+        turn: which save it is among those of all ranks; None for a process that saves alone.
+        state: the tensors until they are copied, and the encoded values; after `prepare` what this rank writes of them.
+        plan: what goes where; set by `prepare`.
+        agreed: whether `prepare` had to plan with other ranks.
+        slabs: the way of full slabs to the writers, by data file; set by `prepare`.
     """
 
+    plan: SavePlan
+    slabs: list[Handover]
+
     def __init__(
-        self, engine: Engine, step: int, state: ShardedState, metrics: Mapping[str, float], user: object
+        self,
+        engine: Engine,
+        step: int,
+        state: ShardedState,
+        metrics: Mapping[str, float],
+        user: object,
+        turn: Turn | None = None,
     ) -> None:
         self.begun_ns = engine.now_ns()
+        self.turn = turn
         self.state = state
-        self.plan = engine.plan(state)
+        self.agreed = False
         self.future = SaveFuture(step)
         self.metrics = dict(metrics)
         self.user = user
-        self.slabs = [Handover(engine.pool, len(file.windows)) for file in self.plan.files]
+        self.slabs = []
         self._engine = engine
         self._stopped_by: BaseException | None = None
         self._scope: anyio.CancelScope | None = None
@@ -44,6 +58,16 @@ class Ticket:
     def step(self) -> int:
         """The step that is saved."""
         return self.future.step
+
+    def prepare(self) -> None:
+        """Plan the save; with other ranks where this rank does not know yet what to write.
+
+        Raises:
+            RankError: the ranks cannot save this together.
+        """
+        self.state, self.agreed = self._engine.share(self.turn, self.state)
+        self.plan = self._engine.plan(self.state)
+        self.slabs = [Handover(self._engine.pool, len(file.windows)) for file in self.plan.files]
 
     def copy(self) -> None:
         """Copy the state into slabs, handing each full one to the loop; then the state may change.
@@ -79,6 +103,10 @@ class Ticket:
 
     def _hand_over(self, window: Window, slab: Slab) -> None:
         self._engine.loop.call_soon(self.slabs[window.file].arrive, window, slab)
+
+    def refuse(self, error: BaseException) -> None:
+        """End a save that never ran."""
+        self._engine.loop.call_soon(self._fail, error)
 
     def cancel(self) -> None:
         """Stop because the caller said so."""

@@ -10,7 +10,7 @@ Guarantees (FORMAT §6, DECISIONS 1–4; model-checked and power-cut in tests/cr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import anyio
 import msgspec
@@ -20,12 +20,14 @@ from aiockpt.format.manifest import Decision, Manifest, Receipt, Verdict, encode
 from aiockpt.format.merge import merge_receipts
 from aiockpt.format.names import decision_key, manifest_key, receipt_key
 from aiockpt.pipeline.discover import StepEntry, read_manifest, read_receipts, votes_to_finish
+from aiockpt.runtime.meeting import name_ranks
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.transfer import put_once, read_record
 
 WRITER = "aiockpt 0.1.0"
-POLL_S = 0.05
+LAST_LOOK_S = 30.0
+"""For the receipts to be read once more when the deadline for them has passed."""
 
 
 class Attempt(msgspec.Struct, frozen=True):
@@ -70,8 +72,13 @@ async def cast_vote(backend: Backend, receipt: Receipt) -> None:
         raise CommitConflictError(f"{key}: another process voted as rank {receipt.rank} of this attempt")
 
 
-async def wait_votes(backend: Backend, attempt: Attempt, own: Receipt, deadline_s: float) -> list[Receipt]:
+async def wait_votes(
+    backend: Backend, attempt: Attempt, own: Receipt, deadline_s: float, until_likely: Callable[[], Awaitable[object]]
+) -> list[Receipt]:
     """Return the receipts of all ranks, waiting up to *deadline_s* seconds for the others.
+
+    Args:
+        until_likely: waits until it is worth looking (again): the storage is the truth, but a slow one to ask.
 
     Raises:
         CommitTimeoutError: names the ranks without a receipt; the outcome is unknown.
@@ -79,13 +86,15 @@ async def wait_votes(backend: Backend, attempt: Attempt, own: Receipt, deadline_
     votes = {own.rank: own}
     with anyio.move_on_after(deadline_s):
         while len(votes) < attempt.world_size:
+            await until_likely()
             votes |= await read_receipts(backend, attempt.id, attempt.attempt)
-            if len(votes) < attempt.world_size:
-                await anyio.sleep(POLL_S)
+    with anyio.move_on_after(LAST_LOOK_S):
+        if len(votes) < attempt.world_size:
+            votes |= await read_receipts(backend, attempt.id, attempt.attempt)
     missing = sorted(set(range(attempt.world_size)) - votes.keys())
     if missing:
         raise CommitTimeoutError(
-            f"{attempt.id}: no receipt from ranks {missing} within {deadline_s:g} s; whether they vote later is "
+            f"{attempt.id}: no receipt from {name_ranks(missing)} within {deadline_s:g} s; whether they vote later is "
             "unknown. Run `aiockpt commit` to finish the step once they did, or save it again.",
             missing,
         )

@@ -156,7 +156,7 @@ class SaveResult(msgspec.Struct, frozen=True):
 
     Attributes:
         step, id, generation: which one; *id* is its folder below the root.
-        bytes: bytes of its data files.
+        bytes: bytes of the data files that this rank wrote.
         seconds: from the call of ``save()`` to *committed*.
         existed: True when the step was committed before and ``on_exists="skip"`` left it.
     """

@@ -1,6 +1,8 @@
-"""How many processes save together, and which of them is this one?"""
+"""How many processes save together, which of them is this one, and where do they meet?"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 
@@ -9,22 +11,43 @@ from aiockpt.options import launched_world_size
 
 
 class Ranks(msgspec.Struct, frozen=True):
-    """This process's place among those that save one state together."""
+    """This process's place among those that save one state together.
+
+    Attributes:
+        rank, world_size: as ``torch.distributed`` counts them.
+        store: where ranks leave notes for each other (``torch.distributed.Store``); a single process needs none.
+    """
 
     rank: int = 0
     world_size: int = 1
+    store: Any = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise UsageError(f"Ranks(rank={self.rank}, world_size={self.world_size}): there is no such rank")
+        if self.world_size > 1 and self.store is None:
+            raise UsageError(
+                f"Ranks(world_size={self.world_size}) without a store: ranks must agree on each save. Give "
+                "store=torch.distributed.TCPStore(…), or call torch.distributed.init_process_group() and pass no ranks."
+            )
 
 
 def find_ranks() -> Ranks:
-    """Return this process's place.
+    """Return this process's place: that of ``torch.distributed`` when it is initialised, else a world of one.
 
     Raises:
-        UsageError: it is one of several; they would need a store to agree on an attempt (DECISIONS 1).
+        UsageError: a launcher announced several processes and there is no process group yet.
     """
-    world_size = launched_world_size()
-    if world_size > 1:
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        world_size = distributed.get_world_size()
+        store = distributed.distributed_c10d._get_default_store() if world_size > 1 else None
+        return Ranks(distributed.get_rank(), world_size, store)
+    launched = launched_world_size()
+    if launched > 1:
         raise UsageError(
-            f"WORLD_SIZE={world_size}: this version saves from a single process. "
-            "Save on one rank with WORLD_SIZE unset, or wait for the release that shards."
+            f"WORLD_SIZE={launched}, and torch.distributed is not initialised: call "
+            "torch.distributed.init_process_group() before you make the Checkpointer, or pass ranks=aiockpt.Ranks(…)"
         )
     return Ranks()

@@ -1,0 +1,235 @@
+"""Who writes what when several ranks save one state, and how do they act as one?
+
+Every save has a *turn*: its number, the same on all ranks because all call ``save`` in the same order. What ranks tell
+each other about it are notes of that turn (`aiockpt.runtime.meeting`). Guarantees:
+
+- Ranks exchange what they hold once for each structure (`aiockpt.planning.spread`). A later save of the same structure
+  asks nobody: a rank writes what it wrote last time. Each rank only leaves a note that it does.
+- A rank whose structure changed waits for all notes of the turn. When all changed, everything is planned anew; when only
+  some did, these plan among themselves what is new and keep the rest, and the others never wait.
+- Whatever was planned, the votes decide: pieces that overlap or leave a gap are no checkpoint (`aiockpt.format.merge`),
+  and after such a save every rank plans anew.
+- The name of an attempt follows from a secret of rank 0, shared once, and the turn: no save waits to learn it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+
+import anyio
+import msgspec
+import xxhash
+
+from aiockpt.adapters.parts import take_parts
+from aiockpt.errors import RankError, RankFailedError, RanksDisagreeError
+from aiockpt.planning.spread import Holding, Part, holdings_of, spread
+from aiockpt.runtime.meeting import Meeting, name_ranks
+from aiockpt.runtime.ranks import Ranks
+from aiockpt.state.shards import ShardedState, TensorShard
+
+SESSION = "session"
+WARM_UP = -1
+"""The step of a turn that plans and saves nothing."""
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One save, as all ranks count them."""
+
+    number: int
+    step: int
+
+    def key(self, *parts: object) -> str:
+        """Return the key of a note of this turn."""
+        return "/".join(["save", str(self.number), *map(str, parts)])
+
+
+class Intent(msgspec.Struct, frozen=True):
+    """The note of a rank that begins a turn: the step it means, and whether it must be told what to write."""
+
+    step: int
+    lost: bool
+
+
+class Share(msgspec.Struct, frozen=True):
+    """What the planner tells a rank: the parts it writes, or why nothing can be planned."""
+
+    parts: tuple[Part, ...] = ()
+    problem: str | None = None
+
+
+class End(msgspec.Struct, frozen=True):
+    """The last note of a turn: the generation that was committed, or which rank failed, and why."""
+
+    generation: int = 0
+    rank: int = 0
+    failure: str | None = None
+
+
+class _Plan(msgspec.Struct, frozen=True):
+    """What this rank writes of one structure."""
+
+    structure: str
+    holdings: tuple[Holding, ...]
+    parts: tuple[Part, ...]
+    label: str
+
+
+class Sharing:
+    """One rank's view of how a state is shared out. Its coroutines run on the engine's loop.
+
+    Args:
+        meeting: where the ranks' notes are.
+        deadline_s: for the other ranks.
+        secret: random hex; that of rank 0 is used.
+    """
+
+    def __init__(self, meeting: Meeting, deadline_s: float, secret: str) -> None:
+        self.meeting = meeting
+        self._deadline_s = deadline_s
+        self._secret: str | None = secret if meeting.rank == 0 else None
+        self._posted = False
+        self._turns = 0
+        self._loads = 0
+        self._forgotten = 0
+        self._plan: _Plan | None = None
+        self._taken: tuple[_Plan, Sequence[TensorShard], tuple[TensorShard, ...]] | None = None
+
+    def next_turn(self, step: int) -> Turn:
+        """Return the turn of the save that the caller begins; called once for each, in the order of the calls."""
+        self.meeting.begin()
+        self._turns += 1
+        return Turn(self._turns, step)
+
+    def next_load(self) -> int:
+        """Return the number of the load that the caller begins, in the order of the calls."""
+        self.meeting.begin()
+        self._loads += 1
+        return self._loads
+
+    async def give_up(self, turn: Turn, error: BaseException) -> None:
+        """Have the next save planned anew, and tell the other ranks at once why this one is not done."""
+        self._plan = None
+        if isinstance(error, RankFailedError):
+            return  # they know
+        with anyio.move_on_after(self._deadline_s, shield=True):
+            end = End(rank=self.meeting.rank, failure=f"{type(error).__name__}: {error}")
+            await self.meeting.post(turn.key("end"), end)
+
+    def known(self, state: ShardedState) -> ShardedState | None:
+        """Return this rank's share of *state* when its structure is the planned one, else None. Any thread, no waiting."""
+        plan = self._plan
+        return self._take(plan, state) if plan is not None and plan.structure == state.structure else None
+
+    async def announce(self, turn: Turn) -> None:
+        """Leave the note that this rank knows what to write."""
+        await self.meeting.post(turn.key("intent", self.meeting.rank), Intent(turn.step, lost=False))
+
+    async def plan(self, turn: Turn, state: ShardedState) -> ShardedState:
+        """Plan *state* with the ranks that do not know what to write either; return this rank's share.
+
+        Raises:
+            RanksDisagreeError: another step is meant by a rank, or the tensors do not fit together.
+            RankTimeoutError: names the ranks that did not begin this turn.
+        """
+        meeting, rank = self.meeting, self.meeting.rank
+        holdings = holdings_of(state)
+        await meeting.post(turn.key("holdings", rank), holdings)
+        await meeting.post(turn.key("intent", rank), Intent(turn.step, lost=True))
+        lost = await self._lost_ranks(turn)
+        kept = self._kept_parts(holdings) if len(lost) < meeting.world_size else {}
+        await meeting.post(turn.key("kept", rank), sorted(kept))
+        if rank == lost[0]:
+            await self._plan_for(turn, lost)
+        share = await meeting.wait(
+            turn.key("share", rank), Share, self._deadline_s, f"planning step {turn.step}", lost[:1]
+        )
+        if share.problem is not None:
+            raise RanksDisagreeError(share.problem)
+        parts = (*(part for some in kept.values() for part in some), *share.parts)
+        plan = _Plan(state.structure, holdings, parts, f"{state.structure}/{turn.number}")
+        self._plan = plan
+        return self._take(plan, state)
+
+    async def _lost_ranks(self, turn: Turn) -> list[int]:
+        """Wait for the notes of all ranks; return the ranks that must be told what to write."""
+        keys = {rank: turn.key("intent", rank) for rank in range(self.meeting.world_size)}
+        what = f"the save of step {turn.step} (every rank must call save)"
+        intents = await self.meeting.gather(keys, Intent, self._deadline_s, what)
+        others = sorted(rank for rank, intent in intents.items() if intent.step != turn.step)
+        if others:
+            raise RanksDisagreeError(
+                f"rank {self.meeting.rank} saves step {turn.step} and {name_ranks(others)} step "
+                f"{intents[others[0]].step}, both as save number {turn.number}: call save on all ranks alike",
+                others,
+            )
+        return sorted(rank for rank, intent in intents.items() if intent.lost)
+
+    def _kept_parts(self, holdings: Sequence[Holding]) -> dict[int, list[Part]]:
+        """Return, by number of the holding, what this rank goes on to write of tensors that did not change."""
+        if self._plan is None:
+            return {}
+        numbers = {holding: number for number, holding in enumerate(holdings)}
+        kept: dict[int, list[Part]] = {numbers[holding]: [] for holding in self._plan.holdings if holding in numbers}
+        for part in self._plan.parts:
+            number = numbers.get(self._plan.holdings[part.holding])
+            if number is not None:
+                kept[number].append(msgspec.structs.replace(part, holding=number))
+        return kept
+
+    async def _plan_for(self, turn: Turn, lost: Sequence[int]) -> None:
+        """Plan what the *lost* ranks do not keep, and tell each of them."""
+        what = f"what they hold for step {turn.step}"
+        held = await self.meeting.gather(
+            {rank: turn.key("holdings", rank) for rank in lost}, tuple[Holding, ...], self._deadline_s, what
+        )
+        kept = await self.meeting.gather(
+            {rank: turn.key("kept", rank) for rank in lost}, list[int], self._deadline_s, what
+        )
+        new = [[number for number in range(len(held[rank])) if number not in set(kept[rank])] for rank in lost]
+        try:
+            shares = spread([[held[rank][number] for number in some] for rank, some in zip(lost, new, strict=True)])
+        except RankError as error:
+            for rank in lost:
+                await self.meeting.post(turn.key("share", rank), Share(problem=str(error)))
+            return
+        for rank, numbers, parts in zip(lost, new, shares, strict=True):
+            own = tuple(msgspec.structs.replace(part, holding=numbers[part.holding]) for part in parts)
+            await self.meeting.post(turn.key("share", rank), Share(own))
+
+    def _take(self, plan: _Plan, state: ShardedState) -> ShardedState:
+        """Return the state with only the parts that this rank writes; the same shards while the tensors are the same."""
+        if self._taken is None or self._taken[0] is not plan or not _same(self._taken[1], state.tensors):
+            self._taken = (plan, state.tensors, tuple(take_parts(state.tensors, plan.parts)))
+        return msgspec.structs.replace(state, tensors=self._taken[2], structure=plan.label)
+
+    async def attempt_nonce(self, turn: Turn) -> str:
+        """Return the 12 hex digits that name the attempt of *turn* on every rank."""
+        if self._secret is None:
+            self._secret = await self.meeting.wait(SESSION, str, self._deadline_s, "the first save")
+        elif not self._posted and self.meeting.rank == 0:
+            self._posted = True
+            await self.meeting.post(SESSION, self._secret)
+        return xxhash.xxh3_128_hexdigest(f"{self._secret}/{turn.number}/{turn.step}".encode())[:12]
+
+    async def forget_before(self, turn: Turn, in_flight: int) -> None:
+        """Remove this rank's notes of turns that are over on every rank: *turn* is, and at most *in_flight* run at once."""
+        over = range(self._forgotten + 1, turn.number - in_flight + 1)
+        rank = self.meeting.rank
+        own = [f"{name}/{rank}" for name in ("intent", "holdings", "kept", "share")]
+        shared = ["begun", "votes", "end"] if rank == 0 else []
+        keys = [Turn(number, -1).key(name) for number in over for name in (*own, *shared)]
+        if keys:
+            await self.meeting.forget(keys)
+            self._forgotten = over[-1]
+
+
+def _same(one: Sequence[TensorShard], other: Sequence[TensorShard]) -> bool:
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
+def make_sharing(ranks: Ranks, place: str, deadline_s: float, secret: str) -> Sharing | None:
+    """Return how *ranks* share; None for a single process, which shares with nobody."""
+    if ranks.world_size == 1:
+        return None
+    return Sharing(Meeting(ranks.store, place, ranks.rank, ranks.world_size), deadline_s, secret)

@@ -1,0 +1,210 @@
+"""How do many ranks save one step, so that it is whole or not there, and all of them know which?
+
+Rank 0 *leads*: it begins the attempt, waits for all votes and commits. The others *follow*. Guarantees:
+
+- Receipts in storage are the votes; notes in the store only wake. No process group is used.
+- A rank that fails, is cancelled or skips tells all others at once; they stop, remove what they wrote, and raise
+  `RankFailedError` with its reason. A rank that says nothing is named when a deadline has passed.
+- A follower that has voted and hears nothing from rank 0 looks at the storage itself, and commits when every vote is
+  there: a dead rank 0 costs no checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import msgspec
+
+from aiockpt.engine.context import Engine
+from aiockpt.engine.save import (
+    CLEAN_UP_DEADLINE_S,
+    begin,
+    check_space,
+    commit_votes,
+    committed,
+    emit_start,
+    left_alone,
+    vote,
+    write_files,
+)
+from aiockpt.engine.sharing import End, Sharing, Turn
+from aiockpt.engine.ticket import Ticket
+from aiockpt.errors import CheckpointError, CommitTimeoutError, RankFailedError, RanksDisagreeError, RankTimeoutError
+from aiockpt.format.manifest import FileEntry
+from aiockpt.format.names import data_path, failure_key, receipt_key, step_id
+from aiockpt.pipeline.commit import Attempt, claim, wait_votes
+from aiockpt.pipeline.discover import look_at, votes_to_finish
+from aiockpt.runtime.future import SaveResult
+from aiockpt.runtime.tasks import open_tasks
+
+logger = logging.getLogger("aiockpt")
+
+RELIST_S = 2.0
+"""How long rank 0 trusts the count of votes in the store before it looks at the receipts all the same."""
+
+
+class Begun(msgspec.Struct, frozen=True):
+    """Rank 0's note: the attempt that all take part in, or what is there already, which the policy leaves alone."""
+
+    step: int
+    attempt: Attempt | None = None
+    existing: SaveResult | None = None
+
+
+async def save_together(engine: Engine, ticket: Ticket) -> SaveResult:
+    """Save this rank's share of one step; when this returns the step is committed on all ranks.
+
+    Raises:
+        RankError: other ranks failed, are silent, or mean another save.
+        CommitConflictError, CommitTimeoutError, StepExistsError, StorageError: as `aiockpt.engine.save.save`.
+    """
+    sharing, turn = engine.sharing, ticket.turn
+    assert sharing is not None
+    assert turn is not None
+    emit_start(engine, ticket)
+    nonce = ""
+    try:
+        if not ticket.agreed:
+            await sharing.announce(turn)
+        nonce = await sharing.attempt_nonce(turn)
+        engine.busy_attempts.add(nonce)
+        story = _lead if engine.ranks.rank == 0 else _follow
+        result = await story(engine, ticket, sharing, turn, nonce)
+    except BaseException as error:
+        await sharing.give_up(turn, error)
+        if nonce and not isinstance(error, CommitTimeoutError):
+            await _forget(engine, ticket, nonce, error)
+        raise
+    finally:
+        engine.busy_attempts.discard(nonce)
+    await sharing.forget_before(turn, engine.options.max_in_flight)
+    return result
+
+
+async def _lead(engine: Engine, ticket: Ticket, sharing: Sharing, turn: Turn, nonce: str) -> SaveResult:
+    meeting = sharing.meeting
+    begun = await begin(engine, ticket, nonce)
+    if isinstance(begun, SaveResult):
+        await meeting.post(turn.key("begun"), Begun(turn.step, existing=begun))
+        return begun
+    await meeting.post(turn.key("begun"), Begun(turn.step, attempt=begun))
+    async with _heeding(sharing, turn):
+        files = await write_files(engine, ticket, nonce)
+        own = await vote(engine, ticket, begun, files)
+        await meeting.arrive(turn.key("votes"))
+
+        async def until_likely() -> None:
+            await meeting.wait_all_arrived(turn.key("votes"), RELIST_S)
+
+        votes = await wait_votes(engine.backend, begun, own, engine.options.deadlines.commit_s, until_likely)
+    manifest = await commit_votes(engine, begun, votes)
+    await meeting.post(turn.key("end"), End(generation=manifest.generation))
+    return committed(engine, ticket, manifest.generation)
+
+
+async def _follow(engine: Engine, ticket: Ticket, sharing: Sharing, turn: Turn, nonce: str) -> SaveResult:
+    begun: Begun | None = None
+    async with _heeding(sharing, turn):
+        if engine.options.on_exists != "new_generation":  # else rank 0 hardly ever says no: write meanwhile
+            begun = await _read_begun(engine, sharing, turn)
+        files: tuple[FileEntry, ...] = ()
+        if begun is None or begun.attempt is not None:
+            await check_space(engine, ticket)
+            files = await write_files(engine, ticket, nonce)
+            begun = begun or await _read_begun(engine, sharing, turn)
+        if begun.attempt is None:
+            assert begun.existing is not None
+            return left_alone(engine, ticket, begun.existing)
+        attempt = msgspec.structs.replace(begun.attempt, rank=engine.ranks.rank)
+        await vote(engine, ticket, attempt, files)
+        await sharing.meeting.arrive(turn.key("votes"))
+        generation = await _await_commit(engine, sharing, turn, attempt)
+    return committed(engine, ticket, generation)
+
+
+async def _read_begun(engine: Engine, sharing: Sharing, turn: Turn) -> Begun:
+    """Wait for rank 0 to begin this very save."""
+    deadline_s = engine.options.deadlines.ranks_s
+    begun = await sharing.meeting.wait(turn.key("begun"), Begun, deadline_s, f"the save of step {turn.step}")
+    if begun.step != turn.step:
+        raise RanksDisagreeError(
+            f"rank {engine.ranks.rank} saves step {turn.step} and rank 0 step {begun.step}, both as save number "
+            f"{turn.number}: call save on all ranks alike",
+            [0],
+        )
+    return begun
+
+
+async def _await_commit(engine: Engine, sharing: Sharing, turn: Turn, attempt: Attempt) -> int:
+    """Return the generation that was committed; after a while without news, see to it.
+
+    Raises:
+        CommitTimeoutError: no news, and votes are missing; the outcome is unknown.
+    """
+    deadlines = engine.options.deadlines
+    begun_ns = engine.now_ns()
+    while True:
+        try:
+            return await _read_end(sharing, turn, deadlines.takeover_s)
+        except RankTimeoutError:
+            generation = await _take_over(engine, attempt)
+        if generation is not None:
+            await sharing.meeting.post(turn.key("end"), End(generation=generation))
+            return generation
+        if engine.since_s(begun_ns) > deadlines.commit_s:
+            raise CommitTimeoutError(
+                f"{attempt.id}: rank 0 did not commit within {deadlines.commit_s:g} s and not all ranks have voted; the "
+                "outcome is unknown. Run `aiockpt commit` once they did, or save again.",
+                [0],
+            )
+
+
+async def _read_end(sharing: Sharing, turn: Turn, deadline_s: float) -> int:
+    """Wait for the end of a turn; return the generation that was committed.
+
+    Raises:
+        RankFailedError: a rank said that it failed.
+    """
+    end = await sharing.meeting.wait(turn.key("end"), End, deadline_s, f"the commit of step {turn.step}")
+    if end.failure is not None:
+        raise RankFailedError(
+            f"step {turn.step} was given up because rank {end.rank} failed: {end.failure}", [end.rank]
+        )
+    return end.generation
+
+
+async def _take_over(engine: Engine, attempt: Attempt) -> int | None:
+    """Commit in rank 0's place when every vote is there; return the generation, also of a commit that we missed."""
+    entry = await look_at(engine.backend, attempt.id)
+    if entry.head is not None and entry.head.attempt == attempt.attempt:
+        return entry.head.generation
+    votes = await votes_to_finish(engine.backend, entry, attempt.attempt)
+    return None if votes is None else (await commit_votes(engine, attempt, votes)).generation
+
+
+@asynccontextmanager
+async def _heeding(sharing: Sharing, turn: Turn) -> AsyncIterator[None]:
+    """Stop the block, and raise, as soon as another rank says that it failed."""
+
+    async with open_tasks() as tasks:
+        tasks.start_soon(_read_end, sharing, turn, float("inf"))
+        yield
+        tasks.cancel_scope.cancel()
+
+
+async def _forget(engine: Engine, ticket: Ticket, nonce: str, error: BaseException) -> None:
+    """Make sure that the attempt is never committed, and remove this rank's part of it; the rest is others' to remove."""
+    folder = step_id(ticket.step)
+    rank = engine.ranks.rank
+    keys = [f"{folder}/{data_path(nonce, rank, index)}" for index in range(len(ticket.plan.files))]
+    with anyio.move_on_after(CLEAN_UP_DEADLINE_S, shield=True):
+        try:
+            if await claim(engine.backend, folder, nonce, "collect", engine.token(16)) == "collect":
+                reason = msgspec.json.encode({"rank": rank, "failure": f"{type(error).__name__}: {error}"})
+                await engine.backend.put(failure_key(folder, nonce, rank), reason)
+                await engine.backend.delete([receipt_key(folder, nonce, rank), *keys])
+        except CheckpointError as error:
+            logger.warning("attempt %s of %s is left as garbage: %s", nonce, folder, error)

@@ -1,0 +1,160 @@
+"""How do the ranks of one job tell each other small things, fast? Notes in a c10d store; never a collective.
+
+The store (of ``torch.distributed``, or any with its verbs) is the fast wake-up; what is *true* of a checkpoint stands in
+storage (FORMAT §6). Guarantees:
+
+- No process group is used: training's collectives never meet ours.
+- Every wait has a deadline and names the ranks it waited for. None blocks inside the store, whose client serves one call
+  at a time: a waiter looks, and looks again a little later.
+- A note is written once, by one rank, and removed by it when everyone is past it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import anyio
+import msgspec
+
+from aiockpt.errors import RankTimeoutError
+from aiockpt.runtime.limits import Limiter, run_blocking
+
+T = TypeVar("T")
+FIRST_PAUSE_S, LAST_PAUSE_S, GROWTH = 0.001, 0.1, 1.5
+_SHOWN = 8
+
+
+class Store(Protocol):
+    """The verbs of ``torch.distributed.Store`` that are used here. Blocking; any thread."""
+
+    def set(self, key: str, value: bytes, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def delete_key(self, key: str, /) -> bool: ...
+
+
+class Meeting:
+    """One rank's end of the notes of one engine. Use on its event loop.
+
+    Args:
+        store: shared by all ranks.
+        place: what it is about; several meetings about one place in one process are told apart by `begin`.
+    """
+
+    def __init__(self, store: Store, place: str, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._store = store
+        self._place = place
+        self._name: str | None = None
+        self._calls = Limiter("store", 1)
+
+    def begin(self) -> None:
+        """Take a name that no other meeting has, with the first call that all ranks make in the same order.
+
+        Not before: one rank alone may have made a checkpointer just to look at what is there. Blocks for one call of the
+        store, once.
+        """
+        if self._name is None:
+            prefix = f"aiockpt/{self._place}"
+            self._name = f"{prefix}/{self._store.add(f'{prefix}/meetings/{self.rank}', 1)}"
+
+    async def post(self, key: str, note: Any) -> None:
+        """Write *note* (anything that msgpack holds) under *key*."""
+        data = msgspec.msgpack.encode(note)
+        await self._call(lambda: self._store.set(self._key(key), data))
+
+    async def look(self, key: str, kind: type[T]) -> T | None:
+        """Return the note under *key*; None while there is none."""
+        found = await self._call(lambda: self._read([self._key(key)]))
+        return msgspec.msgpack.decode(found[0], type=kind) if found else None
+
+    async def wait(self, key: str, kind: type[T], deadline_s: float, what: str, ranks: Iterable[int] = (0,)) -> T:
+        """Return the note under *key* as soon as it is there.
+
+        Raises:
+            RankTimeoutError: it is not there after *deadline_s* seconds; says *what* was waited for, and *ranks*.
+        """
+        return await self._poll(lambda: self.look(key, kind), deadline_s, what, lambda: ranks)
+
+    async def gather(self, keys: dict[int, str], kind: type[T], deadline_s: float, what: str) -> dict[int, T]:
+        """Return the note of each rank under its key.
+
+        Raises:
+            RankTimeoutError: names the ranks without a note.
+        """
+        missing = dict(keys)
+        found: dict[int, T] = {}
+
+        async def look_again() -> dict[int, T] | None:
+            ranks = list(missing)
+            notes = await self._call(lambda: self._read_any([self._key(missing[rank]) for rank in ranks]))
+            for rank, note in zip(ranks, notes, strict=True):
+                if note is not None:
+                    found[rank] = msgspec.msgpack.decode(note, type=kind)
+                    del missing[rank]
+            return None if missing else found
+
+        return await self._poll(look_again, deadline_s, what, lambda: missing)
+
+    async def arrive(self, key: str) -> None:
+        """Add one to the count under *key*."""
+        await self._call(lambda: self._store.add(self._key(key), 1))
+
+    async def wait_all_arrived(self, key: str, patience_s: float) -> bool:
+        """Wait until every rank has arrived at *key*, *patience_s* seconds at most; return whether they have."""
+
+        async def look() -> bool | None:
+            arrived = await self._call(lambda: self._store.add(self._key(key), 0))
+            return True if arrived >= self.world_size else None
+
+        try:
+            return await self._poll(look, patience_s, key, tuple)
+        except RankTimeoutError:
+            return False
+
+    async def forget(self, keys: Iterable[str]) -> None:
+        """Remove notes that nobody needs any more; absent ones are fine."""
+        names = [self._key(key) for key in keys]
+        await self._call(lambda: [self._store.delete_key(name) for name in names])
+
+    async def _poll(
+        self, look: Callable[[], Awaitable[T | None]], deadline_s: float, what: str, ranks: Callable[[], Iterable[int]]
+    ) -> T:
+        """Look until there is something."""
+        pause_s = FIRST_PAUSE_S
+        with anyio.move_on_after(deadline_s):
+            while (found := await look()) is None:
+                await anyio.sleep(pause_s)
+                pause_s = min(pause_s * GROWTH, LAST_PAUSE_S)
+            return found
+        late = sorted(ranks())
+        raise RankTimeoutError(f"{what}: nothing from {name_ranks(late)} within {deadline_s:g} s", late)
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        return await run_blocking(self._calls, work)
+
+    def _read(self, names: Sequence[str]) -> list[bytes]:
+        """Return the notes when all are there; ``get`` alone would block the store's client for minutes."""
+        return [bytes(self._store.get(name)) for name in names] if self._store.check(list(names)) else []
+
+    def _read_any(self, names: Sequence[str]) -> list[bytes | None]:
+        whole = self._read(names)
+        if whole or not names:
+            return list(whole)
+        return [next(iter(self._read([name])), None) for name in names]
+
+    def _key(self, key: str) -> str:
+        assert self._name is not None
+        return f"{self._name}/{key}"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 3", or "ranks 1, 2, 5 and 7 more", for messages."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    rest = len(ranks) - _SHOWN
+    shown = ", ".join(map(str, ranks[:_SHOWN]))
+    return f"ranks {shown}" + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,58 @@
+"""Several ranks in one process, each a thread with its own checkpointer: as many as a test likes, in milliseconds.
+
+They meet in a `HashStore` as processes meet in a `TCPStore`; what they save lies in one place. What only processes show
+(collectives, kill -9) is tested with processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from torch.distributed import HashStore
+
+import aiockpt
+
+T = TypeVar("T")
+QUICK = aiockpt.Deadlines(ranks_s=20, commit_s=20, takeover_s=10, close_s=60)
+SMALL = aiockpt.IO(pool_bytes=1 << 20, slab_bytes=16384, block_bytes=4096, read_bytes=16384)
+
+
+class Crew:
+    """The ranks of one job.
+
+    Args:
+        url: where all of them save to; a callable gives each rank its own backend.
+    """
+
+    def __init__(self, world_size: int, url: Any, **options: Any) -> None:
+        store = HashStore()
+        self.world_size = world_size
+        self.checkpointers = [
+            aiockpt.Checkpointer(
+                url(rank) if callable(url) else url,
+                ranks=aiockpt.Ranks(rank, world_size, store),
+                **{"io": SMALL, "deadlines": QUICK, **options},
+            )
+            for rank in range(world_size)
+        ]
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.on_all(lambda rank, checkpointer: checkpointer._close_quietly() if checkpointer._loop.usable else None)
+
+    def on_all(self, work: Callable[[int, aiockpt.Checkpointer], T]) -> list[T]:
+        """Run *work* on every rank at once; return what each returned, or raise what the lowest rank raised."""
+        return [outcome.result() for outcome in self.start(work)]
+
+    def start(self, work: Callable[[int, aiockpt.Checkpointer], T]) -> list[Any]:
+        """Run *work* on every rank at once and wait; return the finished futures."""
+        with ThreadPoolExecutor(self.world_size) as threads:
+            return [threads.submit(work, rank, checkpointer) for rank, checkpointer in enumerate(self.checkpointers)]
+
+    def errors(self, work: Callable[[int, aiockpt.Checkpointer], T]) -> list[BaseException | None]:
+        """Run *work* on every rank at once; return what each raised."""
+        return [outcome.exception() for outcome in self.start(work)]

@@ -1,0 +1,283 @@
+"""Many ranks save one step: written once, evenly, whole or not there; whoever fails is named to all."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.backends.local import LocalBackend
+from aiockpt.errors import RankFailedError, RanksDisagreeError, RankTimeoutError, UsageError
+from aiockpt.runtime.world import World
+from aiockpt.testing.faults import Fault, FaultyBackend
+from tests.ranks.crew import QUICK, Crew
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def replicated(value: float, tensors: int = 5, rows: int = 700) -> dict[str, Any]:
+    """Return a state that every rank has alike, as under DDP."""
+    state: dict[str, Any] = {f"w{index}": torch.full((rows, 33), float(value + index)) for index in range(tensors)}
+    return {**state, "bias": torch.arange(7) + int(value), "note": f"at {value}"}
+
+
+def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(
+        torch.equal(one[name], other[name]) if isinstance(one[name], torch.Tensor) else one[name] == other[name]
+        for name in other
+    )
+
+
+def loaded(url: Any, like: dict[str, Any], step: int | None = None) -> dict[str, Any]:
+    """Load on a single process, into fresh memory."""
+    state = {name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None for name, value in like.items()}
+    with aiockpt.Checkpointer(url) as checkpointer:
+        assert checkpointer.load(state, step).result() is not None
+    return state
+
+
+def steps(url: Any) -> list[int]:
+    with aiockpt.Checkpointer(url) as checkpointer:
+        return [info.step for info in checkpointer.steps().result()]
+
+
+def test_what_all_ranks_hold_is_written_once_and_evenly(tmp_path: Path) -> None:
+    with Crew(3, tmp_path) as crew:
+        results = crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).result(30))
+    assert {result.step for result in results} == {1}
+    written = [result.bytes for result in results]
+    whole = sum(value.nbytes for value in replicated(1).values() if isinstance(value, torch.Tensor))
+    assert whole <= sum(written) < whole + 3 * 3 * 4096
+    assert max(written) - min(written) <= 33 * 4 * 700 + 2 * 4096  # one tensor: smaller than a block, it is not cut
+    assert equal(loaded(tmp_path, replicated(1)), replicated(1))
+
+
+def test_a_later_save_of_the_same_structure_exchanges_nothing(tmp_path: Path) -> None:
+    with Crew(3, tmp_path) as crew:
+        posted: list[str] = []
+        for checkpointer in crew.checkpointers:
+            meeting = checkpointer._engine.sharing.meeting  # type: ignore[union-attr]
+            post = meeting.post
+
+            async def note(key: str, value: Any, post: Any = post) -> None:
+                posted.append(key)
+                await post(key, value)
+
+            meeting.post = note  # type: ignore[method-assign]
+        for step in (1, 2, 3):
+            crew.on_all(lambda rank, ckpt, step=step: ckpt.save(step, replicated(step)).result(30))  # type: ignore[misc]
+    exchanged = [key for key in posted if "holdings" in key or "share" in key]
+    assert exchanged
+    assert all(key.startswith("save/1/") for key in exchanged)
+    for step in (1, 2, 3):
+        assert equal(loaded(tmp_path, replicated(step), step), replicated(step))
+
+
+def test_ranks_with_parts_of_their_own_are_saved_side_by_side(tmp_path: Path) -> None:
+    def stage(rank: int) -> dict[str, Any]:
+        return {f"layer{rank}": torch.full((50, 3), float(rank)), "common": torch.arange(9), "step": 4}
+
+    with Crew(4, tmp_path) as crew:
+        crew.on_all(lambda rank, ckpt: ckpt.save(4, stage(rank)).result(30))
+    whole = {**stage(0), **stage(1), **stage(2), **stage(3)}
+    assert equal(loaded(tmp_path, whole), whole)
+
+
+def test_a_structure_that_changed_on_all_ranks_is_planned_anew(tmp_path: Path) -> None:
+    with Crew(2, tmp_path) as crew:
+        crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1, tensors=2)).result(30))
+        results = crew.on_all(lambda rank, ckpt: ckpt.save(2, replicated(2, tensors=7)).result(30))
+    assert abs(results[0].bytes - results[1].bytes) <= 33 * 4 * 700 + 2 * 4096
+    assert equal(loaded(tmp_path, replicated(2, tensors=7)), replicated(2, tensors=7))
+
+
+def test_a_structure_that_changed_on_one_rank_is_planned_there_and_the_others_do_not_wait(tmp_path: Path) -> None:
+    def state(rank: int, step: int) -> dict[str, Any]:
+        grown = {"moment": torch.full((40, 2), float(step))} if rank == 1 and step > 1 else {}
+        return {**replicated(step), **grown}
+
+    with Crew(3, tmp_path) as crew:
+        for step in (1, 2, 3):
+            crew.on_all(lambda rank, ckpt, step=step: ckpt.save(step, state(rank, step)).result(30))  # type: ignore[misc]
+    for step in (2, 3):
+        assert equal(loaded(tmp_path, state(1, step), step), state(1, step))
+
+
+def failing_on(rank_that_fails: int, root: Path, *faults: Fault) -> Any:
+    """Return the backend of each rank: that of one of them fails."""
+
+    def backend(rank: int) -> Any:
+        inner = LocalBackend(str(root), world=World())
+        return FaultyBackend(inner, list(faults)) if rank == rank_that_fails else inner
+
+    return backend
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_rank_that_fails_fails_the_step_on_all_and_harms_nothing_else(tmp_path: Path, broken: int) -> None:
+    fault = Fault(do="fail", verb="upload.write", match="step-00000002/*", error=errno.ENOSPC)
+    with Crew(3, failing_on(broken, tmp_path, fault), on_error=lambda future: None) as crew:
+        crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).result(30))
+        errors = crew.errors(lambda rank, ckpt: ckpt.save(2, replicated(2)).result(30))
+        assert isinstance(errors[broken], aiockpt.StorageError)
+        for rank in {0, 1, 2} - {broken}:
+            assert isinstance(errors[rank], RankFailedError)
+            assert f"rank {broken}" in str(errors[rank])
+        crew.on_all(lambda rank, ckpt: ckpt.save(3, replicated(3)).result(30))
+    assert steps(tmp_path) == [3, 1]
+    assert equal(loaded(tmp_path, replicated(1), 1), replicated(1))
+    assert not list(tmp_path.glob("step-00000002/*/d/*.safetensors"))
+    assert list(tmp_path.glob(f"step-00000002/*/r/r{broken:05d}.fail.json"))
+
+
+def test_a_rank_whose_state_cannot_be_saved_tells_the_others_at_once(tmp_path: Path) -> None:
+    def state(rank: int) -> dict[str, Any]:
+        return {**replicated(1), "odd": object()} if rank == 2 else replicated(1)
+
+    with Crew(3, tmp_path, on_error=lambda future: None) as crew:
+        crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).result(30))
+        errors = crew.errors(lambda rank, ckpt: ckpt.save(2, state(rank)).result(30))
+    assert isinstance(errors[2], aiockpt.UnsupportedStateError)
+    assert all("rank 2" in str(error) and "odd" in str(error) for error in errors[:2])
+    assert steps(tmp_path) == [1]
+
+
+def test_a_rank_that_never_comes_is_named_when_the_deadline_has_passed(tmp_path: Path) -> None:
+    quick = aiockpt.Deadlines(ranks_s=0.3, commit_s=0.5, takeover_s=0.2, close_s=60)
+    with Crew(3, tmp_path, deadlines=quick, on_error=lambda future: None) as crew:
+        errors = crew.errors(lambda rank, ckpt: None if rank == 1 else ckpt.save(1, replicated(1)).result(30))
+        for rank in (0, 2):
+            assert isinstance(errors[rank], RankTimeoutError | RankFailedError)
+            assert "rank 1" in str(errors[rank])
+    assert steps(tmp_path) == []
+
+
+def test_a_rank_that_stays_away_from_a_planned_save_is_named_too(tmp_path: Path) -> None:
+    quick = aiockpt.Deadlines(ranks_s=5, commit_s=0.5, takeover_s=0.2, close_s=60)
+    with Crew(3, tmp_path, deadlines=quick, on_error=lambda future: None) as crew:
+        crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).result(30))
+        errors = crew.errors(lambda rank, ckpt: None if rank == 1 else ckpt.save(2, replicated(2)).result(30))
+        assert isinstance(errors[0], aiockpt.CommitTimeoutError)
+        assert errors[0].missing_ranks == (1,)
+        assert isinstance(errors[2], aiockpt.CommitTimeoutError | RankFailedError)
+    assert steps(tmp_path) == [1]
+
+
+def test_ranks_that_mean_different_steps_are_told_which(tmp_path: Path) -> None:
+    with Crew(2, tmp_path, on_error=lambda future: None) as crew:
+        errors = crew.errors(lambda rank, ckpt: ckpt.save(5 + rank, replicated(1)).result(30))
+        assert all(isinstance(error, RanksDisagreeError | RankFailedError) for error in errors)
+        assert all("step 5" in str(error) and "step 6" in str(error) for error in errors)
+        crew.on_all(lambda rank, ckpt: ckpt.save(7, replicated(7)).result(30))
+        errors = crew.errors(lambda rank, ckpt: ckpt.save(8 + rank, replicated(8)).result(30))
+        assert any("step 8" in str(error) and "step 9" in str(error) for error in errors)
+    assert steps(tmp_path) == [7]
+
+
+def test_values_that_differ_are_named_with_their_ranks(tmp_path: Path) -> None:
+    with Crew(2, tmp_path, on_error=lambda future: None) as crew:
+        errors = crew.errors(lambda rank, ckpt: ckpt.save(1, {**replicated(1), "seed": rank}).result(30))
+        assert isinstance(errors[0], aiockpt.CheckpointError)
+        assert "seed" in str(errors[0])
+        assert "seed" in str(errors[1])
+    assert steps(tmp_path) == []
+
+
+def test_values_of_one_rank_stay_with_that_rank(tmp_path: Path) -> None:
+    def state(rank: int, value: Any) -> dict[str, Any]:
+        return {"w": torch.arange(6), "own": aiockpt.per_rank(value)}
+
+    with Crew(2, tmp_path) as crew:
+        crew.on_all(
+            lambda rank, ckpt: ckpt.save(1, state(rank, {"at": rank, "buffer": torch.full((3,), rank)})).result(30)
+        )
+    targets = [state(rank, None) for rank in range(2)]
+    with Crew(2, tmp_path) as crew:
+        crew.on_all(lambda rank, ckpt: ckpt.load(targets[rank]).result(30))
+    assert [target["own"].value["at"] for target in targets] == [0, 1]
+    assert [target["own"].value["buffer"].tolist() for target in targets] == [[0] * 3, [1] * 3]
+
+
+def test_a_dead_rank_0_is_replaced_when_all_have_voted(tmp_path: Path) -> None:
+    hang = Fault(do="hang", verb="put_new", match="*DECISION*", times=None)
+    quick = aiockpt.Deadlines(ranks_s=20, commit_s=3, takeover_s=0.3, close_s=60)
+    with Crew(3, failing_on(0, tmp_path, hang), deadlines=quick, on_error=lambda future: None) as crew:
+        outcomes = crew.start(lambda rank, ckpt: ckpt.save(1, replicated(1)).result(30))
+        assert [outcome.result().generation for outcome in outcomes[1:]] == [1, 1]
+    assert equal(loaded(tmp_path, replicated(1)), replicated(1))
+
+
+def test_a_save_cancelled_on_one_rank_ends_on_all(tmp_path: Path) -> None:
+    hang = Fault(do="hang", verb="upload.finish", times=None)
+
+    def save(rank: int, ckpt: aiockpt.Checkpointer) -> None:
+        future = ckpt.save(1, replicated(1))
+        if rank == 1:
+            future.cancel()
+        future.result(30)
+
+    with Crew(3, failing_on(1, tmp_path, hang), on_error=lambda future: None) as crew:
+        errors = crew.errors(save)
+        assert isinstance(errors[1], aiockpt.CheckpointError)
+        assert all(isinstance(errors[rank], RankFailedError) for rank in (0, 2))
+    assert steps(tmp_path) == []
+
+
+def test_a_committed_step_is_skipped_on_all_ranks_alike(tmp_path: Path) -> None:
+    with Crew(3, tmp_path, on_exists="skip") as crew:
+        first = crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).result(30))
+        again = crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(2)).result(30))
+    assert [result.existed for result in first + again] == [False] * 3 + [True] * 3
+    assert equal(loaded(tmp_path, replicated(1)), replicated(1))
+
+
+def test_several_saves_run_at_once_on_all_ranks(tmp_path: Path) -> None:
+    def save_all(rank: int, ckpt: aiockpt.Checkpointer) -> list[int]:
+        futures = [ckpt.save(step, replicated(step)) for step in range(1, 7)]
+        return [future.result(30).step for future in futures]
+
+    with Crew(3, tmp_path, max_in_flight=3) as crew:
+        assert crew.on_all(save_all) == [[1, 2, 3, 4, 5, 6]] * 3
+    for step in range(1, 7):
+        assert equal(loaded(tmp_path, replicated(step), step), replicated(step))
+
+
+def test_warm_up_plans_for_all_ranks(tmp_path: Path) -> None:
+    with Crew(2, tmp_path) as crew:
+        crew.on_all(lambda rank, ckpt: ckpt.warm_up(replicated(0)).result(30))
+        crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).result(30))
+    assert equal(loaded(tmp_path, replicated(1)), replicated(1))
+
+
+async def test_an_async_trainer_saves_together_too(tmp_path: Path) -> None:
+    import asyncio
+
+    with Crew(2, tmp_path) as crew:
+        saves = [ckpt.save(1, replicated(1)) for ckpt in crew.checkpointers]
+        results = await asyncio.gather(*(asyncio.ensure_future(_await(save)) for save in saves))
+        assert [result.step for result in results] == [1, 1]
+    assert equal(await asyncio.to_thread(loaded, tmp_path, replicated(1)), replicated(1))
+
+
+async def _await(save: aiockpt.SaveFuture) -> aiockpt.SaveResult:
+    return await save
+
+
+def test_several_processes_without_a_store_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="init_process_group"):
+        aiockpt.Checkpointer("memory://nobody")
+    with pytest.raises(UsageError, match="store"):
+        aiockpt.Ranks(0, 2)
+
+
+def test_no_note_is_left_behind_for_ever(tmp_path: Path) -> None:
+    with Crew(2, tmp_path, deadlines=QUICK) as crew:
+        store = crew.checkpointers[0]._engine.ranks.store
+        for step in range(1, 12):
+            crew.on_all(lambda rank, ckpt, step=step: ckpt.save(step, replicated(step)).result(30))  # type: ignore[misc]
+        assert store.num_keys() < 40
