@@ -15,6 +15,8 @@
     ├── CommitError                                  the save did not become visible
     │   ├── CommitConflictError                        someone else committed this generation first
     │   └── CommitTimeoutError(TimeoutError)           outcome unknown: the next look at the storage decides
+    ├── RankError                                    another rank failed, or the ranks do not fit each other
+    │   └── RanksDisagreeError                         they hold or say different things; each is named
     ├── SaveCancelledError                           somebody called .cancel()
     ├── SaveSkippedError                             the policy for too many saves in flight said skip
     ├── BackgroundSaveError                          an earlier save failed; carries it and the new future
@@ -146,6 +148,22 @@ class CommitTimeoutError(CommitError, TimeoutError):
     def __init__(self, message: str, missing_ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.missing_ranks = tuple(missing_ranks)
+
+
+class RankError(CheckpointError):
+    """Something that concerns several ranks went wrong.
+
+    Attributes:
+        ranks: those that the message is about.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class RanksDisagreeError(RankError):
+    """The ranks' states do not fit each other; nothing was written."""
 
 
 class SaveCancelledError(CheckpointError):
