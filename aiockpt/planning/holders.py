@@ -9,10 +9,8 @@ Guarantees:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, islice
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -71,6 +69,7 @@ class Holders(msgspec.Struct, frozen=True, eq=False):
         holding: of each incidence, the holding's place in its list.
         start: of each incidence, the first element of the box in the holding's data.
         groups: boxes by their holders, those with the fewest holders first.
+        empty: (rank, place in its list) of the first holding of each tensor that has no elements at all.
     """
 
     boxes: list[Box]
@@ -80,6 +79,7 @@ class Holders(msgspec.Struct, frozen=True, eq=False):
     holding: Ints
     start: Ints
     groups: list[Group]
+    empty: list[tuple[int, int]]
 
 
 def survey(holdings: Sequence[Sequence[Holding]]) -> Holders:
@@ -127,14 +127,23 @@ class _Tensor(msgspec.Struct):
 
 
 class _Catalogue:
-    """Distinct holdings and distinct boxes, numbered in order of first appearance."""
+    """Distinct holdings and distinct boxes, numbered in order of first appearance.
+
+    Attributes:
+        boxes, widths, volumes: of each distinct box; width in bytes, volume in elements.
+        counts: of each distinct holding, how many of its boxes are not empty.
+        empty: the first holding of each tensor that has no elements.
+        held, starts: these boxes of all holdings, one after the other: number, and first element in the holding's data.
+    """
 
     def __init__(self) -> None:
         self.boxes: list[Box] = []
         self.widths: list[int] = []
         self.volumes: list[int] = []
-        self.boxes_of: list[list[int]] = []
-        self.starts_of: list[list[int]] = []
+        self.counts: list[int] = []
+        self.held: list[int] = []
+        self.starts: list[int] = []
+        self.empty: list[int] = []
         self._tensors: dict[str, _Tensor] = {}
         self._misfits: list[tuple[int, Holding]] = []
         self._by_identity: dict[int, int] = {}
@@ -145,31 +154,34 @@ class _Catalogue:
         """Return the number of *holding*; the holdings given must stay alive as long as this catalogue."""
         number = self._by_identity.get(id(holding))
         if number is None:
-            number = self._by_bytes.setdefault(self._encode(holding), len(self.boxes_of))
+            number = self._by_bytes.setdefault(self._encode(holding), len(self.counts))
             self._by_identity[id(holding)] = number
-            if number == len(self.boxes_of):
-                self._add(number, holding)
+            if number == len(self.counts):
+                self.counts.append(self._add(number, holding))
         return number
 
-    def _add(self, number: int, holding: Holding) -> None:
-        tensor = self._tensors.get(holding.name)
+    def _add(self, number: int, holding: Holding) -> int:
+        """Enter a new holding's boxes and return how many there are."""
+        name, dtype, shape = holding.name, holding.dtype, holding.shape
+        tensor = self._tensors.get(name)
         if tensor is None:
-            tensor = _Tensor(holding.dtype, holding.shape, itemsize(holding.dtype), number, {})
-            self._tensors[holding.name] = tensor
-        if (holding.dtype, holding.shape) != (tensor.dtype, tensor.shape) or not all(
-            _is_inside(box, tensor.shape) for box in holding.boxes
-        ):
+            tensor = self._tensors[name] = _Tensor(dtype, shape, itemsize(dtype), number, {})
+            if 0 in shape:
+                self.empty.append(number)
+        if dtype != tensor.dtype or shape != tensor.shape or not _are_inside(holding.boxes, shape):
             self._misfits.append((number, holding))
-            self.boxes_of.append([])
-            self.starts_of.append([])
-            return
-        volumes = [prod(box.sizes) for box in holding.boxes]
-        held = [place for place, volume in enumerate(volumes) if volume]
-        starts = [0, *accumulate(volumes)]
-        self.boxes_of.append([self._box(tensor, holding.boxes[place], volumes[place]) for place in held])
-        self.starts_of.append([starts[place] for place in held])
+            return 0
+        start = count = 0
+        for box in holding.boxes:
+            volume = prod(box.sizes)
+            if volume:
+                self.held.append(self._number_of_box(tensor, box, volume))
+                self.starts.append(start)
+                start += volume
+                count += 1
+        return count
 
-    def _box(self, tensor: _Tensor, box: Box, volume: int) -> int:
+    def _number_of_box(self, tensor: _Tensor, box: Box, volume: int) -> int:
         number = tensor.boxes.setdefault(box, len(self.boxes))
         if number == len(self.boxes):
             self.boxes.append(box)
@@ -177,7 +189,7 @@ class _Catalogue:
             self.volumes.append(volume)
         return number
 
-    def problems(self, ranks_with: Any) -> Iterator[tuple[str, list[int]]]:
+    def problems(self, ranks_with: Callable[[Sequence[int]], list[int]]) -> Iterator[tuple[str, list[int]]]:
         """Yield what is wrong, and the ranks that it is wrong on; *ranks_with* finds the ranks of some holdings."""
         refused = set()
         for number, holding in self._misfits:
@@ -196,10 +208,13 @@ class _Catalogue:
         for name, tensor in self._tensors.items():
             problem = None if name in refused else self._find_gap(tensor)
             if problem:
-                wanted = set(tensor.boxes.values())
-                holders = [number for number, some in enumerate(self.boxes_of) if not wanted.isdisjoint(some)]
-                ranks = ranks_with(holders or [tensor.first_holding])
+                ranks = ranks_with(self._with_boxes(tensor) or [tensor.first_holding])
                 yield f"{name}: {problem} ({_name(ranks)})", ranks
+
+    def _with_boxes(self, tensor: _Tensor) -> list[int]:
+        """Return the holdings that have a box of *tensor*."""
+        held = np.isin(self.held, list(tensor.boxes.values()))
+        return list(map(int, np.unique(np.repeat(np.arange(len(self.counts)), self.counts)[held])))
 
     def _find_gap(self, tensor: _Tensor) -> str | None:
         volume = prod(tensor.shape)
@@ -213,13 +228,15 @@ class _Catalogue:
         return None
 
 
-def _is_inside(box: Box, shape: tuple[int, ...]) -> bool:
-    if not len(box.offsets) == len(box.sizes) == len(shape):
-        return False
-    return all(
-        offset >= 0 <= size and offset + size <= limit
-        for offset, size, limit in zip(box.offsets, box.sizes, shape, strict=True)
-    )
+def _are_inside(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
+    for box in boxes:
+        offsets, sizes = box.offsets, box.sizes
+        if not len(offsets) == len(sizes) == len(shape):
+            return False
+        for axis, limit in enumerate(shape):
+            if not 0 <= offsets[axis] <= offsets[axis] + sizes[axis] <= limit:
+                return False
+    return True
 
 
 def _ranks_with(wanted: Sequence[int], contents: Sequence[Ints], ranks_of_list: Sequence[list[int]]) -> list[int]:
@@ -250,23 +267,14 @@ def _refuse(problems: Sequence[tuple[str, list[int]]]) -> None:
 
 def _tabulate(catalogue: _Catalogue, contents: Sequence[Ints], ranks_of_list: Sequence[list[int]]) -> Holders:
     """Turn lists of holdings into columns of boxes: expand each holding to its boxes, then sort by box and list."""
-    counts = np.fromiter(map(len, catalogue.boxes_of), np.int64, len(catalogue.boxes_of))
-    flat_boxes = _concatenate(catalogue.boxes_of)
-    flat_starts = _concatenate(catalogue.starts_of)
-    begins = np.cumsum(counts) - counts
-
+    counts = np.array(catalogue.counts, np.int64)
     lengths = np.fromiter(map(len, contents), np.int64, len(contents))
-    holding = np.concatenate(contents) if contents else np.zeros(0, np.int64)
-    place = np.arange(len(holding)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    owner = np.repeat(np.arange(len(contents)), lengths)
-    if not (counts == 1).all():
-        repeats = counts[holding]
-        within = np.arange(repeats.sum()) - np.repeat(np.cumsum(repeats) - repeats, repeats)
-        holding, place, owner = (np.repeat(column, repeats) for column in (holding, place, owner))
-    else:
-        within = np.zeros(len(holding), np.int64)
-    rows = begins[holding] + within
-    box, start = flat_boxes[rows], flat_starts[rows]
+    holding = np.concatenate([np.zeros(0, np.int64), *contents])
+    place, owner = _within(lengths), np.repeat(np.arange(len(contents)), lengths)
+    repeats = counts[holding]
+    rows = np.repeat((np.cumsum(counts) - counts)[holding], repeats) + _within(repeats)
+    box, start = np.array(catalogue.held, np.int64)[rows], np.array(catalogue.starts, np.int64)[rows]
+    place, owner = np.repeat(place, repeats), np.repeat(owner, repeats)
 
     order = np.argsort(box, kind="stable")  # owners ascend already, and places within them
     box, owner, place, start = box[order], owner[order], place[order], start[order]
@@ -283,11 +291,22 @@ def _tabulate(catalogue: _Catalogue, contents: Sequence[Ints], ranks_of_list: Se
         holding=place,
         start=start,
         groups=_group(owner, first, ranks_of_list),
+        empty=[_find_first(number, contents, ranks_of_list) for number in catalogue.empty],
     )
 
 
-def _concatenate(lists: Sequence[list[int]]) -> Ints:
-    return np.array([item for some in lists for item in some], np.int64)
+def _find_first(number: int, contents: Sequence[Ints], ranks_of_list: Sequence[list[int]]) -> tuple[int, int]:
+    """Return the lowest rank that has a holding, and the holding's place in its list."""
+    for some, ranks in zip(contents, ranks_of_list, strict=True):
+        places = np.flatnonzero(some == number)
+        if len(places):
+            return ranks[0], int(places[0])
+    raise LookupError(number)
+
+
+def _within(lengths: Ints) -> Ints:
+    """Return 0, 1, … for each of the *lengths*, one after the other."""
+    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
 def _group(owner: Ints, first: Ints, ranks_of_list: Sequence[list[int]]) -> list[Group]:
@@ -298,9 +317,9 @@ def _group(owner: Ints, first: Ints, ranks_of_list: Sequence[list[int]]) -> list
         members.setdefault(owner[bounds[box] : bounds[box + 1]].tobytes(), []).append(box)
     groups = []
     for owners, boxes in members.items():
-        lists = np.frombuffer(owners, np.int64)
-        ranks = _concatenate([ranks_of_list[number] for number in lists])
-        places = np.repeat(np.arange(len(lists)), [len(ranks_of_list[number]) for number in lists])
+        some = [ranks_of_list[number] for number in np.frombuffer(owners, np.int64)]
+        ranks = np.array([rank for ranks in some for rank in ranks], np.int64)
+        places = np.repeat(np.arange(len(some)), [len(ranks) for ranks in some])
         ascending = np.argsort(ranks, kind="stable")
         groups.append(Group(np.array(boxes, np.int64), ranks[ascending], places[ascending]))
     groups.sort(key=lambda group: len(group.ranks))

@@ -3,6 +3,7 @@
 Guarantees:
 
 - Pure and deterministic. Every element of every tensor is in exactly one part of one rank that holds it.
+- A tensor without elements is one empty part of the lowest rank that has it, so that its name is not lost.
 - What one rank holds alone, it writes. What several hold is spread over them so that the bytes of all ranks are as even
   as the holders allow, within one block (or one row, where a row is larger).
 - Boxes up to a block stay whole. Larger ones are cut between rows of their first axis longer than 1, once for every
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
+from operator import attrgetter
 
 import msgspec
 import numpy as np
@@ -55,7 +57,9 @@ def spread(holdings: Sequence[Sequence[Holding]], *, block_bytes: int = BLOCK_BY
     """
     holders = survey(holdings)
     parts: list[list[Part]] = [[] for _ in holdings]
-    shared = []
+    for rank, place in holders.empty:
+        parts[rank].append(Part(place, Box.whole(holdings[rank][place].shape), 0))
+    shared: list[_Pool] = []
     loads = np.zeros(len(holdings), np.int64)
     for group in holders.groups:
         if len(group.ranks) == 1:
@@ -67,11 +71,7 @@ def spread(holdings: Sequence[Sequence[Holding]], *, block_bytes: int = BLOCK_BY
     excess = np.zeros(len(holdings), np.int64)
     for pool in shared:
         (_cut if pool.divisible else _hand_out)(holders, pool, excess, parts)
-    return [tuple(sorted(some, key=_by_place)) for some in parts]
-
-
-def _by_place(part: Part) -> tuple[int, int]:
-    return part.holding, part.start
+    return [tuple(sorted(some, key=attrgetter("holding", "start"))) for some in parts]
 
 
 def _give_all(holders: Holders, group: Group, into: list[Part]) -> None:
