@@ -9,7 +9,7 @@ Guarantees:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -73,16 +73,23 @@ class SavePlan(msgspec.Struct, frozen=True):
 
 
 def plan_save(state: ShardedState, *, slab_bytes: int, file_bytes: int) -> SavePlan:
-    """Return what to write for *state*: files of about *file_bytes*, cut into windows of *slab_bytes*."""
-    order = sorted(range(len(state.tensors)), key=lambda index: _file_order(state.tensors[index], index))
+    """Return what to write for *state*: files of about *file_bytes*, cut into windows of *slab_bytes*.
+
+    Several shards may be parts of one tensor. Those without elements leave no trace, unless the whole tensor has none:
+    its name must not be lost.
+    """
+    held = [index for index, shard in enumerate(state.tensors) if shard.nbytes or 0 in shard.shape]
+    order = sorted(held, key=lambda index: _file_order(state.tensors[index], index))
+    names = frozenset(shard.name for shard in state.tensors)
     files: list[FilePlan] = []
-    tensors: dict[str, TensorEntry] = {}
+    pieces: dict[str, list[Piece]] = {}
     for members in _split_files(state.tensors, order, file_bytes):
-        file = _plan_file(state.tensors, members, len(files), slab_bytes, tensors)
-        files.append(file)
+        files.append(
+            _plan_file([state.tensors[index] for index in members], members, names, len(files), slab_bytes, pieces)
+        )
     return SavePlan(
         files=tuple(files),
-        tensors=tensors,
+        tensors=_tensor_entries(state.tensors, pieces),
         tensor_bytes=sum(shard.nbytes for shard in state.tensors),
         file_bytes=sum(file.size for file in files),
         digest=digest128(msgspec.json.encode([state.structure, slab_bytes, file_bytes])),
@@ -108,38 +115,58 @@ def _split_files(shards: Sequence[TensorShard], order: Sequence[int], file_bytes
 
 
 def _plan_file(
-    shards: Sequence[TensorShard], members: list[int], number: int, slab_bytes: int, tensors: dict[str, TensorEntry]
+    shards: Sequence[TensorShard],
+    sources: Sequence[int],
+    names: frozenset[str],
+    number: int,
+    slab_bytes: int,
+    pieces: dict[str, list[Piece]],
 ) -> FilePlan:
+    """Plan one file of *shards*, whose numbers in the state are *sources*, and add what it holds to *pieces*."""
     entries: list[Entry] = []
     cursor = 0
-    for index in members:
-        end = cursor + shards[index].nbytes
-        entries.append(_header_entry(shards[index], cursor, end))
-        cursor = end
-    header = encode_header(entries, _metadata([shards[index] for index in members]))
-    for index, entry in zip(members, entries, strict=True):
-        tensors[shards[index].name] = _tensor_entry(shards[index], number, len(header) + entry.start)
-    size = len(header) + cursor
+    for shard, name in zip(shards, _entry_names(shards, names), strict=True):
+        entries.append(_header_entry(shard, name, cursor, cursor + shard.nbytes))
+        cursor += shard.nbytes
+    header = encode_header(entries, _metadata(shards, entries))
     spans = [(0, len(header), HEADER)]
-    spans += [
-        (len(header) + entry.start, len(header) + entry.end, index)
-        for index, entry in zip(members, entries, strict=True)
-        if entry.end > entry.start
-    ]
+    for shard, source, entry in zip(shards, sources, entries, strict=True):
+        start, end = len(header) + entry.start, len(header) + entry.end
+        pieces.setdefault(shard.name, []).extend(_pieces(shard, number, start))
+        if end > start:
+            spans.append((start, end, source))
+    size = len(header) + cursor
     return FilePlan(header, size, tuple(_windows(number, size, spans, slab_bytes)))
 
 
-def _header_entry(shard: TensorShard, start: int, end: int) -> Entry:
+def _entry_names(shards: Sequence[TensorShard], names: frozenset[str]) -> Iterator[str]:
+    """Yield the name of each shard's entry: the tensor's own, then ``name#1``, ``name#2``, … that no tensor has."""
+    counts: dict[str, int] = {}
+    for shard in shards:
+        count = counts.get(shard.name, 0)
+        name = f"{shard.name}#{count}" if count else shard.name
+        while count and name in names:
+            count += 1
+            name = f"{shard.name}#{count}"
+        counts[shard.name] = count + 1
+        yield name
+
+
+def _header_entry(shard: TensorShard, name: str, start: int, end: int) -> Entry:
     """The safetensors entry: the shard's own shape where it is one box, a flat one where it is several."""
     if not is_native(shard.dtype):
-        return Entry(name=shard.name, dtype="U8", shape=(end - start,), start=start, end=end)
+        return Entry(name=name, dtype="U8", shape=(end - start,), start=start, end=end)
     shape = shard.boxes[0].sizes if len(shard.boxes) == 1 else ((end - start) // itemsize(shard.dtype),)
-    return Entry(name=shard.name, dtype=shard.dtype, shape=shape, start=start, end=end)
+    return Entry(name=name, dtype=shard.dtype, shape=shape, start=start, end=end)
 
 
-def _metadata(shards: Sequence[TensorShard]) -> dict[str, str]:
+def _metadata(shards: Sequence[TensorShard], entries: Sequence[Entry]) -> dict[str, str]:
     """Torch's own keys, so that its Hugging Face reader places sharded tensors; ours is JSON in a string."""
-    offsets = {shard.name: {"saved_offsets": shard.boxes[0].offsets} for shard in shards if len(shard.boxes) == 1}
+    offsets = {
+        entry.name: {"saved_offsets": shard.boxes[0].offsets}
+        for shard, entry in zip(shards, entries, strict=True)
+        if len(shard.boxes) == 1
+    }
     return {
         "format": "pt",
         "DCP_VERSION": "1.0",
@@ -148,13 +175,21 @@ def _metadata(shards: Sequence[TensorShard]) -> dict[str, str]:
     }
 
 
-def _tensor_entry(shard: TensorShard, file: int, start: int) -> TensorEntry:
-    pieces = []
+def _pieces(shard: TensorShard, file: int, start: int) -> Iterator[Piece]:
     for box in shard.boxes:
         end = start + box.volume * itemsize(shard.dtype)
-        pieces.append(Piece(file, start, end, box.offsets, box.sizes))
+        if end > start or 0 in shard.shape:
+            yield Piece(file, start, end, box.offsets, box.sizes)
         start = end
-    return TensorEntry(dtype=shard.dtype, shape=shard.shape, pieces=tuple(pieces))
+
+
+def _tensor_entries(shards: Sequence[TensorShard], pieces: Mapping[str, Sequence[Piece]]) -> dict[str, TensorEntry]:
+    """Return the manifest's entries in the order of the state; a tensor of which nothing is held has none."""
+    return {
+        shard.name: TensorEntry(shard.dtype, shard.shape, tuple(pieces[shard.name]))
+        for shard in shards
+        if shard.name in pieces
+    }
 
 
 def _windows(file: int, size: int, spans: Sequence[tuple[int, int, int]], slab_bytes: int) -> Iterator[Window]:

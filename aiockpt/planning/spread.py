@@ -1,0 +1,199 @@
+"""Who writes what, when several ranks hold the same? Replicas once, and every rank about as much as the others.
+
+Guarantees:
+
+- Pure and deterministic. Every element of every tensor is in exactly one part of one rank that holds it.
+- A tensor without elements is one empty part of the lowest rank that has it, so that its name is not lost.
+- What one rank holds alone, it writes. What several hold is spread over them so that the bytes of all ranks are as even
+  as the holders allow, within one block (or one row, where a row is larger).
+- Boxes up to a block stay whole. Larger ones are cut between rows of their first axis longer than 1, once for every
+  rank that takes part of them at most, so that a part is one run of bytes in its holder's memory.
+
+How: *first* in bytes, as if anything could be cut. Each group of boxes with the same holders is poured over them like
+water over uneven ground, again and again until nothing moves: exact coordinate descent on the sum of squared loads,
+whose minimum is also the lowest possible highest load. *Then* in rows and boxes, which come as close to it as they can;
+what a rank got too much of one group, it gets less of the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heapify, heapreplace
+from operator import attrgetter
+
+import msgspec
+import numpy as np
+
+from aiockpt.format.checksum import BLOCK_BYTES
+from aiockpt.planning.holders import Group, Holders, Holding, Ints, holdings_of, survey
+from aiockpt.state.geometry import Box
+
+__all__ = ["Holding", "Part", "holdings_of", "spread"]
+
+_MAX_SWEEPS = 32
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a rank writes: *box*, of its holding number *holding*.
+
+    Its elements begin at element *start* of the holding's row-major data, in which the boxes of a holding follow one
+    another.
+    """
+
+    holding: int
+    box: Box
+    start: int
+
+
+def spread(holdings: Sequence[Sequence[Holding]], *, block_bytes: int = BLOCK_BYTES) -> list[tuple[Part, ...]]:
+    """Return what each rank writes: one tuple for each rank, ordered by holding, then by start.
+
+    Args:
+        holdings: of each rank, its list; the same list given for many ranks is looked at once.
+        block_bytes: how uneven the ranks may be, and the largest box that is never cut.
+
+    Raises:
+        RanksDisagreeError: the holdings do not make whole tensors; lists all of it by name, with the ranks.
+    """
+    holders = survey(holdings)
+    parts: list[list[Part]] = [[] for _ in holdings]
+    for rank, place in holders.empty:
+        parts[rank].append(Part(place, Box.whole(holdings[rank][place].shape), 0))
+    shared: list[_Pool] = []
+    loads = np.zeros(len(holdings), np.int64)
+    for group in holders.groups:
+        if len(group.ranks) == 1:
+            _give_all(holders, group, parts[group.ranks[0]])
+            loads[group.ranks[0]] += holders.nbytes[group.boxes].sum()
+        else:
+            shared += _pools(holders, group, block_bytes)
+    _level(shared, loads)
+    excess = np.zeros(len(holdings), np.int64)
+    for pool in shared:
+        (_cut if pool.divisible else _hand_out)(holders, pool, excess, parts)
+    return [tuple(sorted(some, key=attrgetter("holding", "start"))) for some in parts]
+
+
+def _give_all(holders: Holders, group: Group, into: list[Part]) -> None:
+    rows = holders.first[group.boxes]
+    places, starts = holders.holding[rows].tolist(), holders.start[rows].tolist()
+    boxes = holders.boxes
+    into.extend(
+        Part(place, boxes[box], start) for place, box, start in zip(places, group.boxes.tolist(), starts, strict=True)
+    )
+
+
+class _Pool(msgspec.Struct, eq=False):
+    """Boxes of one group that are dealt with in one way: all cut where it must be, or all left whole.
+
+    Attributes:
+        quotas: the bytes that each holder is to get, were bytes the unit.
+    """
+
+    group: Group
+    boxes: Ints
+    divisible: bool
+    total_bytes: int
+    quotas: Ints
+
+
+def _pools(holders: Holders, group: Group, block_bytes: int) -> list[_Pool]:
+    """Part a group into boxes that may be cut and those that stay whole; the coarse first, the fine evens it out."""
+    large = holders.nbytes[group.boxes] > block_bytes
+    pools = []
+    for divisible, boxes in ((True, group.boxes[large]), (False, group.boxes[~large])):
+        if len(boxes):
+            total_bytes = int(holders.nbytes[boxes].sum())
+            pools.append(_Pool(group, boxes, divisible, total_bytes, np.zeros(len(group.ranks), np.int64)))
+    return pools
+
+
+def _level(pools: Sequence[_Pool], loads: Ints) -> None:
+    """Set the quotas of all pools so that the loads of the ranks are as even as the holders allow."""
+    for sweep in range(_MAX_SWEEPS):
+        moved = 0
+        for pool in pools:
+            ranks = pool.group.ranks
+            loads[ranks] -= pool.quotas
+            quotas = _pour(pool.total_bytes, loads[ranks])
+            moved = max(moved, int(np.abs(quotas - pool.quotas).max()))
+            pool.quotas = quotas
+            loads[ranks] += quotas
+        if sweep and moved <= len(pools):  # whole bytes: the remainders may wander for ever
+            return
+
+
+def _pour(total_bytes: int, ground: Ints) -> Ints:
+    """Return how much lies over each place when *total_bytes* of water are poured over *ground*."""
+    order = np.argsort(ground, kind="stable")
+    heights = ground[order]
+    below = np.cumsum(heights)
+    wet = int(np.searchsorted(np.arange(1, len(heights)) * heights[1:] - below[:-1], total_bytes)) + 1
+    level, left = divmod(total_bytes + int(below[wet - 1]), wet)
+    depths = np.zeros_like(ground)
+    depths[order[:wet]] = level - heights[:wet]
+    depths[order[:left]] += 1
+    return depths
+
+
+def _cut(holders: Holders, pool: _Pool, excess: Ints, parts: list[list[Part]]) -> None:
+    """Lay the boxes of a pool end to end and cut the line where one holder's quota ends and the next begins."""
+    ranks = pool.group.ranks
+    quotas = _pour(pool.total_bytes, excess[ranks] - pool.quotas)
+    taken = np.zeros_like(quotas)
+    ends = np.cumsum(quotas).tolist()
+    holder, line = 0, 0
+    for box in pool.boxes.tolist():
+        size = int(holders.nbytes[box])
+        axis, row_count = _cutting_axis(holders.boxes[box])
+        row_bytes = size // row_count
+        row = 0
+        while row < row_count:
+            while ends[holder] <= line + row * row_bytes and holder < len(ends) - 1:
+                holder += 1
+            stop = row_count
+            if holder < len(ends) - 1:
+                stop = min(stop, max(row + 1, (ends[holder] - line + row_bytes // 2) // row_bytes))
+            _give_rows(holders, pool.group, box, holder, axis, (row, stop), parts)
+            taken[holder] += (stop - row) * row_bytes
+            row = stop
+        line += size
+    excess[ranks] += taken - pool.quotas
+
+
+def _cutting_axis(box: Box) -> tuple[int, int]:
+    """Return the first axis longer than 1 and its length: rows of it follow one another in memory."""
+    return next(((axis, size) for axis, size in enumerate(box.sizes) if size > 1), (0, 1))
+
+
+def _give_rows(
+    holders: Holders, group: Group, box: int, holder: int, axis: int, rows: tuple[int, int], parts: list[list[Part]]
+) -> None:
+    incidence = holders.first[box] + group.places[holder]
+    whole, (row, stop) = holders.boxes[box], rows
+    part, skipped = whole, 0
+    if whole.sizes and stop - row < whole.sizes[axis]:
+        offsets, sizes = list(whole.offsets), list(whole.sizes)
+        skipped = row * (whole.volume // sizes[axis])
+        offsets[axis] += row
+        sizes[axis] = stop - row
+        part = Box(tuple(offsets), tuple(sizes))
+    start = int(holders.start[incidence]) + skipped
+    parts[group.ranks[holder]].append(Part(int(holders.holding[incidence]), part, start))
+
+
+def _hand_out(holders: Holders, pool: _Pool, excess: Ints, parts: list[list[Part]]) -> None:
+    """Give whole boxes, the largest first, each to the holder that is furthest from its quota (worst fit)."""
+    group = pool.group
+    given = (excess[group.ranks] - pool.quotas).tolist()
+    queue = [(amount, holder) for holder, amount in enumerate(given)]
+    heapify(queue)
+    sizes = holders.nbytes[pool.boxes]
+    for index in np.argsort(-sizes, kind="stable").tolist():
+        amount, holder = queue[0]
+        box = int(pool.boxes[index])
+        axis, row_count = _cutting_axis(holders.boxes[box])
+        _give_rows(holders, group, box, holder, axis, (0, row_count), parts)
+        heapreplace(queue, (amount + int(sizes[index]), holder))
+    for amount, holder in queue:
+        excess[group.ranks[holder]] = amount
