@@ -14,13 +14,22 @@ from typing import Any
 import msgspec
 import torch
 
+from aiockpt.adapters.held import FlatRange, Held
 from aiockpt.adapters.leaves import LeafReader, LeafWriter
-from aiockpt.adapters.tensors import bytes_of, check_tensor, dtype_code, is_lazy, memory_key, overlaps_itself
+from aiockpt.adapters.tensors import (
+    dtype_code,
+    empty_like,
+    hold,
+    is_lazy,
+    local_tensors,
+    memory_key,
+    overlaps_itself,
+    shards_of,
+)
 from aiockpt.errors import StateMismatchError, UsageError
 from aiockpt.format.dtypes import torch_name
 from aiockpt.format.names import join_name, prefixes, split_name
 from aiockpt.state.codecs import CodecRegistry
-from aiockpt.state.geometry import Box
 from aiockpt.state.shards import TensorShard
 from aiockpt.state.tree import TAG, Decoder, Encoder, Node, Path, damaged
 
@@ -51,7 +60,9 @@ class LoadTarget:
     Attributes:
         wanted: the tensors to fill; ``data`` is filled in place, ``name`` is the name in the checkpoint.
         missing: names of the state that the checkpoint does not have.
-        unexpected: names of the checkpoint that the state does not have.
+        unexpected: names of the checkpoint that the state of this rank does not have.
+        unexpected_claimed: those of them that belong to something the state does have, so that they are a difference
+            unless another rank has them.
         problems: every difference, in words; not empty only when ``strict`` is False.
         written: names of the leaves that are overwritten.
     """
@@ -61,6 +72,7 @@ class LoadTarget:
         wanted: Sequence[TensorShard],
         missing: Sequence[str],
         unexpected: Sequence[str],
+        unexpected_claimed: Sequence[str],
         problems: Sequence[str],
         written: frozenset[str],
         steps: Sequence[Callable[[], object]],
@@ -68,6 +80,7 @@ class LoadTarget:
         self.wanted = tuple(wanted)
         self.missing = tuple(missing)
         self.unexpected = tuple(unexpected)
+        self.unexpected_claimed = tuple(unexpected_claimed)
         self.problems = tuple(problems)
         self.written = written
         self._steps = list(steps)
@@ -93,8 +106,10 @@ class Intake:
         strict: bool,
         rename: Rename | None,
         codecs: CodecRegistry,
+        judge_unexpected: bool = True,
     ) -> None:
         self.strict = strict
+        self._judge_unexpected = judge_unexpected
         self._stored = stored
         self._only = None if only is None else {split_name(name): name for name in only}
         self._met: set[str] = set()
@@ -180,32 +195,48 @@ class Intake:
 
     # ---------------------------------------------------------------- tensors
 
-    def want(self, path: Path, tensor: torch.Tensor) -> bool:
-        """Have *tensor* filled from the checkpoint; return whether it will be."""
-        if not self.selects(path) or not self._enter(path, self.stored_name(path), tensor):
+    def want(self, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None) -> bool:
+        """Have *tensor* filled from the checkpoint; return whether it will be.
+
+        Args:
+            flat: the elements of which tensor a 1-D *tensor* has; None takes it for what it is.
+        """
+        if not self.selects(path) or not self._enter(path, self.stored_name(path), tensor, flat):
             return False
         self.rewrites(path)
         return True
 
-    def fill(self, path: Path, name: str, live: Any, like: torch.Tensor | torch.device) -> torch.Tensor | None:
+    def fill(
+        self, path: Path, name: str, live: Any, like: torch.Tensor | torch.device, flat: FlatRange | None = None
+    ) -> torch.Tensor | None:
         """Have *live* filled from tensor *name* where it fits, else a new tensor; None when it is not selected.
 
         Args:
-            like: the tensor whose device (and strides, where the shape is the same) a new one gets, or a device.
+            like: the tensor whose device (and strides and sharding, where the shape is the same) a new one gets, or a
+                device.
+            flat: the elements of which tensor *like* has, when it is a slice.
         """
-        return self._obtain(path, name, live, like) if self.selects(path) else None
+        return self._obtain(path, name, live, like, flat) if self.selects(path) else None
 
-    def _obtain(self, path: Path, name: str, live: Any, like: torch.Tensor | torch.device) -> torch.Tensor:
+    def leave(self, name: str) -> None:
+        """Note that of tensor *name* of the checkpoint this rank has nothing, so that it is no difference."""
+        self._used.add(name)
+
+    def _obtain(
+        self, path: Path, name: str, live: Any, like: torch.Tensor | torch.device, flat: FlatRange | None = None
+    ) -> torch.Tensor:
         facts = self._stored.tensors.get(self._stored.alias.get(name, name))
         if facts is None:
             raise damaged(path, f"refers to the tensor {name!r}, which is not there")
         dtype, shape = getattr(torch, torch_name(facts[0])), facts[1]
-        fits = isinstance(live, torch.Tensor) and live.dtype == dtype and tuple(live.shape) == shape and _fillable(live)
-        tensor = live if fits else _new(shape, dtype, like)
-        self._enter(path, name, tensor)
+        if isinstance(like, torch.device) or flat is None or flat.shape != shape:
+            flat = None
+        fits = isinstance(live, torch.Tensor) and live.dtype == dtype and _fits(live, shape, like, flat)
+        tensor = live if fits else _new(shape, dtype, like, flat)
+        self._enter(path, name, tensor, flat)
         return tensor
 
-    def _enter(self, path: Path, name: str, tensor: torch.Tensor) -> bool:
+    def _enter(self, path: Path, name: str, tensor: torch.Tensor, flat: FlatRange | None = None) -> bool:
         state_name = join_name(path)
         stored_as = self._stored.alias.get(name, name)
         facts = self._stored.tensors.get(stored_as)
@@ -213,10 +244,10 @@ class Intake:
             self.miss(path)
             return False
         self._used.add(name)
-        check_tensor(tensor, path)
-        problem = _misfit(tensor, *facts)
-        key = memory_key(tensor)
-        if problem is None and key is not None:
+        held = hold(tensor, path, flat)
+        problem = _misfit(tensor.dtype, held, *facts)
+        key = tuple(filter(None, (memory_key(piece.local) for piece in held.pieces)))
+        if problem is None and key:
             other, other_stored_as = self._filled.setdefault(key, (state_name, stored_as))
             if other_stored_as != stored_as:
                 problem = (
@@ -227,8 +258,7 @@ class Intake:
         if problem is not None:
             self.problem(f"{state_name}: {problem}")
             return False
-        dtype, shape = facts
-        self._wanted.append(TensorShard(stored_as, dtype, shape, (Box.whole(shape),), bytes_of(tensor)))
+        self._wanted += shards_of(stored_as, facts[0], held)
         return True
 
     def rewrites(self, path: Path) -> None:
@@ -268,15 +298,16 @@ class Intake:
         if nothing:
             raise UsageError(f"only={nothing} names nothing in the state; give keys of it, or prefixes of its names")
         unexpected = [name for name in self._unused() if self._in_scope(name)]
-        for name in unexpected:
-            if any(prefix in self._claimed for prefix in prefixes(name)):
+        claimed = [name for name in unexpected if any(prefix in self._claimed for prefix in prefixes(name))]
+        if self._judge_unexpected:
+            for name in claimed:
                 self.problem(f"{name}: in the checkpoint but not in the state")
         if self._problems and self.strict:
             advice = "Change the state, rename with map=, choose with only=, or load what fits with strict=False."
             raise StateMismatchError(self._stored.where, sorted(self._problems), advice)
         written = frozenset(self._written)
         steps = [*self._steps, *self._last_steps]
-        return LoadTarget(self._wanted, self._missing, unexpected, self._problems, written, steps)
+        return LoadTarget(self._wanted, self._missing, unexpected, claimed, self._problems, written, steps)
 
     def _in_scope(self, name: str) -> bool:
         scope = {self._rename(prefix) for prefix in (self._only or {}).values()}
@@ -345,21 +376,32 @@ def _fillable(tensor: torch.Tensor) -> bool:
     return not overlaps_itself(tensor) and not is_lazy(tensor)
 
 
-def _misfit(tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> str | None:
-    if tuple(tensor.shape) != shape:
-        return f"shape {tuple(tensor.shape)} in the state, {shape} in the checkpoint"
-    if dtype_code(tensor.dtype) != dtype:
-        return f"{tensor.dtype} in the state, torch.{torch_name(dtype)} in the checkpoint"
-    if not _fillable(tensor):
+def _fits(
+    live: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor | torch.device, flat: FlatRange | None
+) -> bool:
+    """Return whether *live* can hold a tensor of *shape*, or slice *flat* of it, like the slice *like*."""
+    if flat is not None and isinstance(like, torch.Tensor):
+        return live.shape == like.shape and _fillable(live)
+    return tuple(live.shape) == shape and all(map(_fillable, local_tensors(live)))
+
+
+def _misfit(own_dtype: torch.dtype, held: Held, dtype: str, shape: tuple[int, ...]) -> str | None:
+    if held.shape != shape:
+        return f"shape {held.shape} in the state, {shape} in the checkpoint"
+    if dtype_code(own_dtype) != dtype:
+        return f"{own_dtype} in the state, torch.{torch_name(dtype)} in the checkpoint"
+    if not all(_fillable(piece.local) for piece in held.pieces):
         return "its elements share memory or are lazily conjugated; give a plain copy (clone())"
     return None
 
 
-def _new(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor | torch.device) -> torch.Tensor:
+def _new(
+    shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor | torch.device, flat: FlatRange | None
+) -> torch.Tensor:
     if isinstance(like, torch.device):
         return torch.empty(shape, dtype=dtype, device=like)
-    if tuple(like.shape) == shape:
-        return torch.empty_like(like, dtype=dtype, requires_grad=False)
+    if flat is not None or tuple(like.shape) == shape:
+        return empty_like(like, dtype)
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 

@@ -6,32 +6,45 @@
   returns is saved, and ``load_state_dict()`` is given new tensors.
 
 Names are those of the bare module: what `DistributedDataParallel` (``module.``) and `torch.compile` (``_orig_mod.``) put
-around it, at any depth, is left out, so that a checkpoint of one loads into the other.
+around it, at any depth, is left out, so that a checkpoint of one loads into the other. So it is with FSDP1's wrapper and
+that of activation checkpoints.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from aiockpt.adapters.fsdp1 import is_fsdp1
+from aiockpt.adapters.fsdp2 import is_own_hook
+from aiockpt.adapters.held import FlatRange
 from aiockpt.adapters.intake import Intake
 from aiockpt.adapters.run import Run
+from aiockpt.adapters.tensors import empty_like
 from aiockpt.adapters.watch import Watch
 from aiockpt.state.tree import TAG, Node, Path
 
 EXTRA = "_extra_state"
-Keep = Callable[[Path, torch.Tensor], None]
+_CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
+Keep = Callable[[Path, torch.Tensor, FlatRange | None], None]
+Slices = Callable[[torch.Tensor], FlatRange | None]
+"""Which part of an original parameter a tensor is; None when it is whole."""
 
 
 def wrapped_name(module: nn.Module) -> str | None:
     """Return the name under which a transparent wrapper holds the module it wraps; None when it is no wrapper."""
     if isinstance(module, DistributedDataParallel | DataParallel):
         return "module"
+    if is_fsdp1(module):
+        return "_fsdp_wrapped_module"
+    if _CHECKPOINT_WRAPPED in module._modules:
+        return _CHECKPOINT_WRAPPED
     if type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules:
         return "_orig_mod"
     return None
@@ -63,11 +76,11 @@ def is_direct(module: nn.Module) -> bool:
     """Return whether one module leaves saving and loading to its parameters and buffers."""
     cls = type(module)
     load = cls._load_from_state_dict
-    hooks = (
-        module._state_dict_hooks,
-        module._state_dict_pre_hooks,
-        module._load_state_dict_pre_hooks,
-        module._load_state_dict_post_hooks,
+    hooks = chain(
+        module._state_dict_hooks.values(),
+        module._state_dict_pre_hooks.values(),
+        module._load_state_dict_pre_hooks.values(),
+        module._load_state_dict_post_hooks.values(),
     )
     return (
         cls.state_dict is nn.Module.state_dict
@@ -75,7 +88,7 @@ def is_direct(module: nn.Module) -> bool:
         and cls._save_to_state_dict is nn.Module._save_to_state_dict
         # torch's own overrides (normalisation layers) only amend checkpoints of its old versions.
         and load.__module__.startswith("torch.nn.modules.")
-        and not any(hooks)
+        and all(map(is_own_hook, hooks))
         and "state_dict" not in vars(module)
         and "load_state_dict" not in vars(module)
     )
@@ -84,7 +97,7 @@ def is_direct(module: nn.Module) -> bool:
 class ModulePart:
     """One module of a walked state; see `aiockpt.adapters.native`."""
 
-    def __init__(self, module: nn.Module, path: Path, watch: Watch, keep: Keep) -> None:
+    def __init__(self, module: nn.Module, path: Path, slices: Slices, watch: Watch, keep: Keep) -> None:
         self._module = module
         self._path = path
         self._extras: list[tuple[Path, nn.Module]] = []
@@ -97,7 +110,7 @@ class ModulePart:
                 continue
             watch.module(member)
             for tensor_path, tensor in walk_tensors(member, member_path):
-                keep(tensor_path, tensor)
+                keep(tensor_path, tensor, slices(tensor))
             if has_extra(member):
                 self._extras.append((member_path, member))
 
@@ -167,7 +180,7 @@ def _plain_keys(bare: nn.Module, state: dict[str, Any]) -> dict[str, tuple[str, 
     return plain
 
 
-def load_module(module: nn.Module, path: Path, intake: Intake) -> None:
+def load_module(module: nn.Module, path: Path, slices: Slices, intake: Intake) -> None:
     """Ask *intake* for all that a module holds."""
     intake.claim(path)
     values = (intake.find_tagged(path, "module") or {}).get("values", {})
@@ -177,7 +190,7 @@ def load_module(module: nn.Module, path: Path, intake: Intake) -> None:
         return
     for member_path, member in members:
         for tensor_path, tensor in walk_tensors(member, member_path):
-            intake.want(tensor_path, tensor)
+            intake.want(tensor_path, tensor, slices(tensor))
         if has_extra(member):
             _load_extra(member, member_path, extra_key(path, member_path), values, intake)
 
@@ -203,7 +216,7 @@ def _load_general(module: nn.Module, path: Path, values: dict[str, Node], intake
     for plain, (key, value) in _plain_keys(bare, current).items():
         leaf = (*path, *plain.split("."))
         if isinstance(value, torch.Tensor):
-            fresh = torch.empty_like(value, requires_grad=False)
+            fresh = empty_like(value, value.dtype)
             if intake.want(leaf, fresh):
                 filled[key] = fresh
         elif plain in values:
@@ -218,12 +231,3 @@ def _load_general(module: nn.Module, path: Path, values: dict[str, Node], intake
         bare.load_state_dict(state, strict=intake.strict)
 
     intake.later(apply)
-
-
-def index_parameters(module: nn.Module, path: Path, names: dict[int, Path]) -> None:
-    """Enter the path of each parameter and buffer of a module, by identity; the first path of a shared one stands."""
-    for member_path, member in walk_modules(module, path):
-        for mapping in (member._parameters, member._buffers):
-            for name, tensor in mapping.items():
-                if tensor is not None:
-                    names.setdefault(id(tensor), (*member_path, name))

@@ -16,14 +16,24 @@ from torch import nn
 from torch.optim import Optimizer
 
 from aiockpt.adapters.kinds import kind_of
+from aiockpt.adapters.tensors import is_spread, local_tensors
 from aiockpt.state.shards import ShardedState, TensorShard
 
 
 def hold_still(walked: ShardedState, state: Mapping[str, Any]) -> ShardedState:
     """Return *walked* with a copy of every tensor that something else than an optimizer step may change."""
-    owned = {tensor.data_ptr() for tensor in _owned(state)}
+    memories, storages = set(), set()
+    for tensor in _owned(state):
+        if is_spread(tensor):  # its shards may begin anywhere in the local tensor
+            storages |= {local.untyped_storage().data_ptr() for local in local_tensors(tensor)}
+        else:
+            memories.add(tensor.data_ptr())
+
+    def is_owned(data: torch.Tensor) -> bool:
+        return data.data_ptr() in memories or data.untyped_storage().data_ptr() in storages
+
     return msgspec.structs.replace(
-        walked, tensors=tuple(shard if shard.data.data_ptr() in owned else _copied(shard) for shard in walked.tensors)
+        walked, tensors=tuple(shard if is_owned(shard.data) else _copied(shard) for shard in walked.tensors)
     )
 
 

@@ -20,6 +20,8 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
+from aiockpt.adapters.held import FlatRange
+from aiockpt.adapters.index import Index
 from aiockpt.adapters.intake import LoadTarget, Stored
 from aiockpt.adapters.kinds import Stateful, kind_of
 from aiockpt.adapters.leaves import write_tensor
@@ -27,8 +29,8 @@ from aiockpt.adapters.module import ModulePart
 from aiockpt.adapters.optimizer import OptimizerPart
 from aiockpt.adapters.rng import RNG, PerRank, per_rank
 from aiockpt.adapters.run import Run, Stale
-from aiockpt.adapters.target import index_names, open_target, read_tree
-from aiockpt.adapters.tensors import describe, memory_key, tensor_name
+from aiockpt.adapters.target import open_target, read_tree
+from aiockpt.adapters.tensors import Leaf, describe, tensor_name
 from aiockpt.adapters.watch import Watch
 from aiockpt.errors import ManifestError, UnsupportedStateError
 from aiockpt.format.document import check_tree
@@ -99,21 +101,19 @@ class _Plan:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.watch = Watch()
-        self._kept: dict[str, TensorShard] = {}
-        names: dict[int, Path] = {}
-        index_names(state, (), names)
-        self._root = _ContainerPart(state, (), names, self)
+        self._kept: dict[str, Leaf] = {}
+        self._root = _ContainerPart(state, (), Index(state), self)
         self.watch.seal()
         self._memories: dict[Hashable, str] = {}
         self._shards, self._alias = _tie(self._kept.values(), {}, self._memories)
         self._structure: tuple[Hashable, str] | None = None
 
-    def keep(self, path: Path, tensor: torch.Tensor) -> None:
-        """Take a tensor that stays where it is between walks."""
-        shard = describe(tensor_name(path), tensor, path)
-        if shard.name in self._kept:
+    def keep(self, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None) -> None:
+        """Take a tensor that stays where it is between walks; *flat* as for `describe`."""
+        leaf = describe(tensor_name(path), tensor, path, flat)
+        if leaf.name in self._kept:
             refuse(path, SAME_NAME)
-        self._kept[shard.name] = shard
+        self._kept[leaf.name] = leaf
         self.watch.tensor(tensor)
 
     def run(self, state: Mapping[str, Any], codecs: CodecRegistry, rank: int, *, check: bool = False) -> ShardedState:
@@ -124,18 +124,18 @@ class _Plan:
             _check_size(values)
             _check_size(run.per_rank)
         taken = set(self._kept)
-        for shard in run.shards:
-            if shard.name in taken:
-                raise UnsupportedStateError(shard.name, SAME_NAME)
-            taken.add(shard.name)
-        shards, alias = _tie(run.shards, self._memories, {})
+        for leaf in run.leaves:
+            if leaf.name in taken:
+                raise UnsupportedStateError(leaf.name, SAME_NAME)
+            taken.add(leaf.name)
+        shards, alias = _tie(run.leaves, self._memories, {})
         tensors = (*self._shards, *shards)
         every_alias = {**self._alias, **alias}
         return ShardedState(tensors, every_alias, values, run.per_rank, self._digest(shards, tensors, every_alias))
 
     def _digest(self, found: Sequence[TensorShard], tensors: Sequence[TensorShard], alias: Mapping[str, str]) -> str:
         """Return the digest of the structure; only what was gathered anew can have changed it."""
-        facts = (tuple((shard.name, shard.dtype, shard.shape) for shard in found), tuple(alias.items()))
+        facts = (tuple((shard.name, shard.dtype, shard.shape, shard.boxes) for shard in found), tuple(alias.items()))
         if self._structure is None or self._structure[0] != facts:
             self._structure = (facts, digest_structure(tensors, alias))
         return self._structure[1]
@@ -144,9 +144,9 @@ class _Plan:
 class _ContainerPart:
     """A dict with string keys that holds more than plain values; it may be another dict in each walk."""
 
-    def __init__(self, mapping: Mapping[str, Any], path: Path, names: Mapping[int, Path], plan: _Plan) -> None:
+    def __init__(self, mapping: Mapping[str, Any], path: Path, index: Index, plan: _Plan) -> None:
         self._keys = list(mapping)
-        self._parts = [_part(value, (*path, key), names, plan) for key, value in mapping.items()]
+        self._parts = [_part(value, (*path, key), index, plan) for key, value in mapping.items()]
 
     def refresh(self, value: Any, run: Run) -> Node:
         """Return the nodes of what is in the dict."""
@@ -156,16 +156,16 @@ class _ContainerPart:
         return {TAG: "dict", "items": list(map(list, nodes.items()))} if TAG in nodes else nodes
 
 
-def _part(value: Any, path: Path, names: Mapping[int, Path], plan: _Plan) -> Part:
+def _part(value: Any, path: Path, index: Index, plan: _Plan) -> Part:
     match kind_of(value):
         case "module":
-            return ModulePart(value, path, plan.watch, plan.keep)
+            return ModulePart(value, path, index.slice_of, plan.watch, plan.keep)
         case "optimizer":
-            return OptimizerPart(value, path, names, plan.watch, plan.keep)
+            return OptimizerPart(value, path, index, plan.watch, plan.keep)
         case "tensor":
             return _TensorPart(value, path, plan)
         case "container":
-            return _ContainerPart(value, path, names, plan)
+            return _ContainerPart(value, path, index, plan)
         case "per_rank":
             return _OwnPart(value, path)
         case "stateful":
@@ -227,19 +227,18 @@ class _ValuePart:
 
 
 def _tie(
-    shards: Iterable[TensorShard], known: Mapping[Hashable, str], seen: dict[Hashable, str]
+    leaves: Iterable[Leaf], known: Mapping[Hashable, str], seen: dict[Hashable, str]
 ) -> tuple[list[TensorShard], dict[str, str]]:
     """Return each distinct memory once, and the other names of it; *known* are memories stored already."""
     distinct: list[TensorShard] = []
     alias: dict[str, str] = {}
-    for shard in shards:
-        memory = memory_key(shard.data)
-        key = (memory, shard.dtype)
-        name = shard.name if memory is None else known.get(key) or seen.setdefault(key, shard.name)
-        if name == shard.name:
-            distinct.append(shard)
+    for leaf in leaves:
+        key = (leaf.memory, leaf.shards[0].dtype)
+        name = leaf.name if leaf.memory is None else known.get(key) or seen.setdefault(key, leaf.name)
+        if name == leaf.name:
+            distinct += leaf.shards
         else:
-            alias[shard.name] = name
+            alias[leaf.name] = name
     return distinct, alias
 
 

@@ -5,6 +5,7 @@ of a parameter finds it again when the order, the groups or the sharding changed
 
 - A plain ``torch.optim.Optimizer`` is read directly, its tensors in the memory they are in.
 - One that overrides or hooks ``state_dict()`` goes the general way: what that returns, with numbers made names.
+- State of the shape of a parameter that is spread over ranks is spread like it (`slice_of_state`).
 
 `aiockpt.adapters.optimizer_target` is the way back.
 """
@@ -19,13 +20,16 @@ import msgspec
 import torch
 from torch.optim import Optimizer
 
+from aiockpt.adapters.dtensors import is_dtensor, local_of
+from aiockpt.adapters.held import FlatRange
+from aiockpt.adapters.index import Index
 from aiockpt.adapters.run import Run
 from aiockpt.adapters.watch import Watch
 from aiockpt.format.names import join_name
 from aiockpt.state.tree import TAG, Node, Path, refuse
 
 NOT_SAVED = ("params", "param_names")
-Keep = Callable[[Path, torch.Tensor], None]
+Keep = Callable[[Path, torch.Tensor, FlatRange | None], None]
 State = Mapping[Any, Any]
 
 
@@ -60,7 +64,7 @@ def _hooks(optimizer: Optimizer) -> tuple[Mapping[int, Any], ...]:
     )
 
 
-def name_members(optimizer: Optimizer, path: Path, names: Mapping[int, Path]) -> list[list[Path]]:
+def name_members(optimizer: Optimizer, path: Path, index: Index) -> list[list[Path]]:
     """Return the path of each parameter of each group.
 
     Raises:
@@ -69,23 +73,28 @@ def name_members(optimizer: Optimizer, path: Path, names: Mapping[int, Path]) ->
     members = []
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
-            if id(parameter) not in names:
+            if id(parameter) not in index.paths:
                 refuse(
                     (*path, "groups", number, "params", place),
                     f"this parameter {tuple(parameter.shape)} is in no module of the state, so it has no name; "
                     "put its module (or the tensor) into the state too",
                 )
-        members.append([names[id(parameter)] for parameter in group["params"]])
+        members.append([index.paths[id(parameter)] for parameter in group["params"]])
     return members
 
 
 class OptimizerPart:
     """One optimizer of a walked state; see `aiockpt.adapters.native`."""
 
-    def __init__(self, optimizer: Optimizer, path: Path, names: Mapping[int, Path], watch: Watch, keep: Keep) -> None:
+    def __init__(self, optimizer: Optimizer, path: Path, index: Index, watch: Watch, keep: Keep) -> None:
         self._optimizer = optimizer
         self._path = path
-        self._members = name_members(optimizer, path, names)
+        self._members = name_members(optimizer, path, index)
+        self._owners = {
+            owner: (parameter, index.slice_of(parameter))
+            for group, some in zip(optimizer.param_groups, self._members, strict=True)
+            for parameter, owner in zip(group["params"], some, strict=True)
+        }
         self._names = [list(map(join_name, some)) for some in self._members]
         self._plain = is_plain(optimizer)
         watch.attribute(attrgetter("__class__"), optimizer)
@@ -100,7 +109,8 @@ class OptimizerPart:
             self._watch_plain(watch)
             for owner, state in self._view.states:
                 for key in _tensor_keys(state):
-                    keep(state_path(path, owner, key), state[key])
+                    place = state_path(path, owner, key)
+                    keep(place, state[key], slice_of_state(state[key], *self._owners[owner], place))
 
     def _watch_plain(self, watch: Watch) -> None:
         optimizer = self._optimizer
@@ -133,7 +143,7 @@ class OptimizerPart:
             for key, item in state.items():
                 place = state_path(self._path, owner, key)
                 if isinstance(item, torch.Tensor):
-                    run.put(place, item)
+                    run.put(place, item, slice_of_state(item, *self._owners[owner], place))
                 else:
                     values.append([join_name(owner), key, run.encode(item, place)])
         return self._node(view, _table(view), values, run)
@@ -189,6 +199,28 @@ def view_general(optimizer: Optimizer, members: Sequence[Sequence[Path]]) -> Vie
         [(owners[number], state) for number, state in states.items() if number in owners],
         {key: state for key, state in states.items() if key not in owners},
     )
+
+
+def slice_of_state(
+    value: torch.Tensor, parameter: torch.Tensor, flat: FlatRange | None, path: Path
+) -> FlatRange | None:
+    """Return which elements *value*, at *path*, has of the state of a *parameter* that is itself slice *flat*, or whole.
+
+    A tensor without axes, such as a step count, is the same on all ranks.
+
+    Raises:
+        UnsupportedStateError: it is this rank's part of something, and nothing says of what.
+    """
+    if flat is not None and value.dim() and value.shape == parameter.shape:
+        return flat
+    local = local_of(parameter) if is_dtensor(parameter) and not is_dtensor(value) else None
+    if value.dim() and (flat is not None or (local is not None and value.shape == local.shape != parameter.shape)):
+        refuse(
+            path,
+            f"a tensor of shape {tuple(value.shape)} as state of a parameter that is spread over ranks: it may be a "
+            "part, and nothing says of what; keep such state as DTensors, or shaped like the parameter",
+        )
+    return None
 
 
 def state_path(path: Path, owner: Path, key: str | int) -> Path:

@@ -17,6 +17,8 @@ import msgspec
 import torch
 from torch.optim import Optimizer
 
+from aiockpt.adapters.held import FlatRange
+from aiockpt.adapters.index import Index
 from aiockpt.adapters.intake import Intake
 from aiockpt.adapters.optimizer import is_plain, name_members, state_path, view_plain
 from aiockpt.format.names import join_name, split_name
@@ -74,7 +76,7 @@ def read_node(node: Mapping[str, Any], path: Path) -> Saved:
     )
 
 
-def load_optimizer(optimizer: Optimizer, path: Path, names: Mapping[int, Path], intake: Intake) -> None:
+def load_optimizer(optimizer: Optimizer, path: Path, index: Index, intake: Intake) -> None:
     """Ask *intake* for all that an optimizer holds."""
     intake.claim(path)
     node = intake.find_tagged(path, "optimizer")
@@ -82,12 +84,12 @@ def load_optimizer(optimizer: Optimizer, path: Path, names: Mapping[int, Path], 
         _load_own_form(optimizer, path, intake)
         return
     saved = read_node(node, path)
-    members = name_members(optimizer, path, names)
+    members = name_members(optimizer, path, index)
     plain = is_plain(optimizer)
     if not plain and not intake.selects_whole(path, "it has its own load_state_dict()"):
         return
     wanted = _want_groups(optimizer, path, members, saved, intake)
-    states = _want_states(optimizer, path, members, saved, intake)
+    states = _want_states(optimizer, path, members, saved, index, intake)
     rest = None if saved.rest is None else intake.value((*path, "rest"), saved.rest)
     if plain:
         whole = intake.selects(path)
@@ -136,11 +138,15 @@ def _want_groups(
 
 
 def _want_states(
-    optimizer: Optimizer, path: Path, members: Sequence[Sequence[Path]], saved: Saved, intake: Intake
+    optimizer: Optimizer,
+    path: Path,
+    members: Sequence[Sequence[Path]],
+    saved: Saved,
+    index: Index,
+    intake: Intake,
 ) -> list[tuple[torch.Tensor, Thunks]]:
     """Return what will set each parameter's state; tensors that are there are filled in place, others are made."""
     stored_members = {name for some in saved.members for name in some}
-    prefix = (*split_name(intake.stored_name(path)), "state")
     found = []
     for group, owners in zip(optimizer.param_groups, members, strict=True):
         for parameter, owner in zip(group["params"], owners, strict=True):
@@ -148,20 +154,46 @@ def _want_states(
             if name not in stored_members:
                 intake.miss((*path, "state", *owner), f"the optimizer of the checkpoint has no parameter {name}")
                 continue
-            live = optimizer.state.get(parameter, {})
-            thunks: Thunks = {}
-            for key in saved.tensors.get(name, ()):
-                place = state_path(path, owner, key)
-                stored = join_name((*prefix, *split_name(name), key))
-                tensor = intake.fill(place, stored, live.get(key), device_for(parameter, key, group))
-                if tensor is not None:
-                    thunks[key] = _returning(tensor)
-            for key, node in saved.values.get(name, {}).items():
-                place = state_path(path, owner, key)
-                if intake.selects(place):
-                    thunks[key] = intake.value(place, node, live.get(key))
+            flat = index.slice_of(parameter)
+            if flat is not None and flat.start == flat.end:  # state would only go stale: no step ever reaches it here
+                for key in saved.tensors.get(name, ()):
+                    intake.leave(_stored_as(path, name, key, intake))
+                thunks: Thunks = {}
+            else:
+                thunks = _want_state(optimizer, path, owner, parameter, flat, group, saved, intake)
             found.append((parameter, thunks))
     return found
+
+
+def _want_state(
+    optimizer: Optimizer,
+    path: Path,
+    owner: Path,
+    parameter: torch.Tensor,
+    flat: FlatRange | None,
+    group: Mapping[str, Any],
+    saved: Saved,
+    intake: Intake,
+) -> Thunks:
+    name = intake.stored_name(owner)
+    live = optimizer.state.get(parameter, {})
+    thunks: Thunks = {}
+    for key in saved.tensors.get(name, ()):
+        place = state_path(path, owner, key)
+        stored = _stored_as(path, name, key, intake)
+        tensor = intake.fill(place, stored, live.get(key), device_for(parameter, key, group), flat)
+        if tensor is not None:
+            thunks[key] = _returning(tensor)
+    for key, node in saved.values.get(name, {}).items():
+        place = state_path(path, owner, key)
+        if intake.selects(place):
+            thunks[key] = intake.value(place, node, live.get(key))
+    return thunks
+
+
+def _stored_as(path: Path, name: str, key: str | int, intake: Intake) -> str:
+    """Return the name in the checkpoint of one state tensor of the parameter called *name* there."""
+    return join_name((*split_name(intake.stored_name(path)), "state", *split_name(name), key))
 
 
 def _returning(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -170,9 +202,9 @@ def _returning(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 def device_for(parameter: torch.Tensor, key: Any, group: Mapping[str, Any]) -> torch.Tensor | torch.device:
     """Return what a new state tensor is like: a step counter lives on the CPU unless a kernel reads it (torch's rule)."""
-    if key == "step" and not group.get("capturable") and not group.get("fused"):
-        return torch.device("cpu")
-    return parameter
+    if key != "step":
+        return parameter
+    return parameter.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
 
 
 def _apply_plain(

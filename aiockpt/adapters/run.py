@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from aiockpt.adapters.held import FlatRange
 from aiockpt.adapters.leaves import LeafWriter
-from aiockpt.adapters.tensors import describe, tensor_name
+from aiockpt.adapters.tensors import Leaf, describe, is_spread, tensor_name
 from aiockpt.state.codecs import CodecRegistry
-from aiockpt.state.shards import TensorShard
-from aiockpt.state.tree import Encoder, Node, Path
+from aiockpt.state.tree import Encoder, Node, Path, refuse
 
 
 class Stale(Exception):  # noqa: N818  not an error: the walk starts anew
@@ -25,7 +25,7 @@ class Run:
     """One pass over the values of a state.
 
     Attributes:
-        shards: the tensors gathered so far.
+        leaves: the tensors gathered so far.
         per_rank: the nodes of this rank's own values, by name.
     """
 
@@ -33,7 +33,7 @@ class Run:
         self._rank = rank
         self._encoder = Encoder(codecs, LeafWriter(self.put))
         self._own_encoder = Encoder(codecs, LeafWriter(self._put_own))
-        self.shards: list[TensorShard] = []
+        self.leaves: list[Leaf] = []
         self.per_rank: dict[str, Node] = {}
 
     @property
@@ -49,9 +49,9 @@ class Run:
         """Return the node of a value of this rank alone."""
         return self._own_encoder.encode(value, path)
 
-    def put(self, path: Path, tensor: torch.Tensor) -> str:
-        """Gather a tensor and return its name."""
-        return self._gather(tensor_name(path), path, tensor)
+    def put(self, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None) -> str:
+        """Gather a tensor and return its name; *flat* as for `describe`."""
+        return self._gather(tensor_name(path), path, tensor, flat)
 
     def same(self, found: object, expected: object) -> None:
         """Check that the state still holds the object that was walked.
@@ -63,8 +63,10 @@ class Run:
             raise Stale
 
     def _put_own(self, path: Path, tensor: torch.Tensor) -> str:
+        if is_spread(tensor):
+            refuse(path, f"a {type(tensor)!r} is spread over ranks, it cannot belong to one; save it outside per_rank()")
         return self._gather(tensor_name(path, self._rank), path, tensor)
 
-    def _gather(self, name: str, path: Path, tensor: torch.Tensor) -> str:
-        self.shards.append(describe(name, tensor, path))
+    def _gather(self, name: str, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None) -> str:
+        self.leaves.append(describe(name, tensor, path, flat))
         return name

@@ -8,17 +8,18 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from aiockpt.adapters.index import Index
 from aiockpt.adapters.intake import Intake, LoadTarget, Rename, Stored
 from aiockpt.adapters.kinds import kind_of
 from aiockpt.adapters.leaves import read_plain_leaf
-from aiockpt.adapters.module import index_parameters, load_module
+from aiockpt.adapters.module import load_module
 from aiockpt.adapters.optimizer_target import load_optimizer, read_node
 from aiockpt.adapters.rng import RNG, PerRank
 from aiockpt.errors import UsageError
 from aiockpt.format.names import join_name
 from aiockpt.state.codecs import DEFAULT_CODECS, CodecRegistry
 from aiockpt.state.scalars import field
-from aiockpt.state.tree import MAX_DEPTH, Decoder, Path, refuse
+from aiockpt.state.tree import Decoder, Path
 
 
 def open_target(
@@ -29,6 +30,7 @@ def open_target(
     strict: bool = True,
     rename: Rename | None = None,
     codecs: CodecRegistry | None = None,
+    judge_unexpected: bool = True,
 ) -> LoadTarget:
     """Match a state with a checkpoint; nothing of the state changes.
 
@@ -39,6 +41,8 @@ def open_target(
         strict: raise for every difference but top-level keys that only the checkpoint has; False loads what fits.
         rename: from a name in the state to its name in the checkpoint; a mapping renames by its longest prefix.
         codecs: the user's classes; None takes those of `aiockpt.register_codec`.
+        judge_unexpected: False when other ranks may hold what this state does not: names that only the checkpoint has
+            are no difference then; `LoadTarget.unexpected_claimed` has those that would be one.
 
     Raises:
         StateMismatchError: they do not fit, and strict; all differences are named.
@@ -46,51 +50,31 @@ def open_target(
         ManifestError: the checkpoint's tree of values is damaged.
         UsageError: ``only`` names nothing, or a codec is not registered.
     """
-    intake = Intake(stored, only=only, strict=strict, rename=rename, codecs=codecs or DEFAULT_CODECS)
-    names: dict[int, Path] = {}
-    index_names(state, (), names)
-    _load_container(state, (), names, intake)
+    intake = Intake(
+        stored,
+        only=only,
+        strict=strict,
+        rename=rename,
+        codecs=codecs or DEFAULT_CODECS,
+        judge_unexpected=judge_unexpected,
+    )
+    _load_container(state, (), Index(state), intake)
     return intake.finish()
 
 
-def index_names(mapping: Mapping[str, Any], path: Path, names: dict[int, Path]) -> None:
-    """Enter the path of every tensor of the state by identity: those of modules first, then bare leaves."""
-    if not isinstance(mapping, Mapping):
-        refuse(path, f"a {type(mapping)!r}; give a dict of what to save, by name")
-    bare: dict[int, Path] = {}
-    _index(mapping, path, names, bare)
-    for identity, place in bare.items():
-        names.setdefault(identity, place)
-
-
-def _index(mapping: Mapping[str, Any], path: Path, names: dict[int, Path], bare: dict[int, Path]) -> None:
-    if len(path) > MAX_DEPTH:
-        refuse(path[:8], f"nested deeper than {MAX_DEPTH} levels (does it contain itself?); flatten it")
-    for key, value in mapping.items():
-        if type(key) is not str:
-            refuse(path, f"the key {key!r} is not text; keys at this level name what is saved")
-        kind = kind_of(value)
-        if kind == "module":
-            index_parameters(value, (*path, key), names)
-        elif kind == "tensor":
-            bare.setdefault(id(value), (*path, key))
-        elif kind == "container":
-            _index(value, (*path, key), names, bare)
-
-
-def _load_container(mapping: Mapping[str, Any], path: Path, names: dict[int, Path], intake: Intake) -> None:
+def _load_container(mapping: Mapping[str, Any], path: Path, index: Index, intake: Intake) -> None:
     for key, value in mapping.items():
         place = (*path, key)
         match kind_of(value):
             case "module":
-                load_module(value, place, intake)
+                load_module(value, place, index.slice_of, intake)
             case "optimizer":
-                load_optimizer(value, place, names, intake)
+                load_optimizer(value, place, index, intake)
             case "tensor":
                 intake.want(place, value)
             case "container":
                 intake.claim(place)
-                _load_container(value, place, names, intake)
+                _load_container(value, place, index, intake)
             case "per_rank":
                 _load_own(value, place, intake)
             case "stateful":

@@ -1,10 +1,12 @@
-"""What may a tensor be, and how is it described? One tensor of torch → one `TensorShard`.
+"""What may a tensor be, and how is it described? One tensor of torch → the `TensorShard`s that this rank holds of it.
+
+A plain tensor is held whole; a DTensor, a ``ShardedTensor`` and a slice of a flat parameter in part, or not at all.
 
 Guarantees:
 
 - What has no bytes of its own, or whose bytes are not its whole value, is refused by path (sparse, quantised, meta,
   lazy, nested and wrapper tensors); everything dense is accepted, whatever its strides, device and dtype.
-- ``TensorShard.data`` shares memory with the tensor and is outside autograd.
+- ``TensorShard.data`` shares memory with the (local) tensor and is outside autograd.
 """
 
 from __future__ import annotations
@@ -13,9 +15,13 @@ import re
 from collections.abc import Hashable
 from operator import attrgetter
 
+import msgspec
 import torch
 from torch.nn.parameter import is_lazy as is_uninitialized
 
+from aiockpt.adapters.dtensors import empty_like_dtensor, hold_dtensor, is_dtensor, local_of
+from aiockpt.adapters.held import FlatRange, Held, Piece
+from aiockpt.adapters.sharded_tensors import hold_sharded_tensor, is_sharded_tensor
 from aiockpt.errors import UsageError
 from aiockpt.format.dtypes import from_torch_name
 from aiockpt.format.names import MAX_NAME_BYTES, join_name
@@ -26,19 +32,90 @@ from aiockpt.state.tree import Path, refuse
 _DISPATCH = attrgetter("__torch_dispatch__")
 
 
-def describe(name: str, tensor: torch.Tensor, path: Path) -> TensorShard:
-    """Return the shard of *tensor*, which is at *path* of the state and is called *name* in the checkpoint.
+class Leaf(msgspec.Struct, frozen=True, eq=False):
+    """One tensor of the state, described.
 
-    This is the seam for tensors that are spread over ranks: they will have several boxes, or one that is not whole.
+    Attributes:
+        name: in the checkpoint.
+        shards: what this rank holds of it, at least one, which may be empty; all have this name.
+        owner: the tensor itself, which must live as long as *memory* is compared.
+        memory: equal for two leaves if and only if they are the same elements in the same memory; None for one that
+            shares nothing.
+    """
+
+    name: str
+    shards: tuple[TensorShard, ...]
+    owner: torch.Tensor
+    memory: Hashable
+
+
+def describe(name: str, tensor: torch.Tensor, path: Path, flat: FlatRange | None = None) -> Leaf:
+    """Return what this rank holds of *tensor*, which is at *path* of the state and is called *name* in the checkpoint.
+
+    Args:
+        flat: the elements of which tensor a 1-D *tensor* has; None takes it for what it is.
 
     Raises:
         UnsupportedStateError: it cannot be stored.
     """
-    check_tensor(tensor, path)
     if not name or name == "__metadata__" or len(name.encode()) > MAX_NAME_BYTES:
         refuse(path, f"{name[:80]!r} cannot name a tensor: use 1 to {MAX_NAME_BYTES} bytes, and not '__metadata__'")
-    shape = tuple(tensor.shape)
-    return TensorShard(name, dtype_code(tensor.dtype), shape, (Box.whole(shape),), bytes_of(tensor))
+    held = hold(tensor, path, flat)
+    shards = shards_of(name, dtype_code(tensor.dtype), held)
+    return Leaf(name, shards, tensor, _leaf_key(tensor, held))
+
+
+def hold(tensor: torch.Tensor, path: Path, flat: FlatRange | None = None) -> Held:
+    """Return what this rank holds of *tensor*; the arguments are those of `describe`.
+
+    Raises:
+        UnsupportedStateError: it cannot be stored.
+    """
+    if flat is None and is_dtensor(tensor):
+        held = hold_dtensor(tensor, path)
+    elif flat is None and is_sharded_tensor(tensor):
+        held = hold_sharded_tensor(tensor)
+    else:
+        check_tensor(tensor, path)
+        shape = tuple(tensor.shape)
+        return Held(shape, (Piece((Box.whole(shape),), tensor),)) if flat is None else flat.hold(tensor)
+    for piece in held.pieces:
+        check_tensor(piece.local, path)
+    return held
+
+
+def shards_of(name: str, code: str, held: Held) -> tuple[TensorShard, ...]:
+    """Return the shards of the tensor called *name*, of dtype *code*."""
+    return tuple(TensorShard(name, code, held.shape, piece.boxes, bytes_of(piece.local)) for piece in held.pieces)
+
+
+def _leaf_key(tensor: torch.Tensor, held: Held) -> Hashable:
+    """Return `Leaf.memory`; where a rank holds nothing of a tensor, the object tells, so that ties are the same on all."""
+    keys = [(memory_key(piece.local), piece.boxes) for piece in held.pieces]
+    if all(key is None for key, _ in keys):
+        return ("object", id(tensor)) if 0 not in held.shape else None
+    return (held.shape, *keys)
+
+
+def empty_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a new tensor of *dtype*, spread over ranks like *tensor*; no communication."""
+    if is_dtensor(tensor):
+        return empty_like_dtensor(tensor, dtype)
+    return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
+
+
+def is_spread(tensor: torch.Tensor) -> bool:
+    """Return whether *tensor* has its elements in local tensors, on several ranks."""
+    return is_dtensor(tensor) or is_sharded_tensor(tensor)
+
+
+def local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that have this rank's elements of *tensor*: itself, when it is a plain one."""
+    if is_dtensor(tensor):
+        return [local_of(tensor)]
+    if is_sharded_tensor(tensor):
+        return [piece.local for piece in hold_sharded_tensor(tensor).pieces]
+    return [tensor]
 
 
 def check_tensor(tensor: torch.Tensor, path: Path) -> None:
@@ -57,7 +134,7 @@ def _unsupported(tensor: torch.Tensor) -> str | None:
         return "a lazy parameter has no shape yet; run a forward pass first"
     if _DISPATCH(type(tensor)) != _DISPATCH(torch.Tensor):
         return (
-            f"{type(tensor)!r} keeps its value elsewhere; save the tensors it wraps (for a DTensor: its local tensor)"
+            f"{type(tensor)!r} keeps its value elsewhere; save the tensors it wraps"
         )
     if tensor.is_nested:
         return "a nested tensor; save its values and offsets"

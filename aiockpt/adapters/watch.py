@@ -1,7 +1,8 @@
 """Has anything moved since the last walk? Cheap, exact checks, so that a cached walk is never served over new tensors.
 
 The trap is known: a cached plan over replaced parameters saved bit-identical stale steps (NeMo-RL). So what was walked
-is watched by identity, and each tensor by memory, shape, strides and dtype. A false alarm costs one cold walk.
+is watched by identity, and each tensor by memory, shape, strides and dtype; of one that is spread over ranks, its placement
+and its local tensors. A false alarm costs one cold walk.
 
 The checks are flattened into a few C-level passes: about 0.4 µs a tensor, against about 10 µs for a walk.
 
@@ -17,12 +18,18 @@ from typing import Any
 
 import torch
 
+from aiockpt.adapters.dtensors import is_dtensor
+from aiockpt.adapters.sharded_tensors import is_sharded_tensor
+from aiockpt.adapters.tensors import local_tensors
+
 _HELD = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 _HIDDEN = itemgetter("_non_persistent_buffers_set")
 _PARTS = itemgetter(*_HELD, *_HOOKS)
 _DTYPE = attrgetter("dtype")
 _VALUES = methodcaller("values")
+_SPREAD = attrgetter("_local_tensor", "_spec")
+_SHARD = attrgetter("tensor")
 
 
 class Watch:
@@ -40,6 +47,8 @@ class Watch:
         self._items: list[Any] = []
         self._sizes: list[int] = []
         self._tensors: list[torch.Tensor] = []
+        self._spread: list[torch.Tensor] = []
+        self._spread_parts: list[Any] = []
         self._twins: list[torch.Tensor] = []
         self._pointers: list[int] = []
         self._dtypes: list[torch.dtype] = []
@@ -96,6 +105,17 @@ class Watch:
 
         A lazily conjugated tensor never passes, and need not: a walk copies it.
         """
+        if is_dtensor(tensor):
+            self._spread.append(tensor)
+            self._spread_parts += _SPREAD(tensor)
+        elif is_sharded_tensor(tensor):
+            self.items(tensor.local_shards())
+            for shard in tensor.local_shards():
+                self.attribute(_SHARD, shard)
+        for local in local_tensors(tensor):
+            self._memory(local)
+
+    def _memory(self, tensor: torch.Tensor) -> None:
         self._tensors.append(tensor)
         self._twins.append(tensor.detach())
         self._pointers.append(tensor.data_ptr())
@@ -117,6 +137,7 @@ class Watch:
             and all(mapping[key] is value for mapping, key, value in self._entries)
             and all(get(owner) is value for get, owner, value in self._attributes)
             and self._modules_hold()
+            and _same(chain.from_iterable(map(_SPREAD, self._spread)), self._spread_parts)
             and self._tensors_hold()
         )
 

@@ -9,15 +9,19 @@ Guarantees:
 - The runs of `copy_runs` are maximal: no two of them could be one copy.
 - The boxes of `flat_range_boxes` follow one another in memory and are at most 2d−1 for d axes (ByteCheckpoint,
   NSDI'25, decomposes irregular shards the same way).
+- The chunks of `chunk_runs` are those of ``torch.chunk``: together they have every index once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 
 import msgspec
+
+Run = tuple[int, int]
+"""Consecutive indices of one axis: (the first, how many)."""
 
 
 class Box(msgspec.Struct, frozen=True, gc=False):
@@ -139,3 +143,71 @@ def _range_boxes(
         yield Box((*offsets, first, *(0 for _ in rest)), (*sizes, last - first, *rest))
     if end > last * row:
         yield from _range_boxes((*offsets, last), (*sizes, 1), rest, 0, end - last * row)
+
+
+def chunk_runs(runs: Sequence[Run], count: int, index: int, pieces: int = 1) -> list[Run]:
+    """Return what chunk number *index* of *count* has of the indices in *runs*, in order.
+
+    ``torch.chunk`` decides: chunks of equal size, rounded up, so that the last may be smaller and some empty.
+
+    Args:
+        pieces: first cut the indices into so many pieces, by the same rule, and take the chunk of each: a strided shard.
+    """
+    total = sum(size for _, size in runs)
+    taken: list[Run] = []
+    for start, end in _chunks(0, total, pieces):
+        step = -(-(end - start) // count)
+        low = min(start + index * step, end)
+        taken += _cut_runs(runs, low, min(low + step, end))
+    return _join_runs(taken)
+
+
+def _chunks(start: int, end: int, count: int) -> Iterator[tuple[int, int]]:
+    step = max(1, -(-(end - start) // count))
+    for low in range(start, end, step):
+        yield low, min(low + step, end)
+
+
+def _cut_runs(runs: Sequence[Run], start: int, end: int) -> Iterator[Run]:
+    """Yield places [*start*, *end*) of the list of indices that *runs* stand for."""
+    place = 0
+    for first, size in runs:
+        low, high = max(start - place, 0), min(end - place, size)
+        if low < high:
+            yield first + low, high - low
+        place += size
+
+
+def _join_runs(runs: Sequence[Run]) -> list[Run]:
+    joined: list[Run] = []
+    for first, size in runs:
+        if joined and sum(joined[-1]) == first:
+            joined[-1] = (joined[-1][0], joined[-1][1] + size)
+        else:
+            joined.append((first, size))
+    return joined
+
+
+def runs_to_boxes(axes: Sequence[Sequence[Run]]) -> list[tuple[Box, Box]]:
+    """Return the boxes of a tensor that has, on each axis, the indices in these runs.
+
+    Returns:
+        (box of the whole tensor, box of the part that has only these indices), the last axis fastest; none where an
+        axis has no runs.
+    """
+    starts = [list(accumulate((size for _, size in runs), initial=0)) for runs in axes]
+    places = [list(zip(runs, own, strict=False)) for runs, own in zip(axes, starts, strict=True)]
+    found = []
+    for chosen in product(*places):
+        sizes = tuple(size for (_, size), _ in chosen)
+        found.append((Box(tuple(first for (first, _), _ in chosen), sizes), Box(tuple(own for _, own in chosen), sizes)))
+    return found
+
+
+def boxes_follow(axes: Sequence[Sequence[Run]]) -> bool:
+    """Return whether the boxes of `runs_to_boxes` lie one after the other in the row-major memory of the part.
+
+    They do where no axis in front of one with several runs has a run longer than one index.
+    """
+    several = max((axis for axis, runs in enumerate(axes) if len(runs) > 1), default=0)
+    return all(size == 1 for runs in axes[:several] for _, size in runs)

@@ -1,0 +1,119 @@
+"""Which elements of the global tensor does a DTensor's local tensor have? Any mesh, any placements but Partial.
+
+The arithmetic is our own, because torch's offset helper is wrong for strided shards: for each axis of the tensor we keep
+the runs of indices that this rank has, and cut them placement by placement (`aiockpt.state.geometry.chunk_runs`).
+
+Guarantees:
+
+- What does not add up to the local tensor's shape is refused; nothing is guessed.
+- No communication: a rank needs its own coordinate only. One outside the mesh holds nothing.
+
+Importing this module does not import ``torch.distributed.tensor``: where that is not loaded, there are no DTensors.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+
+from aiockpt.adapters.held import Held, Piece
+from aiockpt.state.geometry import Run, boxes_follow, chunk_runs, runs_to_boxes
+from aiockpt.state.tree import Path, refuse
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    """Return whether *tensor* is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_of(tensor: DTensor) -> torch.Tensor:
+    """Return the local tensor, outside autograd, once collectives that still compute it are done."""
+    local: Any = tensor._local_tensor
+    module = sys.modules.get("torch.distributed._functional_collectives")
+    if module is not None and isinstance(local, module.AsyncCollectiveTensor):
+        local = local.wait()
+    return local.detach()  # type: ignore[no-any-return]
+
+
+def hold_dtensor(tensor: DTensor, path: Path) -> Held:
+    """Return what this rank holds of *tensor*, which is at *path* of the state.
+
+    Raises:
+        UnsupportedStateError: a placement is Partial or unknown, or the local tensor has not the shape it should have.
+    """
+    shape, local = tuple(tensor.shape), local_of(tensor)
+    axes = _held_runs(tensor, path)
+    held = tuple(sum(size for _, size in runs) for runs in axes) if axes is not None else (0,)
+    if 0 in held and not local.numel():
+        return Held(shape, (Piece((), local),))
+    if axes is None or held != tuple(local.shape):
+        refuse(
+            path,
+            f"a DTensor of shape {shape} placed as {tensor.placements} whose local tensor has shape "
+            f"{tuple(local.shape)}, not {held}; make it with distribute_tensor(), or give from_local() its shape",
+        )
+    blocks = runs_to_boxes(axes)
+    if local.is_contiguous() and boxes_follow(axes):
+        return Held(shape, (Piece(tuple(box for box, _ in blocks), local),))
+    # Stepping through outer axes would make a box of every row: some strided parts are far fewer.
+    return Held(shape, tuple(Piece((box,), _part(local, own.offsets, own.sizes)) for box, own in blocks))
+
+
+def _part(local: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    for axis, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        local = local.narrow(axis, offset, size)
+    return local
+
+
+def _held_runs(tensor: DTensor, path: Path) -> list[list[Run]] | None:
+    """Return the runs of indices that this rank has on each axis; None when it is not in the mesh."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    axes: list[list[Run]] = [[(0, size)] if size else [] for size in tensor.shape]
+    for mesh_axis in _cutting_order(tensor, path):
+        if coordinate is None:
+            return None
+        placement: Any = tensor.placements[mesh_axis]
+        count, index = tensor.device_mesh.size(mesh_axis), coordinate[mesh_axis]
+        pieces = int(getattr(placement, "split_factor", 1))
+        axes[placement.dim] = chunk_runs(axes[placement.dim], count, index, pieces)
+    return axes if coordinate is not None else None
+
+
+def _cutting_order(tensor: DTensor, path: Path) -> Iterator[int]:
+    """Yield the axes of the mesh over which the tensor is cut: left to right, unless the DTensor says otherwise."""
+    from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
+
+    cuts = []
+    for mesh_axis, placement in enumerate(tensor.placements):
+        if placement.is_partial():
+            refuse(
+                path,
+                f"a DTensor placed as {tensor.placements} holds partial sums, not its value; "
+                "reduce it first: redistribute(placements=[Replicate() or Shard(...), ...])",
+            )
+        if isinstance(placement, Shard | _StridedShard):
+            cuts.append(mesh_axis)
+        elif not isinstance(placement, Replicate):
+            refuse(path, f"a DTensor with an unknown placement, {placement!r}; redistribute it to Shard or Replicate")
+    order = getattr(tensor._spec, "shard_order", None)
+    if order is not None:
+        cuts = [mesh_axis for entry in order for mesh_axis in entry.mesh_dims]
+    yield from cuts
+
+
+def empty_like_dtensor(like: DTensor, dtype: torch.dtype) -> DTensor:
+    """Return a new DTensor of *dtype* on the same mesh with the same placements; no communication."""
+    from torch.distributed.tensor import DTensor as Class
+
+    local = torch.empty_like(local_of(like), dtype=dtype, requires_grad=False)
+    made = Class.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return made.detach()

@@ -1,0 +1,143 @@
+"""One rank of the adapters' tests: run every check of a world, and say how each ended.
+
+    python -m tests.ranks.adapters_worker RANK WORLD FOLDER
+
+Every rank runs the same checks in the same order; the outcome of each is written to FOLDER as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from aiockpt.adapters.native import LoadTarget, StateWalker, Stored, open_target
+from aiockpt.state.geometry import Box
+from aiockpt.state.shards import ShardedState, TensorShard
+
+CHECKS: dict[str, tuple[int, Callable[[], None]]] = {}
+"""Name → (world size, check)."""
+
+
+def check(world: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Register a check that all ranks of a world of this size run."""
+
+    def register(run: Callable[[], None]) -> Callable[[], None]:
+        CHECKS[run.__name__] = (world, run)
+        return run
+
+    return register
+
+
+def window(full: torch.Tensor, box: Box) -> torch.Tensor:
+    """The part of a full tensor that a box means."""
+    return full[tuple(slice(low, high) for low, high in zip(box.offsets, box.end, strict=True))]
+
+
+def parts(shard: TensorShard) -> list[tuple[Box, torch.Tensor]]:
+    """The boxes of a shard, each with the local elements it has; views, so that they can be filled."""
+    if len(shard.boxes) == 1:
+        assert tuple(shard.data.shape) == shard.boxes[0].sizes
+        return [(shard.boxes[0], shard.data)]
+    assert shard.data.is_contiguous()
+    assert shard.data.numel() == sum(box.volume for box in shard.boxes)
+    flat, found, offset = shard.data.view(-1), [], 0
+    for box in shard.boxes:
+        found.append((box, flat[offset : offset + box.volume].view(box.sizes)))
+        offset += box.volume
+    return found
+
+
+class Gathered:
+    """What all ranks hold together: every tensor put together from the boxes of all ranks."""
+
+    def __init__(self, walked: ShardedState) -> None:
+        mine = [
+            (shard.name, shard.shape, shard.data.dtype, shard.dtype, [(box, part.clone()) for box, part in parts(shard)])
+            for shard in walked.tensors
+        ]
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, (mine, dict(walked.alias), walked.values))
+        self.alias: dict[str, str] = {}
+        self.full: dict[str, torch.Tensor] = {}
+        self.codes: dict[str, str] = {}
+        seen: dict[str, torch.Tensor] = {}
+        for held, alias, _ in every:
+            self.alias |= alias
+            for name, shape, dtype, code, boxes in held:
+                self.codes[name] = code
+                full = self.full.setdefault(name, torch.empty(shape, dtype=dtype))
+                mask = seen.setdefault(name, torch.zeros(shape, dtype=torch.bool))
+                assert tuple(full.shape) == tuple(shape), name
+                for box, part in boxes:
+                    known = window(mask, box).clone()
+                    assert torch.equal(window(full, box)[known], part[known]), f"replicas of {name} differ"
+                    window(full, box).copy_(part)
+                    window(mask, box).fill_(True)
+        assert all(mask.all() for mask in seen.values()), [name for name, mask in seen.items() if not mask.all()]
+        assert not set(self.alias) & set(self.full), "a rank has a tie that another has not"
+        self.values = msgspec.json.decode(msgspec.json.encode(every[dist.get_rank()][2]))
+
+    def open(self, state: Mapping[str, Any], **how: Any) -> LoadTarget:
+        """Fill the tensors of *state* from the full ones, without applying."""
+        tensors = {name: (self.codes[name], tuple(full.shape)) for name, full in self.full.items()}
+        target = open_target(state, Stored(tensors, self.alias, self.values, {}, "the gathered state"), **how)
+        for shard in target.wanted:
+            for box, part in parts(shard):
+                part.copy_(window(self.full[shard.name], box))
+        return target
+
+    def load(self, state: Mapping[str, Any], **how: Any) -> LoadTarget:
+        """Load all of *state*."""
+        target = self.open(state, **how)
+        target.apply()
+        return target
+
+    def equals(self, other: Gathered) -> None:
+        """Check that the two hold the same, bit by bit."""
+        assert self.full.keys() == other.full.keys(), self.full.keys() ^ other.full.keys()
+        for name, full in self.full.items():
+            assert torch.equal(full, other.full[name]), name
+        assert self.alias == other.alias
+
+
+def gather(state: Mapping[str, Any]) -> Gathered:
+    """Walk *state* on every rank and put the tensors together."""
+    return Gathered(StateWalker(rank=dist.get_rank()).walk(state))
+
+
+def main(rank: int, world: int, folder: Path) -> None:
+    """Run the checks of this world."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    from tests.ranks import adapters_checks  # noqa: F401
+
+    outcomes: dict[str, str] = {}
+    for name, (size, run) in CHECKS.items():
+        if size != world:
+            continue
+        try:
+            run()
+            outcomes[name] = ""
+        except BaseException:
+            outcomes[name] = traceback.format_exc()
+        failed: list[Any] = [None] * world
+        dist.all_gather_object(failed, bool(outcomes[name]))
+        (folder / f"{rank}.json").write_text(json.dumps(outcomes))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    from tests.ranks import adapters_worker
+
+    adapters_worker.main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

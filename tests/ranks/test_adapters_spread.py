@@ -1,0 +1,67 @@
+"""Do all the ways in which torch spreads tensors over ranks come to the neutral language and back? With real processes.
+
+All checks of one world share its processes; `tests.ranks.adapters_checks` has them.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CHECKS = [
+    (ast.literal_eval(decorator.args[0]), function.name)
+    for function in ast.parse((Path(__file__).parent / "adapters_checks.py").read_text()).body
+    if isinstance(function, ast.FunctionDef)
+    for decorator in function.decorator_list
+    if isinstance(decorator, ast.Call)
+]
+
+
+@pytest.fixture(scope="module")
+def run_world(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Run a world once; return each rank's outcomes, and what it printed."""
+    outcomes: dict[int, list[tuple[dict[str, str], str]]] = {}
+
+    def run(world: int) -> list[tuple[dict[str, str], str]]:
+        if world not in outcomes:
+            outcomes[world] = _run_world(world, tmp_path_factory.mktemp(f"world{world}"))
+        return outcomes[world]
+
+    return run
+
+
+def _run_world(world: int, folder: Path) -> list[tuple[dict[str, str], str]]:
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ranks = []
+    for rank in range(world):
+        command = [sys.executable, "-m", "tests.ranks.adapters_worker", str(rank), str(world), str(folder)]
+        with (folder / f"{rank}.log").open("w") as log:
+            ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
+    try:
+        for process in ranks:
+            process.wait(100)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    return [_read(folder, rank) for rank in range(world)]
+
+
+def _read(folder: Path, rank: int) -> tuple[dict[str, str], str]:
+    found = folder / f"{rank}.json"
+    return json.loads(found.read_text()) if found.exists() else {}, (folder / f"{rank}.log").read_text()
+
+
+@pytest.mark.parametrize(("world", "name"), CHECKS, ids=[f"{world}-{name}" for world, name in CHECKS])
+def test_spread_over_ranks(run_world: Any, world: int, name: str) -> None:
+    for rank, (outcomes, printed) in enumerate(run_world(world)):
+        failure = outcomes.get(name, f"it did not end\n{printed[-3000:]}")
+        assert not failure, f"rank {rank}: {failure}"
