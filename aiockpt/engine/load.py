@@ -190,7 +190,14 @@ async def open_manifest(engine: Engine, request: LoadRequest, manifest: Manifest
     stored = stored_state(manifest, engine.ranks.rank)
     return await run_blocking(
         engine.state_work,
-        lambda: open_target(request.state, stored, only=request.only, strict=request.strict, rename=request.rename),
+        lambda: open_target(
+            request.state,
+            stored,
+            only=request.only,
+            strict=request.strict,
+            rename=request.rename,
+            judge_unexpected=engine.ranks.world_size == 1,  # other ranks may want what this one does not
+        ),
     )
 
 

@@ -102,7 +102,7 @@ async def load_together(engine: Engine, request: LoadRequest, number: int) -> Fi
         target: LoadTarget | None = None
         try:
             manifest = await agree.on("read", lambda choice=choice: _read(engine, choice))  # type: ignore[misc]
-            target = await agree.on("fit", lambda: _fit(engine, request, manifest, touched, skipped))  # noqa: B023
+            target = await agree.on("fit", lambda: _fit(engine, request, manifest, touched, skipped), _spare(request))  # noqa: B023
             return await agree.on("fill", lambda: fill(engine, manifest, target, begun_ns, skipped))  # noqa: B023
         except CorruptionError as error:
             if target is not None:
@@ -121,6 +121,11 @@ async def _fit(
     target = await open_manifest(engine, request, manifest)
     check_rewritten(manifest, target, touched, skipped)
     return target
+
+
+def _spare(request: LoadRequest) -> Callable[[LoadTarget], tuple[str, ...]]:
+    """Return what of a target counts as a difference when no rank wants it."""
+    return lambda target: target.unexpected_claimed if request.strict else ()
 
 
 async def _choose(engine: Engine, meeting: Meeting, key: str, found: AsyncIterator[Manifest]) -> Choice | None:
@@ -148,29 +153,34 @@ class _Agreement:
         self._key = key
         self._deadline_s = deadline_s
 
-    async def on(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
+    async def on(
+        self, what: str, work: Callable[[], Awaitable[T]], spare: Callable[[T], tuple[str, ...]] = lambda _: ()
+    ) -> T:
         """Return what *work* returns when it went well on every rank.
+
+        Args:
+            spare: names the result leaves to other ranks: one of them must want each.
 
         Raises:
             Exception: this rank's own error, or one that stands for those of other ranks.
         """
         key = f"{self._key}/{what}"
         own: Exception | None = None
+        report = Report()
         try:
             result = await work()
+            report = Report(spare=spare(result))
         except Exception as error:  # noqa: BLE001  reported, and raised below
-            own = error
+            own, report = error, _report(error)
         except BaseException as error:
             with anyio.move_on_after(TELL_DEADLINE_S, shield=True):
                 await self._meeting.post(f"{key}/{self._meeting.rank}", _report(error))
             raise
-        await self._meeting.post(f"{key}/{self._meeting.rank}", _report(own))
+        await self._meeting.post(f"{key}/{self._meeting.rank}", report)
         verdict = await self._judge(key, what)
-        if verdict.outcome == "fits":
-            if own is not None:
-                raise own
-            return result
-        raise _error(verdict, own)
+        if verdict.outcome != "fits":
+            raise _error(verdict, own)
+        return result
 
     async def _judge(self, key: str, what: str) -> Verdict:
         meeting = self._meeting
@@ -183,10 +193,8 @@ class _Agreement:
         return verdict
 
 
-def _report(error: BaseException | None) -> Report:
+def _report(error: BaseException) -> Report:
     match error:
-        case None:
-            return Report()
         case StateMismatchError():
             return Report("misfits", str(error), error.problems)
         case CorruptionError() | ObjectNotFoundError():
@@ -202,6 +210,10 @@ def judge(reports: Mapping[int, Report]) -> Verdict:
         if found:
             rank, first = next(iter(found.items()))
             return Verdict(outcome, first.message, tuple(_union(found, len(reports))), rank)
+    unwanted = set.intersection(*(set(report.spare) for report in reports.values()))
+    if unwanted:
+        problems = tuple(f"{name}: in the checkpoint but not in the state of any rank" for name in sorted(unwanted))
+        return Verdict("misfits", problems=problems)
     return Verdict()
 
 

@@ -17,7 +17,7 @@ from aiockpt.errors import CommitError, ManifestError
 from aiockpt.format.manifest import FileEntry, Manifest, Piece, Receipt, TensorEntry
 from aiockpt.format.validate import check_manifest
 
-_AGREED = ("id", "step", "attempt", "generation", "sequence", "run", "parent", "world_size", "plan_digest")
+_AGREED = ("id", "step", "attempt", "generation", "sequence", "run", "parent", "world_size")
 _SHOWN = 5
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from torch.distributed import HashStore
+import torch.distributed
 
 import aiockpt
 
@@ -27,7 +27,7 @@ class Crew:
     """
 
     def __init__(self, world_size: int, url: Any, **options: Any) -> None:
-        store = HashStore()
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
         self.world_size = world_size
         self.checkpointers = [
             aiockpt.Checkpointer(

@@ -138,6 +138,21 @@ def test_a_rank_that_does_not_load_is_named(tmp_path: Path) -> None:
     assert errors[0].ranks == (1,)
 
 
+def test_what_only_other_ranks_want_is_no_difference_and_what_no_rank_wants_is(tmp_path: Path) -> None:
+    stages = [{"part": {f"layer{rank}": torch.full((5, 3), float(rank))}} for rank in range(3)]
+    with Crew(3, tmp_path) as crew:
+        crew.on_all(lambda rank, ckpt: ckpt.save(1, stages[rank]).result(30))
+    fresh = [{"part": {f"layer{rank}": torch.zeros(5, 3)}} for rank in range(3)]
+    with Crew(3, tmp_path) as crew:
+        crew.on_all(lambda rank, ckpt: ckpt.load(fresh[rank]).result(30))
+        assert [state["part"][f"layer{rank}"][0, 0].item() for rank, state in enumerate(fresh)] == [0, 1, 2]
+    with Crew(2, tmp_path) as crew:
+        errors = crew.errors(lambda rank, ckpt: ckpt.load(fresh[rank]).result(30))
+        assert all(isinstance(error, aiockpt.StateMismatchError) and "layer2" in str(error) for error in errors)
+        assert not any("layer1" in str(error) for error in errors)
+        crew.on_all(lambda rank, ckpt: ckpt.load(fresh[rank], strict=False).result(30))
+
+
 def test_a_rank_may_look_around_alone(tmp_path: Path) -> None:
     save(tmp_path, 1)
     states = [empty() for _ in range(2)]
