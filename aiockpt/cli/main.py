@@ -234,10 +234,15 @@ def demo(
     every: Annotated[int, typer.Option(help="Save every N steps.")] = 5,
     keep: Annotated[int, typer.Option(help="Keep the last N checkpoints.")] = 3,
     asynchronous: Annotated[bool, typer.Option("--async", help="Use the async trainer.")] = False,
+    elastic: Annotated[bool, typer.Option(help="Resume on other ranks: 2, 2, 1 and 4 processes.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="No live display.")] = False,
     as_json: Json = False,
 ) -> None:
     """Train a small GPT with checkpoints, kill it in the middle of a save, resume, and show what it cost."""
+    if elastic:
+        from aiockpt.examples.elastic import run_elastic
+
+        raise typer.Exit(run_elastic(steps=min(steps, 60), every=every, folder=folder, as_json=as_json))
     from aiockpt.examples.demo import DemoOptions, run_demo
 
     options = DemoOptions(

@@ -1,0 +1,204 @@
+"""Does a run go on when it is killed and started again with other ranks and another parallelism?
+
+    aiockpt demo --elastic
+
+torchrun starts the trainer (`train_elastic`) four times, each time with other ranks; in all but the last one a rank dies
+by SIGKILL in the middle of a save. Beside them a *reference* of two ranks trains without interruption. Where the
+parallelism is the reference's, every loss must be equal bit by bit; elsewhere sums are taken in another order, and the
+losses must be close. Each rank's bytes are counted: what it read, and what it needed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from aiockpt.examples.child import Told
+from aiockpt.examples.elastic_child import ElasticJob
+from aiockpt.examples.process import DemoError
+from aiockpt.examples.record import Record
+
+EXACT, DIFFERENT, FAILED = 0, 1, 2
+TOLERANCE = 0.02
+"""How far the losses of another parallelism may be, relative to the reference: float32 sums, amplified by training."""
+PHASE_DEADLINE_S = 300.0
+
+
+class Phase(msgspec.Struct, frozen=True):
+    """One start of the job: how many ranks, how many of them split a matrix, and how much of the run until it dies."""
+
+    name: str
+    ranks: int
+    tensor_parallel: int
+    until: float
+    exact: bool
+
+
+REFERENCE = Phase("reference: FSDP2 on 2 ranks", 2, 1, 1.0, exact=True)
+PHASES = (
+    Phase("FSDP2 on 2 ranks", 2, 1, 0.25, exact=True),
+    Phase("again on 2 ranks", 2, 1, 0.5, exact=True),
+    Phase("one rank", 1, 1, 0.75, exact=False),
+    Phase("TP 2 × FSDP2 2 on 4 ranks", 4, 2, 1.0, exact=False),
+)
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What one phase came to.
+
+    Attributes:
+        resumed_from: the step that was loaded; None for a start from nothing.
+        last_step: the last one it took.
+        load_s: of the slowest rank.
+        needed_bytes, read_bytes: of tensors on all ranks, and what was read for them.
+        difference: the largest relative difference of a loss from the reference's.
+        exact: whether it had to be equal, and *passed* whether it was, or was close enough.
+    """
+
+    name: str
+    ranks: int
+    resumed_from: int | None
+    last_step: int
+    seconds: float
+    load_s: float
+    needed_bytes: int
+    read_bytes: int
+    difference: float
+    exact: bool
+    passed: bool
+
+
+def run_elastic(*, steps: int = 60, every: int = 5, folder: Path | None = None, as_json: bool = False) -> int:
+    """Run the demo, print what it shows, and return its exit status."""
+    console = Console(stderr=as_json)
+    if steps < 8 * every or every < 1:
+        console.print(f"demo: {steps} steps are too few for a save every {every}: take {8 * every} or more", style="red")
+        return FAILED
+    place = folder or Path(tempfile.mkdtemp(prefix="aiockpt-demo-", dir="."))
+    place.mkdir(parents=True, exist_ok=True)
+    try:
+        outcomes = _direct(console, place, steps, every)
+    except DemoError as error:
+        console.print(f"demo: {error}\nEverything is in {place}.", style="red", markup=False)
+        return FAILED
+    if as_json:
+        sys.stdout.write(msgspec.json.encode(outcomes).decode() + "\n")
+    else:
+        console.print(_table(outcomes))
+    passed = all(outcome.passed for outcome in outcomes)
+    if passed and folder is None:
+        shutil.rmtree(place)
+    return EXACT if passed else DIFFERENT
+
+
+def _direct(console: Console, place: Path, steps: int, every: int) -> list[Outcome]:
+    console.print("A byte-level GPT trains on 2, 2, 1 and 4 ranks; it is killed in between.", style="bold")
+    reference, _ = _run(console, REFERENCE, place, steps, None, None)
+    losses = {step: done.loss for step, done in reference[0].steps.items()}
+    outcomes = []
+    for phase in PHASES:
+        dies_in = None if phase.until == 1.0 else int(phase.until * steps) // every * every
+        records, seconds = _run(console, phase, place, steps, every, dies_in)
+        outcomes.append(judge(phase, records, seconds, losses))
+    return outcomes
+
+
+def judge(phase: Phase, records: Mapping[int, Record], seconds: float, reference: Mapping[int, float]) -> Outcome:
+    """Compare a phase with the reference's losses, by step."""
+    losses = {step: done.loss for step, done in records[0].steps.items()}
+    difference = max(abs(loss - reference[step]) / abs(reference[step]) for step, loss in losses.items())
+    loads = [record.loaded for record in records.values() if record.loaded is not None]
+    return Outcome(
+        name=phase.name,
+        ranks=phase.ranks,
+        resumed_from=loads[0].step if loads else None,
+        last_step=max(losses),
+        seconds=seconds,
+        load_s=max((load.seconds for load in loads), default=0.0),
+        needed_bytes=sum(load.bytes for load in loads),
+        read_bytes=sum(load.read_bytes for load in loads),
+        difference=difference,
+        exact=phase.exact,
+        passed=difference == 0 if phase.exact else difference <= TOLERANCE,
+    )
+
+
+def _run(
+    console: Console, phase: Phase, place: Path, steps: int, every: int | None, dies_in: int | None
+) -> tuple[dict[int, Record], float]:
+    """Run one phase under torchrun; return what each rank told, and the seconds it took.
+
+    Raises:
+        DemoError: it did not end as it should.
+    """
+    label = phase.name.replace(" ", "-").replace("×", "x").replace(":", "")
+    job = ElasticJob(
+        url=str((place / "checkpoints").resolve()),
+        tell=str((place / label).resolve()),
+        tensor_parallel=phase.tensor_parallel,
+        steps=steps,
+        every=every,
+        die_in_save_of=dies_in,
+    )
+    if every is None:
+        job = msgspec.structs.replace(job, url=job.url + "-of-the-reference")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={phase.ranks}"]
+    command += ["-m", "aiockpt.examples.elastic_child", msgspec.json.encode(job).decode()]
+    log = place / f"{label}.log"
+    begun = time.monotonic()
+    with log.open("wb") as output:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        status = subprocess.run(
+            command, stdout=output, stderr=output, env=environment, timeout=PHASE_DEADLINE_S, check=False
+        ).returncode
+    seconds = time.monotonic() - begun
+    records = {rank: _read_record(Path(f"{job.tell}.{rank}.jsonl")) for rank in range(phase.ranks)}
+    if (status == 0) != (dies_in is None) or not records[0].steps:
+        raise DemoError(f"{phase.name!r} ended with status {status}. {log} says:\n{log.read_text()[-2000:]}")
+    if dies_in is not None and dies_in in records[0].commits:
+        raise DemoError(f"the save of step {dies_in} was committed before the kill, so that nothing is shown")
+    console.print(_line(phase, records[0], seconds, dies_in), markup=False, highlight=False)
+    return records, seconds
+
+
+def _read_record(path: Path) -> Record:
+    record = Record()
+    if path.exists():
+        for line in path.read_bytes().splitlines(keepends=True):
+            if line.endswith(b"\n"):  # a kill may cut the last one
+                record.add(msgspec.json.decode(line, type=Told))
+    return record
+
+
+def _line(phase: Phase, record: Record, seconds: float, dies_in: int | None) -> str:
+    first, last = min(record.steps), max(record.steps)
+    end = "to the end" if dies_in is None else f"killed in the save of step {dies_in}"
+    return f"{phase.name:32} steps {first:3}–{last:3}  loss {record.steps[last].loss:.3f}  {seconds:5.1f} s  {end}"
+
+
+def _table(outcomes: Sequence[Outcome]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("ranks", "resumed from", "load", "needed", "read", "loss beside the reference"):
+        table.add_column(column, justify="left" if column.startswith("loss") else "right")
+    for it in outcomes:
+        how = "equal, bit by bit" if it.difference == 0 else f"within {it.difference:.1e}"
+        found = it.resumed_from is not None
+        table.add_row(
+            str(it.ranks),
+            f"step {it.resumed_from}" if found else "–",
+            f"{it.load_s * 1e3:.0f} ms" if found else "–",
+            f"{it.needed_bytes / 2**20:.1f} MiB" if found else "–",
+            f"{it.read_bytes / 2**20:.1f} MiB" if found else "–",
+            f"[{'green' if it.passed else 'red'}]{how}[/]",
+        )
+    return table
