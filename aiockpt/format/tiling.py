@@ -2,7 +2,8 @@
 
 Guarantees:
 
-- Linear in the number of boxes, whatever their form: no sort, no pair is ever compared.
+- Linear in the number of boxes, whatever their form, but for one sort where a single axis is cut: no pair is ever
+  compared.
 - A tiling is always accepted. Anything else is refused, except with probability below 2⁻⁵⁵.
 
 The idea: give each cut of each axis a random number; a box weighs the product over the axes of (number at its end −
@@ -32,12 +33,13 @@ def tiles(shape: tuple[int, ...], boxes: Sequence[Extent]) -> bool:
     """Return whether *boxes*, which lie inside *shape*, cover each of its elements exactly once."""
     if 0 in shape:
         return True
+    cut = [axis for axis, size in enumerate(shape) if any(sizes[axis] != size for _, sizes in boxes) or not boxes]
+    if len(cut) == 1:
+        return _follow_one_another(cut[0], shape, boxes)
     seed = hashlib.blake2b(msgspec.json.encode((shape, boxes))).digest()
     source = random.Random(int.from_bytes(seed, "little"))
     cut_axes: list[tuple[int, defaultdict[int, int]]] = [
-        (axis, defaultdict(lambda: source.randrange(_PRIME)))
-        for axis, size in enumerate(shape)
-        if any(sizes[axis] != size for _, sizes in boxes) or not boxes
+        (axis, defaultdict(lambda: source.randrange(_PRIME))) for axis in cut
     ]
     covered = 0
     for offsets, sizes in boxes:
@@ -50,3 +52,13 @@ def tiles(shape: tuple[int, ...], boxes: Sequence[Extent]) -> bool:
     for axis, numbers in cut_axes:
         whole = whole * (numbers[shape[axis]] - numbers[0]) % _PRIME
     return covered % _PRIME == whole
+
+
+def _follow_one_another(axis: int, shape: tuple[int, ...], boxes: Sequence[Extent]) -> bool:
+    """Say whether boxes that are cut on one axis only tile: each begins where another ended. Exact, and quicker."""
+    cursor = 0
+    for offset, size in sorted((offsets[axis], sizes[axis]) for offsets, sizes in boxes if 0 not in sizes):
+        if offset != cursor:
+            return False
+        cursor += size
+    return cursor == shape[axis]

@@ -1,0 +1,163 @@
+"""Who writes what: everything once, by someone who holds it, and nobody much more than the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from aiockpt.errors import RanksDisagreeError
+from aiockpt.format.dtypes import itemsize
+from aiockpt.planning.spread import Holding, Part, holdings_of, spread
+from aiockpt.state.geometry import Box
+from aiockpt.state.shards import ShardedState, TensorShard
+
+Holdings = Sequence[Sequence[Holding]]
+
+
+def whole(name: str, *shape: int, dtype: str = "U8") -> Holding:
+    return Holding(name, dtype, shape, (Box.whole(shape),))
+
+
+def rows(name: str, start: int, stop: int, shape: tuple[int, ...]) -> Holding:
+    return Holding(name, "U8", shape, (Box((start, *(0 for _ in shape[1:])), (stop - start, *shape[1:])),))
+
+
+def loads(holdings: Holdings, parts: Sequence[Sequence[Part]]) -> list[int]:
+    return [
+        sum(part.box.volume * itemsize(holdings[rank][part.holding].dtype) for part in some)
+        for rank, some in enumerate(parts)
+    ]
+
+
+def test_the_holdings_of_a_state_are_its_shards_without_memory() -> None:
+    box = Box((0,), (2,))
+    shard = TensorShard(name="w", dtype="F32", shape=(4,), boxes=(box,), data=object())
+    state = ShardedState(tensors=(shard,), alias={}, values={}, per_rank={}, structure="")
+    assert holdings_of(state) == (Holding("w", "F32", (4,), (box,)),)
+
+
+def test_one_rank_writes_what_it_holds() -> None:
+    assert spread([[whole("a", 3, 4), whole("b")]]) == [
+        (Part(0, Box((0, 0), (3, 4)), 0), Part(1, Box((), ()), 0))
+    ]  # fmt: skip
+
+
+def test_what_one_rank_holds_alone_stays_whole_whatever_its_size() -> None:
+    parts = spread([[rows("w", 0, 90, (100, 5))], [rows("w", 90, 100, (100, 5))]], block_bytes=8)
+    assert [[part.box.sizes for part in some] for some in parts] == [[(90, 5)], [(10, 5)]]
+
+
+def test_a_large_replica_is_cut_between_rows_into_one_run_a_rank() -> None:
+    parts = spread([[whole("w", 1, 100, 10)]] * 4, block_bytes=64)
+    assert parts == [
+        (Part(0, Box((0, 25 * rank, 0), (1, 25, 10)), 250 * rank),) for rank in range(4)
+    ]  # fmt: skip
+
+
+def test_a_replica_up_to_a_block_stays_whole() -> None:
+    parts = spread([[whole("w", 64)]] * 2, block_bytes=64)
+    assert parts == [(Part(0, Box((0,), (64,)), 0),), ()]
+
+
+def test_small_replicas_go_to_who_has_least() -> None:
+    holdings = [[whole("a", 30), whole("b", 20), whole("c", 20), whole("d", 10)]] * 2
+    parts = spread(holdings, block_bytes=64)
+    assert loads(holdings, parts) == [40, 40]
+    assert sum(map(len, parts)) == 4
+
+
+def test_replicas_level_what_ranks_hold_alone() -> None:
+    both = whole("both", 60, 1)
+    holdings = [[whole("mine", 50), both], [both], [whole("third", 20), both]]
+    assert loads(holdings, spread(holdings, block_bytes=10)) == [50, 40, 40]
+    holdings[0] = [whole("mine", 200), both]
+    assert loads(holdings, spread(holdings, block_bytes=10)) == [200, 40, 40]
+
+
+def test_overlapping_groups_of_holders_are_levelled_together() -> None:
+    """Ranks 0 and 1 share, 1 and 2 share: pouring each group once would leave rank 1 with too much."""
+    left, right = whole("left", 300, 1), whole("right", 600, 1)
+    holdings = [[left], [left, right], [right]]
+    assert loads(holdings, spread(holdings, block_bytes=1)) == [300, 300, 300]
+
+
+def test_columns_and_rows_of_a_mesh_are_levelled_together() -> None:
+    """Tensors split over one axis of a 3 × 4 mesh and replicated over the other, both ways."""
+    holdings = [
+        [rows("by row", 40 * row, 40 * row + 40, (120, 7)), rows("by column", 30 * column, 30 * column + 30, (120, 7))]
+        for row in range(3)
+        for column in range(4)
+    ]
+    found = loads(holdings, spread(holdings, block_bytes=14))
+    assert max(found) - min(found) <= 14
+    assert sum(found) == 2 * 120 * 7
+
+
+def test_the_parts_of_a_rank_lie_in_the_order_of_its_holdings() -> None:
+    holdings = [[whole("small", 3), whole("big", 100, 1), whole("tiny", 2)]] * 3
+    for some in spread(holdings, block_bytes=10):
+        places = [(part.holding, part.start) for part in some]
+        assert places == sorted(places)
+
+
+def test_a_box_lies_behind_the_boxes_before_it_in_its_holding() -> None:
+    boxes = (Box((0, 3), (1, 2)), Box((1, 0), (0, 5)), Box((1, 0), (1, 5)))
+    first = Holding("w", "U8", (2, 5), (Box((0, 0), (1, 3)),))
+    parts = spread([[first], [Holding("w", "U8", (2, 5), boxes)]])
+    assert parts[1] == (Part(0, boxes[0], 0), Part(0, boxes[2], 2))
+
+
+def test_a_box_that_a_rank_has_twice_is_written_once() -> None:
+    assert spread([[whole("w", 4), whole("w", 4)]]) == [(Part(0, Box((0,), (4,)), 0),)]
+
+
+def test_a_tensor_without_elements_is_kept_by_the_lowest_rank_that_has_it() -> None:
+    nothing = Holding("none", "U8", (0, 5), ())
+    parts = spread([[], [whole("w", 4), nothing], [nothing]])
+    assert parts == [(), (Part(0, Box((0,), (4,)), 0), Part(1, Box((0, 0), (0, 5)), 0)), ()]
+
+
+def test_ranks_outside_a_mesh_write_nothing_of_it() -> None:
+    outside = Holding("w", "U8", (4,), (Box((0,), (0,)),))
+    assert spread([[outside], [whole("w", 4)], [Holding("w", "U8", (4,), ())]])[::2] == [(), ()]
+
+
+def test_equal_lists_are_recognised_whether_they_are_one_object_or_not() -> None:
+    same = [whole("w", 100, 3), whole("b", 7)]
+    assert spread([same] * 3, block_bytes=10) == spread(
+        [list(same), same, [whole("w", 100, 3), same[1]]], block_bytes=10
+    )
+
+
+@pytest.mark.parametrize(
+    ("holdings", "message", "ranks"),
+    [
+        ([[whole("w", 4)], [whole("w", 4, dtype="I8")]], r"w: I8 \[4\] on rank 1, U8 \[4\] on rank 0", (0, 1)),
+        ([[whole("w", 4)], [whole("w", 5)]], r"w: U8 \[5\] on rank 1, U8 \[4\] on rank 0", (0, 1)),
+        ([[], [rows("w", 0, 3, (4,))]], r"w: 3 of 4 elements are held by any rank \(rank 1\)", (1,)),
+        ([[Holding("w", "U8", (4,), ())]], "w: 0 of 4 elements", (0,)),
+        ([[rows("w", 0, 3, (4,))], [rows("w", 1, 4, (4,))]], "overlap without being equal.* 6 elements of 4", (0, 1)),
+        ([[rows("w", 0, 3, (6,))], [rows("w", 1, 4, (6,))]], r"overlap and leave a gap.*\(ranks 0, 1\)", (0, 1)),
+        ([[Holding("w", "U8", (4,), (Box((1,), (4,)),))]], "rank 0 holds a box outside its shape", (0,)),
+        ([[Holding("w", "U8", (4,), (Box((-1,), (4,)),))]], "rank 0 holds a box outside its shape", (0,)),
+        ([[Holding("w", "U8", (4,), (Box((0, 0), (4, 1)),))]], "rank 0 holds a box outside its shape", (0,)),
+    ],
+)  # fmt: skip
+def test_holdings_that_make_no_whole_tensor_are_refused(holdings: Holdings, message: str, ranks: object) -> None:
+    with pytest.raises(RanksDisagreeError, match=message) as caught:
+        spread(holdings)
+    assert caught.value.ranks == ranks
+
+
+def test_every_wrong_tensor_is_named_twenty_of_them_in_full() -> None:
+    half = [rows(f"w{number}", 0, 1, (2,)) for number in range(30)]
+    with pytest.raises(RanksDisagreeError, match=r"(?s)w0:.*w19:.*and 10 more") as caught:
+        spread([[whole("fine", 3)], half])
+    assert "w20:" not in str(caught.value)
+    assert caught.value.ranks == (1,)
+
+
+def test_many_ranks_are_named_by_the_first_five() -> None:
+    with pytest.raises(RanksDisagreeError, match=r"ranks 0, 1, 2, 3, 4, …"):
+        spread([[rows("w", 0, 1, (2,))]] * 9)
