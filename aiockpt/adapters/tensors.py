@@ -133,9 +133,7 @@ def _unsupported(tensor: torch.Tensor) -> str | None:
     if is_uninitialized(tensor):
         return "a lazy parameter has no shape yet; run a forward pass first"
     if _DISPATCH(type(tensor)) != _DISPATCH(torch.Tensor):
-        return (
-            f"{type(tensor)!r} keeps its value elsewhere; save the tensors it wraps"
-        )
+        return f"{type(tensor)!r} keeps its value elsewhere; save the tensors it wraps"
     if tensor.is_nested:
         return "a nested tensor; save its values and offsets"
     if tensor.layout != torch.strided:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -37,7 +39,7 @@ class Block(nn.Module):
         self.frozen = nn.Parameter(torch.randn(width), requires_grad=False)
         self.register_buffer("seen", torch.zeros(()))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         return self.down(self.up(x).relu()) * self.row + self.frozen
 
 
@@ -46,7 +48,7 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.second = Block(6), Block(6)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         return self.second(self.first(x))
 
 
@@ -57,7 +59,7 @@ class Even(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         return self.down(self.up(x).relu())
 
 
@@ -76,6 +78,11 @@ def job(make: Make, net: Callable[[], nn.Module], seed: int, **how: Any) -> dict
     model = make(net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **how)
     return {"model": model, "optimizer": optimizer}
+
+
+def fsdp2(net: nn.Module, **how: Any) -> nn.Module:
+    fully_shard(net, **how)
+    return net
 
 
 def full_of(state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -108,16 +115,8 @@ def back(one: dict[str, Any], other: dict[str, Any], saved: Gathered) -> None:
 
 
 def raises(what: str, run: Callable[[], object]) -> None:
-    try:
+    with pytest.raises(UnsupportedStateError, match=re.escape(what)):
         run()
-    except UnsupportedStateError as error:
-        assert what in str(error), error
-    else:
-        raise AssertionError("not refused")
-
-
-def names(state: dict[str, Any]) -> set[str]:
-    return {shard.name for shard in StateWalker().walk(state).tensors}
 
 
 # ------------------------------------------------------------------------------------------------ two ranks
@@ -126,11 +125,11 @@ def names(state: dict[str, Any]) -> set[str]:
 @check(2)
 def ddp_has_the_names_of_the_bare_module_and_replicas_everywhere() -> None:
     saved = there_and_back(lambda net: net, Net)
-    state = job(lambda net: DistributedDataParallel(net), Net, 1)  # noqa: PLW0108
+    state = job(DistributedDataParallel, Net, 1)
     train(state["model"], state["optimizer"])
     wrapped = gather(state)
     wrapped.equals(saved)
-    saved.load(job(lambda net: fully_shard(net), Net, 3))
+    saved.load(job(fsdp2, Net, 3))
     saved.load(state)
 
 
@@ -143,12 +142,12 @@ def fsdp2_is_read_and_filled_as_it_is_sharded() -> None:
 def shard_blocks(net: nn.Module) -> nn.Module:
     for block in net.children():
         fully_shard(block)
-    return fully_shard(net)
+    return fsdp2(net)
 
 
 @check(2)
 def fsdp2_is_resharded_before_it_is_read_or_filled() -> None:
-    state = job(lambda net: fully_shard(net), Net, 1)
+    state = job(fsdp2, Net, 1)
     train(state["model"], state["optimizer"])
     walker = StateWalker()
     before = Gathered(walker.walk(state))
@@ -158,7 +157,7 @@ def fsdp2_is_resharded_before_it_is_read_or_filled() -> None:
     Gathered(walker.walk(state)).equals(before)
     with torch.no_grad():
         state["model"](torch.ones(1, 6))
-    other = job(lambda net: fully_shard(net), Net, 2)
+    other = job(fsdp2, Net, 2)
     train(other["model"], other["optimizer"])
     changed = gather(other)
     changed.load(state)
@@ -168,7 +167,7 @@ def fsdp2_is_resharded_before_it_is_read_or_filled() -> None:
 
 @check(2)
 def a_warm_walk_of_dtensors_sees_a_moved_local_tensor() -> None:
-    state = job(lambda net: fully_shard(net), Net, 1)
+    state = job(fsdp2, Net, 1)
     train(state["model"], state["optimizer"])
     walker = StateWalker()
     walker.walk(state)
@@ -184,7 +183,7 @@ def a_warm_walk_of_dtensors_sees_a_moved_local_tensor() -> None:
 
 @check(2)
 def only_buffers_of_a_sharded_module_are_copied_to_hold_it_still() -> None:
-    state = job(lambda net: fully_shard(net), Net, 1)
+    state = job(fsdp2, Net, 1)
     train(state["model"], state["optimizer"])
     walked = StateWalker().walk(state)
     still = hold_still(walked, state)
@@ -204,10 +203,10 @@ def tied_parameters_are_tied_on_ranks_that_hold_nothing_too() -> None:
             self.a, self.b = nn.Linear(6, 1, bias=False), nn.Linear(6, 1, bias=False)
             self.b.weight = self.a.weight
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> Any:
             return self.a(x) + self.b(x)
 
-    assert there_and_back(lambda net: fully_shard(net), Tied).alias == {"model.b.weight": "model.a.weight"}
+    assert there_and_back(fsdp2, Tied).alias == {"model.b.weight": "model.a.weight"}
     assert there_and_back_fsdp1(Tied).alias == {"model.b.weight": "model.a.weight"}
 
 
@@ -230,16 +229,16 @@ def there_and_back_fsdp1(net: Callable[[], nn.Module], **how: Any) -> Gathered:
     def make(module: nn.Module) -> nn.Module:
         return wrap_fsdp1(module, **how)
 
-    one = job(make, net, 1)
-    train(one["model"], one["optimizer"])
+    one, plain = job(make, net, 1), job(lambda module: module, net, 1)
+    for state in (one, plain):
+        train(state["model"], state["optimizer"])
     saved = gather(one)
-    optimizer = FSDP1.full_optim_state_dict(one["model"], one["optimizer"], rank0_only=False)["state"]
     with FSDP1.summon_full_params(one["model"], writeback=False):
         for name, parameter in one["model"].named_parameters():
-            plain = name.replace("_fsdp_wrapped_module.", "")
-            assert torch.equal(saved.full[f"model.{plain}"], parameter), name
-            for key, value in optimizer.get(plain, {}).items():
-                assert torch.equal(saved.full[f"optimizer.state.model.{plain}.{key}"], value), (name, key)
+            assert torch.equal(saved.full[f"model.{name.replace('_fsdp_wrapped_module.', '')}"], parameter), name
+    # FSDP1's own full_optim_state_dict() is no judge: on the CPU it gives exp_avg_sq for exp_avg (torch 2.13).
+    for name, tensor in full_of(plain):
+        torch.testing.assert_close(saved.full[name], tensor, msg=name)
     back(one, job(make, net, 2), saved)
     return saved
 
@@ -274,20 +273,15 @@ def one_parallelism_loads_into_another() -> None:
             net, init_device_mesh("cpu", (2,)), {"up": ColwiseParallel(), "down": RowwiseParallel()}
         )
 
-    makes: list[Make] = [lambda net: net, lambda net: fully_shard(net), tensor_parallel, wrap_fsdp1]
+    makes: list[Make] = [lambda net: net, fsdp2, tensor_parallel, wrap_fsdp1]
     for source in makes:
         one = job(source, Even, 1)
         train(one["model"], one["optimizer"])
         saved = gather(one)
         for make in makes:
             other = job(make, Even, 2)
-            rank_view = saved if make is not wrap_fsdp1 else all_optimizer_values(saved)
-            rank_view.load(other)
+            saved.load(other)
             saved.equals(gather(other))
-
-
-def all_optimizer_values(saved: Gathered) -> Gathered:
-    return saved
 
 
 @check(2)
@@ -302,15 +296,13 @@ def a_partial_dtensor_is_refused_and_one_of_a_rank_too() -> None:
 @check(2)
 def a_local_tensor_that_does_not_fit_its_placement_is_refused() -> None:
     mesh = init_device_mesh("cpu", (2,))
-    wrong = DTensor.from_local(
-        torch.ones(3), mesh, [Shard(0)], run_check=False, shape=torch.Size([8]), stride=(1,)
-    )
+    wrong = DTensor.from_local(torch.ones(3), mesh, [Shard(0)], run_check=False, shape=torch.Size([8]), stride=(1,))
     raises("local tensor has shape (3,), not (4,)", lambda: StateWalker().walk({"x": wrong}))
 
 
 @check(2)
 def state_that_may_be_a_part_is_refused() -> None:
-    state = job(lambda net: fully_shard(net), Even, 1)
+    state = job(fsdp2, Even, 1)
     train(state["model"], state["optimizer"])
     weight = state["model"].up.weight
     state["optimizer"].state[weight]["exp_avg"] = weight.to_local().detach().clone()
@@ -332,13 +324,16 @@ def a_rank_outside_the_mesh_holds_nothing() -> None:
 @check(2)
 def a_collective_that_still_runs_is_waited_for() -> None:
     mesh = init_device_mesh("cpu", (2,))
-    spread = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)]).redistribute(placements=[Replicate()], async_op=True)
+    spread = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)]).redistribute(
+        placements=[Replicate()], async_op=True
+    )
     assert torch.equal(gather({"x": spread}).full["x"], torch.arange(6.0))
 
 
 @check(2)
 def a_sharded_tensor_is_its_local_shards() -> None:
-    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.sharded_tensor import init_from_local_shards
+    from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 
     rank = dist.get_rank()
     full = torch.arange(24.0).view(6, 4)
@@ -346,10 +341,10 @@ def a_sharded_tensor_is_its_local_shards() -> None:
 
     def make(source: torch.Tensor) -> Any:
         local = [
-            sharded_tensor.Shard.from_tensor_and_offsets(source[row : row + 2].clone(), [row, column], rank)
+            LocalShard.from_tensor_and_offsets(source[row : row + 2].clone(), [row, column], rank)
             for row, column in offsets
         ]
-        return sharded_tensor.init_from_local_shards(local, 6, 4)
+        return init_from_local_shards(local, 6, 4)
 
     spread = make(full)
     walker = StateWalker()
@@ -419,7 +414,7 @@ def strided_shards_are_put_together_again() -> None:
 @check(4)
 def hsdp_holds_replicas_of_shards() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    there_and_back(lambda net: fully_shard(net, mesh=mesh), Net)
+    there_and_back(lambda net: fsdp2(net, mesh=mesh), Net)
 
 
 @check(4)
@@ -428,7 +423,7 @@ def tensor_parallel_under_fsdp2_is_read_with_its_strided_shards() -> None:
 
     def make(net: nn.Module) -> nn.Module:
         parallelize_module(net, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        return fully_shard(net, mesh=mesh["data"])
+        return fsdp2(net, mesh=mesh["data"])
 
     saved = there_and_back(make, Even)
     plain = job(lambda net: net, Even, 5)
