@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.fsdp import ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -87,7 +87,8 @@ def fsdp2(net: nn.Module, **how: Any) -> nn.Module:
 
 def full_of(state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """What torch says the full tensors are."""
-    for name, parameter in state["model"].named_parameters():
+    for wrapped, parameter in state["model"].named_parameters():
+        name = wrapped.replace("_checkpoint_wrapped_module.", "")
         yield f"model.{name}", parameter
         for key, value in state["optimizer"].state.get(parameter, {}).items():
             yield f"optimizer.state.model.{name}.{key}", value
@@ -222,7 +223,7 @@ def tensor_parallel_parameters_are_known_by_their_full_shape() -> None:
 
 
 def wrap_fsdp1(net: nn.Module, **how: Any) -> nn.Module:
-    return FSDP1(net, device_id=torch.device("cpu"), use_orig_params=True, **how)
+    return FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True, **how)
 
 
 def there_and_back_fsdp1(net: Callable[[], nn.Module], **how: Any) -> Gathered:
@@ -233,7 +234,7 @@ def there_and_back_fsdp1(net: Callable[[], nn.Module], **how: Any) -> Gathered:
     for state in (one, plain):
         train(state["model"], state["optimizer"])
     saved = gather(one)
-    with FSDP1.summon_full_params(one["model"], writeback=False):
+    with FullyShardedDataParallel.summon_full_params(one["model"], writeback=False):
         for name, parameter in one["model"].named_parameters():
             assert torch.equal(saved.full[f"model.{name.replace('_fsdp_wrapped_module.', '')}"], parameter), name
     # FSDP1's own full_optim_state_dict() is no judge: on the CPU it gives exp_avg_sq for exp_avg (torch 2.13).
@@ -260,9 +261,9 @@ def fsdp1_parameters_and_state_are_flat_ranges() -> None:
 @check(2)
 def fsdp1_is_refused_while_it_is_gathered_and_without_original_parameters() -> None:
     model = wrap_fsdp1(Even())
-    with FSDP1.summon_full_params(model):
+    with FullyShardedDataParallel.summon_full_params(model):
         raises("gathered at the moment", lambda: StateWalker().walk({"m": model}))
-    flat = FSDP1(Even(), device_id=torch.device("cpu"), use_orig_params=False)
+    flat = FullyShardedDataParallel(Even(), device_id=torch.device("cpu"), use_orig_params=False)
     raises("use_orig_params=True", lambda: StateWalker().walk({"m": flat}))
 
 
@@ -360,6 +361,52 @@ def a_sharded_tensor_is_its_local_shards() -> None:
     assert walker.cold_walks == 2
 
 
+class Averages:
+    """An object whose state is made of DTensors, and that wants such back."""
+
+    def __init__(self, value: float) -> None:
+        self.mean = distribute_tensor(torch.full((5, 2), value), init_device_mesh("cpu", (2,)), [Shard(0)])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean, "count": torch.ones(2)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert isinstance(state["mean"], DTensor)
+        assert state["mean"] is not self.mean
+        self.mean = state["mean"]
+
+
+@check(2)
+def an_object_is_given_dtensors_like_those_of_its_state_dict() -> None:
+    saved, other = gather({"averages": Averages(1.0)}), {"averages": Averages(2.0)}
+    target = saved.open(other)
+    assert other["averages"].mean.to_local().eq(2).all()
+    target.apply()
+    saved.equals(gather(other))
+
+
+@check(2)
+def a_checkpointed_layer_has_the_names_of_the_bare_one() -> None:
+    assert there_and_back(lambda net: fsdp2(checkpoint_wrapper(net)), Even).full.keys() >= {"model.up.weight"}
+
+
+@check(2)
+def state_of_a_replicated_parameter_without_axes_is_made_like_it() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(distribute_tensor(torch.tensor(2.0), mesh, [Replicate()]))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            squared: Any = self.scale * self.scale
+            return squared.to_local() * x
+
+    for how in ({}, {"fused": True}):
+        there_and_back(lambda net: net, Scale, **how)
+
+
 @check(2)
 def names_that_only_some_ranks_have_are_theirs_alone() -> None:
     stage = nn.Linear(3, 3)
@@ -429,6 +476,18 @@ def tensor_parallel_under_fsdp2_is_read_with_its_strided_shards() -> None:
     plain = job(lambda net: net, Even, 5)
     saved.load(plain)
     saved.equals(gather(plain))
+
+
+@check(4)
+def three_dimensions_are_read_with_replicas_and_strided_shards() -> None:
+    for sizes in ((2, 1, 2), (1, 2, 2)):
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard", "tensor"))
+
+        def make(net: nn.Module, mesh: DeviceMesh = mesh) -> nn.Module:
+            parallelize_module(net, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            return fsdp2(net, mesh=mesh["replicate", "shard"])
+
+        there_and_back(make, Even)
 
 
 @check(4)
