@@ -113,7 +113,6 @@ def empty_like_dtensor(like: DTensor, dtype: torch.dtype) -> DTensor:
     from torch.distributed.tensor import DTensor as Class
 
     local = torch.empty_like(local_of(like), dtype=dtype, requires_grad=False)
-    made = Class.from_local(
+    return Class.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
-    return made.detach()

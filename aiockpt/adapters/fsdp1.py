@@ -32,7 +32,7 @@ def find_slices(module: nn.Module, path: Path) -> Iterator[tuple[torch.Tensor, F
     Raises:
         UnsupportedStateError: the original parameters are not there, or are gathered at the moment.
     """
-    handles = [member._handle for member in module.modules() if is_fsdp1(member)]
+    handles: list[Any] = [member._handle for member in module.modules() if is_fsdp1(member)]
     for handle in handles:
         if handle is None:  # a wrapper without parameters of its own
             continue

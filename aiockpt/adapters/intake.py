@@ -21,6 +21,7 @@ from aiockpt.adapters.tensors import (
     empty_like,
     hold,
     is_lazy,
+    is_spread,
     local_tensors,
     memory_key,
     overlaps_itself,
@@ -170,11 +171,12 @@ class Intake:
         node = None if found is None else found.node
         return node if type(node) is dict and node.get(TAG) == kind else None
 
-    def value(self, path: Path, node: Node, template: Any = None) -> Callable[[], Any]:
+    def value(self, path: Path, node: Node, template: Any = None, *, fresh: bool = False) -> Callable[[], Any]:
         """Check a node and ask for its tensors; return what decodes it once they are filled.
 
         Args:
             template: what is at *path* now; its tensors that fit are filled in place, others are made.
+            fresh: fill none in place; those that are spread over ranks in *template* are made so again.
 
         Raises:
             ManifestError, UsageError: as `Decoder.decode`.
@@ -184,7 +186,11 @@ class Intake:
 
         def get(name: str, place: Path, device: str) -> torch.Tensor:
             if (name, place) not in made:
-                made[name, place] = self._obtain(place, name, here.get(place), _local_device(device))
+                live, new = here.get(place), _local_device(device)
+                if not fresh:
+                    made[name, place] = self._obtain(place, name, live, new)
+                else:
+                    made[name, place] = self._obtain(place, name, None, live if is_spread(live) else new)
             return made[name, place]
 
         reader = LeafReader(get)

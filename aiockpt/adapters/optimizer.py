@@ -98,6 +98,7 @@ class OptimizerPart:
         self._names = [list(map(join_name, some)) for some in self._members]
         self._plain = is_plain(optimizer)
         watch.attribute(attrgetter("__class__"), optimizer)
+        watch.attribute(attrgetter("param_groups"), optimizer)
         watch.items(optimizer.param_groups)
         for group in optimizer.param_groups:
             watch.keys(group, ["params"])
@@ -114,8 +115,7 @@ class OptimizerPart:
 
     def _watch_plain(self, watch: Watch) -> None:
         optimizer = self._optimizer
-        for get in (attrgetter("state"), attrgetter("param_groups")):
-            watch.attribute(get, optimizer)
+        watch.attribute(attrgetter("state"), optimizer)
         for hooks in _hooks(optimizer):
             watch.mapping(hooks)
         if self._view.rest:

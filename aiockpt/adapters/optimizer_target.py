@@ -21,6 +21,7 @@ from aiockpt.adapters.held import FlatRange
 from aiockpt.adapters.index import Index
 from aiockpt.adapters.intake import Intake
 from aiockpt.adapters.optimizer import is_plain, name_members, state_path, view_plain
+from aiockpt.adapters.tensors import may_spread
 from aiockpt.format.names import join_name, split_name
 from aiockpt.state.tree import Node, Path, damaged
 
@@ -114,7 +115,8 @@ def _load_own_form(optimizer: Optimizer, path: Path, intake: Intake) -> None:
     if node is None:
         intake.miss(path)
     elif intake.selects_whole(path, "it has its own load_state_dict()"):
-        value = intake.value(path, node.get("value"))
+        template = optimizer.state_dict() if may_spread() else None
+        value = intake.value(path, node.get("value"), template, fresh=True)
         intake.later(lambda: optimizer.load_state_dict(value()))
 
 

@@ -64,7 +64,9 @@ class Run:
 
     def _put_own(self, path: Path, tensor: torch.Tensor) -> str:
         if is_spread(tensor):
-            refuse(path, f"a {type(tensor)!r} is spread over ranks, it cannot belong to one; save it outside per_rank()")
+            refuse(
+                path, f"a {type(tensor)!r} is spread over ranks, it cannot belong to one; save it outside per_rank()"
+            )
         return self._gather(tensor_name(path, self._rank), path, tensor)
 
     def _gather(self, name: str, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None) -> str:

@@ -14,7 +14,7 @@ from aiockpt.adapters.held import Held, Piece
 from aiockpt.state.geometry import Box
 
 if TYPE_CHECKING:
-    from torch.distributed._shard.sharded_tensor import ShardedTensor
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 
 def is_sharded_tensor(tensor: object) -> TypeGuard[ShardedTensor]:

@@ -15,6 +15,7 @@ from aiockpt.adapters.leaves import read_plain_leaf
 from aiockpt.adapters.module import load_module
 from aiockpt.adapters.optimizer_target import load_optimizer, read_node
 from aiockpt.adapters.rng import RNG, PerRank
+from aiockpt.adapters.tensors import may_spread
 from aiockpt.errors import UsageError
 from aiockpt.format.names import join_name
 from aiockpt.state.codecs import DEFAULT_CODECS, CodecRegistry
@@ -90,7 +91,8 @@ def _load_stateful(value: Any, path: Path, intake: Intake) -> None:
     if node is None:
         intake.miss(path)
         return
-    state = intake.value(path, node.get("value"))
+    template = value.state_dict() if may_spread() else None
+    state = intake.value(path, node.get("value"), template, fresh=True)
     intake.later(lambda: value.load_state_dict(state()))
 
 

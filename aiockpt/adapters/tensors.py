@@ -12,8 +12,10 @@ Guarantees:
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Hashable
 from operator import attrgetter
+from typing import TypeGuard
 
 import msgspec
 import torch
@@ -104,9 +106,14 @@ def empty_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
 
 
-def is_spread(tensor: torch.Tensor) -> bool:
+def is_spread(tensor: object) -> TypeGuard[torch.Tensor]:
     """Return whether *tensor* has its elements in local tensors, on several ranks."""
     return is_dtensor(tensor) or is_sharded_tensor(tensor)
+
+
+def may_spread() -> bool:
+    """Return whether this process can have tensors that are new ones' model in how they are spread: DTensors."""
+    return "torch.distributed.tensor" in sys.modules
 
 
 def local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -133,9 +140,7 @@ def _unsupported(tensor: torch.Tensor) -> str | None:
     if is_uninitialized(tensor):
         return "a lazy parameter has no shape yet; run a forward pass first"
     if _DISPATCH(type(tensor)) != _DISPATCH(torch.Tensor):
-        return (
-            f"{type(tensor)!r} keeps its value elsewhere; save the tensors it wraps"
-        )
+        return f"{type(tensor)!r} keeps its value elsewhere; save the tensors it wraps"
     if tensor.is_nested:
         return "a nested tensor; save its values and offsets"
     if tensor.layout != torch.strided:

@@ -200,7 +200,9 @@ def runs_to_boxes(axes: Sequence[Sequence[Run]]) -> list[tuple[Box, Box]]:
     found = []
     for chosen in product(*places):
         sizes = tuple(size for (_, size), _ in chosen)
-        found.append((Box(tuple(first for (first, _), _ in chosen), sizes), Box(tuple(own for _, own in chosen), sizes)))
+        found.append(
+            (Box(tuple(first for (first, _), _ in chosen), sizes), Box(tuple(own for _, own in chosen), sizes))
+        )
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -364,6 +364,7 @@ def test_a_value_of_optimizer_state_that_is_renamed_is_not_overlooked() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.sampled_from(CHANGES), min_size=2, max_size=6, unique=True))
+@example([new_state, hook_optimizer, new_groups])
 def test_no_sequence_of_changes_is_overlooked(changes: list[Callable[[Job], None]]) -> None:
     state, walker = job(), StateWalker()
     walker.walk(state)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.fsdp import ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -37,7 +39,7 @@ class Block(nn.Module):
         self.frozen = nn.Parameter(torch.randn(width), requires_grad=False)
         self.register_buffer("seen", torch.zeros(()))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         return self.down(self.up(x).relu()) * self.row + self.frozen
 
 
@@ -46,7 +48,7 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.second = Block(6), Block(6)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         return self.second(self.first(x))
 
 
@@ -57,7 +59,7 @@ class Even(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         return self.down(self.up(x).relu())
 
 
@@ -78,9 +80,15 @@ def job(make: Make, net: Callable[[], nn.Module], seed: int, **how: Any) -> dict
     return {"model": model, "optimizer": optimizer}
 
 
+def fsdp2(net: nn.Module, **how: Any) -> nn.Module:
+    fully_shard(net, **how)
+    return net
+
+
 def full_of(state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """What torch says the full tensors are."""
-    for name, parameter in state["model"].named_parameters():
+    for wrapped, parameter in state["model"].named_parameters():
+        name = wrapped.replace("_checkpoint_wrapped_module.", "")
         yield f"model.{name}", parameter
         for key, value in state["optimizer"].state.get(parameter, {}).items():
             yield f"optimizer.state.model.{name}.{key}", value
@@ -108,16 +116,8 @@ def back(one: dict[str, Any], other: dict[str, Any], saved: Gathered) -> None:
 
 
 def raises(what: str, run: Callable[[], object]) -> None:
-    try:
+    with pytest.raises(UnsupportedStateError, match=re.escape(what)):
         run()
-    except UnsupportedStateError as error:
-        assert what in str(error), error
-    else:
-        raise AssertionError("not refused")
-
-
-def names(state: dict[str, Any]) -> set[str]:
-    return {shard.name for shard in StateWalker().walk(state).tensors}
 
 
 # ------------------------------------------------------------------------------------------------ two ranks
@@ -126,11 +126,11 @@ def names(state: dict[str, Any]) -> set[str]:
 @check(2)
 def ddp_has_the_names_of_the_bare_module_and_replicas_everywhere() -> None:
     saved = there_and_back(lambda net: net, Net)
-    state = job(lambda net: DistributedDataParallel(net), Net, 1)  # noqa: PLW0108
+    state = job(DistributedDataParallel, Net, 1)
     train(state["model"], state["optimizer"])
     wrapped = gather(state)
     wrapped.equals(saved)
-    saved.load(job(lambda net: fully_shard(net), Net, 3))
+    saved.load(job(fsdp2, Net, 3))
     saved.load(state)
 
 
@@ -143,12 +143,12 @@ def fsdp2_is_read_and_filled_as_it_is_sharded() -> None:
 def shard_blocks(net: nn.Module) -> nn.Module:
     for block in net.children():
         fully_shard(block)
-    return fully_shard(net)
+    return fsdp2(net)
 
 
 @check(2)
 def fsdp2_is_resharded_before_it_is_read_or_filled() -> None:
-    state = job(lambda net: fully_shard(net), Net, 1)
+    state = job(fsdp2, Net, 1)
     train(state["model"], state["optimizer"])
     walker = StateWalker()
     before = Gathered(walker.walk(state))
@@ -158,7 +158,7 @@ def fsdp2_is_resharded_before_it_is_read_or_filled() -> None:
     Gathered(walker.walk(state)).equals(before)
     with torch.no_grad():
         state["model"](torch.ones(1, 6))
-    other = job(lambda net: fully_shard(net), Net, 2)
+    other = job(fsdp2, Net, 2)
     train(other["model"], other["optimizer"])
     changed = gather(other)
     changed.load(state)
@@ -168,7 +168,7 @@ def fsdp2_is_resharded_before_it_is_read_or_filled() -> None:
 
 @check(2)
 def a_warm_walk_of_dtensors_sees_a_moved_local_tensor() -> None:
-    state = job(lambda net: fully_shard(net), Net, 1)
+    state = job(fsdp2, Net, 1)
     train(state["model"], state["optimizer"])
     walker = StateWalker()
     walker.walk(state)
@@ -184,7 +184,7 @@ def a_warm_walk_of_dtensors_sees_a_moved_local_tensor() -> None:
 
 @check(2)
 def only_buffers_of_a_sharded_module_are_copied_to_hold_it_still() -> None:
-    state = job(lambda net: fully_shard(net), Net, 1)
+    state = job(fsdp2, Net, 1)
     train(state["model"], state["optimizer"])
     walked = StateWalker().walk(state)
     still = hold_still(walked, state)
@@ -204,10 +204,10 @@ def tied_parameters_are_tied_on_ranks_that_hold_nothing_too() -> None:
             self.a, self.b = nn.Linear(6, 1, bias=False), nn.Linear(6, 1, bias=False)
             self.b.weight = self.a.weight
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> Any:
             return self.a(x) + self.b(x)
 
-    assert there_and_back(lambda net: fully_shard(net), Tied).alias == {"model.b.weight": "model.a.weight"}
+    assert there_and_back(fsdp2, Tied).alias == {"model.b.weight": "model.a.weight"}
     assert there_and_back_fsdp1(Tied).alias == {"model.b.weight": "model.a.weight"}
 
 
@@ -223,23 +223,23 @@ def tensor_parallel_parameters_are_known_by_their_full_shape() -> None:
 
 
 def wrap_fsdp1(net: nn.Module, **how: Any) -> nn.Module:
-    return FSDP1(net, device_id=torch.device("cpu"), use_orig_params=True, **how)
+    return FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True, **how)
 
 
 def there_and_back_fsdp1(net: Callable[[], nn.Module], **how: Any) -> Gathered:
     def make(module: nn.Module) -> nn.Module:
         return wrap_fsdp1(module, **how)
 
-    one = job(make, net, 1)
-    train(one["model"], one["optimizer"])
+    one, plain = job(make, net, 1), job(lambda module: module, net, 1)
+    for state in (one, plain):
+        train(state["model"], state["optimizer"])
     saved = gather(one)
-    optimizer = FSDP1.full_optim_state_dict(one["model"], one["optimizer"], rank0_only=False)["state"]
-    with FSDP1.summon_full_params(one["model"], writeback=False):
+    with FullyShardedDataParallel.summon_full_params(one["model"], writeback=False):
         for name, parameter in one["model"].named_parameters():
-            plain = name.replace("_fsdp_wrapped_module.", "")
-            assert torch.equal(saved.full[f"model.{plain}"], parameter), name
-            for key, value in optimizer.get(plain, {}).items():
-                assert torch.equal(saved.full[f"optimizer.state.model.{plain}.{key}"], value), (name, key)
+            assert torch.equal(saved.full[f"model.{name.replace('_fsdp_wrapped_module.', '')}"], parameter), name
+    # FSDP1's own full_optim_state_dict() is no judge: on the CPU it gives exp_avg_sq for exp_avg (torch 2.13).
+    for name, tensor in full_of(plain):
+        torch.testing.assert_close(saved.full[name], tensor, msg=name)
     back(one, job(make, net, 2), saved)
     return saved
 
@@ -261,9 +261,9 @@ def fsdp1_parameters_and_state_are_flat_ranges() -> None:
 @check(2)
 def fsdp1_is_refused_while_it_is_gathered_and_without_original_parameters() -> None:
     model = wrap_fsdp1(Even())
-    with FSDP1.summon_full_params(model):
+    with FullyShardedDataParallel.summon_full_params(model):
         raises("gathered at the moment", lambda: StateWalker().walk({"m": model}))
-    flat = FSDP1(Even(), device_id=torch.device("cpu"), use_orig_params=False)
+    flat = FullyShardedDataParallel(Even(), device_id=torch.device("cpu"), use_orig_params=False)
     raises("use_orig_params=True", lambda: StateWalker().walk({"m": flat}))
 
 
@@ -274,20 +274,15 @@ def one_parallelism_loads_into_another() -> None:
             net, init_device_mesh("cpu", (2,)), {"up": ColwiseParallel(), "down": RowwiseParallel()}
         )
 
-    makes: list[Make] = [lambda net: net, lambda net: fully_shard(net), tensor_parallel, wrap_fsdp1]
+    makes: list[Make] = [lambda net: net, fsdp2, tensor_parallel, wrap_fsdp1]
     for source in makes:
         one = job(source, Even, 1)
         train(one["model"], one["optimizer"])
         saved = gather(one)
         for make in makes:
             other = job(make, Even, 2)
-            rank_view = saved if make is not wrap_fsdp1 else all_optimizer_values(saved)
-            rank_view.load(other)
+            saved.load(other)
             saved.equals(gather(other))
-
-
-def all_optimizer_values(saved: Gathered) -> Gathered:
-    return saved
 
 
 @check(2)
@@ -302,15 +297,13 @@ def a_partial_dtensor_is_refused_and_one_of_a_rank_too() -> None:
 @check(2)
 def a_local_tensor_that_does_not_fit_its_placement_is_refused() -> None:
     mesh = init_device_mesh("cpu", (2,))
-    wrong = DTensor.from_local(
-        torch.ones(3), mesh, [Shard(0)], run_check=False, shape=torch.Size([8]), stride=(1,)
-    )
+    wrong = DTensor.from_local(torch.ones(3), mesh, [Shard(0)], run_check=False, shape=torch.Size([8]), stride=(1,))
     raises("local tensor has shape (3,), not (4,)", lambda: StateWalker().walk({"x": wrong}))
 
 
 @check(2)
 def state_that_may_be_a_part_is_refused() -> None:
-    state = job(lambda net: fully_shard(net), Even, 1)
+    state = job(fsdp2, Even, 1)
     train(state["model"], state["optimizer"])
     weight = state["model"].up.weight
     state["optimizer"].state[weight]["exp_avg"] = weight.to_local().detach().clone()
@@ -332,13 +325,16 @@ def a_rank_outside_the_mesh_holds_nothing() -> None:
 @check(2)
 def a_collective_that_still_runs_is_waited_for() -> None:
     mesh = init_device_mesh("cpu", (2,))
-    spread = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)]).redistribute(placements=[Replicate()], async_op=True)
+    spread = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)]).redistribute(
+        placements=[Replicate()], async_op=True
+    )
     assert torch.equal(gather({"x": spread}).full["x"], torch.arange(6.0))
 
 
 @check(2)
 def a_sharded_tensor_is_its_local_shards() -> None:
-    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.sharded_tensor import init_from_local_shards
+    from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 
     rank = dist.get_rank()
     full = torch.arange(24.0).view(6, 4)
@@ -346,10 +342,10 @@ def a_sharded_tensor_is_its_local_shards() -> None:
 
     def make(source: torch.Tensor) -> Any:
         local = [
-            sharded_tensor.Shard.from_tensor_and_offsets(source[row : row + 2].clone(), [row, column], rank)
+            LocalShard.from_tensor_and_offsets(source[row : row + 2].clone(), [row, column], rank)
             for row, column in offsets
         ]
-        return sharded_tensor.init_from_local_shards(local, 6, 4)
+        return init_from_local_shards(local, 6, 4)
 
     spread = make(full)
     walker = StateWalker()
@@ -363,6 +359,52 @@ def a_sharded_tensor_is_its_local_shards() -> None:
     spread.local_shards()[0].tensor = torch.zeros(2, 4)
     walker.walk({"x": spread})
     assert walker.cold_walks == 2
+
+
+class Averages:
+    """An object whose state is made of DTensors, and that wants such back."""
+
+    def __init__(self, value: float) -> None:
+        self.mean = distribute_tensor(torch.full((5, 2), value), init_device_mesh("cpu", (2,)), [Shard(0)])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean, "count": torch.ones(2)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert isinstance(state["mean"], DTensor)
+        assert state["mean"] is not self.mean
+        self.mean = state["mean"]
+
+
+@check(2)
+def an_object_is_given_dtensors_like_those_of_its_state_dict() -> None:
+    saved, other = gather({"averages": Averages(1.0)}), {"averages": Averages(2.0)}
+    target = saved.open(other)
+    assert other["averages"].mean.to_local().eq(2).all()
+    target.apply()
+    saved.equals(gather(other))
+
+
+@check(2)
+def a_checkpointed_layer_has_the_names_of_the_bare_one() -> None:
+    assert there_and_back(lambda net: fsdp2(checkpoint_wrapper(net)), Even).full.keys() >= {"model.up.weight"}
+
+
+@check(2)
+def state_of_a_replicated_parameter_without_axes_is_made_like_it() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(distribute_tensor(torch.tensor(2.0), mesh, [Replicate()]))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            squared: Any = self.scale * self.scale
+            return squared.to_local() * x
+
+    for how in ({}, {"fused": True}):
+        there_and_back(lambda net: net, Scale, **how)
 
 
 @check(2)
@@ -419,7 +461,7 @@ def strided_shards_are_put_together_again() -> None:
 @check(4)
 def hsdp_holds_replicas_of_shards() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    there_and_back(lambda net: fully_shard(net, mesh=mesh), Net)
+    there_and_back(lambda net: fsdp2(net, mesh=mesh), Net)
 
 
 @check(4)
@@ -428,12 +470,24 @@ def tensor_parallel_under_fsdp2_is_read_with_its_strided_shards() -> None:
 
     def make(net: nn.Module) -> nn.Module:
         parallelize_module(net, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        return fully_shard(net, mesh=mesh["data"])
+        return fsdp2(net, mesh=mesh["data"])
 
     saved = there_and_back(make, Even)
     plain = job(lambda net: net, Even, 5)
     saved.load(plain)
     saved.equals(gather(plain))
+
+
+@check(4)
+def three_dimensions_are_read_with_replicas_and_strided_shards() -> None:
+    for sizes in ((2, 1, 2), (1, 2, 2)):
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard", "tensor"))
+
+        def make(net: nn.Module, mesh: DeviceMesh = mesh) -> nn.Module:
+            parallelize_module(net, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            return fsdp2(net, mesh=mesh["replicate", "shard"])
+
+        there_and_back(make, Even)
 
 
 @check(4)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiockpt.state.geometry import Box, copy_runs, flat_range_boxes
+from aiockpt.state.geometry import Box, boxes_follow, chunk_runs, copy_runs, flat_range_boxes, runs_to_boxes
 
 shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 
@@ -88,3 +88,64 @@ def test_a_tensor_without_axes_is_one_element() -> None:
 def test_the_same_whole_box_is_one_run_however_large() -> None:
     box = Box.whole((1 << 40, 3, 5))
     assert list(copy_runs(box, box)) == [(0, 0, 15 << 40)]
+
+
+def indices(runs: list[tuple[int, int]]) -> list[int]:
+    return [first + place for first, size in runs for place in range(size)]
+
+
+def chunks(numbers: list[int], count: int) -> list[list[int]]:
+    """What torch.chunk says, filled up with empty chunks."""
+    step = max(1, -(-len(numbers) // count))
+    return [numbers[index * step : (index + 1) * step] for index in range(count)]
+
+
+cuts = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), max_size=3)
+"""(how many chunks, in how many pieces first), one after the other."""
+
+
+@given(st.integers(0, 40), cuts, st.data())
+def test_a_chunk_is_that_of_torch_in_each_piece_and_ranks_share_nothing(
+    size: int, cuts: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    runs, numbers = ([(0, size)] if size else []), list(range(size))
+    for count, pieces in cuts:
+        expected = [
+            [number for piece in chunks(numbers, pieces) for number in chunks(piece, count)[index]]
+            for index in range(count)
+        ]
+        found = [chunk_runs(runs, count, index, pieces) for index in range(count)]
+        assert list(map(indices, found)) == expected
+        assert sorted(number for some in expected for number in some) == sorted(numbers)
+        index = data.draw(st.integers(0, count - 1))
+        runs, numbers = found[index], expected[index]
+
+
+def test_runs_that_touch_are_one() -> None:
+    assert chunk_runs([(0, 12)], 1, 0, 3) == [(0, 12)]
+    assert chunk_runs([(0, 12)], 2, 0, 3) == [(0, 2), (4, 2), (8, 2)]
+
+
+axis_runs = st.lists(st.booleans(), max_size=5).map(
+    lambda held: [(index, 1) for index, kept in enumerate(held) if kept]
+)
+joined_runs = axis_runs.map(lambda runs: chunk_runs(runs, 1, 0))
+
+
+@given(st.lists(joined_runs, max_size=3))
+def test_boxes_of_runs_have_the_elements_with_these_indices_once(axes: list[list[tuple[int, int]]]) -> None:
+    numbers = np.arange(5 ** len(axes)).reshape((5,) * len(axes))
+    own = numbers[np.ix_(*map(indices, axes))] if axes else numbers
+    boxes = runs_to_boxes(axes)
+    for box, place in boxes:
+        assert (part(numbers, box) == part(own, place)).all()
+    in_boxes = [element for box, _ in boxes for element in part(numbers, box).ravel()]
+    assert sorted(in_boxes) == sorted(own.ravel())
+    assert not boxes_follow(axes) or in_boxes == list(own.ravel())
+
+
+def test_boxes_follow_one_another_unless_an_axis_in_front_is_stepped_through() -> None:
+    assert boxes_follow([[(0, 3), (5, 2)], [(0, 4)]])
+    assert boxes_follow([[(3, 1)], [(0, 2), (4, 2)]])
+    assert boxes_follow([[(0, 1), (3, 1)], [(0, 2), (4, 2)]])
+    assert not boxes_follow([[(0, 2)], [(0, 2), (4, 2)]])
