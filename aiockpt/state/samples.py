@@ -114,6 +114,19 @@ def reshard(parts: Sequence[LoaderPart], new_size: int) -> list[LoaderPart]:
     ]
 
 
+def take(spans: Sequence[Span], count: int) -> tuple[list[int], tuple[Span, ...]]:
+    """Return the first *count* positions of *spans*, fewer where there are no more, and the spans that are left."""
+    taken: list[int] = []
+    left: list[Span] = []
+    for span in spans:
+        now = span.positions[: count - len(taken)]
+        taken += now
+        rest = span.positions[len(now) :]
+        if rest:
+            left.append(Span(span.source, rest.start, span.stop, span.stride))
+    return taken, tuple(left)
+
+
 def _agreed(parts: Sequence[LoaderPart]) -> Any:
     for reader, part in enumerate(parts[1:], 1):
         if part.shared != parts[0].shared:

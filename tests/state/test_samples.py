@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.errors import UsageError
-from aiockpt.state.samples import LoaderPart, Span, Stream, read_part, reshard, write_part
+from aiockpt.state.samples import LoaderPart, Span, Stream, read_part, reshard, take, write_part
 
 sizes = st.integers(1, 9)
 Sample = tuple[str, Any]
@@ -24,15 +24,8 @@ def whole(count: int) -> LoaderPart:
 
 def read(part: LoaderPart, count: int) -> tuple[list[int], LoaderPart]:
     """Read some samples of the spans, as a reader would."""
-    taken: list[int] = []
-    left: list[Span] = []
-    for span in part.spans:
-        now = span.positions[: max(count - len(taken), 0)]
-        taken += now
-        rest = span.positions[len(now) :]
-        if rest:
-            left.append(Span(span.source, rest.start, span.stop, span.stride))
-    return taken, LoaderPart(part.shared, part.buffer, tuple(left), part.streams)
+    taken, left = take(part.spans, count)
+    return taken, LoaderPart(part.shared, part.buffer, left, part.streams)
 
 
 def samples(parts: Sequence[LoaderPart]) -> Counter[Sample]:
