@@ -7,7 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from aiockpt.adapters.loader import Loader
     from aiockpt.adapters.rng import RNG, per_rank
+    from aiockpt.adapters.sampler import ShardedSampler
     from aiockpt.checkpointer import Checkpointer
     from aiockpt.engine.keep import Description, Pruned, StepInfo, TensorInfo, Verified
     from aiockpt.errors import (
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from aiockpt.options import IO, Best, Deadlines, Retention
     from aiockpt.runtime.future import Future, LoadFuture, LoadResult, SaveFuture, SaveResult
     from aiockpt.state.codecs import register_codec
+    from aiockpt.state.samples import LoaderPart, Span, Stream
 
 __version__ = "0.1.0"
 
@@ -44,15 +47,20 @@ __all__ = [
     "Future",
     "LoadFuture",
     "LoadResult",
+    "Loader",
+    "LoaderPart",
     "NoValidCheckpointError",
     "Pruned",
     "Retention",
     "SaveFuture",
     "SaveResult",
+    "ShardedSampler",
+    "Span",
     "StateMismatchError",
     "StepInfo",
     "StepNotFoundError",
     "StorageError",
+    "Stream",
     "TensorInfo",
     "UnsupportedStateError",
     "UsageError",
@@ -66,7 +74,10 @@ _HOMES = (
     "aiockpt.options",
     "aiockpt.runtime.future",
     "aiockpt.state.codecs",
+    "aiockpt.state.samples",
     "aiockpt.adapters.rng",
+    "aiockpt.adapters.loader",
+    "aiockpt.adapters.sampler",
     "aiockpt.engine.keep",
     "aiockpt.checkpointer",
 )
