@@ -7,7 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from aiockpt.adapters.loader import Loader
     from aiockpt.adapters.rng import RNG, per_rank
+    from aiockpt.adapters.sampler import ShardedSampler
     from aiockpt.checkpointer import Checkpointer
     from aiockpt.engine.keep import Description, Pruned, StepInfo, TensorInfo, Verified
     from aiockpt.errors import (
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from aiockpt.runtime.future import Future, LoadFuture, LoadResult, SaveFuture, SaveResult
     from aiockpt.runtime.ranks import Ranks
     from aiockpt.state.codecs import register_codec
+    from aiockpt.state.samples import LoaderPart, Span, Stream
 
 __version__ = "0.1.0"
 
@@ -46,6 +49,8 @@ __all__ = [
     "Future",
     "LoadFuture",
     "LoadResult",
+    "Loader",
+    "LoaderPart",
     "NoValidCheckpointError",
     "Pruned",
     "RankError",
@@ -53,10 +58,13 @@ __all__ = [
     "Retention",
     "SaveFuture",
     "SaveResult",
+    "ShardedSampler",
+    "Span",
     "StateMismatchError",
     "StepInfo",
     "StepNotFoundError",
     "StorageError",
+    "Stream",
     "TensorInfo",
     "UnsupportedStateError",
     "UsageError",
@@ -71,7 +79,10 @@ _HOMES = (
     "aiockpt.runtime.future",
     "aiockpt.runtime.ranks",
     "aiockpt.state.codecs",
+    "aiockpt.state.samples",
     "aiockpt.adapters.rng",
+    "aiockpt.adapters.loader",
+    "aiockpt.adapters.sampler",
     "aiockpt.engine.keep",
     "aiockpt.checkpointer",
 )

@@ -9,10 +9,10 @@ import aiockpt
 
 PUBLIC = frozenset(
     """
-    BackgroundSaveError Best CheckpointError Checkpointer CommitConflictError CommitTimeoutError CorruptionError Deadlines
-    Description Future IO LoadFuture LoadResult NoValidCheckpointError Pruned RNG Retention SaveFuture SaveResult
-    StateMismatchError StepInfo StepNotFoundError StorageError TensorInfo UnsupportedStateError UsageError Verified per_rank
-    register_codec
+    BackgroundSaveError Best CheckpointError Checkpointer CommitConflictError CommitTimeoutError CorruptionError
+    Deadlines Description Future IO LoadFuture LoadResult Loader LoaderPart NoValidCheckpointError Pruned RNG
+    Retention SaveFuture SaveResult ShardedSampler Span StateMismatchError StepInfo StepNotFoundError StorageError
+    Stream TensorInfo UnsupportedStateError UsageError Verified per_rank register_codec
     """.split()  # noqa: SIM905  one block of names reads better than a list of strings
 )
 

@@ -46,6 +46,10 @@ class Stored(msgspec.Struct, frozen=True):
         alias: other names of a tensor → its name.
         values, per_rank: the trees of `ShardedState`; *per_rank* is this rank's own, None when it has none.
         where: what to call the checkpoint in messages.
+        step: of the checkpoint.
+        rank, world_size: this rank, out of how many that load.
+        every_rank: the *per_rank* trees of all ranks that saved, by rank in decimal; needed where their number changed.
+        saved_world_size: how many ranks saved.
     """
 
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
@@ -53,6 +57,11 @@ class Stored(msgspec.Struct, frozen=True):
     values: Any
     per_rank: Any = None
     where: str = "the checkpoint"
+    step: int = 0
+    rank: int = 0
+    world_size: int = 1
+    every_rank: Mapping[str, Any] = {}
+    saved_world_size: int = 1
 
 
 class LoadTarget:
@@ -122,6 +131,7 @@ class Intake:
         self._missing: list[str] = []
         self._used: set[str] = set()
         self._claimed: set[str] = set()
+        self._passed_over: set[str] = set()
         self._written: set[str] = set()
         self._steps: list[Callable[[], object]] = []
         self._last_steps: list[Callable[[], object]] = []
@@ -153,6 +163,24 @@ class Intake:
                 raise UsageError(f"only={name!r} is a part of {join_name(path)!r}, which loads as a whole: {why}")
         return False
 
+    # ---------------------------------------------------------------- ranks
+
+    @property
+    def rank(self) -> int:
+        """Which rank loads."""
+        return self._stored.rank
+
+    @property
+    def step(self) -> int:
+        """The step of the checkpoint."""
+        return self._stored.step
+
+    @property
+    def world_changed(self) -> str | None:
+        """How the number of ranks changed, in words; None where it is the same."""
+        saved, here = self._stored.saved_world_size, self._stored.world_size
+        return None if saved == here else f"saved by {saved} ranks, and here are {here}"
+
     # ---------------------------------------------------------------- values
 
     def find(self, path: Path) -> Node | None:
@@ -164,6 +192,13 @@ class Intake:
         own = self._stored.per_rank
         name = self.stored_name(path)
         return _Some(own[name]) if isinstance(own, Mapping) and name in own else None
+
+    def find_of_another(self, path: Path) -> Node | None:
+        """Return the node at *path* of the saved rank that a rank without one derives its own from, or None."""
+        ranks = max(self._stored.saved_world_size, 1)
+        tree = self._stored.every_rank.get(str(self.rank % ranks))
+        name = self.stored_name(path)
+        return _Some(tree[name]) if isinstance(tree, Mapping) and name in tree else None
 
     def find_tagged(self, path: Path, kind: str) -> dict[str, Any] | None:
         """Return the tagged object of *kind* at *path*, or None."""
@@ -283,6 +318,15 @@ class Intake:
             self._missing.append(join_name(path))
             self.problem(f"{join_name(path)}: {reason}")
 
+    def pass_over(self, path: Path) -> None:
+        """Say that what the checkpoint has below *path* is known, and not all of it wanted: the rest is no difference."""
+        self._passed_over.add(self.stored_name(path))
+
+    def mismatch(self, path: Path, problem: str) -> None:
+        """Note that the leaf at *path* is in the checkpoint and does not fit."""
+        self.pass_over(path)
+        self.problem(f"{join_name(path)}: {problem}")
+
     def problem(self, problem: str) -> None:
         """Note a difference."""
         self._problems.append(problem)
@@ -321,11 +365,12 @@ class Intake:
 
     def _unused(self) -> Iterator[str]:
         """Yield the names of the checkpoint that nothing asked for; a part of which nothing was asked for, once."""
-        met = {prefix for name in self._used | self._claimed for prefix in prefixes(name)}
+        met = {prefix for name in self._used | self._claimed | self._passed_over for prefix in prefixes(name)}
         roots = set(_unmet_values(self._stored.values, (), met))
         yield from sorted(roots)
+        known = roots | self._passed_over
         for name in sorted({*self._stored.tensors, *self._stored.alias} - self._used):
-            if not _OF_A_RANK.search(name) and not any(prefix in roots for prefix in prefixes(name)):
+            if not _OF_A_RANK.search(name) and not any(prefix in known for prefix in prefixes(name)):
                 yield name
 
 

@@ -11,9 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from aiockpt.adapters.loader import Loader
 from aiockpt.adapters.rng import PerRank
 
-Kind = Literal["module", "optimizer", "per_rank", "stateful", "tensor", "container", "value"]
+Kind = Literal["module", "optimizer", "loader", "per_rank", "stateful", "tensor", "container", "value"]
 
 _PLAIN = (type(None), bool, int, float, str, bytes, list, tuple)
 
@@ -38,6 +39,8 @@ def kind_of(value: Any) -> Kind:
         return "module"
     if isinstance(value, Optimizer):
         return "optimizer"
+    if isinstance(value, Loader):
+        return "loader"
     if isinstance(value, PerRank):
         return "per_rank"
     if isinstance(value, Stateful):
@@ -56,6 +59,11 @@ def _has_objects(mapping: Mapping[Any, Any], seen: set[int]) -> bool:
     )
 
 
+def reads_data(value: object) -> bool:
+    """Return whether an object gives samples, so that its state belongs to a rank out of so many."""
+    return isinstance(value, DataLoader | Dataset | Sampler)
+
+
 def _belongs_to_rank(value: Stateful) -> bool:
     """Return whether an object's state is this rank's own by nature: random generators and what reads data."""
-    return isinstance(value, DataLoader | Dataset | Sampler) or bool(getattr(value, "aiockpt_per_rank", False))
+    return reads_data(value) or bool(getattr(value, "aiockpt_per_rank", False))

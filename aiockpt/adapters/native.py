@@ -25,6 +25,7 @@ from aiockpt.adapters.index import Index
 from aiockpt.adapters.intake import LoadTarget, Stored
 from aiockpt.adapters.kinds import Stateful, kind_of
 from aiockpt.adapters.leaves import write_tensor
+from aiockpt.adapters.loader import Loader
 from aiockpt.adapters.module import ModulePart
 from aiockpt.adapters.optimizer import OptimizerPart
 from aiockpt.adapters.rng import RNG, PerRank, per_rank
@@ -166,6 +167,8 @@ def _part(value: Any, path: Path, index: Index, plan: _Plan) -> Part:
             return _TensorPart(value, path, plan)
         case "container":
             return _ContainerPart(value, path, index, plan)
+        case "loader":
+            return _LoaderPart(value, path)
         case "per_rank":
             return _OwnPart(value, path)
         case "stateful":
@@ -197,6 +200,25 @@ class _StatefulPart:
     def refresh(self, value: Any, run: Run) -> Node:
         run.same(value, self._value)
         return {TAG: "stateful", "value": run.encode(value.state_dict(), self._path)}
+
+
+class _LoaderPart:
+    """A data loader: what its readers share, and what this data-parallel rank's have, in the global tree under its number.
+
+    So peers that read the same data say the same, and the union of all ranks' trees has every data-parallel rank once.
+    """
+
+    def __init__(self, value: Loader[Any], path: Path) -> None:
+        self._value = value
+        self._path = path
+
+    def refresh(self, value: Any, run: Run) -> Node:
+        run.same(value, self._value)
+        held = self._value.held()
+        rank = str(self._value.rank)
+        own = {rank: run.encode(held.own, (*self._path, "readers", rank))} if self._value.saves else {}
+        shared = run.encode(held.shared, (*self._path, "shared"))
+        return {TAG: "loader", "form": held.form, "size": self._value.size, "shared": shared, "readers": own}
 
 
 class _OwnPart:

@@ -5,8 +5,10 @@ Also here is what belongs to one rank alone: an `RNG`, and whatever `per_rank` w
 
 from __future__ import annotations
 
+import hashlib
 import random
 from array import array
+from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -37,6 +39,11 @@ class RNG:
 
     It holds nothing itself: ``state_dict()`` reads the generators and ``load_state_dict()`` sets them. Own generators
     (``torch.Generator``, ``numpy.random.Generator``) are not covered: put their state into the checkpoint's state.
+
+    Each rank has its own, and when their number changes: a rank that was there before goes on with its own stream, bit by
+    bit; a rank that was not gets a new one, derived from the state of saved rank (its number modulo the saved ranks), its
+    number and the step (`derive_state`). So no new rank repeats the numbers of another, and the same resume always
+    draws the same numbers. Streams of ranks that are gone are not used.
     """
 
     aiockpt_per_rank = True
@@ -67,11 +74,64 @@ class RNG:
             devices = state["cuda"][: torch.cuda.device_count()] if state["cuda"] else []
             torch.set_rng_state(_to_tensor(state["torch"]))
             for device, data in enumerate(devices):
-                torch.cuda.set_rng_state(_to_tensor(data), device)
+                _write_cuda(device, data)
             _write_python(state["python"])
             _write_numpy(state["numpy"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise UsageError(f"the state of the random generators cannot be set: {error}") from error
+
+
+def derive_state(state: Mapping[str, Any], rank: int, step: int) -> dict[str, Any]:
+    """Return a new state of every generator for a rank that a checkpoint does not have.
+
+    The seeds are digests of all arguments: equal arguments give equal streams, and any difference gives another one.
+
+    Args:
+        state: what `RNG.state_dict` returned on a rank that saved.
+        rank: the new rank.
+        step: of the checkpoint.
+
+    Raises:
+        UsageError: *state* is not one that `RNG.state_dict` returned.
+    """
+
+    def seed(generator: str, index: int = 0, size_bytes: int = 8) -> int:
+        text = f"{generator} {index} rank {rank} step {step}".encode()
+        return int.from_bytes(hashlib.blake2b(content + text, digest_size=size_bytes).digest(), "little")
+
+    try:
+        content = hashlib.blake2b(repr(_sorted(state)).encode()).digest()
+        return {
+            "torch": _to_bytes(torch.Generator().manual_seed(seed("torch")).get_state()),
+            "cuda": [seed("cuda", device) for device in range(len(state["cuda"]))],
+            "python": _read_python(random.Random(seed("python", size_bytes=32))),
+            "numpy": _read_numpy(np.random.RandomState(_words(seed("numpy", size_bytes=32)))),
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"no stream of random numbers can be derived from the state of another rank: {error}"
+        ) from error
+
+
+def _sorted(value: Any) -> Any:
+    """Return dicts as sorted lists of pairs, so that equal states have equal text."""
+    if isinstance(value, Mapping):
+        return [(key, _sorted(value[key])) for key in sorted(value)]
+    return value
+
+
+def _words(seed: int) -> list[int]:
+    """Return a seed of 32 bytes as the 32-bit words that numpy takes."""
+    return [seed >> shift & 0xFFFFFFFF for shift in range(0, 256, 32)]
+
+
+def _write_cuda(device: int, state: bytes | int) -> None:
+    """Set a device's generator: to a state of it, or to the seed of a derived stream."""
+    if isinstance(state, bytes):
+        torch.cuda.set_rng_state(_to_tensor(state), device)
+    else:
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(state)
 
 
 def _to_bytes(state: torch.Tensor) -> bytes:
@@ -82,8 +142,8 @@ def _to_tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _read_python() -> dict[str, Any]:
-    version, words, gauss = random.getstate()
+def _read_python(generator: random.Random | None = None) -> dict[str, Any]:
+    version, words, gauss = random.getstate() if generator is None else generator.getstate()
     return {"version": version, "words": array("I", words).tobytes(), "gauss": gauss}
 
 
@@ -93,8 +153,9 @@ def _write_python(state: dict[str, Any]) -> None:
     random.setstate((state["version"], tuple(words), state["gauss"]))
 
 
-def _read_numpy() -> dict[str, Any]:
-    state: dict[str, Any] = dict(np.random.get_state(legacy=False))
+def _read_numpy(generator: np.random.RandomState | None = None) -> dict[str, Any]:
+    read = np.random.get_state if generator is None else generator.get_state
+    state: dict[str, Any] = dict(read(legacy=False))
     return {**state, "state": {key: _pack(value) for key, value in state["state"].items()}}
 
 

@@ -10,17 +10,18 @@ import numpy as np
 
 from aiockpt.adapters.index import Index
 from aiockpt.adapters.intake import Intake, LoadTarget, Rename, Stored
-from aiockpt.adapters.kinds import kind_of
+from aiockpt.adapters.kinds import kind_of, reads_data
 from aiockpt.adapters.leaves import read_plain_leaf
+from aiockpt.adapters.loader import Loader
 from aiockpt.adapters.module import load_module
 from aiockpt.adapters.optimizer_target import load_optimizer, read_node
-from aiockpt.adapters.rng import RNG, PerRank
+from aiockpt.adapters.rng import RNG, PerRank, derive_state
 from aiockpt.adapters.tensors import may_spread
 from aiockpt.errors import UsageError
 from aiockpt.format.names import join_name
 from aiockpt.state.codecs import DEFAULT_CODECS, CodecRegistry
 from aiockpt.state.scalars import field
-from aiockpt.state.tree import Decoder, Path
+from aiockpt.state.tree import Decoder, Path, damaged
 
 
 def open_target(
@@ -76,6 +77,8 @@ def _load_container(mapping: Mapping[str, Any], path: Path, index: Index, intake
             case "container":
                 intake.claim(place)
                 _load_container(value, place, index, intake)
+            case "loader":
+                _load_loader(value, place, intake)
             case "per_rank":
                 _load_own(value, place, intake)
             case "stateful":
@@ -100,17 +103,64 @@ def _load_own(value: Any, path: Path, intake: Intake) -> None:
     """Load what belongs to this rank: an object, or the value that `per_rank` wraps."""
     if not intake.selects_whole(path, "it belongs to one rank"):
         return
+    holder = value.value if isinstance(value, PerRank) else value
+    if reads_data(holder) and intake.world_changed:
+        intake.miss(
+            path, f"{intake.world_changed}; wrap it in aiockpt.Loader(...), so that no sample is lost or repeated"
+        )
+        return
     found = intake.find_own(path)
+    if found is None and isinstance(holder, RNG) and _derive_random(holder, path, intake):
+        return
     if found is None:
         intake.miss(path, "this rank has none in the checkpoint")
         return
-    holder = value.value if isinstance(value, PerRank) else value
     if kind_of(holder) in ("stateful", "per_rank"):
         state = intake.value(path, found.node)
         intake.later(lambda: holder.load_state_dict(state()), last=isinstance(holder, RNG))
     else:
         own = intake.value(path, found.node, holder)
         intake.later(lambda: setattr(value, "value", own()))
+
+
+def _derive_random(rng: RNG, path: Path, intake: Intake) -> bool:
+    """Give a rank that the checkpoint does not know random numbers of its own; return whether there is what from."""
+    found = intake.find_of_another(path)
+    if found is None:
+        return False
+    state = intake.value(path, found.node)
+    intake.later(lambda: rng.load_state_dict(derive_state(state(), intake.rank, intake.step)), last=True)
+    return True
+
+
+def _load_loader(loader: Loader[Any], path: Path, intake: Intake) -> None:
+    if not intake.selects_whole(path, "a loader goes on as a whole"):
+        return
+    node = intake.find_tagged(path, "loader")
+    if node is None:
+        intake.miss(path)
+        return
+    try:
+        form, size, readers, shared = (
+            node["form"],
+            field(node, "size", int),
+            field(node, "readers", dict),
+            node["shared"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise damaged(path, f"is not the state of a loader ({error!r})") from error
+    if (misfit := loader.misfit(form, size, readers)) is not None:
+        intake.mismatch(path, misfit)
+        return
+    needed = [str(rank) for rank in loader.needed_ranks(size)]
+    value = intake.value(path, {"shared": shared, "owns": [readers[rank] for rank in needed]})
+    intake.pass_over(path)
+
+    def resume() -> None:
+        saved = value()
+        loader.resume(saved["shared"], saved["owns"])
+
+    intake.later(resume)
 
 
 def _load_value(mapping: Mapping[str, Any], key: str, path: Path, intake: Intake) -> None:
@@ -176,6 +226,8 @@ class _Onlooker:
                 return decoder.decode(self._own.get(join_name(path)), path)
             case "stateful":
                 return decoder.decode(node["value"], path)
+            case "loader":
+                return decoder.decode({"shared": node["shared"], "readers": node["readers"]}, path)
             case "module":
                 return decoder.decode(node.get("values", {}), path)
             case "optimizer":

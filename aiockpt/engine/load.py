@@ -174,20 +174,26 @@ async def find_manifest(engine: Engine, step: int | None) -> Manifest:
     raise StepNotFoundError(f"{engine.backend.url} holds no checkpoint yet")
 
 
-def stored_state(manifest: Manifest, rank: int) -> Stored:
-    """Return what *manifest* offers to a state on *rank*."""
+def stored_state(manifest: Manifest, rank: int, world_size: int = 1) -> Stored:
+    """Return what *manifest* offers to a state on *rank* of *world_size*."""
+    every_rank = manifest.state.get("per_rank", {})
     return Stored(
         tensors={name: (entry.dtype, entry.shape) for name, entry in manifest.tensors.items()},
         alias=manifest.alias,
         values=manifest.state.get("global"),
-        per_rank=manifest.state.get("per_rank", {}).get(str(rank)),
+        per_rank=every_rank.get(str(rank)),
         where=manifest.id,
+        step=manifest.step,
+        rank=rank,
+        world_size=world_size,
+        every_rank=every_rank,
+        saved_world_size=manifest.world_size,
     )
 
 
 async def open_manifest(engine: Engine, request: LoadRequest, manifest: Manifest) -> LoadTarget:
     """Match the state with a checkpoint; nothing of it changes."""
-    stored = stored_state(manifest, engine.ranks.rank)
+    stored = stored_state(manifest, engine.ranks.rank, engine.ranks.world_size)
     return await run_blocking(
         engine.state_work,
         lambda: open_target(

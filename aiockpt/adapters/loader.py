@@ -1,0 +1,262 @@
+"""Which batch comes next after a resume, on more or fewer ranks than before? Each sample once, none left out.
+
+`Loader` wraps what training iterates over, and is put into the state. What it saves is the state *at the batch that was
+handed out last*, whatever is prefetched behind it:
+
+    sampler = ShardedSampler(len(dataset), batch_size=8, seed=1)
+    loader = Loader(DataLoader(dataset, batch_sampler=sampler, num_workers=4))
+    state = {"model": model, "optimizer": optimizer, "loader": loader}
+
+Three kinds of source, by how much is known of them:
+
+- `Reshardable`: says what its readers have still to give, so that it can be dealt to any number of data-parallel ranks
+  and workers (`ShardedSampler`, `StreamLoader`, your own).
+- anything with ``state_dict()/load_state_dict()`` (torchdata's ``StatefulDataLoader``): comes back on the same number of
+  data-parallel ranks and workers, and is refused otherwise, before anything is overwritten.
+- anything else is refused when it is wrapped.
+
+Ranks that read the same data (peers in tensor or pipeline parallelism) give the same data-parallel rank; what they hold
+is saved once, and a difference between them is refused when the checkpoint is committed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
+
+import msgspec
+import torch.distributed as dist
+
+from aiockpt.errors import UsageError
+from aiockpt.state.samples import LoaderPart, read_part, reshard, write_part
+
+Batch = TypeVar("Batch")
+Form = Literal["parts", "whole"]
+
+
+@runtime_checkable
+class Reshardable(Protocol):
+    """A source of data that can be dealt to another number of readers."""
+
+    def parts(self) -> Sequence[LoaderPart]:
+        """Return what each reader of this rank (the rank itself, or its workers) has still to give to training."""
+
+    def load_parts(self, parts: Sequence[LoaderPart]) -> object:
+        """Go on with these parts, as many as `parts` returns."""
+
+
+@runtime_checkable
+class Prefetched(Reshardable, Protocol):
+    """A source that is read further than training has come: it is told of each batch that training gets."""
+
+    def hand_out(self) -> object:
+        """Note that the oldest batch that was drawn is training's now: `parts` no longer contains it."""
+
+    def end_epoch(self) -> object:
+        """Note that training got the last batch: `parts` is a whole new epoch now."""
+
+
+@runtime_checkable
+class _Stateful(Protocol):
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+class HeldState(msgspec.Struct, frozen=True):
+    """The state of a loader at one batch, as plain values.
+
+    Attributes:
+        form: ``"parts"`` can be resharded, ``"whole"`` cannot.
+        shared: what all data-parallel ranks have alike.
+        own: what belongs to one of them: ``{"parts": […]}``, or ``{"workers": count, "state": …}``.
+    """
+
+    form: Form
+    shared: Any
+    own: dict[str, Any]
+
+
+class Loader(Generic[Batch]):
+    """Iterates over *source*, and can be saved and loaded at every batch.
+
+    Iterate over it instead of over *source*; to save in the middle of an epoch and go on afterwards costs nothing. After a
+    load, start a new ``for``: it gives the rest of the epoch. It is empty where the checkpoint was made after the last
+    batch, inside the loop.
+
+    Args:
+        source: a `Reshardable`, a ``DataLoader`` whose ``batch_sampler`` (or, without workers, whose dataset) is one, or
+            an iterable with ``state_dict()`` and ``load_state_dict()``.
+        rank, size: which data-parallel rank this is, of how many; None takes those of ``torch.distributed``, 0 of 1 where
+            it is not initialised. Give them whenever there are other kinds of parallelism.
+        saves: False where another rank saves this data-parallel rank's state, and this one's may differ from it.
+        ahead_count: batches to take from *source* ahead of training, each kept together with its state.
+        prepare: called with each batch as soon as it is taken, to begin its way to the device.
+
+    Raises:
+        UsageError: nothing in *source* can be saved, or the batches come in another order than their samples are drawn.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[Batch],
+        *,
+        rank: int | None = None,
+        size: int | None = None,
+        saves: bool = True,
+        ahead_count: int = 0,
+        prepare: Callable[[Batch], Batch] | None = None,
+    ) -> None:
+        self.rank, self.size = data_ranks(rank, size)
+        self.saves = saves
+        self._source = source
+        self._reader = _find_reader(source)
+        self._ahead_count = ahead_count
+        self._prepare = prepare
+        self._handed_out: HeldState | None = None
+        if self._reader is None and not isinstance(source, _Stateful):
+            raise UsageError(
+                f"{type(source)!r} has no state to save. Give a DataLoader with batch_sampler=ShardedSampler(...), a source "
+                "with parts() and load_parts(), or one with state_dict() and load_state_dict()"
+            )
+
+    def __repr__(self) -> str:
+        return f"<Loader of {type(self._source).__name__}, data-parallel rank {self.rank} of {self.size}>"
+
+    def __len__(self) -> int:
+        return len(self._source)  # type: ignore[arg-type]  # where the source has a length
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batches that are left of the epoch."""
+        taken: deque[tuple[Batch, HeldState | None]] = deque()
+        for batch in self._source:
+            if isinstance(self._reader, Prefetched):
+                self._reader.hand_out()
+            state = self._read() if self._ahead_count else None
+            taken.append((batch if self._prepare is None else self._prepare(batch), state))
+            if len(taken) > self._ahead_count:
+                yield self._give(*taken.popleft())
+        while taken:
+            yield self._give(*taken.popleft())
+        if isinstance(self._reader, Prefetched):
+            self._reader.end_epoch()
+        self._handed_out = None
+
+    def held(self) -> HeldState:
+        """Return the state at the batch that was handed out last; no worker is asked, and none is waited for.
+
+        What is not read ahead is read now: the source stands where training does. Otherwise it was kept with the batch.
+        """
+        return self._handed_out or self._read()
+
+    def misfit(self, form: Any, size: int, readers: Mapping[str, Any]) -> str | None:
+        """Return why a saved state cannot go on here, or None.
+
+        Args:
+            form, size: how it was saved, and by how many data-parallel ranks.
+            readers: `HeldState.own` of each of them, by rank in decimal.
+        """
+        if sorted(readers) != sorted(map(str, range(size))):
+            return f"the checkpoint has the state of the data-parallel ranks {sorted(readers)[:8]}, of {size}"
+        here: Form = "whole" if self._reader is None else "parts"
+        if form != here:
+            return (
+                "it was saved by a loader that can be resharded, and here is one that cannot"
+                if form == "parts"
+                else "it was saved by a loader that cannot be resharded, and here is one that can"
+            ) + "; give the same kind of loader"
+        if form == "parts":
+            return None
+        advice = "or give a source that can be dealt anew (ShardedSampler, StreamLoader, or your own parts())"
+        if size != self.size:
+            return (
+                f"saved by {size} data-parallel ranks, and here are {self.size}; the state of a "
+                f"{type(self._source).__name__} cannot be split. Resume on {size}, {advice}"
+            )
+        own = readers[str(self.rank)]
+        saved_count, here_count = own.get("workers") if isinstance(own, Mapping) else None, _worker_count(self._source)
+        if saved_count != here_count:
+            return (
+                f"saved with num_workers={saved_count}, and here it is num_workers={here_count}; the state of a "
+                f"{type(self._source).__name__} cannot be split. Set num_workers={saved_count}, {advice}"
+            )
+        return None
+
+    def needed_ranks(self, size: int) -> range:
+        """Return whose states `resume` needs, of *size* ranks that saved: all of them to reshard, or only this rank's."""
+        return range(self.rank, self.rank + 1) if size == self.size and self._reader is None else range(size)
+
+    def resume(self, shared: Any, owns: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from a saved state.
+
+        Args:
+            shared: as in `HeldState`.
+            owns: `HeldState.own` of the `needed_ranks`, in their order.
+
+        Raises:
+            UsageError: the state is not what `held` returns, or the source refuses it.
+        """
+        if self._reader is None:
+            self._source.load_state_dict(owns[0]["state"])  # type: ignore[attr-defined]  # checked when it was wrapped
+        else:
+            self._reader.load_parts(self._deal(shared, owns))
+        self._handed_out = None
+
+    def _deal(self, shared: Any, owns: Sequence[Mapping[str, Any]]) -> Sequence[LoaderPart]:
+        """Return the parts of this rank: those it saved where there are as many readers as then, or new ones."""
+        assert self._reader is not None
+        count = len(self._reader.parts())
+        try:
+            saved = [[read_part(part, shared) for part in own["parts"]] for own in owns]
+        except (KeyError, TypeError) as error:
+            raise UsageError(f"the state of a loader cannot be read: {error!r}; load another step") from error
+        if {len(parts) for parts in saved} == {count} and len(saved) == self.size:
+            return saved[self.rank]
+        dealt = reshard([part for parts in saved for part in parts], self.size * count)
+        return dealt[self.rank * count : (self.rank + 1) * count]
+
+    def _give(self, batch: Batch, state: HeldState | None) -> Batch:
+        self._handed_out = state
+        return batch
+
+    def _read(self) -> HeldState:
+        """Return the state of the source as it is."""
+        if self._reader is not None:
+            parts = self._reader.parts()
+            return HeldState("parts", parts[0].shared, {"parts": [write_part(part) for part in parts]})
+        state = self._source.state_dict()  # type: ignore[attr-defined]  # checked when it was wrapped
+        if self._ahead_count:
+            state = copy.deepcopy(state)  # the source goes on and may change what it returned
+        return HeldState("whole", None, {"workers": _worker_count(self._source), "state": state})
+
+
+def data_ranks(rank: int | None, size: int | None) -> tuple[int, int]:
+    """Return rank and size as given, or those of ``torch.distributed``.
+
+    Raises:
+        UsageError: only one of them is given, or the rank is not one of so many.
+    """
+    if (rank is None) != (size is None):
+        raise UsageError("give both rank and size, the data-parallel ones, or neither")
+    if rank is None or size is None:
+        started = dist.is_available() and dist.is_initialized()
+        return (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
+    if not 0 <= rank < size:
+        raise UsageError(f"rank {rank} of {size}: a data-parallel rank is 0 or more and less than their number")
+    return rank, size
+
+
+def _find_reader(source: Any) -> Reshardable | None:
+    """Return what in *source* can be resharded."""
+    own = [source, getattr(source, "batch_sampler", None)]
+    if not _worker_count(source):
+        own.append(getattr(source, "dataset", None))  # a worker would have a copy of it
+    reader = next((candidate for candidate in own if isinstance(candidate, Reshardable)), None)
+    if isinstance(reader, Prefetched) and not getattr(source, "in_order", True):
+        raise UsageError("in_order=False: which samples a batch has is not known; leave it at True")
+    return reader
+
+
+def _worker_count(source: Any) -> int:
+    return int(getattr(source, "num_workers", 0))

@@ -1,0 +1,110 @@
+"""Which samples of a dataset with random access come next? Those of one global order that nobody has had yet.
+
+`ShardedSampler` stands where ``DistributedSampler`` and ``BatchSampler`` would, and follows `aiockpt.adapters.loader`:
+its state is the places in the epoch's order that are left, dealt to the ranks one by one, and not tied to their number.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from aiockpt.adapters.loader import data_ranks
+from aiockpt.errors import UsageError
+from aiockpt.state.samples import LoaderPart, Span, reshard, take
+
+ORDER = "order"
+
+
+class ShardedSampler:
+    """Yields lists of indices: this rank's batches of one epoch. Give it as ``batch_sampler``.
+
+    Without *drop_last* no sample is repeated to make ranks even, so that they may differ by a batch at the end of an
+    epoch. With it they are even, unless their number changed during the epoch: then the last round may not be.
+
+    Args:
+        length: samples in the dataset.
+        batch_size: samples in a batch of this rank.
+        rank, size: as for `aiockpt.adapters.loader.Loader`.
+        seed: of the order, together with the number of the epoch.
+        shuffle: False keeps the order of the dataset.
+        drop_last: leave out what does not fill a batch on every rank.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        batch_size: int,
+        *,
+        rank: int | None = None,
+        size: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+    ) -> None:
+        self.rank, self.size = data_ranks(rank, size)
+        self.batch_size = batch_size
+        self._length = length
+        self._seed = seed
+        self._shuffle = shuffle
+        self._drop_last = drop_last
+        self._drawn: deque[tuple[Span, ...]] = deque()
+        self._begin_epoch(0)
+
+    def __len__(self) -> int:
+        """Return how many batches are left of the epoch."""
+        return -(-LoaderPart(spans=self._left).span_count // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the batches that training has not got yet."""
+        self._drawn.clear()
+        left = self._left
+        order = self._order()
+        while left:
+            places, left = take(left, self.batch_size)
+            self._drawn.append(left)
+            yield order[places].tolist()
+
+    def hand_out(self) -> None:
+        """Note that the oldest batch that was drawn is training's now."""
+        self._left = self._drawn.popleft()
+
+    def end_epoch(self) -> None:
+        """Begin the next epoch."""
+        self._begin_epoch(self._epoch + 1)
+
+    def parts(self) -> list[LoaderPart]:
+        """Return what this rank has still to give, as one part: workers have no say in which samples come next."""
+        shared = {"epoch": self._epoch, "seed": self._seed, "shuffle": self._shuffle, "length": self._length}
+        return [LoaderPart(shared, spans=self._left)]
+
+    def load_parts(self, parts: Sequence[LoaderPart]) -> None:
+        """Go on with a part.
+
+        Raises:
+            UsageError: the dataset had another length.
+        """
+        (part,) = parts
+        if part.shared["length"] != self._length:
+            raise UsageError(
+                f"the dataset has {self._length} samples and had {part.shared['length']} when the checkpoint was made; "
+                "give the same dataset, or leave the loader out of load() with only="
+            )
+        self._epoch, self._seed, self._shuffle = (part.shared[key] for key in ("epoch", "seed", "shuffle"))
+        self._left = part.spans
+        self._drawn.clear()
+
+    def _begin_epoch(self, epoch: int) -> None:
+        round_count = self.batch_size * self.size
+        stop = self._length - self._length % round_count if self._drop_last else self._length
+        self._epoch = epoch
+        self._left = reshard([LoaderPart(spans=(Span(ORDER, 0, stop),))], self.size)[self.rank].spans
+        self._drawn.clear()
+
+    def _order(self) -> torch.Tensor:
+        """Return the index of the sample at each place of the epoch, (length,) int64, alike on every rank."""
+        if not self._shuffle:
+            return torch.arange(self._length)
+        return torch.randperm(self._length, generator=torch.Generator().manual_seed(self._seed + self._epoch))
