@@ -116,4 +116,4 @@ def prepare() -> Case:
     return case
 
 
-CAMPAIGN = Campaign(name="sigkill", counts="kills", prepare=prepare, smoke_count=30)
+CAMPAIGN = Campaign(name="sigkill", counts="kills", prepare=prepare, smoke_count=16)
