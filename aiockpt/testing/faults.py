@@ -264,7 +264,14 @@ class FaultyFiles:
         raise _os_error(fault, name)
 
     def open(self, path: str, flags: int, mode: int = 0o644) -> int:
-        fd = self._call("open", path, lambda: self.inner.open(path, flags, mode))
+        """Open *path*; of a lost answer the file that was created is left, never a descriptor that nobody knows."""
+        fault = self.schedule.due("open", path)
+        if fault is not None and fault.do == "fail":
+            raise _os_error(fault, path)
+        fd = self.inner.open(path, flags, mode)
+        if fault is not None and fault.do == "lose_answer":
+            self.inner.close(fd)
+            raise _os_error(fault, path)
         self._paths[fd] = path
         return fd
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,40 +10,10 @@ import pytest
 import aiockpt
 from aiockpt.errors import CorruptionError, NoValidCheckpointError
 from aiockpt.testing.simulated_files import SimulatedFiles
-from aiockpt.testing.simulation import snapshot
+from tests.file_surgery import content, paths, replaced
 from tests.inline_engine import ROOT, TINY, load_value, saved_files, tiny_state
 
 DATA = "/d/r00000-0000.safetensors"
-
-
-def paths(files: SimulatedFiles, folder: str = ROOT) -> Iterator[str]:
-    """Yield every file below *folder*."""
-    for name in files.listdir(folder):
-        path = f"{folder}/{name}"
-        if files.lstat(path).st_mode & 0o040000:
-            yield from paths(files, path)
-        else:
-            yield path
-
-
-def content(files: SimulatedFiles, path: str) -> bytearray:
-    fd = files.open(path, os.O_RDONLY)
-    data = bytearray(files.fstat(fd).st_size)
-    if data:
-        files.preadv(fd, [memoryview(data)], 0)
-    files.close(fd)
-    return data
-
-
-def replaced(files: SimulatedFiles, path: str, data: bytes | bytearray) -> SimulatedFiles:
-    """Return a copy of the file system in which *path* holds *data*."""
-    copy = snapshot(files)
-    copy.unlink(path)
-    fd = copy.open(path, os.O_CREAT | os.O_WRONLY)
-    if data:
-        copy.pwrite(fd, memoryview(data), 0)
-    copy.close(fd)
-    return copy
 
 
 def the_file(files: SimulatedFiles, step: int, ending: str) -> str:

@@ -1,0 +1,123 @@
+"""`python -m tests.campaigns KIND --count N`: ask one question of RELIABILITY as often as there is time for.
+
+The exit status is 0 when nothing was found, 1 when something was, 2 for a wrong call. ``--seed S`` repeats one case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from tests.campaigns import (
+    bit_flips,
+    cancellations,
+    decoders,
+    failing_calls,
+    hostile_manifests,
+    power_cuts,
+    sigkill,
+)
+from tests.campaigns.campaign import Campaign, Case, Outcomes, Report, run
+
+CAMPAIGNS = {
+    campaign.name: campaign
+    for campaign in (
+        power_cuts.CAMPAIGN,
+        sigkill.CAMPAIGN,
+        bit_flips.CAMPAIGN,
+        hostile_manifests.CAMPAIGN,
+        failing_calls.CAMPAIGN,
+        cancellations.CAMPAIGN,
+        decoders.MUTATED,
+        decoders.GUIDED,
+    )
+}
+CASE_DEADLINE_S = 120.0
+"""A case that takes longer hangs, and that is a finding. (A guided one has more: libFuzzer watches each input.)"""
+TOLD_EVERY_S = 5.0
+
+
+class _Progress:
+    """Tells how far a campaign is, on standard error."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._told_s = time.monotonic()
+        self._findings = 0
+
+    def __call__(self, report: Report) -> None:
+        for finding in report.findings[self._findings :]:
+            _say(f"FOUND with seed {finding.seed}:\n{finding.problem}")
+            _say(f"again: python -m tests.campaigns {report.name} --seed {finding.seed}")
+        self._findings = len(report.findings)
+        if time.monotonic() - self._told_s >= TOLD_EVERY_S:
+            self._told_s = time.monotonic()
+            _say(f"{_sum(report)} of {self._count:,}, seed {report.last_seed}")
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+
+
+def _sum(report: Report) -> str:
+    rate = report.count / max(report.seconds, 1e-9)
+    return f"{report.count:,} {report.counts} in {report.seconds:,.0f} s ({rate:,.0f}/s)"
+
+
+def _limited(campaign: Campaign) -> Campaign:
+    """Return *campaign* with a deadline for each case, kept by an alarm."""
+
+    def expire(_number: int, _frame: FrameType | None) -> None:
+        raise TimeoutError(f"the case still runs after {CASE_DEADLINE_S:g} s")
+
+    def prepare() -> Case:
+        case = campaign.prepare()
+        signal.signal(signal.SIGALRM, expire)
+
+        def limited(seed: int) -> Outcomes:
+            signal.setitimer(signal.ITIMER_REAL, CASE_DEADLINE_S)
+            try:
+                return case(seed)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+
+        return limited
+
+    return campaign if campaign is decoders.GUIDED else msgspec.structs.replace(campaign, prepare=prepare)
+
+
+def main() -> int:
+    """Run the campaign that the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m tests.campaigns", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("kind", choices=CAMPAIGNS, metavar="KIND", help=" | ".join(CAMPAIGNS))
+    parser.add_argument(
+        "--count", type=int, help="how many things to look at; the small end that the tests run by default"
+    )
+    parser.add_argument("--first-seed", type=int, default=0, help="the seed of the first case")
+    parser.add_argument("--seed", type=int, help="only the case of this seed")
+    parser.add_argument("--json", type=Path, help="write the report there too")
+    given = parser.parse_args()
+    logging.getLogger("aiockpt").setLevel(logging.CRITICAL)  # of thousands of injected faults each is logged
+    campaign = CAMPAIGNS[given.kind]
+    count = campaign.smoke_count if given.count is None else given.count
+    if given.seed is not None:
+        given.first_seed, count = given.seed, 1
+    report = run(_limited(campaign), count, first_seed=given.first_seed, tell=_Progress(count))
+    for outcome, times in report.outcomes.items():
+        _say(f"{times:>12,}  {outcome}")
+    _say(f"{_sum(report)}, seeds {report.first_seed}–{report.last_seed}: {len(report.findings)} findings")
+    if given.json is not None:
+        given.json.write_text(json.dumps(msgspec.to_builtins(report), indent=2) + "\n")
+    return 1 if report.findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

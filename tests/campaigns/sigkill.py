@@ -1,0 +1,119 @@
+"""A real process, killed with SIGKILL at one of its file-system calls: is the old step or the whole new one there?
+
+A case saves in a forked child that dies at a call, once or a few times in a row on the same folder; a fresh process then
+loads, and another saves on. The killer's calls are swept: any run of consecutive seeds spreads over all of them.
+Run it in a process without threads (the command line is one): a fork takes only its own thread along.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import aiockpt
+from aiockpt.backends.local import LocalBackend
+from aiockpt.runtime.world import OsFiles, World
+from aiockpt.testing.faults import Fault, FaultyFiles
+from tests.campaigns.campaign import Campaign, Case, Outcomes
+from tests.inline_engine import TINY, states_equal, tiny_state
+
+RAISED, NEVER_SAVED = 255, 254
+"""What a child returns that raised; and one that loaded what nobody ever saved."""
+DEADLINE_S = 60
+SPREAD = 37
+"""Consecutive seeds kill that many calls apart."""
+FIRST, SECOND, LAST = 1, 2, 3
+"""The steps, and what they hold."""
+
+
+def in_child(work: Callable[[], int]) -> tuple[bool, int]:
+    """Run *work* in a forked child; return whether it was killed, and what it returned."""
+    pid = os.fork()
+    if not pid:
+        status = RAISED
+        with suppress(BaseException):
+            status = work()
+        os._exit(status)
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return True, 0
+    return False, os.WEXITSTATUS(status)
+
+
+def save(root: Path, step: int, kill_at: int | None) -> int:
+    """Save a step, dying at a call; return 0."""
+    faults = [] if kill_at is None else [Fault(do="kill", at=kill_at)]
+    backend = LocalBackend(root, world=World(files=FaultyFiles(OsFiles(), faults)))
+    with aiockpt.Checkpointer(backend, io=TINY) as ckpt:
+        ckpt.save(step, tiny_state(step)).result(DEADLINE_S)
+    return 0
+
+
+def load(root: Path) -> int:
+    """Load the newest step and return its value; 0 when there is none."""
+    with aiockpt.Checkpointer(root, io=TINY) as ckpt:
+        state = tiny_state(-1)
+        if ckpt.load(state).result(DEADLINE_S) is None:
+            return 0
+        return int(state["value"]) if states_equal(state, tiny_state(state["value"])) else NEVER_SAVED
+
+
+def count_calls(folder: Path) -> int:
+    """Return how many calls a save makes, of a second step."""
+    save(folder, FIRST, None)
+    files = FaultyFiles(OsFiles())
+    with aiockpt.Checkpointer(LocalBackend(folder, world=World(files=files)), io=TINY) as ckpt:
+        ckpt.save(SECOND, tiny_state(SECOND)).result(DEADLINE_S)
+    return files.call_count
+
+
+def kill_and_look(base: Path, root: Path, kills: list[int]) -> str:
+    """Save on a copy of *base*, killed at each of *kills* in turn, and look; return what came of it."""
+    shutil.copytree(base, root)
+    try:
+        killed = False
+        for at in kills:
+            killed, status = in_child(lambda: save(root, SECOND, at))  # noqa: B023  it runs at once
+            assert status == 0, f"the save returned {status}"
+        _, found = in_child(lambda: load(root))
+        assert found in ((FIRST, SECOND) if killed else (SECOND,)), f"killed {killed}, then loaded {found}"
+        _, status = in_child(lambda: save(root, LAST, None))
+        assert status == 0, f"saving on returned {status}"
+        _, newest = in_child(lambda: load(root))
+        assert newest == LAST, f"saved on, then loaded {newest}"
+    finally:
+        shutil.rmtree(root)
+    return f"killed, {found} is there" if killed else "outlived its killer"
+
+
+def prepare() -> Case:
+    """Save a first step in a temporary folder and count the calls of a second: that is where the cases start from."""
+    folder = tempfile.TemporaryDirectory(prefix="aiockpt-sigkill-")
+    base = Path(folder.name) / "base"
+    _, calls = in_child(lambda: count_calls(Path(folder.name) / "counted"))
+    assert 0 < calls < RAISED, f"{calls} calls"
+    assert in_child(lambda: save(base, FIRST, None)) == (False, 0)
+
+    def case(seed: int) -> Outcomes:
+        dice = random.Random(seed)
+        kills = [dice.randint(1, calls) for _ in range(dice.choice((0, 0, 0, 1, 2)))]
+        kills.append(1 + seed * SPREAD % calls)
+        try:
+            outcome = kill_and_look(base, Path(folder.name) / f"run-{seed}", kills)
+        except BaseException as error:
+            error.add_note(f"killed at calls {kills} of {calls}")
+            raise
+        return Counter({outcome: len(kills)})
+
+    return case
+
+
+CAMPAIGN = Campaign(name="sigkill", counts="kills", prepare=prepare, smoke_count=16)

@@ -1,0 +1,133 @@
+"""Does each campaign find nothing at its small end, something where something is broken, and the same with one seed?"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+from aiockpt.testing.simulated_files import SimulatedFiles
+from tests.campaigns import (
+    bit_flips,
+    cancellations,
+    decoders,
+    failing_calls,
+    hostile_manifests,
+    power_cuts,
+)
+from tests.campaigns.campaign import MAX_FINDINGS, Campaign, Outcomes, run
+from tests.campaigns.decoder_targets import TARGETS, Target
+
+HERE = Path(__file__).parent
+INLINE = [
+    power_cuts.CAMPAIGN,
+    bit_flips.CAMPAIGN,
+    hostile_manifests.CAMPAIGN,
+    failing_calls.CAMPAIGN,
+    cancellations.CAMPAIGN,
+    decoders.MUTATED,
+]
+
+
+@pytest.fixture(autouse=True)
+def _as_before(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Keep the log of injected faults out of the way, and stop what a campaign started in this process."""
+    caplog.set_level(logging.CRITICAL, "aiockpt")
+    yield
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("campaign", INLINE, ids=[campaign.name for campaign in INLINE])
+def test_the_small_end_of_a_campaign_finds_nothing(campaign: Campaign) -> None:
+    report = run(campaign, campaign.smoke_count)
+    assert not report.findings, report.findings[0].problem
+    assert report.count >= campaign.smoke_count
+    assert len(report.outcomes) > 1, "every case went the same way: nothing was tried"
+
+
+def counting(case_count: int, bad: int) -> Campaign:
+    """Return a campaign whose cases count one thing, and whose seed *bad* is a finding."""
+
+    def case(seed: int) -> Outcomes:
+        assert seed != bad, f"seed {seed} is bad"
+        return Counter(good=1)
+
+    return Campaign(name="counting", counts="things", prepare=lambda: case, smoke_count=case_count)
+
+
+def test_a_case_that_raises_is_told_with_its_seed_and_the_rest_goes_on() -> None:
+    report = run(counting(5, bad=12), 5, first_seed=10)
+    (finding,) = report.findings
+    assert finding.seed == 12
+    assert "seed 12 is bad" in finding.problem
+    assert (report.count, report.last_seed, report.outcomes) == (5, 14, {"good": 4, "FOUND": 1})
+
+
+def test_a_campaign_that_finds_the_same_everywhere_stops() -> None:
+    def case(seed: int) -> Outcomes:
+        raise ValueError(seed)
+
+    broken = Campaign(name="broken", counts="things", prepare=lambda: case, smoke_count=1)
+    assert len(run(broken, 10**9).findings) == MAX_FINDINGS
+
+
+def test_a_seed_gives_the_same_case_again() -> None:
+    assert power_cuts.case(3) == power_cuts.case(3)
+    assert failing_calls.case(3) == failing_calls.case(3)
+
+
+@pytest.mark.parametrize("lost", ["fsync_dir:*/step-0000000?", "fdatasync:*.safetensors", "fdatasync:*/.tmp-*"])
+def test_power_cuts_find_a_disk_that_does_not_flush(monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+    """The disk of the cases is replaced by one that leaves some flushes out."""
+    monkeypatch.setattr(
+        power_cuts, "SimulatedFiles", lambda: SimulatedFiles(ignore=lambda label: fnmatchcase(label, lost))
+    )
+    assert run(power_cuts.CAMPAIGN, 2000).findings
+
+
+def test_a_decoder_that_lets_a_foreign_error_out_is_found() -> None:
+    def decode(data: bytes) -> bool:
+        raise KeyError(data[:1])
+
+    tracemalloc.start()
+    with pytest.raises(KeyError):
+        decoders.mutate(Target("leaky", (b"{}",), decode), seed=0)
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS.keys())
+def test_what_the_fuzzers_start_from_is_accepted(target: Target) -> None:
+    assert all(target.decode(data) for data in target.corpus)
+
+
+def test_the_command_kills_real_processes_and_tells_what_came_of_it(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    done = command("sigkill", "--json", str(report))
+    assert done.returncode == 0, done.stderr
+    assert "0 findings" in done.stderr
+    assert '"killed, 1 is there"' in report.read_text()
+    assert '"killed, 2 is there"' in report.read_text()
+
+
+def test_the_command_refuses_a_kind_that_it_does_not_know() -> None:
+    done = command("meteorites")
+    assert done.returncode == 2
+    assert "power-cuts" in done.stderr
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    root = HERE.parent.parent
+    return subprocess.run(
+        [sys.executable, "-m", "tests.campaigns", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+        cwd=root,
+    )

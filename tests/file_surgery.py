@@ -1,0 +1,56 @@
+"""How are files damaged on purpose, in a simulated file system? Look, flip, replace."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from aiockpt.testing.faults import flip_bit
+from aiockpt.testing.simulated_files import SimulatedFiles
+from aiockpt.testing.simulation import snapshot
+from tests.inline_engine import ROOT
+
+
+def paths(files: SimulatedFiles, folder: str = ROOT) -> Iterator[str]:
+    """Yield every file below *folder*."""
+    for name in files.listdir(folder):
+        path = f"{folder}/{name}"
+        if files.lstat(path).st_mode & 0o040000:
+            yield from paths(files, path)
+        else:
+            yield path
+
+
+def content(files: SimulatedFiles, path: str) -> bytearray:
+    """Return the bytes of a file."""
+    fd = files.open(path, os.O_RDONLY)
+    data = bytearray(files.fstat(fd).st_size)
+    if data:
+        files.preadv(fd, [memoryview(data)], 0)
+    files.close(fd)
+    return data
+
+
+def write(files: SimulatedFiles, path: str, data: bytes | bytearray) -> None:
+    """Make *path* hold *data*, in place of what it held."""
+    folder, _, name = path.rpartition("/")
+    if name in files.listdir(folder):
+        files.unlink(path)
+    fd = files.open(path, os.O_CREAT | os.O_WRONLY)
+    if data:
+        files.pwrite(fd, memoryview(data), 0)
+    files.close(fd)
+
+
+def replaced(files: SimulatedFiles, path: str, data: bytes | bytearray) -> SimulatedFiles:
+    """Return a copy of the file system in which *path* holds *data*."""
+    copy = snapshot(files)
+    write(copy, path, data)
+    return copy
+
+
+def flip(files: SimulatedFiles, path: str, bit: int) -> None:
+    """Flip one bit of a file, counted from its start."""
+    data = content(files, path)
+    flip_bit(memoryview(data), bit)
+    write(files, path, data)
