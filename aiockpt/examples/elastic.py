@@ -167,7 +167,7 @@ def _run(
         raise DemoError(f"{phase.name!r} ended with status {status}. {log} says:\n{log.read_text()[-2000:]}")
     if dies_in is not None and dies_in in records[0].commits:
         raise DemoError(f"the save of step {dies_in} was committed before the kill, so that nothing is shown")
-    console.print(_line(phase, records[0], seconds, dies_in), markup=False, highlight=False)
+    console.print(_line(phase, records[0], seconds, dies_in), markup=False, highlight=False, soft_wrap=True)
     return records, seconds
 
 
@@ -182,8 +182,8 @@ def _read_record(path: Path) -> Record:
 
 def _line(phase: Phase, record: Record, seconds: float, dies_in: int | None) -> str:
     first, last = min(record.steps), max(record.steps)
-    end = "to the end" if dies_in is None else f"killed in the save of step {dies_in}"
-    return f"{phase.name:32} steps {first:3}–{last:3}  loss {record.steps[last].loss:.3f}  {seconds:5.1f} s  {end}"
+    end = "to the end" if dies_in is None else f"killed in save {dies_in}"
+    return f"{phase.name:30} steps {first:3}–{last:3}  loss {record.steps[last].loss:.3f}  {seconds:5.1f} s  {end}"
 
 
 def _table(outcomes: Sequence[Outcome]) -> Table:

@@ -1,0 +1,148 @@
+"""What do saving and loading cost when several ranks do it together? aiockpt beside DCP on the same FSDP2 state.
+
+    python -m benchmarks.ranks --size 1GiB --out benchmarks/results/ranks.json
+
+Processes are started by torchrun and meet over gloo. Contenders take turns; each saves on 2 ranks (and aiockpt on one,
+the same bytes, to see what sharing a disk costs), then loads on 2 ranks and on 4, from the disk and not from the page
+cache. Times are those of the slowest rank, to durable; bytes read are those of the processes, whatever they read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from benchmarks import floors, machine
+from benchmarks.__main__ import CHECKOUT, size
+from benchmarks.ranks_visit import WIDTH, Answer, Order
+
+CONTENDERS = ("aiockpt", "dcp", "dcp-async")
+VISIT_DEADLINE_S = 900.0
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """All samples of one run, by contender and question."""
+
+    machine: machine.Machine
+    size_bytes: int
+    samples: dict[str, dict[str, list[float]]]
+
+
+def visit(order: Order, ranks: int, work: Path) -> Answer:
+    """Carry out *order* on *ranks* processes and return rank 0's answer."""
+    paper = work / "order.json"
+    paper.write_bytes(msgspec.json.encode(order))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += ["-m", "benchmarks.ranks_visit", str(paper)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        command, cwd=CHECKOUT, env=environment, capture_output=True, timeout=VISIT_DEADLINE_S, check=False, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"{order.contender} ({order.action} on {ranks}): {done.stderr[-3000:]}")
+    return msgspec.json.decode(Path(order.answer).read_bytes(), type=Answer)
+
+
+def run(size_bytes: int, rounds: int, repetitions: int, work: Path) -> Result:
+    """Measure; contenders take turns in each round."""
+    layers = max(1, size_bytes // (3 * 4 * WIDTH * WIDTH))
+    result = Result(machine=machine.facts(work, floors.supports_direct_io(work)), size_bytes=size_bytes, samples={})
+    for number in range(rounds):
+        for contender in CONTENDERS:
+            note(f"round {number + 1}: {contender}")
+            folder = work / contender
+            order = Order(
+                action="save",
+                contender=contender,
+                folder=str(folder),
+                layers=layers,
+                repetitions=repetitions,
+                answer=str(work / "answer.json"),
+            )
+            samples = result.samples.setdefault(contender, {})
+            if contender == "aiockpt":
+                alone = visit(msgspec.structs.replace(order, folder=str(work / "alone")), 1, work)
+                samples.setdefault("save on 1 rank", []).extend(alone.seconds)
+                shutil.rmtree(work / "alone")
+            saved = visit(order, 2, work)
+            samples.setdefault("save on 2 ranks", []).extend(saved.seconds)
+            samples.setdefault("training held", []).extend(saved.held_s)
+            if contender != "dcp-async":
+                for ranks in (2, 4):
+                    loaded = visit(msgspec.structs.replace(order, action="load"), ranks, work)
+                    samples.setdefault(f"load on {ranks} ranks", []).extend(loaded.seconds)
+                    samples.setdefault(f"read ÷ needed on {ranks}", []).extend(loaded.over_read)
+            shutil.rmtree(folder)
+    return result
+
+
+def note(text: str) -> None:
+    """Say how far it is."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def table(result: Result) -> str:
+    """Return the medians as a Markdown table, and the ratios that the targets are about."""
+    questions = list(dict.fromkeys(question for samples in result.samples.values() for question in samples))
+    lines = ["| | " + " | ".join(questions) + " |", "| --- |" + " --- |" * len(questions)]
+    for contender, samples in result.samples.items():
+        cells = [_cell(question, samples.get(question)) for question in questions]
+        lines.append(f"| {contender} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", *_targets(result)])
+
+
+def _cell(question: str, samples: list[float] | None) -> str:
+    if not samples:
+        return "–"
+    middle = statistics.median(samples)
+    return f"{middle:.2f} ×" if "÷" in question else f"{middle * 1e3:.0f} ms"
+
+
+def _targets(result: Result) -> list[str]:
+    middle = {
+        (contender, question): statistics.median(values)
+        for contender, samples in result.samples.items()
+        for question, values in samples.items()
+    }
+
+    def faster(other: str, question: str) -> float:
+        return middle[other, question] / middle["aiockpt", question]
+
+    alone = middle["aiockpt", "save on 2 ranks"] / middle["aiockpt", "save on 1 rank"]
+    rows = [
+        ("save: faster than DCP", "≥ 1.7 ×", faster("dcp", "save on 2 ranks")),
+        ("time to durable: faster than DCP `async_save`", "≥ 4 ×", faster("dcp-async", "save on 2 ranks")),
+        ("load on 4 ranks what 2 saved: faster than DCP", "≥ 2 ×", faster("dcp", "load on 4 ranks")),
+        ("bytes read ÷ needed, on 4 ranks", "≤ 1.1 ×", middle["aiockpt", "read ÷ needed on 4"]),
+        ("2 ranks beside 1, the same bytes on one disk", "≤ 1.1 ×", alone),
+    ]
+    lines = ["| question | target | measured, medians |", "| --- | --- | --- |"]
+    return [*lines, *(f"| {question} | {target} | {ratio:.2f} × |" for question, target, ratio in rows)]
+
+
+def main() -> int:
+    """Read the command line, measure, print the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ranks", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--size", type=size, default=1 << 30, help="of the whole state (default: 1GiB)")
+    parser.add_argument("--repeat", type=int, default=2, help="rounds (default: 2)")
+    parser.add_argument("--repetitions", type=int, default=3, help="timed saves or loads in a visit (default: 3)")
+    parser.add_argument("--work", type=Path, default=CHECKOUT / ".bench", help="where to save to")
+    parser.add_argument("--out", type=Path, help="the JSON file to write")
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    result = run(arguments.size, arguments.repeat, arguments.repetitions, arguments.work)
+    if arguments.out:
+        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(result)))
+    print(table(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
