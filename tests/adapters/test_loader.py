@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it has no types
 
 from aiockpt.adapters.loader import Loader
+from aiockpt.adapters.native import read_tree
 from aiockpt.adapters.sampler import ShardedSampler
 from aiockpt.errors import ManifestError, StateMismatchError, UsageError
 from aiockpt.state.samples import LoaderPart, Span, Stream
@@ -288,6 +289,12 @@ def test_a_damaged_node_is_refused(damage: dict[str, Any]) -> None:
     world.values["loader"].update(damage)
     with pytest.raises((ManifestError, StateMismatchError), match="loader"):
         world.load_one({"loader": sampled()}, 0, 1)
+
+
+def test_people_can_look_at_a_loader() -> None:
+    seen = read_tree(World([{"loader": sampled()}]).stored(0, 1))
+    assert seen["loader"]["shared"]["epoch"] == 0
+    assert seen["loader"]["readers"]["0"]["parts"][0]["spans"] == [["order", 0, LENGTH, 1]]
 
 
 def test_another_dataset_is_refused() -> None:
