@@ -117,8 +117,32 @@ def test_what_is_saved_is_the_state_at_the_batch_that_training_has_not_what_was_
         assert sum(len(range(*span[1:])) for span in part["spans"]) == LENGTH - step * len(given)
 
 
+class Counting:
+    """A source that changes the one state it has, again and again."""
+
+    def __init__(self) -> None:
+        self.state = {"given": 0}
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(9):
+            self.state["given"] += 1
+            yield number
+
+    def state_dict(self) -> dict[str, int]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.state = state
+
+
+def test_a_state_that_is_kept_does_not_change_while_the_source_reads_ahead() -> None:
+    loader = Loader(Counting(), ahead_count=2)
+    for number in loader:
+        assert loader.held().own["state"] == {"given": number + 1}
+
+
 def test_after_an_epoch_the_next_one_is_another_order_and_a_load_finds_it() -> None:
-    loader = sampled()
+    loader = sampled(ahead_count=1)
     first, saved = rest(loader), World([{"loader": loader}])
     second = rest(loader)
     assert sorted(flat(first)) == sorted(flat(second)) == list(range(LENGTH))
@@ -139,7 +163,7 @@ def test_a_checkpoint_after_the_last_batch_inside_the_loop_has_nothing_left_of_t
 
 
 def test_a_loop_that_was_left_goes_on_with_what_training_has_not_had() -> None:
-    loader = sampled(workers=0)
+    loader = sampled(workers=2)
     seen = take(iter(loader), 5)
     assert sorted(flat([*seen, *rest(loader)])) == list(range(LENGTH))
 
@@ -231,6 +255,15 @@ def test_buffered_tensors_find_their_new_ranks(size: int) -> None:
     saved.load([{"data": {"x": Loader(source, rank=rank, size=size)}} for rank, source in enumerate(sources)])
     found = sorted(tensor.tolist() for source in sources for tensor in source.part.buffer)
     assert found == [[0, 1, 2], [1, 2, 3]]
+
+
+@pytest.mark.parametrize(("workers", "form"), [(0, "parts"), (2, "whole")])
+def test_a_dataset_that_can_be_resharded_counts_only_where_no_worker_has_a_copy_of_it(workers: int, form: str) -> None:
+    class Source(Packed, torch.utils.data.IterableDataset[torch.Tensor]):
+        pass
+
+    loader = Loader(StatefulDataLoader(Source(0), batch_size=None, num_workers=workers))
+    assert loader.held().form == form
 
 
 def test_tensors_of_other_ranks_loaders_are_no_difference() -> None:

@@ -97,4 +97,5 @@ def test_the_next_epoch_begins_after_the_last_batch() -> None:
 def test_a_loop_that_was_left_goes_on_with_what_training_has_not_had() -> None:
     loader = make(workers=2)
     given = [next(iter(loader))]
+    assert loader.held().shared == {"epoch": 0, "shared": {"seed": 0}}
     assert Counter(documents([*given, *loader])) == EVERY_SAMPLE
