@@ -168,6 +168,15 @@ def test_a_loop_that_was_left_goes_on_with_what_training_has_not_had() -> None:
     assert sorted(flat([*seen, *rest(loader)])) == list(range(LENGTH))
 
 
+def test_what_was_read_ahead_before_a_load_is_forgotten() -> None:
+    loader, other = sampled(workers=2), sampled()
+    saved = World([{"loader": other}])
+    take(iter(loader), 5)
+    saved.load([{"loader": loader}])
+    assert take(iter(loader), 1) == take(iter(other), 1)
+    assert loader.held() == other.held()
+
+
 @pytest.mark.parametrize("sizes", [(2, 3, 1), (1, 4, 2), (3, 3, 1)])
 def test_every_sample_of_an_epoch_is_seen_once_while_the_number_of_ranks_changes(sizes: tuple[int, ...]) -> None:
     seen: Counter[int] = Counter()

@@ -84,6 +84,12 @@ def test_a_stream_with_workers_goes_on_with_the_batch_that_came_next(count: int,
     assert Counter(documents([*given, *expected])) == EVERY_SAMPLE
 
 
+def test_what_all_readers_share_is_kept_whatever_a_worker_says_of_it() -> None:
+    loader = make()
+    next(iter(loader))
+    assert loader.held().shared == {"epoch": 0, "shared": {"seed": 0}}
+
+
 def test_the_next_epoch_begins_after_the_last_batch() -> None:
     loader = make()
     assert Counter(documents(list(loader))) == EVERY_SAMPLE
@@ -97,5 +103,4 @@ def test_the_next_epoch_begins_after_the_last_batch() -> None:
 def test_a_loop_that_was_left_goes_on_with_what_training_has_not_had() -> None:
     loader = make(workers=2)
     given = [next(iter(loader))]
-    assert loader.held().shared == {"epoch": 0, "shared": {"seed": 0}}
     assert Counter(documents([*given, *loader])) == EVERY_SAMPLE
