@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from aiockpt.adapters.loader import Loader
     from aiockpt.adapters.rng import RNG, per_rank
     from aiockpt.adapters.sampler import ShardedSampler
+    from aiockpt.adapters.stream import StreamLoader
     from aiockpt.checkpointer import Checkpointer
     from aiockpt.engine.keep import Description, Pruned, StepInfo, TensorInfo, Verified
     from aiockpt.errors import (
@@ -65,6 +66,7 @@ __all__ = [
     "StepNotFoundError",
     "StorageError",
     "Stream",
+    "StreamLoader",
     "TensorInfo",
     "UnsupportedStateError",
     "UsageError",
@@ -83,6 +85,7 @@ _HOMES = (
     "aiockpt.adapters.rng",
     "aiockpt.adapters.loader",
     "aiockpt.adapters.sampler",
+    "aiockpt.adapters.stream",
     "aiockpt.engine.keep",
     "aiockpt.checkpointer",
 )

@@ -204,15 +204,13 @@ class Loader(Generic[Batch]):
         self._handed_out = None
 
     def _deal(self, shared: Any, owns: Sequence[Mapping[str, Any]]) -> Sequence[LoaderPart]:
-        """Return the parts of this rank: those it saved where there are as many readers as then, or new ones."""
+        """Return the parts of this rank: those it saved where there are as many readers as then, new ones otherwise."""
         assert self._reader is not None
         count = len(self._reader.parts())
         try:
             saved = [[read_part(part, shared) for part in own["parts"]] for own in owns]
         except (KeyError, TypeError) as error:
             raise UsageError(f"the state of a loader cannot be read: {error!r}; load another step") from error
-        if {len(parts) for parts in saved} == {count} and len(saved) == self.size:
-            return saved[self.rank]
         dealt = reshard([part for parts in saved for part in parts], self.size * count)
         return dealt[self.rank * count : (self.rank + 1) * count]
 

@@ -94,14 +94,12 @@ class ShardedSampler:
             )
         self._epoch, self._seed, self._shuffle = (part.shared[key] for key in ("epoch", "seed", "shuffle"))
         self._left = part.spans
-        self._drawn.clear()
 
     def _begin_epoch(self, epoch: int) -> None:
         round_count = self.batch_size * self.size
         stop = self._length - self._length % round_count if self._drop_last else self._length
         self._epoch = epoch
         self._left = reshard([LoaderPart(spans=(Span(ORDER, 0, stop),))], self.size)[self.rank].spans
-        self._drawn.clear()
 
     def _order(self) -> torch.Tensor:
         """Return the index of the sample at each place of the epoch, (length,) int64, alike on every rank."""

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it has no types
 
 from aiockpt.adapters.loader import Loader
+from aiockpt.adapters.native import read_tree
 from aiockpt.adapters.sampler import ShardedSampler
 from aiockpt.errors import ManifestError, StateMismatchError, UsageError
 from aiockpt.state.samples import LoaderPart, Span, Stream
@@ -116,8 +117,32 @@ def test_what_is_saved_is_the_state_at_the_batch_that_training_has_not_what_was_
         assert sum(len(range(*span[1:])) for span in part["spans"]) == LENGTH - step * len(given)
 
 
+class Counting:
+    """A source that changes the one state it has, again and again."""
+
+    def __init__(self) -> None:
+        self.state = {"given": 0}
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(9):
+            self.state["given"] += 1
+            yield number
+
+    def state_dict(self) -> dict[str, int]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.state = state
+
+
+def test_a_state_that_is_kept_does_not_change_while_the_source_reads_ahead() -> None:
+    loader = Loader(Counting(), ahead_count=2)
+    for number in loader:
+        assert loader.held().own["state"] == {"given": number + 1}
+
+
 def test_after_an_epoch_the_next_one_is_another_order_and_a_load_finds_it() -> None:
-    loader = sampled()
+    loader = sampled(ahead_count=1)
     first, saved = rest(loader), World([{"loader": loader}])
     second = rest(loader)
     assert sorted(flat(first)) == sorted(flat(second)) == list(range(LENGTH))
@@ -138,9 +163,18 @@ def test_a_checkpoint_after_the_last_batch_inside_the_loop_has_nothing_left_of_t
 
 
 def test_a_loop_that_was_left_goes_on_with_what_training_has_not_had() -> None:
-    loader = sampled(workers=0)
+    loader = sampled(workers=2)
     seen = take(iter(loader), 5)
     assert sorted(flat([*seen, *rest(loader)])) == list(range(LENGTH))
+
+
+def test_what_was_read_ahead_before_a_load_is_forgotten() -> None:
+    loader, other = sampled(workers=2), sampled()
+    saved = World([{"loader": other}])
+    take(iter(loader), 5)
+    saved.load([{"loader": loader}])
+    assert take(iter(loader), 1) == take(iter(other), 1)
+    assert loader.held() == other.held()
 
 
 @pytest.mark.parametrize("sizes", [(2, 3, 1), (1, 4, 2), (3, 3, 1)])
@@ -232,6 +266,15 @@ def test_buffered_tensors_find_their_new_ranks(size: int) -> None:
     assert found == [[0, 1, 2], [1, 2, 3]]
 
 
+@pytest.mark.parametrize(("workers", "form"), [(0, "parts"), (2, "whole")])
+def test_a_dataset_that_can_be_resharded_counts_only_where_no_worker_has_a_copy_of_it(workers: int, form: str) -> None:
+    class Source(Packed, torch.utils.data.IterableDataset[torch.Tensor]):
+        pass
+
+    loader = Loader(StatefulDataLoader(Source(0), batch_size=None, num_workers=workers))
+    assert loader.held().form == form
+
+
 def test_tensors_of_other_ranks_loaders_are_no_difference() -> None:
     class Whole:
         def __init__(self) -> None:
@@ -288,6 +331,12 @@ def test_a_damaged_node_is_refused(damage: dict[str, Any]) -> None:
     world.values["loader"].update(damage)
     with pytest.raises((ManifestError, StateMismatchError), match="loader"):
         world.load_one({"loader": sampled()}, 0, 1)
+
+
+def test_people_can_look_at_a_loader() -> None:
+    seen = read_tree(World([{"loader": sampled()}]).stored(0, 1))
+    assert seen["loader"]["shared"]["epoch"] == 0
+    assert seen["loader"]["readers"]["0"]["parts"][0]["spans"] == [["order", 0, LENGTH, 1]]
 
 
 def test_another_dataset_is_refused() -> None:

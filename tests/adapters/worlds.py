@@ -49,7 +49,14 @@ class World:
 
     def load_one(self, state: State, rank: int, world_size: int, **how: Any) -> None:
         """Load on one rank."""
-        stored = Stored(
+        target = open_target(state, self.stored(rank, world_size), **how)
+        for shard in target.wanted:
+            shard.data.copy_(self.tensors[shard.name])
+        target.apply()
+
+    def stored(self, rank: int, world_size: int) -> Stored:
+        """Return what is offered to one rank."""
+        return Stored(
             tensors=self.facts,
             alias={},
             values=self.values,
@@ -60,7 +67,3 @@ class World:
             every_rank=self.per_rank,
             saved_world_size=len(self.per_rank),
         )
-        target = open_target(state, stored, **how)
-        for shard in target.wanted:
-            shard.data.copy_(self.tensors[shard.name])
-        target.apply()
