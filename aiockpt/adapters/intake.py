@@ -167,7 +167,7 @@ class Intake:
 
         Args:
             template: what is at *path* now; its tensors that fit are filled in place, others are made.
-            fresh: fill none in place; those that are spread over ranks in *template* are made so again.
+            fresh: fill none in place; what is spread over ranks in *template* is made anew and spread like it.
 
         Raises:
             ManifestError, UsageError: as `Decoder.decode`.
