@@ -7,6 +7,7 @@ gathered for a forward pass. `show_shards` does the same, so these hooks need no
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -25,9 +26,10 @@ def show_shards(module: nn.Module) -> None:
     After a forward pass without a backward pass the outermost module keeps what it gathered, but optimizers and
     checkpoints know the shards only.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not hasattr(fsdp, "FSDPModule"):
         return
-    for member in module.modules():
+    members: Iterable[Any] = module.modules()
+    for member in members:
         if isinstance(member, fsdp.FSDPModule):
             member.reshard()

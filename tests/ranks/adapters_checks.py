@@ -483,7 +483,7 @@ def strided_shards_are_put_together_again() -> None:
 @check(4)
 def shards_in_another_order_than_the_mesh_are_put_together_again() -> None:
     mesh, full = init_device_mesh("cpu", (2, 2)), torch.randn(10, 3)
-    first, second = mesh.get_coordinate() or ()
+    first, second = mesh.get_local_rank(0), mesh.get_local_rank(1)
     local = full.chunk(2)[second].chunk(2)[first].clone()
     meta = TensorMeta(full.shape, full.stride(), full.dtype)
     order = (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
