@@ -7,7 +7,6 @@ gathered for a forward pass. `show_shards` does the same, so these hooks need no
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -29,7 +28,6 @@ def show_shards(module: nn.Module) -> None:
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not hasattr(fsdp, "FSDPModule"):
         return
-    members: Iterable[Any] = module.modules()
-    for member in members:
-        if isinstance(member, fsdp.FSDPModule):
-            member.reshard()
+    sharded: list[Any] = [member for member in module.modules() if isinstance(member, fsdp.FSDPModule)]
+    for member in sharded:
+        member.reshard()
