@@ -25,9 +25,9 @@ def show_shards(module: nn.Module) -> None:
     After a forward pass without a backward pass the outermost module keeps what it gathered, but optimizers and
     checkpoints know the shards only.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not hasattr(fsdp, "FSDPModule"):
         return
-    for member in module.modules():
-        if isinstance(member, fsdp.FSDPModule):
-            member.reshard()
+    sharded: list[Any] = [member for member in module.modules() if isinstance(member, fsdp.FSDPModule)]
+    for member in sharded:
+        member.reshard()

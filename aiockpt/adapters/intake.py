@@ -14,19 +14,10 @@ from typing import Any
 import msgspec
 import torch
 
-from aiockpt.adapters.held import FlatRange, Held
+from aiockpt.adapters.fit import fits, misfit, new_tensor
+from aiockpt.adapters.held import FlatRange
 from aiockpt.adapters.leaves import LeafReader, LeafWriter
-from aiockpt.adapters.tensors import (
-    dtype_code,
-    empty_like,
-    hold,
-    is_lazy,
-    is_spread,
-    local_tensors,
-    memory_key,
-    overlaps_itself,
-    shards_of,
-)
+from aiockpt.adapters.tensors import hold, is_spread, memory_key, shards_of
 from aiockpt.errors import StateMismatchError, UsageError
 from aiockpt.format.dtypes import torch_name
 from aiockpt.format.names import join_name, prefixes, split_name
@@ -211,7 +202,7 @@ class Intake:
 
         Args:
             template: what is at *path* now; its tensors that fit are filled in place, others are made.
-            fresh: fill none in place; those that are spread over ranks in *template* are made so again.
+            fresh: fill none in place; what is spread over ranks in *template* is made anew and spread like it.
 
         Raises:
             ManifestError, UsageError: as `Decoder.decode`.
@@ -272,8 +263,8 @@ class Intake:
         dtype, shape = getattr(torch, torch_name(facts[0])), facts[1]
         if isinstance(like, torch.device) or flat is None or flat.shape != shape:
             flat = None
-        fits = isinstance(live, torch.Tensor) and live.dtype == dtype and _fits(live, shape, like, flat)
-        tensor = live if fits else _new(shape, dtype, like, flat)
+        can_hold = isinstance(live, torch.Tensor) and live.dtype == dtype and fits(live, shape, like, flat)
+        tensor = live if can_hold else new_tensor(shape, dtype, like, flat)
         self._enter(path, name, tensor, flat)
         return tensor
 
@@ -286,7 +277,7 @@ class Intake:
             return False
         self._used.add(name)
         held = hold(tensor, path, flat)
-        problem = _misfit(tensor.dtype, held, *facts)
+        problem = misfit(tensor.dtype, held, *facts)
         key = tuple(filter(None, (memory_key(piece.local) for piece in held.pieces)))
         if problem is None and key:
             other, other_stored_as = self._filled.setdefault(key, (state_name, stored_as))
@@ -421,39 +412,6 @@ def _renaming(rename: Rename | None) -> Callable[[str], str]:
     return lambda name: next(
         (rename[prefix] + name[len(prefix) :] for prefix in prefixes(name) if prefix in rename), name
     )
-
-
-def _fillable(tensor: torch.Tensor) -> bool:
-    return not overlaps_itself(tensor) and not is_lazy(tensor)
-
-
-def _fits(
-    live: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor | torch.device, flat: FlatRange | None
-) -> bool:
-    """Return whether *live* can hold a tensor of *shape*, or slice *flat* of it, like the slice *like*."""
-    if flat is not None and isinstance(like, torch.Tensor):
-        return live.shape == like.shape and _fillable(live)
-    return tuple(live.shape) == shape and all(map(_fillable, local_tensors(live)))
-
-
-def _misfit(own_dtype: torch.dtype, held: Held, dtype: str, shape: tuple[int, ...]) -> str | None:
-    if held.shape != shape:
-        return f"shape {held.shape} in the state, {shape} in the checkpoint"
-    if dtype_code(own_dtype) != dtype:
-        return f"{own_dtype} in the state, torch.{torch_name(dtype)} in the checkpoint"
-    if not all(_fillable(piece.local) for piece in held.pieces):
-        return "its elements share memory or are lazily conjugated; give a plain copy (clone())"
-    return None
-
-
-def _new(
-    shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor | torch.device, flat: FlatRange | None
-) -> torch.Tensor:
-    if isinstance(like, torch.device):
-        return torch.empty(shape, dtype=dtype, device=like)
-    if flat is not None or tuple(like.shape) == shape:
-        return empty_like(like, dtype)
-    return torch.empty(shape, dtype=dtype, device=like.device)
 
 
 def _local_device(kind: str) -> torch.device:

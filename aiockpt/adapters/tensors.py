@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from operator import attrgetter
 from typing import TypeGuard
 
@@ -64,7 +64,7 @@ def describe(name: str, tensor: torch.Tensor, path: Path, flat: FlatRange | None
         refuse(path, f"{name[:80]!r} cannot name a tensor: use 1 to {MAX_NAME_BYTES} bytes, and not '__metadata__'")
     held = hold(tensor, path, flat)
     shards = shards_of(name, dtype_code(tensor.dtype), held)
-    return Leaf(name, shards, tensor, _leaf_key(tensor, held))
+    return Leaf(name, shards, tensor, _leaf_key(tensor, shards))
 
 
 def hold(tensor: torch.Tensor, path: Path, flat: FlatRange | None = None) -> Held:
@@ -91,12 +91,13 @@ def shards_of(name: str, code: str, held: Held) -> tuple[TensorShard, ...]:
     return tuple(TensorShard(name, code, held.shape, piece.boxes, bytes_of(piece.local)) for piece in held.pieces)
 
 
-def _leaf_key(tensor: torch.Tensor, held: Held) -> Hashable:
+def _leaf_key(tensor: torch.Tensor, shards: Sequence[TensorShard]) -> Hashable:
     """Return `Leaf.memory`; where a rank holds nothing of a tensor, the object tells, so that ties are the same on all."""
-    keys = [(memory_key(piece.local), piece.boxes) for piece in held.pieces]
+    keys = [(memory_key(shard.data), shard.boxes) for shard in shards]
+    shape = shards[0].shape
     if all(key is None for key, _ in keys):
-        return ("object", id(tensor)) if 0 not in held.shape else None
-    return (held.shape, *keys)
+        return ("object", id(tensor)) if 0 not in shape else None
+    return (shape, *keys)
 
 
 def empty_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -112,7 +113,7 @@ def is_spread(tensor: object) -> TypeGuard[torch.Tensor]:
 
 
 def may_spread() -> bool:
-    """Return whether this process can have tensors that are new ones' model in how they are spread: DTensors."""
+    """Return whether there can be DTensors in this process at all."""
     return "torch.distributed.tensor" in sys.modules
 
 

@@ -232,3 +232,10 @@ def test_what_torch_calls_its_types_comes_back(save: Any, value: Any) -> None:
     save({"a": value}).load(found)
     assert found["a"] == value
     assert type(found["a"]) is type(value)
+
+
+def test_a_conjugate_is_no_tie_of_what_it_shares_memory_with() -> None:
+    number = torch.tensor([1 + 2j])
+    walked = StateWalker().walk({"a": number, "b": number.conj()})
+    assert not walked.alias
+    assert [shard.data.tolist() for shard in walked.tensors] == [[1 + 2j], [1 - 2j]]

@@ -15,10 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.distributed.tensor.placement_types import Partial, _StridedShard
+from torch.distributed.tensor.placement_types import Partial, Placement, _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
+from aiockpt.adapters.module import is_direct
 from aiockpt.adapters.mutable import hold_still
 from aiockpt.adapters.native import StateWalker
 from aiockpt.adapters.rng import per_rank
@@ -155,6 +157,7 @@ def fsdp2_is_resharded_before_it_is_read_or_filled() -> None:
     with torch.no_grad():
         state["model"](torch.ones(1, 6))  # the outermost module keeps what it gathered
     assert not isinstance(state["model"].first.up.weight, DTensor)
+    assert all(map(is_direct, state["model"].modules()))
     Gathered(walker.walk(state)).equals(before)
     with torch.no_grad():
         state["model"](torch.ones(1, 6))
@@ -295,6 +298,16 @@ def a_partial_dtensor_is_refused_and_one_of_a_rank_too() -> None:
 
 
 @check(2)
+def an_unknown_placement_is_refused() -> None:
+    class Odd(Placement):
+        pass
+
+    spread: Any = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
+    spread._spec = DTensorSpec(spread.device_mesh, (Odd(),), tensor_meta=spread._spec.tensor_meta)
+    raises("unknown placement", lambda: StateWalker().walk({"x": spread}))
+
+
+@check(2)
 def a_local_tensor_that_does_not_fit_its_placement_is_refused() -> None:
     mesh = init_device_mesh("cpu", (2,))
     wrong = DTensor.from_local(torch.ones(3), mesh, [Shard(0)], run_check=False, shape=torch.Size([8]), stride=(1,))
@@ -307,6 +320,15 @@ def state_that_may_be_a_part_is_refused() -> None:
     train(state["model"], state["optimizer"])
     weight = state["model"].up.weight
     state["optimizer"].state[weight]["exp_avg"] = weight.to_local().detach().clone()
+    raises("nothing says of what", lambda: StateWalker().walk(state))
+
+
+@check(2)
+def state_that_is_no_slice_of_a_flat_parameter_is_refused() -> None:
+    state = job(wrap_fsdp1, Even, 1)
+    train(state["model"], state["optimizer"])
+    for entry in state["optimizer"].state.values():
+        entry["rows"] = torch.ones(3)
     raises("nothing says of what", lambda: StateWalker().walk(state))
 
 
@@ -456,6 +478,30 @@ def strided_shards_are_put_together_again() -> None:
     round_trip(torch.randn(4, 16, 16), square, [Shard(0), _StridedShard(1, split_factor=2)])
     round_trip(torch.randn(3, 16, 4), flat, [_StridedShard(1, split_factor=2)])
     round_trip(torch.randn(4, 16, 16).transpose(1, 2), square, [Shard(0), _StridedShard(2, split_factor=2)])
+
+
+@check(4)
+def shards_in_another_order_than_the_mesh_are_put_together_again() -> None:
+    mesh, full = init_device_mesh("cpu", (2, 2)), torch.randn(10, 3)
+    first, second = mesh.get_local_rank(0), mesh.get_local_rank(1)
+    local = full.chunk(2)[second].chunk(2)[first].clone()
+    meta = TensorMeta(full.shape, full.stride(), full.dtype)
+    order = (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
+    spec = DTensorSpec(mesh, (Shard(0), Shard(0)), tensor_meta=meta, shard_order=order)
+    spread = DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    assert torch.equal(gather({"x": spread}).full["x"], full)
+
+
+@check(4)
+def strided_parts_of_parameters_are_not_copied_to_hold_them_still() -> None:
+    mesh, holder = init_device_mesh("cpu", (4,)), nn.Module()
+    holder.weight = nn.Parameter(
+        distribute_tensor(torch.randn(3, 16, 4), mesh, [_StridedShard(1, split_factor=2)], src_data_rank=None)
+    )
+    walked = StateWalker().walk({"m": holder})
+    assert len(walked.tensors) == 2
+    still = hold_still(walked, {"m": holder})
+    assert [shard.data.data_ptr() for shard in still.tensors] == [shard.data.data_ptr() for shard in walked.tensors]
 
 
 @check(4)
