@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 
 from aiockpt.format.checksum import BLOCK_BYTES
+from aiockpt.format.document import collector_paused
 from aiockpt.planning.holders import Group, Holders, Holding, Ints, holdings_of, survey
 from aiockpt.state.geometry import Box
 
@@ -55,6 +56,11 @@ def spread(holdings: Sequence[Sequence[Holding]], *, block_bytes: int = BLOCK_BY
     Raises:
         RanksDisagreeError: the holdings do not make whole tensors; lists all of it by name, with the ranks.
     """
+    with collector_paused():
+        return _spread(holdings, block_bytes)
+
+
+def _spread(holdings: Sequence[Sequence[Holding]], block_bytes: int) -> list[tuple[Part, ...]]:
     holders = survey(holdings)
     parts: list[list[Part]] = [[] for _ in holdings]
     for rank, place in holders.empty:
