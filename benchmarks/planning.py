@@ -105,13 +105,9 @@ def measure(sharding: str, ranks: int, tensors: int) -> Row:
     _, rank_plan_s = timed(lambda: _plan(state))
     _, warm_s = timed(lambda: digest_structure(whole, {}))
     receipts = [_receipt(_plan(_take(holdings[rank], parts[rank])), rank, ranks) for rank in range(ranks)]
-    del parts, holdings, lists
     manifest, merge_s = timed(lambda: merge_receipts(receipts, writer="benchmark", write_id="w", created_ns=0))
-    receipt_bytes = len(encode_receipt(receipts[0]))
-    del receipts
     document, encode_s = timed(lambda: encode_manifest(manifest))
     pieces = sum(len(entry.pieces) for entry in manifest.tensors.values())
-    del manifest
 
     def decode() -> None:
         check_manifest(decode_manifest(document), "step-00000001", 1)
@@ -128,7 +124,7 @@ def measure(sharding: str, ranks: int, tensors: int) -> Row:
         plan_s=plan_s,
         rank_plan_s=rank_plan_s,
         warm_s=warm_s,
-        receipt_bytes=receipt_bytes,
+        receipt_bytes=len(encode_receipt(receipts[0])),
         merge_s=merge_s,
         manifest_bytes=len(document),
         encode_s=encode_s,
@@ -197,8 +193,8 @@ def run(worlds: Sequence[int], tensors: int, work: Path) -> Planning:
         possible = min(tensors, MAX_PIECES // ranks)
         if possible < tensors:
             left_out.append(
-                f"FSDP, {ranks:,} ranks × {tensors:,} tensors: {ranks * tensors:,} pieces are more than the {MAX_PIECES:,} of a "
-                f"JSON manifest; measured with {possible:,} tensors. Columnar parts (FORMAT §3) are reserved for it."
+                f"FSDP, {ranks:,} ranks × {tensors:,} tensors: {ranks * tensors:,} pieces are more than the {MAX_PIECES:,} "
+                f"of a JSON manifest; measured with {possible:,} tensors. Columnar parts (FORMAT §3) are reserved for it."
             )
         rows.append(measure("FSDP", ranks, possible))
     return Planning(machine=facts(work, direct_io=False), rows=rows, left_out=left_out)
