@@ -68,6 +68,11 @@ def test_small_replicas_go_to_who_has_least() -> None:
     assert sum(map(len, parts)) == 4
 
 
+def test_what_rows_leave_uneven_small_replicas_even_out() -> None:
+    holdings = [[whole("coarse", 3, 100), *(whole(f"fine{number}", 10) for number in range(10))]] * 2
+    assert loads(holdings, spread(holdings, block_bytes=64)) == [200, 200]
+
+
 def test_replicas_level_what_ranks_hold_alone() -> None:
     both = whole("both", 60, 1)
     holdings = [[whole("mine", 50), both], [both], [whole("third", 20), both]]
