@@ -6,8 +6,9 @@ receipts, the manifest, and the load plan of one rank of a job with half the ran
 - *FSDP*: every tensor by rows over all ranks. Pieces grow with ranks × tensors, and so does the manifest.
 - *HSDP*: by rows over at most 100 ranks, replicas on the rest. Pieces do not grow any more; replicas are spread.
 
-What it does not show: any communication (the exchange of holdings, the gathering of receipts), and a load beside
-others. Everything runs in one thread of one process, the garbage collector as the library leaves it.
+Seconds are CPU seconds of this process: all of it is one thread that waits for nothing, so on a machine of its own they
+are the wall time, and what else runs meanwhile disturbs them least. What is not shown: any communication (the exchange
+of holdings, the gathering of receipts), and reading the bytes.
 """
 
 from __future__ import annotations
@@ -79,12 +80,12 @@ class Planning(msgspec.Struct, frozen=True):
 
 
 def timed(work: Callable[[], T]) -> tuple[T, float]:
-    """Return what *work* returns and the least seconds it took: of five runs where it is quick, of one where not."""
+    """Return what *work* returns and the least CPU seconds it took: of five runs where it is quick, of one where not."""
     best = float("inf")
     for _ in range(5):
-        begun = time.perf_counter()
+        begun = time.process_time()
         result = work()
-        best = min(best, time.perf_counter() - begun)
+        best = min(best, time.process_time() - begun)
         if best > 0.5:
             break
     return result, best
