@@ -86,14 +86,14 @@ def parse(body: bytes | msgspec.Raw, kind: type[T], what: str) -> T:
         ManifestError: it is not JSON, too deep, or does not have the form of *kind*.
     """
     try:
-        with _collector_paused():
+        with collector_paused():
             return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # msgspec lets the last two through
         raise ManifestError(f"{what} cannot be read: {error}") from error
 
 
 @contextmanager
-def _collector_paused() -> Iterator[None]:
+def collector_paused() -> Iterator[None]:
     """Pause the cyclic collector: it would walk the growing result again and again (2–10 × slower, MEASURED.md)."""
     if not gc.isenabled():
         yield

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from aiockpt.errors import CommitError, ManifestError
+from aiockpt.format.document import collector_paused
 from aiockpt.format.manifest import FileEntry, Manifest, Piece, Receipt, TensorEntry
 from aiockpt.format.validate import check_manifest
 from aiockpt.format.values import unite
@@ -37,6 +38,11 @@ def merge_receipts(receipts: Sequence[Receipt], *, writer: str, write_id: str, c
         CommitError: the votes do not make a checkpoint; names the ranks and the fact, value or tensor.
     """
     votes = sorted(receipts, key=lambda receipt: receipt.rank)
+    with collector_paused():
+        return _merge(votes, writer, write_id, created_ns)
+
+
+def _merge(votes: Sequence[Receipt], writer: str, write_id: str, created_ns: int) -> Manifest:
     _check_ranks(votes)
     for vote in votes[1:]:
         _check_agreement(votes[0], vote)

@@ -55,7 +55,7 @@ def test_stages_of_a_pipeline_have_keys_of_their_own() -> None:
 
 
 def test_experts_in_a_dict_of_numbers_are_united_by_number() -> None:
-    trees = [{"$": "dict", "items": [[rank, f"expert {rank}"], [9, "shared"]]} for rank in range(2)]
+    trees: list[Any] = [{"$": "dict", "items": [[rank, f"expert {rank}"], [9, "shared"]]} for rank in range(2)]
     assert unite(list(enumerate(trees)))[0] == {
         "$": "dict",
         "items": [[0, "expert 0"], [9, "shared"], [1, "expert 1"]],

@@ -14,6 +14,7 @@ from aiockpt.errors import StateMismatchError
 from aiockpt.format.checksum import hash_block
 from aiockpt.format.manifest import FileEntry, Manifest, TensorEntry
 from aiockpt.format.safetensors import decode_header
+from aiockpt.format.validate import check_header
 from aiockpt.planning.load import GAP, Landing, Wanted, plan_load, plan_reads
 from aiockpt.planning.save import HEADER, PAGE_BYTES, SavePlan, plan_save
 from aiockpt.state.geometry import Box
@@ -203,6 +204,77 @@ def test_several_boxes_share_one_flat_entry_and_differ_in_the_manifest() -> None
     pieces = plan.tensors["w"].pieces
     assert [piece.offsets for piece in pieces] == [(0, 3), (1, 0)]
     assert pieces[0].end == pieces[1].start
+
+
+def parts_of(name: str, array: np.ndarray, *cuts: tuple[int, int]) -> list[TensorShard]:
+    return [
+        TensorShard(
+            name=name,
+            dtype="F32",
+            shape=array.shape,
+            boxes=(Box((low, *(0 for _ in array.shape[1:])), (high - low, *array.shape[1:])),),
+            data=array[low:high],
+        )
+        for low, high in cuts
+    ]
+
+
+def test_parts_of_one_tensor_are_entries_of_one_tensor_under_free_names() -> None:
+    array = arrays([(9, 3)])[0]
+    shards = [*parts_of("w", array, (0, 2), (2, 5), (5, 9)), shard("w#1", np.zeros(3, np.float32))]
+    plan = plan_save(state_of(shards), slab_bytes=SLAB, file_bytes=1 << 30)
+    files = execute(plan, shards)
+    header = decode_header(plan.files[0].header, plan.files[0].size)
+    assert [entry.name for entry in header.entries] == ["w", "w#2", "w#3", "w#1"]
+    sharding = msgspec.json.decode(header.metadata["DCP_SHARDING_INFO"])
+    assert sharding["w#2"] == {"saved_offsets": [2, 0]}
+    assert [piece.offsets for piece in plan.tensors["w"].pieces] == [(0, 0), (2, 0), (5, 0)]
+    manifest = manifest_of(plan, files)
+    check_header(0, manifest, header)
+    want = [Wanted("w", Box.whole(array.shape))]
+    assert fulfil(manifest, files, want, 4, block_bytes=4096, read_bytes=SLAB, whole_blocks=True) == [array.tobytes()]
+
+
+def test_parts_of_one_tensor_bear_its_name_once_in_every_file() -> None:
+    shards = parts_of("w", np.zeros((4, 256), np.float32), (0, 2), (2, 4))
+    plan = plan_save(state_of(shards), slab_bytes=SLAB, file_bytes=2048)
+    names = [[entry.name for entry in decode_header(file.header, file.size).entries] for file in plan.files]
+    assert names == [["w"], ["w"]]
+    assert [piece.file for piece in plan.tensors["w"].pieces] == [0, 1]
+
+
+def test_a_shard_without_elements_leaves_no_trace_unless_the_tensor_has_none() -> None:
+    array = np.zeros((4, 3), np.float32)
+    empty = TensorShard(name="v", dtype="F32", shape=(4,), boxes=(), data=np.zeros(0, np.float32))
+    shards = [*parts_of("w", array, (4, 4)), empty, shard("none", np.zeros((0, 3), np.float32))]
+    plan = plan_save(state_of(shards), slab_bytes=SLAB, file_bytes=1 << 30)
+    assert list(plan.tensors) == ["none"]
+    assert [entry.name for entry in decode_header(plan.files[0].header, plan.files[0].size).entries] == ["none"]
+    assert plan_save(state_of(shards[:2]), slab_bytes=SLAB, file_bytes=1 << 30).files == ()
+
+
+@pytest.mark.parametrize("column", [False, True])
+def test_pieces_are_found_whatever_their_order(column: bool) -> None:
+    array = arrays([(60, 64)])[0]
+    shards = [
+        TensorShard(
+            name="w",
+            dtype="F32",
+            shape=array.shape,
+            boxes=(Box((0, 2 * n), (60, 2)) if column else Box((2 * n, 0), (2, 64)),),
+            data=array[:, 2 * n : 2 * n + 2] if column else array[2 * n : 2 * n + 2],
+        )
+        for n in range(32 if column else 30)
+    ]
+    plan = plan_save(state_of(shards), slab_bytes=SLAB, file_bytes=1 << 30)
+    files = execute(plan, shards)
+    ordered = manifest_of(plan, files)
+    entry = plan.tensors["w"]
+    mixed = msgspec.structs.replace(entry, pieces=(*entry.pieces[7:], *entry.pieces[6::-1]))
+    box = Box((3, 5), (30, 40))
+    for manifest in (ordered, msgspec.structs.replace(ordered, tensors={"w": mixed})):
+        found = fulfil(manifest, files, [Wanted("w", box)], 4, block_bytes=4096, read_bytes=SLAB, whole_blocks=True)
+        assert found == [array[3:33, 5:45].tobytes()]
 
 
 def test_an_empty_state_has_no_files() -> None:

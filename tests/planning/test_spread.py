@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from aiockpt.errors import RanksDisagreeError
+from aiockpt.errors import RanksDisagreeError, UsageError
 from aiockpt.format.dtypes import itemsize
+from aiockpt.planning import spread as spread_module
 from aiockpt.planning.spread import Holding, Part, holdings_of, spread
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import ShardedState, TensorShard
@@ -65,6 +66,11 @@ def test_small_replicas_go_to_who_has_least() -> None:
     parts = spread(holdings, block_bytes=64)
     assert loads(holdings, parts) == [40, 40]
     assert sum(map(len, parts)) == 4
+
+
+def test_what_rows_leave_uneven_small_replicas_even_out() -> None:
+    holdings = [[whole("coarse", 3, 100), *(whole(f"fine{number}", 10) for number in range(10))]] * 2
+    assert loads(holdings, spread(holdings, block_bytes=64)) == [200, 200]
 
 
 def test_replicas_level_what_ranks_hold_alone() -> None:
@@ -161,3 +167,12 @@ def test_every_wrong_tensor_is_named_twenty_of_them_in_full() -> None:
 def test_many_ranks_are_named_by_the_first_five() -> None:
     with pytest.raises(RanksDisagreeError, match=r"ranks 0, 1, 2, 3, 4, …"):
         spread([[rows("w", 0, 1, (2,))]] * 9)
+
+
+def test_more_pieces_than_a_manifest_can_have_are_refused_before_they_are_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(spread_module, "MAX_PIECES", 3)
+    assert sum(map(len, spread([[whole("w", 3, 1)]] * 3, block_bytes=1))) == 3
+    with pytest.raises(UsageError, match="4 ranks would write 4 pieces, more than the 3"):
+        spread([[whole("w", 4, 1)]] * 4, block_bytes=1)
