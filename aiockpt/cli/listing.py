@@ -9,7 +9,8 @@ from rich.text import Text
 
 from aiockpt.cli.lineage import draw_lines, find_current, find_predecessors
 from aiockpt.cli.show import ago, columns, count, moment, out, say, size, title
-from aiockpt.cli.survey import Listed, Survey, Unfinished
+from aiockpt.cli.survey import Survey, Unfinished
+from aiockpt.pipeline.steps import StepInfo
 
 METRICS_SHOWN = 3
 
@@ -32,7 +33,7 @@ def show_survey(root: str, found: Survey) -> None:
         say(f"[yellow]○ step {attempt.step}:[/] {tell_unfinished(root, attempt)}")
 
 
-def _show_steps(root: str, steps: Sequence[Listed]) -> None:
+def _show_steps(root: str, steps: Sequence[StepInfo]) -> None:
     predecessors = find_predecessors(steps)
     current = find_current(steps, predecessors)
     lines = draw_lines(steps, predecessors, current)
@@ -73,7 +74,7 @@ def _metric(metrics: Mapping[str, float | None], name: str) -> str:
     return "nan" if value is None else f"{value:.5g}"
 
 
-def _state(step: Listed, predecessor: str | None) -> Text:
+def _state(step: StepInfo, predecessor: str | None) -> Text:
     if step.problem:
         state = Text("damaged", "bold red")
     elif step.verified:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-import atheris
+import atheris  # type: ignore[import-untyped,import-not-found,unused-ignore] # pyright: ignore[reportMissingImports]
 
 with atheris.instrument_imports(include=["aiockpt"]):
     from tests.campaigns.decoder_targets import TARGETS
