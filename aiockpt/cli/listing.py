@@ -99,4 +99,7 @@ def tell_unfinished(root: str, attempt: Unfinished) -> str:
         return f"{what}: no receipt of rank {ranks}; it is running, or died. `aiockpt prune` removes it after a day"
     if attempt.missing_ranks is None:
         return f"{what}: no receipt yet; it is running, or died. `aiockpt prune` removes it after a day"
+    if attempt.manifest_is_damaged:
+        advice = f"move the damaged one away, and [bold]aiockpt commit {escape(root)}[/] writes it anew"
+        return f"{what} that can be read: all receipts are there; {advice}"
     return f"{what}: another attempt was committed in its place; `aiockpt prune` removes it after a day"

@@ -12,7 +12,13 @@ from contextlib import suppress
 import anyio
 import msgspec
 
-from aiockpt.errors import CorruptionError, NoValidCheckpointError, ObjectNotFoundError, StepNotFoundError
+from aiockpt.errors import (
+    CorruptionError,
+    NoValidCheckpointError,
+    ObjectNotFoundError,
+    StepNotFoundError,
+    UsageError,
+)
 from aiockpt.format.manifest import peek
 from aiockpt.format.names import attempt_folder, manifest_key
 from aiockpt.pipeline.discover import (
@@ -37,6 +43,7 @@ class Unfinished(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         missing_ranks: whose receipts are not there; None when no receipt tells how many there should be.
         can_be_committed: all receipts are there, and no other attempt has overtaken it.
+        manifest_is_damaged: a manifest of the step cannot be read, and may be the one that names this attempt.
         changed_ns: when something was last written to it, by the storage's clock; 0 when nothing was.
     """
 
@@ -46,6 +53,7 @@ class Unfinished(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     missing_ranks: tuple[int, ...] | None
     can_be_committed: bool
+    manifest_is_damaged: bool
     changed_ns: int
 
 
@@ -87,10 +95,11 @@ async def find_unfinished(backend: Backend, entry: StepEntry) -> list[Unfinished
         with suppress(ObjectNotFoundError):  # deleted since it was listed
             head = peek(await backend.get(manifest_key(entry.id, generation), PEEK_BYTES))
             named.add(head.attempt if head else None)
-    return [await _look_at_attempt(backend, entry, attempt) for attempt in entry.attempts if attempt not in named]
+    nameless = [attempt for attempt in entry.attempts if attempt not in named]
+    return [await _look_at_attempt(backend, entry, attempt, None in named) for attempt in nameless]
 
 
-async def _look_at_attempt(backend: Backend, entry: StepEntry, attempt: str) -> Unfinished:
+async def _look_at_attempt(backend: Backend, entry: StepEntry, attempt: str, damaged: bool) -> Unfinished:
     receipts = await read_receipts(backend, entry.id, attempt)
     votes = await votes_to_finish(backend, entry, attempt)
     files = [stat async for stat in walk(backend, attempt_folder(entry.id, attempt))]
@@ -103,6 +112,7 @@ async def _look_at_attempt(backend: Backend, entry: StepEntry, attempt: str) -> 
         bytes=sum(stat.size for stat in files),
         missing_ranks=missing,
         can_be_committed=votes is not None,
+        manifest_is_damaged=damaged,
         changed_ns=max((stat.modified_ns for stat in files), default=0),
     )
 
@@ -155,3 +165,10 @@ async def find_valid(backend: Backend) -> StepEntry:
 async def measure(backend: Backend, prefixes: Sequence[str]) -> dict[str, int]:
     """Return the bytes below each of the folders *prefixes*."""
     return {prefix: sum([stat.size async for stat in walk(backend, prefix)]) for prefix in prefixes}
+
+
+def check_metric(name: str, steps: Sequence[StepInfo]) -> None:
+    """Raise UsageError when none of *steps* carries the metric: a rule for it would keep nothing, silently."""
+    known = sorted({metric for step in steps for metric in step.metrics})
+    if steps and name not in known:
+        raise UsageError(f"no step has the metric {name!r}; the metrics there are: {', '.join(known) or 'none'}")
