@@ -21,7 +21,10 @@ SIZE ?= 1GiB
 REPEAT ?= 5
 BENCH_OUT ?= benchmarks/results/$(SIZE).json
 
-.PHONY: help demo test lint types layers bench clean
+KIND ?= power-cuts
+COUNT ?= 10000
+
+.PHONY: help demo test lint types layers bench campaign clean
 .DELETE_ON_ERROR:
 
 help:
@@ -29,6 +32,7 @@ help:
 	@echo "make test    lint, types, layers and all tests"
 	@echo "make lint    ruff            make types    mypy and pyright        make layers   import-linter"
 	@echo "make bench   SIZE=1GiB REPEAT=5: measure against peers, write benchmarks/results/ and the table"
+	@echo "make campaign KIND=power-cuts COUNT=10000: ask one question of the contract that often (tests/campaigns/README.md)"
 	@echo "make clean   remove the virtual environment and all caches"
 
 demo: $(BIN)/.installed
@@ -51,6 +55,11 @@ layers: $(BIN)/.installed-dev
 bench: $(BIN)/.installed-dev
 	$(BIN)/python -m benchmarks run --size $(SIZE) --repeat $(REPEAT) --out $(BENCH_OUT) $(ARGS)
 	$(BIN)/python -m benchmarks table benchmarks/results/*.json
+
+# atheris has wheels for some interpreters only: without it all kinds but guided-decoders run.
+campaign: $(BIN)/.installed-dev
+	-test $(KIND) != guided-decoders || $(PIP) install --quiet atheris
+	$(BIN)/python -m tests.campaigns $(KIND) --count $(COUNT) $(ARGS)
 
 clean:
 	rm -rf $(VENV) .bench build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -9,7 +9,8 @@ from rich.text import Text
 
 from aiockpt.cli.lineage import draw_lines, find_current, find_predecessors
 from aiockpt.cli.show import ago, columns, count, moment, out, say, size, title
-from aiockpt.cli.survey import Listed, Survey, Unfinished
+from aiockpt.cli.survey import Survey, Unfinished
+from aiockpt.pipeline.steps import StepInfo
 
 METRICS_SHOWN = 3
 
@@ -32,7 +33,7 @@ def show_survey(root: str, found: Survey) -> None:
         say(f"[yellow]○ step {attempt.step}:[/] {tell_unfinished(root, attempt)}")
 
 
-def _show_steps(root: str, steps: Sequence[Listed]) -> None:
+def _show_steps(root: str, steps: Sequence[StepInfo]) -> None:
     predecessors = find_predecessors(steps)
     current = find_current(steps, predecessors)
     lines = draw_lines(steps, predecessors, current)
@@ -73,7 +74,7 @@ def _metric(metrics: Mapping[str, float | None], name: str) -> str:
     return "nan" if value is None else f"{value:.5g}"
 
 
-def _state(step: Listed, predecessor: str | None) -> Text:
+def _state(step: StepInfo, predecessor: str | None) -> Text:
     if step.problem:
         state = Text("damaged", "bold red")
     elif step.verified:
@@ -98,4 +99,7 @@ def tell_unfinished(root: str, attempt: Unfinished) -> str:
         return f"{what}: no receipt of rank {ranks}; it is running, or died. `aiockpt prune` removes it after a day"
     if attempt.missing_ranks is None:
         return f"{what}: no receipt yet; it is running, or died. `aiockpt prune` removes it after a day"
+    if attempt.manifest_is_damaged:
+        advice = f"move the damaged one away, and [bold]aiockpt commit {escape(root)}[/] writes it anew"
+        return f"{what} that can be read: all receipts are there; {advice}"
     return f"{what}: another attempt was committed in its place; `aiockpt prune` removes it after a day"

@@ -35,6 +35,25 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        show.say(f"aiockpt {version('aiockpt')}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_tell_version)
+]
+
+
+@app.callback()
+def common(version: Version = False) -> None:
+    """Look into checkpoints, check them, tidy them."""
+
+
 Root = Annotated[str, typer.Argument(help="Where the checkpoints are: a folder, or a URL.", show_default=False)]
 Step = Annotated[int | None, typer.Argument(help="A step; the newest when left out.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
@@ -168,14 +187,16 @@ def prune(
     """Delete the steps that no rule keeps, and what dead saves left. Only shows what it would do, unless --yes."""
     from aiockpt.cli.outcomes import show_pruned
     from aiockpt.cli.place import open_place
-    from aiockpt.cli.survey import measure, survey
+    from aiockpt.cli.survey import check_metric, measure, survey
     from aiockpt.options import Best, Retention
 
     if last is None and (every or best):
         raise UsageError("--every and --best keep steps besides the newest: give --last N too")
+    backend = open_place(root)
+    if best:
+        check_metric(best, anyio.run(survey, backend).steps)
     rule = Best(best, count=best_count, mode=mode) if best else None
     rules = Retention(last=last, every=every, best=rule, grace_s=grace_hours * 3600)
-    backend = open_place(root)
     with _open(root) as ckpt:
         found = ckpt.prune(rules, dry_run=True).result()
         folders = [step.id for step in found.steps]

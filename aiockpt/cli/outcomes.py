@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from aiockpt.cli.diff import Change
     from aiockpt.cli.doctor import Diagnosis
     from aiockpt.cli.survey import Unfinished
-    from aiockpt.engine.keep import Pruned, StepInfo
+    from aiockpt.engine.keep import Pruned
+    from aiockpt.pipeline.steps import StepInfo
 
 CHANGES_SHOWN = 60
 

@@ -6,16 +6,30 @@ at a place wants to see it as it is.)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import anyio
 import msgspec
 
-from aiockpt.errors import CorruptionError, NoValidCheckpointError, ObjectNotFoundError, StepNotFoundError
+from aiockpt.errors import (
+    CorruptionError,
+    NoValidCheckpointError,
+    ObjectNotFoundError,
+    StepNotFoundError,
+    UsageError,
+)
 from aiockpt.format.manifest import peek
 from aiockpt.format.names import attempt_folder, manifest_key
-from aiockpt.pipeline.discover import PEEK_BYTES, StepEntry, newest_manifest, read_receipts, scan
+from aiockpt.pipeline.discover import (
+    PEEK_BYTES,
+    StepEntry,
+    newest_manifest,
+    read_receipts,
+    scan,
+    votes_to_finish,
+)
+from aiockpt.pipeline.steps import StepInfo, look_into
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.transfer import walk
@@ -23,38 +37,13 @@ from aiockpt.storage.transfer import walk
 MANIFESTS_AT_ONCE = 8
 
 
-class Listed(msgspec.Struct, frozen=True, kw_only=True):
-    """A committed step.
-
-    Attributes:
-        generation: the newest valid one (of a damaged step: the newest); *newest_generation* may be a damaged one.
-        created_ns: when its manifest was written, by the writer's clock.
-        run: which checkpointer saved it; *parent*: the id of the step that one had loaded.
-        verified: whether a verification has left its mark on that generation.
-        problem: why no reader may believe it.
-    """
-
-    step: int
-    id: str
-    generation: int
-    newest_generation: int
-    run: str = ""
-    parent: str | None = None
-    created_ns: int = 0
-    bytes: int = 0
-    tensor_count: int = 0
-    world_size: int = 1
-    verified: bool = False
-    metrics: Mapping[str, float | None] = {}
-    problem: str | None = None
-
-
 class Unfinished(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt that no manifest names: a save that runs, one that died, or one that lost against another.
 
     Attributes:
         missing_ranks: whose receipts are not there; None when no receipt tells how many there should be.
-        can_be_committed: all receipts are there, and the number of its manifest is free.
+        can_be_committed: all receipts are there, and no other attempt has overtaken it.
+        manifest_is_damaged: a manifest of the step cannot be read, and may be the one that names this attempt.
         changed_ns: when something was last written to it, by the storage's clock; 0 when nothing was.
     """
 
@@ -64,6 +53,7 @@ class Unfinished(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     missing_ranks: tuple[int, ...] | None
     can_be_committed: bool
+    manifest_is_damaged: bool
     changed_ns: int
 
 
@@ -71,7 +61,7 @@ class Survey(msgspec.Struct, frozen=True):
     """Everything below one root, the newest step first."""
 
     url: str
-    steps: tuple[Listed, ...]
+    steps: tuple[StepInfo, ...]
     unfinished: tuple[Unfinished, ...]
 
 
@@ -79,13 +69,13 @@ async def survey(backend: Backend) -> Survey:
     """Look at every step below the root."""
     entries = await scan(backend)
     slots = anyio.Semaphore(MANIFESTS_AT_ONCE)
-    steps: dict[str, Listed] = {}
+    steps: dict[str, StepInfo] = {}
     unfinished: list[Unfinished] = []
 
     async def look(entry: StepEntry) -> None:
         async with slots:
             if entry.committed:
-                steps[entry.id] = await _list_step(backend, entry)
+                steps[entry.id] = await look_into(backend, entry)
             unfinished.extend(await find_unfinished(backend, entry))
 
     async with open_tasks() as tasks:
@@ -94,37 +84,6 @@ async def survey(backend: Backend) -> Survey:
     order = {entry.id: place for place, entry in enumerate(entries)}
     unfinished.sort(key=lambda one: (order[one.id], one.attempt))
     return Survey(backend.url, tuple(steps[entry.id] for entry in entries if entry.committed), tuple(unfinished))
-
-
-async def _list_step(backend: Backend, entry: StepEntry) -> Listed:
-    newest = entry.generations[0]
-    try:
-        manifest = await newest_manifest(backend, entry)
-    except CorruptionError as error:
-        run, parent = (entry.head.run, entry.head.parent) if entry.head else ("", None)
-        return Listed(
-            step=entry.step,
-            id=entry.id,
-            generation=newest,
-            newest_generation=newest,
-            run=run,
-            parent=parent,
-            problem=str(error),
-        )
-    return Listed(
-        step=manifest.step,
-        id=manifest.id,
-        generation=manifest.generation,
-        newest_generation=newest,
-        run=manifest.run,
-        parent=manifest.parent,
-        created_ns=manifest.created_ns,
-        bytes=sum(file.size for file in manifest.files),
-        tensor_count=len(manifest.tensors),
-        world_size=manifest.world_size,
-        verified=manifest.generation in entry.verified,
-        metrics=dict(manifest.metrics),
-    )
 
 
 async def find_unfinished(backend: Backend, entry: StepEntry) -> list[Unfinished]:
@@ -136,11 +95,13 @@ async def find_unfinished(backend: Backend, entry: StepEntry) -> list[Unfinished
         with suppress(ObjectNotFoundError):  # deleted since it was listed
             head = peek(await backend.get(manifest_key(entry.id, generation), PEEK_BYTES))
             named.add(head.attempt if head else None)
-    return [await _look_at_attempt(backend, entry, attempt) for attempt in entry.attempts if attempt not in named]
+    nameless = [attempt for attempt in entry.attempts if attempt not in named]
+    return [await _look_at_attempt(backend, entry, attempt, None in named) for attempt in nameless]
 
 
-async def _look_at_attempt(backend: Backend, entry: StepEntry, attempt: str) -> Unfinished:
+async def _look_at_attempt(backend: Backend, entry: StepEntry, attempt: str, damaged: bool) -> Unfinished:
     receipts = await read_receipts(backend, entry.id, attempt)
+    votes = await votes_to_finish(backend, entry, attempt)
     files = [stat async for stat in walk(backend, attempt_folder(entry.id, attempt))]
     first = next(iter(receipts.values()), None)
     missing = None if first is None else tuple(sorted(set(range(first.world_size)) - receipts.keys()))
@@ -150,7 +111,8 @@ async def _look_at_attempt(backend: Backend, entry: StepEntry, attempt: str) -> 
         attempt=attempt,
         bytes=sum(stat.size for stat in files),
         missing_ranks=missing,
-        can_be_committed=first is not None and not missing and first.generation not in entry.generations,
+        can_be_committed=votes is not None,
+        manifest_is_damaged=damaged,
         changed_ns=max((stat.modified_ns for stat in files), default=0),
     )
 
@@ -203,3 +165,10 @@ async def find_valid(backend: Backend) -> StepEntry:
 async def measure(backend: Backend, prefixes: Sequence[str]) -> dict[str, int]:
     """Return the bytes below each of the folders *prefixes*."""
     return {prefix: sum([stat.size async for stat in walk(backend, prefix)]) for prefix in prefixes}
+
+
+def check_metric(name: str, steps: Sequence[StepInfo]) -> None:
+    """Raise UsageError when none of *steps* carries the metric: a rule for it would keep nothing, silently."""
+    known = sorted({metric for step in steps for metric in step.metrics})
+    if steps and name not in known:
+        raise UsageError(f"no step has the metric {name!r}; the metrics there are: {', '.join(known) or 'none'}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import msgspec
 
@@ -11,40 +11,16 @@ from aiockpt.engine.context import Engine
 from aiockpt.engine.load import committed_steps, find_manifest, find_step, finish_commits, verify_files
 from aiockpt.errors import CheckpointError, CorruptionError, StorageError
 from aiockpt.events import GarbageDeleted, StepDeleted
-from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import LATEST_KEY, verified_key
 from aiockpt.options import Retention
 from aiockpt.pipeline.collect import Garbage, collect, delete_step, find_garbage, is_leased, step_facts
 from aiockpt.pipeline.discover import StepEntry, look_at, newest_manifest, scan
+from aiockpt.pipeline.steps import StepInfo as StepInfo
+from aiockpt.pipeline.steps import look_into, tell
 from aiockpt.retention import Doomed, plan_retention
 from aiockpt.runtime.future import SaveResult
 
 logger = logging.getLogger("aiockpt")
-
-
-class StepInfo(msgspec.Struct, frozen=True):
-    """One committed step, as a listing tells it.
-
-    Attributes:
-        step, id, generation: which one.
-        created_ns: when its manifest was written, by the writer's clock; for people.
-        parent: the id of the step that its run had loaded, or None.
-        bytes, tensor_count: of its data files and in them.
-        verified: whether its newest generation was verified in full after it was written.
-        problem: why no reader may believe it; None for a valid one.
-    """
-
-    step: int
-    id: str
-    generation: int
-    created_ns: int = 0
-    parent: str | None = None
-    bytes: int = 0
-    tensor_count: int = 0
-    world_size: int = 1
-    verified: bool = False
-    metrics: Mapping[str, float | None] = {}
-    problem: str | None = None
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
@@ -93,35 +69,13 @@ class Pruned(msgspec.Struct, frozen=True):
 
 async def steps(engine: Engine) -> tuple[StepInfo, ...]:
     """Return every committed step, the newest first, damaged ones with their problem."""
-    return tuple([await _info(engine, entry) for entry in await committed_steps(engine)])
-
-
-async def _info(engine: Engine, entry: StepEntry) -> StepInfo:
-    try:
-        return _describe_step(await newest_manifest(engine.backend, entry), entry.verified)
-    except CorruptionError as error:
-        return StepInfo(step=entry.step, id=entry.id, generation=entry.generations[0], problem=str(error))
-
-
-def _describe_step(manifest: Manifest, verified: frozenset[int]) -> StepInfo:
-    return StepInfo(
-        step=manifest.step,
-        id=manifest.id,
-        generation=manifest.generation,
-        created_ns=manifest.created_ns,
-        parent=manifest.parent,
-        bytes=sum(file.size for file in manifest.files),
-        tensor_count=len(manifest.tensors),
-        world_size=manifest.world_size,
-        verified=manifest.generation in verified,
-        metrics=dict(manifest.metrics),
-    )
+    return tuple([await look_into(engine.backend, entry) for entry in await committed_steps(engine)])
 
 
 async def finish(engine: Engine) -> tuple[StepInfo, ...]:
     """Roll forward every attempt whose votes are complete; return what was committed by that."""
-    finished = [manifest for entry in await scan(engine.backend) for manifest in await finish_commits(engine, entry)]
-    return tuple(_describe_step(manifest, frozenset()) for manifest in finished)
+    entries = await scan(engine.backend)
+    return tuple([tell(manifest, entry) for entry in entries for manifest in await finish_commits(engine, entry)])
 
 
 async def latest(engine: Engine) -> int | None:
@@ -146,7 +100,7 @@ async def describe(engine: Engine, step: int | None) -> Description:
             TensorInfo(name, stored.dtype, stored.shape, size, tuple(manifest.files[file].p for file in files))
         )
     return Description(
-        info=_describe_step(manifest, entry.verified),
+        info=tell(manifest, entry),
         tensors=tuple(tensors),
         alias=dict(manifest.alias),
         values=manifest.state.get("global"),

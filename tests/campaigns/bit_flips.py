@@ -79,11 +79,13 @@ def look(disk: Disk, path: str, bit: int) -> str:
     try:
         value = load_from(snapshot(files), disk.shape, 2)
     except (CorruptionError, StepNotFoundError) as error:
-        value, told = None, type(error).__name__
-    if value is not None:
+        told = type(error).__name__
+        value = None
+    else:
+        told = "harmless"
+        assert value is not None, "nothing is there any more"
         assert _is_harmless(disk, path), "loaded as if nothing had happened"
         assert value == (1.0 if _is_fallback(disk, path) else 2.0), f"loaded {value}"
-        told = "harmless"
     _check_newest(files, disk, damaged=value is None)
     return f"{kind}: {told}"
 

@@ -31,7 +31,7 @@ from aiockpt.format.manifest import (
     peek,
 )
 from aiockpt.format.merge import merge_receipts
-from aiockpt.format.names import data_path, join_name, prefixes, split_name
+from aiockpt.format.names import MAX_NAME_BYTES, data_path, join_name, prefixes, split_name
 from aiockpt.format.safetensors import Entry, decode_header, encode_header
 from aiockpt.format.validate import check_manifest, check_receipt
 from aiockpt.state.codecs import CodecRegistry
@@ -144,6 +144,8 @@ def _read_tree(text: bytes) -> bool:
 
 
 def _read_name(data: bytes) -> bool:
+    if len(data) > MAX_NAME_BYTES:
+        return False  # as a manifest that held it would be
     name = data.decode(errors="replace")
     prefixes(name)
     try:

@@ -87,6 +87,27 @@ def test_ls_tells_of_an_attempt_that_lost_against_another(aiockpt_command: Comma
     assert "another attempt was committed in its place" in aiockpt_command("ls", root).out
 
 
+def test_ls_promises_no_commit_to_an_attempt_that_a_later_generation_has_overtaken(
+    aiockpt_command: Command, root: Path
+) -> None:
+    won = decode_manifest(manifest(root, 300).read_bytes())
+    winner = msgspec.structs.replace(won, attempt="ffffffffffff", generation=2)
+    uncommit(root, 300)
+    (root / "step-00000300" / "MANIFEST-2.json").write_bytes(encode_manifest(winner))
+    seen = aiockpt_command("ls", root, "--json").json()
+    assert [one["can_be_committed"] for one in seen["unfinished"]] == [False]
+    assert "nothing to finish" in aiockpt_command("commit", root).out
+
+
+def test_ls_tells_how_a_step_is_mended_whose_manifest_is_torn(aiockpt_command: Command, root: Path) -> None:
+    torn = manifest(root, 300)
+    torn.write_bytes(torn.read_bytes()[:100])
+    assert "move the damaged one away" in aiockpt_command("ls", root).out
+    torn.unlink()
+    assert aiockpt_command("commit", root).status == 0
+    assert aiockpt_command("verify", root, 300).status == 0
+
+
 def test_a_manifest_that_is_deleted_while_it_is_looked_at_names_no_attempt(root: Path) -> None:
     entry = StepEntry("step-00000300", 300, (2,), frozenset(), ("00112233aabb",))
     (found,) = anyio.run(find_unfinished, LocalBackend(root), entry)
@@ -418,3 +439,14 @@ def test_help_does_not_import_torch() -> None:
             check=False,
         )
         assert (done.returncode, done.stderr) == (0, "False\n")
+
+
+def test_a_metric_that_no_step_has_is_refused_before_anything_is_deleted(aiockpt_command: Command, root: Path) -> None:
+    outcome = aiockpt_command("prune", root, "--last", 1, "--best", "accuracy", "--yes")
+    assert outcome.status == 2
+    assert "no step has the metric 'accuracy'; the metrics there are: loss" in outcome.err
+    assert len(list(root.glob("step-*"))) == 3
+
+
+def test_the_version_is_told(aiockpt_command: Command) -> None:
+    assert aiockpt_command("--version").out.startswith("aiockpt 0.")

@@ -272,3 +272,12 @@ async def test_the_repr_tells_what_has_gone_wrong() -> None:
     with pytest.raises(StorageError):
         await backend.stat("k")
     assert "1 calls, fired: ['fail stat k']" in repr(backend)
+
+
+def test_a_lost_answer_of_open_leaves_the_file_and_no_descriptor() -> None:
+    inner = SimulatedFiles()
+    files = FaultyFiles(inner, [Fault(do="lose_answer", verb="open")])
+    with pytest.raises(OSError, match="injected"):
+        files.open("/f", os.O_WRONLY | os.O_CREAT)
+    assert inner.listdir("/") == ["f"]
+    assert inner.open_count == 0

@@ -1,0 +1,78 @@
+"""What is there to tell of a committed step? The facts of its newest valid manifest, or why no reader may believe it.
+
+No torch is imported: who only looks (`aiockpt ls`) starts at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from aiockpt.errors import CorruptionError
+from aiockpt.format.manifest import Manifest
+from aiockpt.pipeline.discover import StepEntry, newest_manifest
+from aiockpt.storage.backend import Backend
+
+
+class StepInfo(msgspec.Struct, frozen=True):
+    """One committed step, as a listing tells it.
+
+    Attributes:
+        step, id, generation: which one, and its newest valid generation (of a damaged step: the newest).
+        created_ns: when its manifest was written, by the writer's clock; for people.
+        parent: the id of the step that its run had loaded, or None.
+        bytes, tensor_count: of its data files and in them.
+        verified: whether that generation was verified in full after it was written.
+        problem: why no reader may believe it; None for a valid one.
+        run: which checkpointer saved it.
+        newest_generation: above *generation* where newer ones are damaged, and readers fall back.
+    """
+
+    step: int
+    id: str
+    generation: int
+    created_ns: int = 0
+    parent: str | None = None
+    bytes: int = 0
+    tensor_count: int = 0
+    world_size: int = 1
+    verified: bool = False
+    metrics: Mapping[str, float | None] = {}
+    problem: str | None = None
+    run: str = ""
+    newest_generation: int = 0
+
+
+async def look_into(backend: Backend, entry: StepEntry) -> StepInfo:
+    """Return what there is to tell of a committed step; a damaged one has a *problem*."""
+    try:
+        return tell(await newest_manifest(backend, entry), entry)
+    except CorruptionError as error:
+        return StepInfo(
+            step=entry.step,
+            id=entry.id,
+            generation=entry.generations[0],
+            parent=entry.head.parent if entry.head else None,
+            problem=str(error),
+            run=entry.head.run if entry.head else "",
+            newest_generation=entry.generations[0],
+        )
+
+
+def tell(manifest: Manifest, entry: StepEntry) -> StepInfo:
+    """Return what the *manifest* says of its step, and the listing of it."""
+    return StepInfo(
+        step=manifest.step,
+        id=manifest.id,
+        generation=manifest.generation,
+        created_ns=manifest.created_ns,
+        parent=manifest.parent,
+        bytes=sum(file.size for file in manifest.files),
+        tensor_count=len(manifest.tensors),
+        world_size=manifest.world_size,
+        verified=manifest.generation in entry.verified,
+        metrics=dict(manifest.metrics),
+        run=manifest.run,
+        newest_generation=max((manifest.generation, *entry.generations)),
+    )
