@@ -149,7 +149,7 @@ async def claim(backend: Backend, step_id: str, attempt: str, wish: Verdict, wri
         return msgspec.json.decode(await read_record(backend, key), type=Decision).decision
     except ObjectNotFoundError:
         return "collect"  # it was there and went while we looked: the attempt is being removed
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # msgspec lets the second one through
         raise CommitError(f"{key} is damaged ({error}); save the step again") from error
 
 

@@ -10,10 +10,12 @@ Guarantees:
 
 from __future__ import annotations
 
+import sys
+
 import anyio
 import msgspec
 
-from aiockpt.errors import CheckpointError, CorruptionError, ManifestError, ObjectNotFoundError, StorageError
+from aiockpt.errors import CheckpointError, CorruptionError, ManifestError, ObjectNotFoundError
 from aiockpt.format.manifest import Manifest, Peek, Receipt, decode_manifest, decode_receipt, peek
 from aiockpt.format.names import (
     check_step_id,
@@ -59,8 +61,8 @@ class StepEntry(msgspec.Struct, frozen=True):
 
     @property
     def age_order(self) -> tuple[int, int]:
-        """Sorts steps from the oldest to the newest."""
-        return (self.head.sequence if self.head else 0, self.step)
+        """Sorts steps from the oldest to the newest; a damaged one may be the newest, and is looked at first."""
+        return (self.head.sequence if self.head else sys.maxsize, self.step)
 
 
 async def scan(backend: Backend) -> list[StepEntry]:
@@ -94,7 +96,7 @@ async def look_at(backend: Backend, step_id: str) -> StepEntry:
         return entry
     try:
         head = peek(await backend.get(manifest_key(step_id, entry.generations[0]), PEEK_BYTES))
-    except StorageError:
+    except ObjectNotFoundError:  # deleted since it was listed; any other failure would make an older step the newest
         return entry
     return msgspec.structs.replace(entry, head=head)
 

@@ -137,4 +137,4 @@ def prepare() -> Case:
     return case
 
 
-CAMPAIGN = Campaign(name="bit-flips", counts="flipped bits", prepare=prepare, smoke_count=200)
+CAMPAIGN = Campaign(name="bit-flips", counts="flipped bits", prepare=prepare, smoke_count=300)
