@@ -104,7 +104,10 @@ class Dcp:
         self._background = background
 
     def _state(self) -> dict[str, Any]:
-        return {"model": get_model_state_dict(self._model), "optim": get_optimizer_state_dict(self._model, self._optimizer)}
+        return {
+            "model": get_model_state_dict(self._model),
+            "optim": get_optimizer_state_dict(self._model, self._optimizer),
+        }
 
     def save(self, step: int) -> Callable[[], object]:
         place = self._folder / f"step-{step:08d}"
@@ -112,7 +115,12 @@ class Dcp:
             save(self._state(), checkpoint_id=place)
             return lambda: pages.sync_folders(place)
         future: Any = async_save(self._state(), checkpoint_id=place)
-        return lambda: (future.result(), pages.sync_folders(place))
+
+        def wait() -> None:
+            future.result()
+            pages.sync_folders(place)
+
+        return wait
 
     def load(self, step: int) -> None:
         state = self._state()

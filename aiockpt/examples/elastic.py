@@ -82,7 +82,9 @@ def run_elastic(*, steps: int = 60, every: int = 5, folder: Path | None = None, 
     """Run the demo, print what it shows, and return its exit status."""
     console = Console(stderr=as_json)
     if steps < 8 * every or every < 1:
-        console.print(f"demo: {steps} steps are too few for a save every {every}: take {8 * every} or more", style="red")
+        console.print(
+            f"demo: {steps} steps are too few for a save every {every}: take {8 * every} or more", style="red"
+        )
         return FAILED
     place = folder or Path(tempfile.mkdtemp(prefix="aiockpt-demo-", dir="."))
     place.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,9 @@ from aiockpt.errors import RankTimeoutError
 from aiockpt.runtime.limits import Limiter, run_blocking
 
 T = TypeVar("T")
-FIRST_PAUSE_S, LAST_PAUSE_S, GROWTH = 0.001, 0.1, 1.5
+FIRST_PAUSE_S, GROWTH = 0.001, 1.5
+LAST_PAUSE_S, LAST_PAUSE_OF_A_RANK_S = 0.2, 0.001
+"""Between two looks at the store: the more ranks look, the more rarely each does, so that a store of 10,000 lives."""
 _SHOWN = 8
 
 
@@ -125,10 +127,11 @@ class Meeting:
     ) -> T:
         """Look until there is something."""
         pause_s = FIRST_PAUSE_S
+        last_pause_s = min(LAST_PAUSE_S, 0.004 + LAST_PAUSE_OF_A_RANK_S * self.world_size)
         with anyio.move_on_after(deadline_s):
             while (found := await look()) is None:
                 await anyio.sleep(pause_s)
-                pause_s = min(pause_s * GROWTH, LAST_PAUSE_S)
+                pause_s = min(pause_s * GROWTH, last_pause_s)
             return found
         late = sorted(ranks())
         raise RankTimeoutError(f"{what}: nothing from {name_ranks(late)} within {deadline_s:g} s", late)
