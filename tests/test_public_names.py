@@ -11,6 +11,7 @@ PUBLIC = frozenset(
     """
     BackgroundSaveError Best CheckpointError Checkpointer CommitConflictError CommitTimeoutError CorruptionError
     Deadlines Description Future IO LoadFuture LoadResult Loader LoaderPart NoValidCheckpointError Pruned RNG
+    RankError Ranks
     Retention SaveFuture SaveResult ShardedSampler Span StateMismatchError StepInfo StepNotFoundError StorageError
     Stream StreamLoader TensorInfo UnsupportedStateError UsageError Verified per_rank register_codec
     """.split()  # noqa: SIM905  one block of names reads better than a list of strings

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed
@@ -26,12 +27,12 @@ class Crew:
         url: where all of them save to; a callable gives each rank its own backend.
     """
 
-    def __init__(self, world_size: int, url: Any, **options: Any) -> None:
+    def __init__(self, world_size: int, url: str | Path | Callable[[int], Any], **options: Any) -> None:
         store = torch.distributed.HashStore()  # type: ignore[attr-defined]
         self.world_size = world_size
         self.checkpointers = [
             aiockpt.Checkpointer(
-                url(rank) if callable(url) else url,
+                url if isinstance(url, str | Path) else url(rank),
                 ranks=aiockpt.Ranks(rank, world_size, store),
                 **{"io": SMALL, "deadlines": QUICK, **options},
             )
