@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, TypeVarTuple
@@ -18,32 +17,26 @@ import anyio.to_thread
 import msgspec
 import torch
 
-from aiockpt.adapters.mutable import hold_still
-from aiockpt.adapters.native import StateWalker
 from aiockpt.engine import keep
 from aiockpt.engine.context import Engine
+from aiockpt.engine.failures import raise_failures, report_failures, undelivered
 from aiockpt.engine.keep import Description, Pruned, StepInfo, Verified
+from aiockpt.engine.launch import Launcher
 from aiockpt.engine.load import Filled, LoadRequest, load
 from aiockpt.engine.load_together import load_together
 from aiockpt.engine.read import read
-from aiockpt.engine.save import save
-from aiockpt.engine.sharing import WARM_UP, Turn
-from aiockpt.engine.ticket import Ticket
-from aiockpt.engine.together import save_together
-from aiockpt.errors import BackgroundSaveError, SaveCancelledError, SaveSkippedError, UsageError
-from aiockpt.events import Companion, Observer, SaveSkipped
-from aiockpt.options import IO, MIB, Deadlines, OnError, OnExists, Options, Retention, WhenFull
+from aiockpt.engine.sharing import WARM_UP
+from aiockpt.errors import BackgroundSaveError, SaveCancelledError, UsageError
+from aiockpt.events import Companion, Observer
+from aiockpt.options import IO, Deadlines, OnError, OnExists, Options, Retention, WhenFull
 from aiockpt.runtime.barrier import MutationBarrier
 from aiockpt.runtime.companion import accompany
 from aiockpt.runtime.future import Future, LoadFuture, LoadResult, SaveFuture
 from aiockpt.runtime.limits import LimiterStatistics, run_blocking
-from aiockpt.runtime.loop import LoopThread, refuse_in_event_loop, runs_event_loop
-from aiockpt.runtime.memory import available_bytes
+from aiockpt.runtime.loop import LoopThread, refuse_in_event_loop
 from aiockpt.runtime.ranks import Ranks, find_ranks
 from aiockpt.runtime.slabs import PoolStatistics
-from aiockpt.runtime.tasks import open_tasks
 from aiockpt.runtime.world import World
-from aiockpt.state.shards import ShardedState
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
 
@@ -52,9 +45,6 @@ Ts = TypeVarTuple("Ts")
 State = Mapping[str, Any]
 
 logger = logging.getLogger("aiockpt")
-
-INLINE_COPY_BYTES = 16 * MIB
-"""Inside a running event loop a larger state is copied on a worker: 16 MiB is about a millisecond."""
 
 
 class Statistics(msgspec.Struct, frozen=True):
@@ -121,9 +111,8 @@ class Checkpointer:
         backend = open_backend(url, world=world)
         self._loop = LoopThread("aiockpt", on_exit=self._drain_at_exit)
         self._engine = Engine(backend, self._loop, self._options, observers, world, ranks)
-        self._walker = StateWalker(rank=ranks.rank)
         self._barrier = MutationBarrier(deadlines.slab_s)
-        self._saves: list[SaveFuture] = []
+        self._launcher = Launcher(self._engine, self._barrier)
         self._unclaimed: list[LoadFuture[Any]] = []
         self._companions = [
             accompany(self._loop, observer) for observer in observers if isinstance(observer, Companion)
@@ -151,103 +140,15 @@ class Checkpointer:
             BackgroundSaveError: an *earlier* save failed (``on_error="raise"``); this one was started and is in ``.future``.
         """
         self._check_call()
-        _check_step(step)
-        turn = self._engine.next_turn(step)
-        try:
-            if self._options.when_full == "skip" and self._is_full():
-                future = self._skipped(step, turn)
-            else:
-                future = self._start(step, state, metrics or {}, user, turn)
-        except BaseException as error:
-            self._engine.renounce(turn, error)
-            raise
-        self._report_failures(future)
-        return future
-
-    def _start(
-        self, step: int, state: State, metrics: Mapping[str, float], user: object, turn: Turn | None
-    ) -> SaveFuture:
-        """Register the save, and copy the state: here, or on a worker where that would hold an event loop."""
-        walked = self._walker.walk(state)
-        before = self._must_end_first()
-        elsewhere = runs_event_loop() and (
-            before is not None or turn is not None or _tensor_bytes(walked) > INLINE_COPY_BYTES
-        )
-        if elsewhere:
-            walked = hold_still(walked, state)
-        ticket = Ticket(self._engine, step, walked, _plain_metrics(metrics), _plain_json(user), turn)
-        if elsewhere:
-            self._saves.append(ticket.future)
-            self._barrier.guard(ticket.future.snapshotted(), ticket.stop)
-            self._loop.in_worker(self._copy_elsewhere, before, ticket)
-        else:
-            self._copy_after(before, ticket)
-        return ticket.future
-
-    def _copy_after(self, before: SaveFuture | None, ticket: Ticket) -> None:
-        """Wait for the save that must end first, plan and start this one, and copy its state on this thread."""
-        if before is not None:
-            before._wait_anyway(self._options.deadlines.close_s)
-        ticket.prepare()
-        self._engine.pool.fit(ticket.plan.window_count, available_bytes)
-        if ticket.future not in self._saves:
-            self._saves.append(ticket.future)
-        self._loop.submit(self._run, ticket)
-        ticket.copy()
-
-    def _copy_elsewhere(self, before: SaveFuture | None, ticket: Ticket) -> None:
-        try:
-            self._copy_after(before, ticket)
-        except Exception as error:  # noqa: BLE001  the future carries it to the caller
-            self._engine.renounce(ticket.turn, error)
-            ticket.refuse(error)
-
-    async def _run(self, ticket: Ticket) -> None:
-        async with open_tasks() as tasks:
-            tasks.start_soon(self._fill_pool, ticket)
-            result = await ticket.run(save if ticket.turn is None else save_together)
-            if result is not None and not result.existed and self._engine.ranks.rank == 0:
-                await keep.tidy(self._engine, result)
-
-    async def _fill_pool(self, ticket: Ticket) -> None:
-        """Make the slabs that the next snapshot of this state will need.
-
-        A first copy into untouched memory is so slow that writers give slabs back before new ones are made: it ends with
-        a handful, and without this every later save would pay for some more (measured: 5 × a plain copy, not 1.2 ×).
-        """
-        await ticket.future.snapshotted()._settled()
-        await run_blocking(self._engine.state_work, self._engine.pool.warm_up, ticket.plan.window_count)
-
-    def _is_full(self) -> bool:
-        self._saves = [future for future in self._saves if not future.done()]
-        return len(self._saves) >= self._options.max_in_flight
-
-    def _must_end_first(self) -> SaveFuture | None:
-        """Return the save that must end before a new one may begin, so that at most ``max_in_flight`` run."""
-        return self._saves[-self._options.max_in_flight] if self._is_full() else None
-
-    def _skipped(self, step: int, turn: Turn | None) -> SaveFuture:
-        reason = f"{len(self._saves)} saves are in flight and when_full is 'skip'"
-        future = SaveFuture(step)
-        skipped = SaveSkippedError(f"step {step} was not saved: {reason}")
-        self._engine.renounce(turn, skipped)
-        future._fail(skipped)
-        event = SaveSkipped(at_ns=self._engine.now_ns(), step=step, reason=reason)
-        self._loop.call_soon(self._engine.emit, event)
+        future = self._launcher.launch(step, state, metrics or {}, user)
+        report_failures(self._engine, future)
         return future
 
     def warm_up(self, state: State) -> Future[None]:
         """Make the first save as cheap as the later ones: plan it, and fault the staging pool in, in the background."""
         self._check_call()
-        walked, turn = self._walker.walk(state), self._engine.next_turn(WARM_UP)
-        return self._operation("warm_up", run_blocking, self._engine.state_work, self._warm_up, walked, turn)
-
-    def _warm_up(self, walked: ShardedState, turn: Turn | None) -> None:
-        """Plan and allocate, on a worker: other ranks may come later."""
-        share, _ = self._engine.share(turn, walked)
-        plan, pool = self._engine.plan(share), self._engine.pool
-        pool.fit(plan.window_count, available_bytes)
-        pool.warm_up(plan.window_count)
+        walked, turn = self._launcher.walk(state), self._engine.next_turn(WARM_UP)
+        return self._operation("warm_up", run_blocking, self._engine.state_work, self._launcher.warm_up, walked, turn)
 
     def barrier(self) -> None:
         """Block until no snapshot is being copied, before you change the state by hand. Optimizers do it by themselves."""
@@ -285,7 +186,7 @@ class Checkpointer:
         """
         self._check_call()
         self._barrier.wait()
-        self._raise_failures(None)
+        raise_failures(self._engine)
         names = (only,) if isinstance(only, str) else only
         request = LoadRequest(state, step, names, strict, map)
         future: LoadFuture[LoadResult | None] = LoadFuture(f"load of step {'newest' if step is None else step}")
@@ -370,7 +271,7 @@ class Checkpointer:
         self._check_call()
         refuse_in_event_loop("wait()")
         self._wait_all()
-        self._raise_failures(None)
+        raise_failures(self._engine)
 
     def close(self) -> None:
         """Wait until all is committed, release everything, and raise what went wrong. Idempotent."""
@@ -380,13 +281,13 @@ class Checkpointer:
                 self._wait_all()
             finally:
                 self._release()
-        self._raise_failures(None)
+        raise_failures(self._engine)
 
     async def aclose(self) -> None:
         """The same, for event loops."""
         if self._loop.usable:
             await anyio.to_thread.run_sync(self._close_quietly)
-        self._raise_failures(None)
+        raise_failures(self._engine)
 
     def _close_quietly(self) -> None:
         try:
@@ -400,12 +301,12 @@ class Checkpointer:
         try:
             idle.result(deadline_s)
         except TimeoutError:
-            waiting = [repr(future) for future in self._saves if not future.done()]
+            waiting = [repr(future) for future in self._launcher.in_flight]
             raise TimeoutError(f"after {deadline_s:g} s these saves still run: {waiting}") from None
 
     async def _idle(self) -> None:
         """Wait until no save runs and none is being tidied up after."""
-        for future in list(self._saves):
+        for future in self._launcher.in_flight:
             await future._settled()
         async with self._engine.cleaning:
             pass
@@ -416,13 +317,13 @@ class Checkpointer:
             end()
         self._loop.close()
         self._engine.release_memory()
-        self._walker.forget()
+        self._launcher.forget()
 
     def _drain_at_exit(self) -> None:
         try:
             self._close_quietly()
         finally:
-            for future in self._undelivered():
+            for future in undelivered(self._engine):
                 logger.error("%r: nobody waited for it, and the program ends", future)
 
     def __enter__(self) -> Self:
@@ -485,64 +386,16 @@ class Checkpointer:
 
         running.add_done_callback(done)
 
-    def _report_failures(self, future: SaveFuture) -> None:
-        policy = self._options.on_error
-        if policy == "raise":
-            self._raise_failures(future)
-            return
-        for failure in self._undelivered(future):
-            if callable(policy):
-                policy(failure)
-            else:
-                warnings.warn(f"{failure!r}: {failure.exception()!r}", RuntimeWarning, stacklevel=3)
-
-    def _raise_failures(self, future: SaveFuture | None) -> None:
-        failed = self._undelivered(future)
-        if failed:
-            raise BackgroundSaveError(failed, future) from failed[0].exception()
-
-    def _undelivered(self, just_started: SaveFuture | None = None) -> list[SaveFuture]:
-        """Return the failed saves whose error nobody has taken from their future, each once.
-
-        One that this very call has started may have failed already: the next call tells of it.
-        """
-        ended = [self._engine.failed.popleft() for _ in range(len(self._engine.failed))]
-        self._engine.failed.extend(future for future in ended if future is just_started)
-        return [future for future in ended if future is not just_started and not future.delivered]
-
     def statistics(self) -> Statistics:
         """Return what is going on at this instant. Any thread."""
-        running = sum(not future.done() for future in self._saves)
+        running = len(self._launcher.in_flight)
         return Statistics(running, self._engine.pool.statistics(), self._engine.uploader.statistics())
 
     def __repr__(self) -> str:
-        running = sum(not future.done() for future in self._saves)
+        running = len(self._launcher.in_flight)
         return f"<Checkpointer {self._engine.backend.url} {running} saves in flight, {self._loop!r}>"
 
 
 async def _prune(engine: Engine, rules: Retention, dry_run: bool) -> Pruned:
     async with engine.cleaning:
         return await keep.prune(engine, rules, dry_run=dry_run)
-
-
-def _check_step(step: int) -> None:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise UsageError(f"step={step!r}: give an int of 0 or more")
-
-
-def _tensor_bytes(walked: ShardedState) -> int:
-    return sum(shard.nbytes for shard in walked.tensors)
-
-
-def _plain_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    try:
-        return {str(name): float(value) for name, value in metrics.items()}
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"metrics={metrics!r}: give a dict of names to numbers ({error})") from error
-
-
-def _plain_json(user: object) -> object:
-    try:
-        return msgspec.json.decode(msgspec.json.encode(user))
-    except (TypeError, ValueError, msgspec.MsgspecError) as error:
-        raise UsageError(f"user={type(user)}: give what JSON can hold ({error})") from error

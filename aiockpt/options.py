@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 GIB = 1 << 30
 
+SHARED_BLOCK_BYTES = MIB
+
 OnExists = Literal["new_generation", "skip", "raise"]
 """A step that is committed already: save it again as a new generation (the default), leave it, or raise."""
 
@@ -71,7 +73,8 @@ class IO(msgspec.Struct, frozen=True, kw_only=True):
         pool_bytes: the staging pool. None takes the size of the state, at most a quarter of the memory to spare: a pool
             as large as the state is what makes the pause one copy. Smaller works; the pause then includes writing.
         slab_bytes: bytes of one slab, and of one write; a multiple of *block_bytes*. 16 MiB hides a thread hop.
-        block_bytes: bytes under one checksum; a power of two, at least 4 KiB. 8 MiB is the format's own.
+        block_bytes: bytes under one checksum, a power of two of at least 4 KiB; what is read is read in whole blocks. None
+            takes 8 MiB for a process that saves alone, and 1 MiB for one of several: other ranks will want other parts.
         file_bytes: where a data file ends and the next begins. One file a rank is fastest; 4 GiB suits every tool.
         read_bytes: bytes of one read; a multiple of *block_bytes*.
         verify: which blocks are checked while loading.
@@ -79,13 +82,13 @@ class IO(msgspec.Struct, frozen=True, kw_only=True):
 
     pool_bytes: int | None = None
     slab_bytes: int = 16 * MIB
-    block_bytes: int = BLOCK_BYTES
+    block_bytes: int | None = None
     file_bytes: int = 4 * GIB
     read_bytes: int = 16 * MIB
     verify: Verify = "read"
 
     def __post_init__(self) -> None:
-        block = self.block_bytes
+        block = BLOCK_BYTES if self.block_bytes is None else self.block_bytes
         if block < 4096 or block & (block - 1):
             raise UsageError(f"IO(block_bytes={block}): give a power of two of at least 4096")
         for name in ("slab_bytes", "read_bytes"):

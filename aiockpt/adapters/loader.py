@@ -42,6 +42,7 @@ class Reshardable(Protocol):
 
     def parts(self) -> Sequence[LoaderPart]:
         """Return what each reader of this rank (the rank itself, or its workers) has still to give to training."""
+        ...
 
     def load_parts(self, parts: Sequence[LoaderPart]) -> object:
         """Go on with these parts, as many as `parts` returns."""

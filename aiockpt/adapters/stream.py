@@ -26,15 +26,18 @@ class StreamDataset(Protocol[Sample_co]):
 
     def whole(self, epoch: int) -> LoaderPart:
         """Return all that there is to read in an epoch. Every rank must return the same."""
+        ...
 
     def load_part(self, part: LoaderPart) -> object:
         """Read this part from now on."""
 
     def part(self) -> LoaderPart:
         """Return what is left after the sample that was yielded last: move on before you yield. *shared* may be None."""
+        ...
 
     def __iter__(self) -> Iterator[Sample_co]:
         """Yield the samples of the part."""
+        ...
 
 
 class StreamLoader(Generic[Sample]):

@@ -12,7 +12,8 @@ import anyio
 from aiockpt.engine.sharing import Turn, make_sharing
 from aiockpt.errors import CheckpointError
 from aiockpt.events import Event, Observer
-from aiockpt.options import Options
+from aiockpt.format.checksum import BLOCK_BYTES
+from aiockpt.options import SHARED_BLOCK_BYTES, Options
 from aiockpt.pipeline.collect import lease_key
 from aiockpt.pipeline.commit import Attempt, begin
 from aiockpt.pipeline.discover import StepEntry, scan
@@ -56,7 +57,10 @@ class Engine:
         self.ranks = ranks
         self.sharing = make_sharing(ranks, backend.url, options.deadlines.ranks_s, self.token(16))
         self.pool = SlabPool(options.io.slab_bytes, options.io.pool_bytes)
-        self.uploader = Uploader(backend, self.pool, options.io.block_bytes)
+        block_bytes = options.io.block_bytes
+        if block_bytes is None:
+            block_bytes = BLOCK_BYTES if ranks.world_size == 1 else SHARED_BLOCK_BYTES
+        self.uploader = Uploader(backend, self.pool, block_bytes)
         self.state_work = Limiter("state", 2)
         self.cleaning = anyio.Lock()
         self.busy_attempts: set[str] = set()

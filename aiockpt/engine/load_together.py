@@ -103,7 +103,7 @@ async def load_together(engine: Engine, request: LoadRequest, number: int) -> Fi
         try:
             manifest = await agree.on("read", lambda choice=choice: _read(engine, choice))  # type: ignore[misc]
             target = await agree.on("fit", lambda: _fit(engine, request, manifest, touched, skipped), _spare(request))  # noqa: B023
-            return await agree.on("fill", lambda: fill(engine, manifest, target, begun_ns, skipped))  # noqa: B023
+            return await _filled(engine, agree, manifest, target, begun_ns, skipped)
         except CorruptionError as error:
             if target is not None:
                 touched |= target.written
@@ -121,6 +121,12 @@ async def _fit(
     target = await open_manifest(engine, request, manifest)
     check_rewritten(manifest, target, touched, skipped)
     return target
+
+
+async def _filled(
+    engine: Engine, agree: _Agreement, manifest: Manifest, target: LoadTarget, begun_ns: int, skipped: Skipped
+) -> Filled:
+    return await agree.on("fill", lambda: fill(engine, manifest, target, begun_ns, skipped))
 
 
 def _spare(request: LoadRequest) -> Callable[[LoadTarget], tuple[str, ...]]:
@@ -165,22 +171,25 @@ class _Agreement:
             Exception: this rank's own error, or one that stands for those of other ranks.
         """
         key = f"{self._key}/{what}"
-        own: Exception | None = None
-        report = Report()
         try:
             result = await work()
-            report = Report(spare=spare(result))
-        except Exception as error:  # noqa: BLE001  reported, and raised below
-            own, report = error, _report(error)
+        except Exception as error:
+            shared = _error(await self._tell(key, what, _report(error)), error)
+            if shared is error:
+                raise
+            raise shared from error
         except BaseException as error:
             with anyio.move_on_after(TELL_DEADLINE_S, shield=True):
                 await self._meeting.post(f"{key}/{self._meeting.rank}", _report(error))
             raise
-        await self._meeting.post(f"{key}/{self._meeting.rank}", report)
-        verdict = await self._judge(key, what)
+        verdict = await self._tell(key, what, Report(spare=spare(result)))
         if verdict.outcome != "fits":
-            raise _error(verdict, own)
+            raise _error(verdict, None)
         return result
+
+    async def _tell(self, key: str, what: str, report: Report) -> Verdict:
+        await self._meeting.post(f"{key}/{self._meeting.rank}", report)
+        return await self._judge(key, what)
 
     async def _judge(self, key: str, what: str) -> Verdict:
         meeting = self._meeting
@@ -233,7 +242,7 @@ def _error(verdict: Verdict, own: Exception | None) -> Exception:
     """Return what this rank raises; its own error says more than a report of it."""
     if verdict.outcome == "misfits" and verdict.problems:
         return StateMismatchError("the checkpoint", verdict.problems, _ADVICE)
-    if own is not None and _report(own).outcome == verdict.outcome:
+    if own is not None and verdict.outcome in (_report(own).outcome, "fits"):
         return own
     if verdict.outcome == "damaged":
         return CorruptionError(f"rank {verdict.rank}: {verdict.message}")

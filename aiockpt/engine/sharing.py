@@ -14,7 +14,8 @@ each other about it are notes of that turn (`aiockpt.runtime.meeting`). Guarante
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from operator import is_
 
 import anyio
@@ -26,6 +27,7 @@ from aiockpt.errors import RankError, RankFailedError, RanksDisagreeError
 from aiockpt.planning.spread import Holding, Part, holdings_of, spread
 from aiockpt.runtime.meeting import Meeting, name_ranks
 from aiockpt.runtime.ranks import Ranks
+from aiockpt.runtime.tasks import open_tasks
 from aiockpt.state.shards import ShardedState, TensorShard
 
 SESSION = "session"
@@ -45,9 +47,10 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class Intent(msgspec.Struct, frozen=True):
-    """The note of a rank that begins a turn: the step it means, and whether it must be told what to write."""
+    """The note of a rank that begins a turn: the step and the world it means, and whether it must be told what to write."""
 
     step: int
+    world_size: int
     lost: bool
 
 
@@ -101,6 +104,28 @@ class Sharing:
         self._turns += 1
         return Turn(self._turns, step)
 
+    async def read_end(self, turn: Turn, deadline_s: float) -> int:
+        """Wait for the end of a turn; return the generation that was committed.
+
+        Raises:
+            RankFailedError: a rank said that it failed.
+            RankTimeoutError: there is no end yet.
+        """
+        end = await self.meeting.wait(turn.key("end"), End, deadline_s, f"the commit of step {turn.step}")
+        if end.failure is not None:
+            raise RankFailedError(
+                f"step {turn.step} was given up because rank {end.rank} failed: {end.failure}", [end.rank]
+            )
+        return end.generation
+
+    @asynccontextmanager
+    async def heeding(self, turn: Turn) -> AsyncIterator[None]:
+        """Stop the block, and raise, as soon as another rank says that it failed."""
+        async with open_tasks() as tasks:
+            tasks.start_soon(self.read_end, turn, float("inf"))
+            yield
+            tasks.cancel_scope.cancel()
+
     def next_load(self) -> int:
         """Return the number of the load that the caller begins, in the order of the calls."""
         self.meeting.begin()
@@ -123,7 +148,9 @@ class Sharing:
 
     async def announce(self, turn: Turn) -> None:
         """Leave the note that this rank knows what to write."""
-        await self.meeting.post(turn.key("intent", self.meeting.rank), Intent(turn.step, lost=False))
+        await self.meeting.post(
+            turn.key("intent", self.meeting.rank), Intent(turn.step, self.meeting.world_size, lost=False)
+        )
 
     async def plan(self, turn: Turn, state: ShardedState) -> ShardedState:
         """Plan *state* with the ranks that do not know what to write either; return this rank's share.
@@ -132,10 +159,14 @@ class Sharing:
             RanksDisagreeError: another step is meant by a rank, or the tensors do not fit together.
             RankTimeoutError: names the ranks that did not begin this turn.
         """
+        async with self.heeding(turn):
+            return await self._plan_with_others(turn, state)
+
+    async def _plan_with_others(self, turn: Turn, state: ShardedState) -> ShardedState:
         meeting, rank = self.meeting, self.meeting.rank
         holdings = holdings_of(state)
         await meeting.post(turn.key("holdings", rank), holdings)
-        await meeting.post(turn.key("intent", rank), Intent(turn.step, lost=True))
+        await meeting.post(turn.key("intent", rank), Intent(turn.step, meeting.world_size, lost=True))
         lost = await self._lost_ranks(turn)
         kept = self._kept_parts(holdings) if len(lost) < meeting.world_size else {}
         await meeting.post(turn.key("kept", rank), sorted(kept))
@@ -156,6 +187,13 @@ class Sharing:
         keys = {rank: turn.key("intent", rank) for rank in range(self.meeting.world_size)}
         what = f"the save of step {turn.step} (every rank must call save)"
         intents = await self.meeting.gather(keys, Intent, self._deadline_s, what)
+        for rank, intent in sorted(intents.items()):
+            if intent.world_size != self.meeting.world_size:
+                raise RanksDisagreeError(
+                    f"rank {self.meeting.rank} is one of {self.meeting.world_size} ranks and rank {rank} one of "
+                    f"{intent.world_size}: start all ranks of a job with the same WORLD_SIZE",
+                    [rank],
+                )
         others = sorted(rank for rank, intent in intents.items() if intent.step != turn.step)
         if others:
             raise RanksDisagreeError(

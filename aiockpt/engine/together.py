@@ -12,8 +12,6 @@ Rank 0 *leads*: it begins the attempt, waits for all votes and commits. The othe
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import anyio
 import msgspec
@@ -32,13 +30,12 @@ from aiockpt.engine.save import (
 )
 from aiockpt.engine.sharing import End, Sharing, Turn
 from aiockpt.engine.ticket import Ticket
-from aiockpt.errors import CheckpointError, CommitTimeoutError, RankFailedError, RanksDisagreeError, RankTimeoutError
+from aiockpt.errors import CheckpointError, CommitTimeoutError, RanksDisagreeError, RankTimeoutError
 from aiockpt.format.manifest import FileEntry
 from aiockpt.format.names import data_path, failure_key, receipt_key, step_id
 from aiockpt.pipeline.commit import Attempt, claim, wait_votes
 from aiockpt.pipeline.discover import look_at, votes_to_finish
 from aiockpt.runtime.future import SaveResult
-from aiockpt.runtime.tasks import open_tasks
 
 logger = logging.getLogger("aiockpt")
 
@@ -91,7 +88,7 @@ async def _lead(engine: Engine, ticket: Ticket, sharing: Sharing, turn: Turn, no
         await meeting.post(turn.key("begun"), Begun(turn.step, existing=begun))
         return begun
     await meeting.post(turn.key("begun"), Begun(turn.step, attempt=begun))
-    async with _heeding(sharing, turn):
+    async with sharing.heeding(turn):
         files = await write_files(engine, ticket, nonce)
         own = await vote(engine, ticket, begun, files)
         await meeting.arrive(turn.key("votes"))
@@ -107,7 +104,7 @@ async def _lead(engine: Engine, ticket: Ticket, sharing: Sharing, turn: Turn, no
 
 async def _follow(engine: Engine, ticket: Ticket, sharing: Sharing, turn: Turn, nonce: str) -> SaveResult:
     begun: Begun | None = None
-    async with _heeding(sharing, turn):
+    async with sharing.heeding(turn):
         if engine.options.on_exists != "new_generation":  # else rank 0 hardly ever says no: write meanwhile
             begun = await _read_begun(engine, sharing, turn)
         files: tuple[FileEntry, ...] = ()
@@ -148,7 +145,7 @@ async def _await_commit(engine: Engine, sharing: Sharing, turn: Turn, attempt: A
     begun_ns = engine.now_ns()
     while True:
         try:
-            return await _read_end(sharing, turn, deadlines.takeover_s)
+            return await sharing.read_end(turn, deadlines.takeover_s)
         except RankTimeoutError:
             generation = await _take_over(engine, attempt)
         if generation is not None:
@@ -162,20 +159,6 @@ async def _await_commit(engine: Engine, sharing: Sharing, turn: Turn, attempt: A
             )
 
 
-async def _read_end(sharing: Sharing, turn: Turn, deadline_s: float) -> int:
-    """Wait for the end of a turn; return the generation that was committed.
-
-    Raises:
-        RankFailedError: a rank said that it failed.
-    """
-    end = await sharing.meeting.wait(turn.key("end"), End, deadline_s, f"the commit of step {turn.step}")
-    if end.failure is not None:
-        raise RankFailedError(
-            f"step {turn.step} was given up because rank {end.rank} failed: {end.failure}", [end.rank]
-        )
-    return end.generation
-
-
 async def _take_over(engine: Engine, attempt: Attempt) -> int | None:
     """Commit in rank 0's place when every vote is there; return the generation, also of a commit that we missed."""
     entry = await look_at(engine.backend, attempt.id)
@@ -183,16 +166,6 @@ async def _take_over(engine: Engine, attempt: Attempt) -> int | None:
         return entry.head.generation
     votes = await votes_to_finish(engine.backend, entry, attempt.attempt)
     return None if votes is None else (await commit_votes(engine, attempt, votes)).generation
-
-
-@asynccontextmanager
-async def _heeding(sharing: Sharing, turn: Turn) -> AsyncIterator[None]:
-    """Stop the block, and raise, as soon as another rank says that it failed."""
-
-    async with open_tasks() as tasks:
-        tasks.start_soon(_read_end, sharing, turn, float("inf"))
-        yield
-        tasks.cancel_scope.cancel()
 
 
 async def _forget(engine: Engine, ticket: Ticket, nonce: str, error: BaseException) -> None:

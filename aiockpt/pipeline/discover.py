@@ -33,7 +33,7 @@ from aiockpt.storage.backend import Backend, Listing
 from aiockpt.storage.transfer import read_record
 
 PEEK_BYTES = 4096
-PEEKS_AT_ONCE = 32
+READS_AT_ONCE = 32
 
 
 class StepEntry(msgspec.Struct, frozen=True):
@@ -69,7 +69,7 @@ async def scan(backend: Backend) -> list[StepEntry]:
     """Return every step folder below the root, the newest first."""
     folders = (await backend.list("")).folders
     found: dict[str, StepEntry] = {}
-    slots = anyio.Semaphore(PEEKS_AT_ONCE)
+    slots = anyio.Semaphore(READS_AT_ONCE)
 
     async def look(folder: str) -> None:
         async with slots:
@@ -148,16 +148,22 @@ async def newest_manifest(backend: Backend, entry: StepEntry) -> Manifest:
 async def read_receipts(backend: Backend, step_id: str, attempt: str) -> dict[int, Receipt]:
     """Return the receipts of an attempt by rank; one that is damaged or of another attempt is no vote and left out."""
     receipts: dict[int, Receipt] = {}
-    for stat in (await backend.list(receipt_folder(step_id, attempt))).objects:
-        rank = parse_receipt(stat.key.rpartition("/")[2])
-        if rank is None:
-            continue
-        try:
-            receipt = decode_receipt(await read_record(backend, stat.key), stat.key)
-            check_receipt(receipt, step_id, attempt, rank)
-        except (ManifestError, ObjectNotFoundError):
-            continue
-        receipts[rank] = receipt
+    slots = anyio.Semaphore(READS_AT_ONCE)
+
+    async def read(key: str, rank: int) -> None:
+        async with slots:
+            try:
+                receipt = decode_receipt(await read_record(backend, key), key)
+                check_receipt(receipt, step_id, attempt, rank)
+            except (ManifestError, ObjectNotFoundError):
+                return
+            receipts[rank] = receipt
+
+    async with open_tasks() as tasks:
+        for stat in (await backend.list(receipt_folder(step_id, attempt))).objects:
+            rank = parse_receipt(stat.key.rpartition("/")[2])
+            if rank is not None:
+                tasks.start_soon(read, stat.key, rank)
     return receipts
 
 

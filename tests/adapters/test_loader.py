@@ -154,8 +154,7 @@ def test_after_an_epoch_the_next_one_is_another_order_and_a_load_finds_it() -> N
 
 def test_a_checkpoint_after_the_last_batch_inside_the_loop_has_nothing_left_of_the_epoch() -> None:
     loader = sampled()
-    for _ in loader:
-        saved = World([{"loader": loader}])
+    saved = [World([{"loader": loader}]) for _ in loader][-1]
     again = sampled()
     saved.load([{"loader": again}])
     assert rest(again) == []
@@ -181,7 +180,8 @@ def test_what_was_read_ahead_before_a_load_is_forgotten() -> None:
 def test_every_sample_of_an_epoch_is_seen_once_while_the_number_of_ranks_changes(sizes: tuple[int, ...]) -> None:
     seen: Counter[int] = Counter()
     order: list[int] = []
-    saved = None
+    saved: World | None = None
+    all_batches: list[Any] = []
     for size in sizes:
         loaders = [sampled(rank, size) for rank in range(size)]
         if saved is not None:
@@ -204,6 +204,7 @@ def test_buffered_samples_and_half_read_files_are_read_once_by_any_number_of_ran
     lengths = {"a": 7, "b": 3, "c": 1, "d": 10, "e": 4}
     seen: list[str] = []
     saved: World | None = None
+    all_batches: list[Any] = []
     for size in sizes:
         files = [Files(lengths if rank == 0 else {}) for rank in range(size)]
         for source in files:

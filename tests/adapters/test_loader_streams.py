@@ -58,6 +58,7 @@ def documents(batches: list[list[str]]) -> list[str]:
 def test_every_document_is_read_once_while_ranks_and_workers_change(readers: tuple[tuple[int, int], ...]) -> None:
     given: list[list[str]] = []
     saved: World | None = None
+    loops: list[Any] = []
     for size, workers in readers:
         loaders = [make(rank, size, workers) for rank in range(size)]
         if saved is not None:

@@ -24,6 +24,7 @@ from tests.campaigns import (
     hostile_manifests,
     power_cuts,
     sigkill,
+    sigkill_ranks,
 )
 from tests.campaigns.campaign import Campaign, Case, Outcomes, Report, run
 
@@ -32,6 +33,7 @@ CAMPAIGNS = {
     for campaign in (
         power_cuts.CAMPAIGN,
         sigkill.CAMPAIGN,
+        sigkill_ranks.CAMPAIGN,
         bit_flips.CAMPAIGN,
         hostile_manifests.CAMPAIGN,
         failing_calls.CAMPAIGN,

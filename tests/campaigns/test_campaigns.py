@@ -115,6 +115,15 @@ def test_the_command_kills_real_processes_and_tells_what_came_of_it(tmp_path: Pa
     assert '"killed, 2 is there"' in report.read_text()
 
 
+def test_when_one_of_several_ranks_is_killed_the_others_end_and_the_step_is_whole_or_not_there(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    done = command("sigkill-ranks", "--count", "12", "--json", str(report))
+    assert done.returncode == 0, done.stderr
+    assert "0 findings" in done.stderr
+    assert "given up, 1 is there" in report.read_text()
+    assert "rank 0 killed, the others committed, 2 is there" in report.read_text()
+
+
 def test_the_command_refuses_a_kind_that_it_does_not_know() -> None:
     done = command("meteorites")
     assert done.returncode == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,33 @@ def test_a_rank_whose_state_cannot_be_saved_tells_the_others_at_once(tmp_path: P
     assert isinstance(errors[2], aiockpt.UnsupportedStateError)
     assert all("rank 2" in str(error) and "odd" in str(error) for error in errors[:2])
     assert steps(tmp_path) == [1]
+
+
+def test_the_first_save_is_given_up_at_once_too_when_a_rank_cannot_take_part(tmp_path: Path) -> None:
+    def state(rank: int) -> dict[str, Any]:
+        return {**replicated(1), "odd": object()} if rank == 1 else replicated(1)
+
+    with Crew(3, tmp_path, on_error=lambda future: None) as crew:
+        begun = time.monotonic()
+        errors = crew.errors(lambda rank, ckpt: ckpt.save(1, state(rank)).result(30))
+        assert time.monotonic() - begun < QUICK.ranks_s / 2
+        assert all(isinstance(errors[rank], RankFailedError) and "odd" in str(errors[rank]) for rank in (0, 2))
+        crew.on_all(lambda rank, ckpt: ckpt.save(2, replicated(2)).result(30))
+    assert steps(tmp_path) == [2]
+
+
+def test_ranks_that_count_themselves_differently_are_told(tmp_path: Path) -> None:
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    with Crew(2, tmp_path, on_error=lambda future: None) as crew:
+        crew.checkpointers[1]._close_quietly()
+        crew.checkpointers = [
+            aiockpt.Checkpointer(tmp_path, ranks=aiockpt.Ranks(rank, world, store), deadlines=QUICK)
+            for rank, world in ((0, 2), (1, 3))
+        ]
+        errors = crew.errors(lambda rank, ckpt: ckpt.save(1, replicated(1)).result(30))
+    assert "one of 2" in str(errors[0])
+    assert "one of 3" in str(errors[0])
+    assert errors[1] is not None
 
 
 def test_a_rank_that_never_comes_is_named_when_the_deadline_has_passed(tmp_path: Path) -> None:

@@ -1,0 +1,141 @@
+"""One of several ranks, killed with SIGKILL at one of its file-system calls: do all others learn, and is nothing lost?
+
+A case forks the ranks of a job, which meet in a file; one of them dies at a call. The survivors must end before their
+deadlines: with the step committed, or with an error. Then a fresh process loads: the old step or the whole new one. A new
+job of all ranks saves on. Seeds sweep ranks and calls; rank 0 between the last receipt and the manifest is among them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+
+import aiockpt
+from aiockpt.backends.local import LocalBackend
+from aiockpt.runtime.world import OsFiles, World
+from aiockpt.testing.faults import Fault, FaultyFiles
+from tests.campaigns.campaign import Campaign, Case, Outcomes
+from tests.campaigns.sigkill import DEADLINE_S, NEVER_SAVED, RAISED, SPREAD, in_child
+from tests.inline_engine import TINY
+
+WORLD_SIZE = 3
+FIRST, SECOND, LAST = 1, 2, 3
+GIVEN_UP = 7
+"""What a rank returns whose save ended with one of our errors."""
+QUICK = aiockpt.Deadlines(ranks_s=1.0, commit_s=1.5, takeover_s=0.3, close_s=30)
+
+
+def state_of(rank: int, value: int) -> dict[str, Any]:
+    """Return what a rank holds: something that all have, and something of its own."""
+    return {
+        "shared": torch.full((37, 31), float(value)),
+        f"own{rank}": torch.arange(40) + value * 100 + rank,
+        "value": value,
+    }
+
+
+def save(root: Path, store: Path, rank: int, step: int, kill_at: int | None) -> int:
+    """Save one rank's part of a step, dying at a call; return 0, or GIVEN_UP."""
+    faults = [] if kill_at is None else [Fault(do="kill", at=kill_at)]
+    backend = LocalBackend(root, world=World(files=FaultyFiles(OsFiles(), faults)))
+    meeting = torch.distributed.FileStore(str(store), WORLD_SIZE)  # type: ignore[attr-defined]
+    ranks = aiockpt.Ranks(rank, WORLD_SIZE, meeting)
+    with aiockpt.Checkpointer(backend, io=TINY, deadlines=QUICK, ranks=ranks) as ckpt:
+        try:
+            ckpt.save(step, state_of(rank, step)).result(DEADLINE_S)
+        except aiockpt.CheckpointError:
+            return GIVEN_UP
+    return 0
+
+
+def load(root: Path) -> int:
+    """Load the newest step of all ranks on one and return its value; 0 when there is none."""
+    with aiockpt.Checkpointer(root, io=TINY) as ckpt:
+        state = {key: value for rank in range(WORLD_SIZE) for key, value in state_of(rank, -1).items()}
+        if ckpt.load(state).result(DEADLINE_S) is None:
+            return 0
+        value = state["value"]
+        whole = {key: item for rank in range(WORLD_SIZE) for key, item in state_of(rank, value).items()}
+        equal = all(torch.equal(state[key], item) for key, item in whole.items() if key != "value")
+        return value if equal else NEVER_SAVED
+
+
+def on_all_ranks(work: Callable[[int], int]) -> list[tuple[bool, int]]:
+    """Fork all ranks at once; return of each whether it was killed, and what it returned."""
+    children = []
+    for rank in range(WORLD_SIZE):
+        pid = os.fork()
+        if not pid:
+            status = RAISED
+            with suppress(BaseException):
+                status = work(rank)
+            os._exit(status)
+        children.append(pid)
+    ends = []
+    for pid in children:
+        _, status = os.waitpid(pid, 0)
+        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        ends.append((killed, 0 if killed else os.WEXITSTATUS(status)))
+    return ends
+
+
+def save_together(root: Path, store: Path, step: int, victim: int, kill_at: int | None) -> list[tuple[bool, int]]:
+    """Save a step on all ranks, one of which may die."""
+    return on_all_ranks(lambda rank: save(root, store, rank, step, kill_at if rank == victim else None))
+
+
+def prepare() -> Case:
+    """Save a first step on all ranks and see how many calls a rank makes: that is where the cases start from."""
+    folder = tempfile.TemporaryDirectory(prefix="aiockpt-sigkill-ranks-")
+    first = Path(folder.name)
+    assert save_together(first / "base", first / "store", FIRST, 0, None) == [(False, 0)] * WORLD_SIZE
+
+    def case(seed: int) -> Outcomes:
+        place = Path(folder.name)  # which is removed when nobody asks for it any more
+        root, victim, kill_at = place / f"run-{seed}", seed % WORLD_SIZE, 1 + seed // WORLD_SIZE * SPREAD % MOST_CALLS
+        shutil.copytree(place / "base", root)
+        try:
+            return Counter({kill_and_look(root, place / f"store-{seed}", victim, kill_at): 1})
+        except BaseException as error:
+            error.add_note(f"rank {victim} killed at call {kill_at}")
+            raise
+        finally:
+            shutil.rmtree(root)
+
+    return case
+
+
+MOST_CALLS = 130
+"""More than a rank makes; later ones are outlived."""
+
+
+def kill_and_look(root: Path, store: Path, victim: int, kill_at: int) -> str:
+    """Save with a killer, look, and save on; return what came of it."""
+    ends = save_together(root, store, SECOND, victim, kill_at)
+    killed = ends[victim][0]
+    others = [status for rank, (_, status) in enumerate(ends) if rank != victim]
+    assert all(status in (0, GIVEN_UP) for status in others), f"the others returned {others}"
+    committed = 0 in others or not killed
+    _, found = in_child(lambda: load(root))
+    assert found in ((SECOND,) if committed else (FIRST, SECOND)), f"{ends}, then loaded {found}"
+    again = save_together(root, store.with_suffix(".again"), LAST, 0, None)
+    assert again == [(False, 0)] * WORLD_SIZE, f"saving on returned {again}"
+    _, newest = in_child(lambda: load(root))
+    assert newest == LAST, f"saved on, then loaded {newest}"
+    if not killed:
+        return "outlived"
+    who = "rank 0" if victim == 0 else "another rank"
+    return f"{who} killed, {'the others committed' if 0 in others else 'given up'}, {found} is there"
+
+
+CAMPAIGN = Campaign(name="sigkill-ranks", counts="kills", prepare=prepare, smoke_count=9)
