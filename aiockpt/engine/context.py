@@ -19,7 +19,7 @@ from aiockpt.pipeline.commit import Attempt, begin
 from aiockpt.pipeline.discover import StepEntry, scan
 from aiockpt.pipeline.snapshot import CopyProgram
 from aiockpt.pipeline.upload import Uploader
-from aiockpt.planning.save import SavePlan, plan_save
+from aiockpt.planning.save import PAGE_BYTES, SavePlan, plan_save
 from aiockpt.runtime.future import SaveFuture
 from aiockpt.runtime.limits import Limiter
 from aiockpt.runtime.loop import LoopThread
@@ -60,6 +60,7 @@ class Engine:
         block_bytes = options.io.block_bytes
         if block_bytes is None:
             block_bytes = BLOCK_BYTES if ranks.world_size == 1 else SHARED_BLOCK_BYTES
+        self._payload_alignment = PAGE_BYTES if ranks.world_size == 1 else max(PAGE_BYTES, block_bytes)
         self.uploader = Uploader(backend, self.pool, block_bytes)
         self.state_work = Limiter("state", 2)
         self.cleaning = anyio.Lock()
@@ -99,7 +100,12 @@ class Engine:
         """Return the plan for *state*: the cached one while its structure is the same. Any thread."""
         if self._plan is None or self._plan[0] != state.structure:
             io = self.options.io
-            plan = plan_save(state, slab_bytes=io.slab_bytes, file_bytes=io.file_bytes)
+            plan = plan_save(
+                state,
+                slab_bytes=io.slab_bytes,
+                file_bytes=io.file_bytes,
+                payload_alignment=self._payload_alignment,
+            )
             self._plan = (state.structure, plan)
         return self._plan[1]
 

@@ -52,8 +52,10 @@ class _Wire(msgspec.Struct, frozen=True, gc=False):
     data_offsets: tuple[Count, Count]
 
 
-def encode_header(entries: Sequence[Entry], metadata: dict[str, str]) -> bytes:
-    """Return the prefix of a data file: 8-byte length and JSON, padded with spaces to a multiple of 4,096 bytes.
+def encode_header(
+    entries: Sequence[Entry], metadata: dict[str, str], alignment_bytes: int = PAYLOAD_ALIGNMENT
+) -> bytes:
+    """Return the prefix of a data file: 8-byte length and JSON, padded with spaces to a multiple of *alignment_bytes*.
 
     Args:
         entries: in payload order; they tile the payload from 0, and their dtypes are native to safetensors.
@@ -77,7 +79,7 @@ def encode_header(entries: Sequence[Entry], metadata: dict[str, str]) -> bytes:
         fields[entry.name] = _Wire(entry.dtype, entry.shape, (entry.start, entry.end))
         cursor = entry.end
     text = msgspec.json.encode(fields)
-    padded_bytes = -(-(_LENGTH_BYTES + len(text)) // PAYLOAD_ALIGNMENT) * PAYLOAD_ALIGNMENT - _LENGTH_BYTES
+    padded_bytes = -(-(_LENGTH_BYTES + len(text)) // alignment_bytes) * alignment_bytes - _LENGTH_BYTES
     if padded_bytes + _LENGTH_BYTES > MAX_HEADER_BYTES:
         raise UsageError(f"{len(entries)} tensors are too many for one data file: use smaller files")
     return padded_bytes.to_bytes(_LENGTH_BYTES, "little") + text.ljust(padded_bytes)

@@ -318,3 +318,16 @@ def test_the_header_length_is_a_page_multiple() -> None:
     header = plan.files[0].header
     assert len(header) % PAGE_BYTES == 0
     assert struct.unpack("<Q", header[:8])[0] == len(header) - 8
+
+
+def test_a_large_file_begins_its_payload_where_it_was_asked_to_and_a_small_one_at_a_page() -> None:
+    array = np.zeros((64, 16384), np.float32)
+    whole = {"slab_bytes": 1 << 20, "file_bytes": 1 << 30}
+    large = plan_save(state_of([shard("w", array)]), **whole, payload_alignment=65536)
+    small = plan_save(state_of([shard("w", array[:63])]), **whole, payload_alignment=65536)
+    assert [plan.tensors["w"].pieces[0].start for plan in (large, small)] == [65536, 4096]
+    want = [Wanted("w", Box((row, 0), (4, 16384))) for row in range(0, 64, 8)]
+    files = execute(large, [shard("w", array)])
+    load = plan_load(manifest_of(large, files), want)
+    reads = plan_reads(load.passes[0][0], len(files[0]), block_bytes=65536, read_bytes=1 << 20, whole_blocks=True)
+    assert sum(read.size for read in reads) == load.wanted_bytes
