@@ -172,6 +172,8 @@ def _cut(holders: Holders, pool: _Pool, excess: Ints, parts: list[list[Part]]) -
             _give_rows(holders, pool.group, box, holder, axis, (row, stop), parts)
             taken[holder] += (stop - row) * row_bytes
             row = stop
+            if row < row_count:  # what rounding left of this quota is less than half a row: not worth a second part
+                holder += 1
         line += size
     excess[ranks] += taken - pool.quotas
 

@@ -176,3 +176,10 @@ def test_more_pieces_than_a_manifest_can_have_are_refused_before_they_are_writte
     assert sum(map(len, spread([[whole("w", 3, 1)]] * 3, block_bytes=1))) == 3
     with pytest.raises(UsageError, match="4 ranks would write 4 pieces, more than the 3"):
         spread([[whole("w", 4, 1)]] * 4, block_bytes=1)
+
+
+@pytest.mark.parametrize("holders", [2, 3, 4, 5, 7])
+def test_a_box_is_cut_once_for_each_holder_at_most(holders: int) -> None:
+    for row_count in range(2, 60):
+        parts = spread([[whole("w", row_count, 264)]] * holders, block_bytes=64)
+        assert all(len(some) <= 1 for some in parts), row_count
