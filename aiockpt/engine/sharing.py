@@ -8,7 +8,8 @@ each other about it are notes of that turn (`aiockpt.runtime.meeting`). Guarante
 - A rank whose structure changed waits for all notes of the turn. When all changed, everything is planned anew; when only
   some did, these plan among themselves what is new and keep the rest, and the others never wait.
 - Whatever was planned, the votes decide: pieces that overlap or leave a gap are no checkpoint (`aiockpt.format.merge`),
-  and after such a save every rank plans anew.
+  and after such a save every rank plans anew. A rank that begins the next one before it has heard of the failure goes on
+  as before; then those that have heard keep their parts, too.
 - The name of an attempt follows from a secret of rank 0, shared once, and the turn: no save waits to learn it.
 """
 
@@ -96,6 +97,7 @@ class Sharing:
         self._loads = 0
         self._forgotten = 0
         self._plan: _Plan | None = None
+        self._doubted = False
         self._taken: tuple[_Plan, Sequence[TensorShard], tuple[TensorShard, ...]] | None = None
 
     def next_turn(self, step: int) -> Turn:
@@ -134,7 +136,7 @@ class Sharing:
 
     async def give_up(self, turn: Turn, error: BaseException) -> None:
         """Have the next save planned anew, and tell the other ranks at once why this one is not done."""
-        self._plan = None
+        self._doubted = True
         if isinstance(error, RankFailedError):
             return  # they know
         with anyio.move_on_after(self._deadline_s, shield=True):
@@ -144,7 +146,9 @@ class Sharing:
     def known(self, state: ShardedState) -> ShardedState | None:
         """Return this rank's share of *state* when its structure is the planned one, else None. Any thread, no waiting."""
         plan = self._plan
-        return self._take(plan, state) if plan is not None and plan.structure == state.structure else None
+        if plan is None or self._doubted or plan.structure != state.structure:
+            return None
+        return self._take(plan, state)
 
     async def announce(self, turn: Turn) -> None:
         """Leave the note that this rank knows what to write."""
@@ -179,7 +183,7 @@ class Sharing:
             raise RanksDisagreeError(share.problem)
         parts = (*(part for some in kept.values() for part in some), *share.parts)
         plan = _Plan(state.structure, holdings, parts, f"{state.structure}/{turn.number}")
-        self._plan = plan
+        self._plan, self._doubted = plan, False
         return self._take(plan, state)
 
     async def _lost_ranks(self, turn: Turn) -> list[int]:
