@@ -32,6 +32,7 @@ from aiockpt.engine.load import (
 )
 from aiockpt.errors import (
     CorruptionError,
+    ManifestError,
     ObjectNotFoundError,
     RankFailedError,
     StateMismatchError,
@@ -112,7 +113,11 @@ async def load_together(engine: Engine, request: LoadRequest, number: int) -> Fi
 
 
 async def _read(engine: Engine, choice: Choice) -> Manifest:
-    return await read_manifest(engine.backend, choice.id, choice.generation)
+    try:
+        return await read_manifest(engine.backend, choice.id, choice.generation)
+    except ObjectNotFoundError as error:
+        message = f"{choice.id}: generation {choice.generation} was deleted meanwhile"
+        raise ManifestError(message, key=error.key) from error
 
 
 async def _fit(
