@@ -35,6 +35,7 @@ from aiockpt.errors import (
     ManifestError,
     ObjectNotFoundError,
     RankFailedError,
+    RankTimeoutError,
     StateMismatchError,
 )
 from aiockpt.format.manifest import Manifest
@@ -43,6 +44,8 @@ from aiockpt.runtime.meeting import Meeting, name_ranks
 
 T = TypeVar("T")
 TELL_DEADLINE_S = 10.0
+_STEPS = ("read", "fit", "fill")
+"""What all ranks do one after the other in each trial."""
 _ADVICE = "Change the state, rename with map=, choose with only=, or load what fits with strict=False."
 
 
@@ -148,8 +151,9 @@ async def _choose(engine: Engine, meeting: Meeting, key: str, found: AsyncIterat
         return choice if choice.id else None
     try:
         manifest = await anext(found, None)
-    except Exception as error:
-        await meeting.post(key, Choice(failure=f"{type(error).__name__}: {error}"))
+    except BaseException as error:
+        with anyio.move_on_after(TELL_DEADLINE_S, shield=True):
+            await meeting.post(key, Choice(failure=f"{type(error).__name__}: {error}"))
         raise
     choice = Choice() if manifest is None else Choice(manifest.id, manifest.step, manifest.generation)
     await meeting.post(key, choice)
@@ -175,6 +179,13 @@ class _Agreement:
         Raises:
             Exception: this rank's own error, or one that stands for those of other ranks.
         """
+        try:
+            return await self._on(what, work, spare)
+        except (anyio.get_cancelled_exc_class(), RankTimeoutError) as error:
+            await self._leave(what, error)
+            raise
+
+    async def _on(self, what: str, work: Callable[[], Awaitable[T]], spare: Callable[[T], tuple[str, ...]]) -> T:
         key = f"{self._key}/{what}"
         try:
             result = await work()
@@ -183,14 +194,20 @@ class _Agreement:
             if shared is error:
                 raise
             raise shared from error
-        except BaseException as error:
-            with anyio.move_on_after(TELL_DEADLINE_S, shield=True):
-                await self._meeting.post(f"{key}/{self._meeting.rank}", _report(error))
-            raise
         verdict = await self._tell(key, what, Report(spare=spare(result)))
         if verdict.outcome != "fits":
             raise _error(verdict, None)
         return result
+
+    async def _leave(self, what: str, error: BaseException) -> None:
+        """Fail this step and those after it: the other ranks may have judged this one already, and wait in the next."""
+        report, meeting = _report(error), self._meeting
+        with anyio.move_on_after(TELL_DEADLINE_S, shield=True):
+            for later in _STEPS[_STEPS.index(what) :]:
+                await meeting.post(f"{self._key}/{later}/{meeting.rank}", report)
+                if meeting.rank == 0:
+                    verdict = Verdict(report.outcome, report.message)
+                    await meeting.post(f"{self._key}/{later}/verdict", verdict)
 
     async def _tell(self, key: str, what: str, report: Report) -> Verdict:
         await self._meeting.post(f"{key}/{self._meeting.rank}", report)
