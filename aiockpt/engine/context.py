@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import anyio
 
-from aiockpt.engine.sharing import Turn, make_sharing
+from aiockpt.engine.sharing import Sharing, Turn, make_sharing
 from aiockpt.errors import CheckpointError
 from aiockpt.events import Event, Observer
 from aiockpt.format.checksum import BLOCK_BYTES
@@ -82,7 +82,17 @@ class Engine:
     def renounce(self, turn: Turn | None, error: BaseException) -> None:
         """Tell the other ranks, in the background, why this one takes no part in *turn*. Any thread."""
         if turn is not None and self.sharing is not None:
-            self.loop.submit(self.sharing.give_up, turn, error)
+            self.loop.submit(self._renounce, self.sharing, turn, error)
+
+    @staticmethod
+    async def _renounce(sharing: Sharing, turn: Turn, error: BaseException) -> None:
+        await sharing.give_up(turn, error)
+        await sharing.leave(turn)
+
+    def leave(self, turn: Turn | None) -> None:
+        """Tell the other ranks, in the background, that this one is done with *turn*. Any thread."""
+        if turn is not None and self.sharing is not None:
+            self.loop.submit(self.sharing.leave, turn)
 
     def share(self, turn: Turn | None, state: ShardedState) -> tuple[ShardedState, bool]:
         """Return what this rank writes of *state*, and whether that had to be planned with others (then it waited).

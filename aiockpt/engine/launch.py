@@ -140,7 +140,12 @@ class Launcher:
 
     def warm_up(self, walked: ShardedState, turn: Turn | None) -> None:
         """Plan, and allocate the pool. Runs on a worker: other ranks may come later."""
-        share, _ = self._engine.share(turn, walked)
+        try:
+            share, _ = self._engine.share(turn, walked)
+        except BaseException as error:
+            self._engine.renounce(turn, error)
+            raise
+        self._engine.leave(turn)
         plan, pool = self._engine.plan(share), self._engine.pool
         pool.fit(plan.window_count, available_bytes)
         pool.warm_up(plan.window_count)

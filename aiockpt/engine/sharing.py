@@ -15,8 +15,9 @@ each other about it are notes of that turn (`aiockpt.runtime.meeting`). Guarante
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from operator import is_
 
 import anyio
@@ -26,7 +27,7 @@ import xxhash
 from aiockpt.adapters.parts import take_parts
 from aiockpt.errors import RankError, RankFailedError, RanksDisagreeError
 from aiockpt.planning.spread import Holding, Part, holdings_of, spread
-from aiockpt.runtime.meeting import Meeting, name_ranks
+from aiockpt.runtime.meeting import Meeting, StoreLostError, name_ranks
 from aiockpt.runtime.ranks import Ranks
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.state.shards import ShardedState, TensorShard
@@ -95,7 +96,8 @@ class Sharing:
         self._posted = False
         self._turns = 0
         self._loads = 0
-        self._forgotten = 0
+        self._open: set[int] = set()
+        self._left: deque[int] = deque()
         self._plan: _Plan | None = None
         self._doubted = False
         self._taken: tuple[_Plan, Sequence[TensorShard], tuple[TensorShard, ...]] | None = None
@@ -104,6 +106,7 @@ class Sharing:
         """Return the turn of the save that the caller begins; called once for each, in the order of the calls."""
         self.meeting.begin()
         self._turns += 1
+        self._open.add(self._turns)
         return Turn(self._turns, step)
 
     async def read_end(self, turn: Turn, deadline_s: float) -> int:
@@ -124,9 +127,13 @@ class Sharing:
     async def heeding(self, turn: Turn) -> AsyncIterator[None]:
         """Stop the block, and raise, as soon as another rank says that it failed."""
         async with open_tasks() as tasks:
-            tasks.start_soon(self.read_end, turn, float("inf"))
+            tasks.start_soon(self._heed, turn)
             yield
             tasks.cancel_scope.cancel()
+
+    async def _heed(self, turn: Turn) -> None:
+        with suppress(StoreLostError):  # the block meets it when it needs the store
+            await self.read_end(turn, float("inf"))
 
     def next_load(self) -> int:
         """Return the number of the load that the caller begins, in the order of the calls."""
@@ -139,7 +146,7 @@ class Sharing:
         self._doubted = True
         if isinstance(error, RankFailedError):
             return  # they know
-        with anyio.move_on_after(self._deadline_s, shield=True):
+        with anyio.move_on_after(self._deadline_s, shield=True), suppress(StoreLostError):
             end = End(rank=self.meeting.rank, failure=f"{type(error).__name__}: {error}")
             await self.meeting.post(turn.key("end"), end)
 
@@ -254,16 +261,30 @@ class Sharing:
             await self.meeting.post(SESSION, self._secret)
         return xxhash.xxh3_128_hexdigest(f"{self._secret}/{turn.number}/{turn.step}".encode())[:12]
 
-    async def forget_before(self, turn: Turn, in_flight: int) -> None:
-        """Remove this rank's notes of turns that are over on every rank: *turn* is, and at most *in_flight* run at once."""
-        over = range(self._forgotten + 1, turn.number - in_flight + 1)
-        rank = self.meeting.rank
-        own = [f"{name}/{rank}" for name in ("intent", "holdings", "kept", "share")]
-        shared = ["begun", "votes", "end"] if rank == 0 else []
-        keys = [Turn(number, -1).key(name) for number in over for name in (*own, *shared)]
-        if keys:
-            await self.meeting.forget(keys)
-            self._forgotten = over[-1]
+    async def leave(self, turn: Turn) -> None:
+        """Say that this rank needs no note of *turn* any more, and remove what no rank needs. Idempotent.
+
+        A rank may be many turns behind: only the last to leave removes what all of them read.
+        """
+        if turn.number not in self._open:
+            return
+        self._open.remove(turn.number)
+        with anyio.move_on_after(self._deadline_s, shield=True), suppress(StoreLostError):
+            if await self.meeting.arrive(turn.key("past")) == self.meeting.world_size:
+                await self.meeting.forget([turn.key(name) for name in ("begun", "votes", "end", "past")])
+            self._left.append(turn.number)
+            await self._forget_own()
+
+    async def _forget_own(self) -> None:
+        """Remove this rank's notes of turns that all ranks have left."""
+        while self._left:
+            turn = Turn(self._left[0], WARM_UP)
+            if await self.meeting.is_there(turn.key("past")):
+                return
+            if self._left and self._left[0] == turn.number:
+                self._left.popleft()
+                own = ("intent", "holdings", "kept", "share")
+                await self.meeting.forget([turn.key(name, self.meeting.rank) for name in own])
 
 
 def _same(one: Sequence[TensorShard], other: Sequence[TensorShard]) -> bool:

@@ -12,6 +12,7 @@ Rank 0 *leads*: it begins the attempt, waits for all votes and commits. The othe
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 
 import anyio
 import msgspec
@@ -36,6 +37,7 @@ from aiockpt.format.names import data_path, failure_key, receipt_key, step_id
 from aiockpt.pipeline.commit import Attempt, claim, wait_votes
 from aiockpt.pipeline.discover import look_at, votes_to_finish
 from aiockpt.runtime.future import SaveResult
+from aiockpt.runtime.meeting import StoreLostError
 
 logger = logging.getLogger("aiockpt")
 
@@ -69,7 +71,7 @@ async def save_together(engine: Engine, ticket: Ticket) -> SaveResult:
         nonce = await sharing.attempt_nonce(turn)
         engine.busy_attempts.add(nonce)
         story = _lead if engine.ranks.rank == 0 else _follow
-        result = await story(engine, ticket, sharing, turn, nonce)
+        return await story(engine, ticket, sharing, turn, nonce)
     except BaseException as error:
         await sharing.give_up(turn, error)
         if nonce and not isinstance(error, CommitTimeoutError):
@@ -77,8 +79,7 @@ async def save_together(engine: Engine, ticket: Ticket) -> SaveResult:
         raise
     finally:
         engine.busy_attempts.discard(nonce)
-    await sharing.forget_before(turn, engine.options.max_in_flight)
-    return result
+        await sharing.leave(turn)
 
 
 async def _lead(engine: Engine, ticket: Ticket, sharing: Sharing, turn: Turn, nonce: str) -> SaveResult:
@@ -91,14 +92,15 @@ async def _lead(engine: Engine, ticket: Ticket, sharing: Sharing, turn: Turn, no
     async with sharing.heeding(turn):
         files = await write_files(engine, ticket, nonce)
         own = await vote(engine, ticket, begun, files)
-        await meeting.arrive(turn.key("votes"))
+        with suppress(StoreLostError):
+            await meeting.arrive(turn.key("votes"))
 
         async def until_likely() -> None:
             await meeting.wait_all_arrived(turn.key("votes"), RELIST_S)
 
         votes = await wait_votes(engine.backend, begun, own, engine.options.deadlines.commit_s, until_likely)
     manifest = await commit_votes(engine, begun, votes)
-    await meeting.post(turn.key("end"), End(generation=manifest.generation))
+    await _tell(sharing, turn, manifest.generation)
     return committed(engine, ticket, manifest.generation)
 
 
@@ -117,7 +119,8 @@ async def _follow(engine: Engine, ticket: Ticket, sharing: Sharing, turn: Turn, 
             return left_alone(engine, ticket, begun.existing)
         attempt = msgspec.structs.replace(begun.attempt, rank=engine.ranks.rank)
         await vote(engine, ticket, attempt, files)
-        await sharing.meeting.arrive(turn.key("votes"))
+        with suppress(StoreLostError):  # the vote stands in the storage
+            await sharing.meeting.arrive(turn.key("votes"))
         generation = await _await_commit(engine, sharing, turn, attempt)
     return committed(engine, ticket, generation)
 
@@ -147,9 +150,12 @@ async def _await_commit(engine: Engine, sharing: Sharing, turn: Turn, attempt: A
         try:
             return await sharing.read_end(turn, deadlines.takeover_s)
         except RankTimeoutError:
-            generation = await _take_over(engine, attempt)
+            pass
+        except StoreLostError:  # rank 0 may have ended with it, after the commit
+            await anyio.sleep(min(RELIST_S, deadlines.takeover_s))
+        generation = await _take_over(engine, attempt)
         if generation is not None:
-            await sharing.meeting.post(turn.key("end"), End(generation=generation))
+            await _tell(sharing, turn, generation)
             return generation
         if engine.since_s(begun_ns) > deadlines.commit_s:
             raise CommitTimeoutError(
@@ -157,6 +163,12 @@ async def _await_commit(engine: Engine, sharing: Sharing, turn: Turn, attempt: A
                 "outcome is unknown. Run `aiockpt commit` once they did, or save again.",
                 [0],
             )
+
+
+async def _tell(sharing: Sharing, turn: Turn, generation: int) -> None:
+    """Wake the ranks that wait for the commit; it stands without that."""
+    with suppress(StoreLostError):
+        await sharing.meeting.post(turn.key("end"), End(generation=generation))
 
 
 async def _take_over(engine: Engine, attempt: Attempt) -> int | None:

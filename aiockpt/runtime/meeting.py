@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import anyio
 import msgspec
 
-from aiockpt.errors import RankTimeoutError
+from aiockpt.errors import CheckpointError, RankFailedError, RankTimeoutError
 from aiockpt.runtime.limits import Limiter, run_blocking
 
 T = TypeVar("T")
@@ -25,6 +25,10 @@ FIRST_PAUSE_S, GROWTH = 0.001, 1.5
 LAST_PAUSE_S, LAST_PAUSE_OF_A_RANK_S = 0.2, 0.001
 """Between two looks at the store: the more ranks look, the more rarely each does, so that a store of 10,000 lives."""
 _SHOWN = 8
+
+
+class StoreLostError(RankFailedError):
+    """The store does not answer any more; the process that hosts it, most often rank 0, may just have ended well."""
 
 
 class Store(Protocol):
@@ -101,12 +105,19 @@ class Meeting:
 
         return await self._poll(look_again, deadline_s, what, lambda: missing)
 
-    async def arrive(self, key: str) -> None:
-        """Add one to the count under *key*."""
-        await self._call(lambda: self._store.add(self._key(key), 1))
+    async def arrive(self, key: str) -> int:
+        """Add one to the count under *key*; return it."""
+        return await self._call(lambda: self._store.add(self._key(key), 1))
+
+    async def is_there(self, key: str) -> bool:
+        """Say whether anything is under *key*."""
+        return await self._call(lambda: self._store.check([self._key(key)]))
 
     async def wait_all_arrived(self, key: str, patience_s: float) -> bool:
-        """Wait until every rank has arrived at *key*, *patience_s* seconds at most; return whether they have."""
+        """Wait until every rank has arrived at *key*, *patience_s* seconds at most; return whether they have.
+
+        A lost store tells as little as ranks that are late.
+        """
 
         async def look() -> bool | None:
             arrived = await self._call(lambda: self._store.add(self._key(key), 0))
@@ -115,6 +126,9 @@ class Meeting:
         try:
             return await self._poll(look, patience_s, key, tuple)
         except RankTimeoutError:
+            return False
+        except StoreLostError:
+            await anyio.sleep(patience_s)
             return False
 
     async def forget(self, keys: Iterable[str]) -> None:
@@ -137,7 +151,12 @@ class Meeting:
         raise RankTimeoutError(f"{what}: nothing from {name_ranks(late)} within {deadline_s:g} s", late)
 
     async def _call(self, work: Callable[[], T]) -> T:
-        return await run_blocking(self._calls, work)
+        try:
+            return await run_blocking(self._calls, work)
+        except CheckpointError:
+            raise
+        except (RuntimeError, OSError) as error:  # what c10d stores raise
+            raise StoreLostError(f"the store where the ranks meet does not answer: {error}", [0]) from error
 
     def _read(self, names: Sequence[str]) -> list[bytes]:
         """Return the notes when all are there; ``get`` alone would block the store's client for minutes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
+from aiockpt.engine.sharing import Turn
+from aiockpt.errors import RankFailedError
 from aiockpt.runtime.world import World
 from aiockpt.testing.faults import Fault, FaultyBackend
-from tests.ranks.crew import Crew
+from tests.ranks.crew import QUICK, Crew
 
 pytestmark = pytest.mark.timeout(60)
 IMPATIENT = aiockpt.Deadlines(ranks_s=2, commit_s=10, takeover_s=5, close_s=60)
@@ -37,6 +40,29 @@ class SlowOn(FaultyBackend):
         return await super().create(key, size)
 
 
+def test_a_slow_rank_learns_of_steps_that_rank_0_has_long_left_alone(tmp_path: Path) -> None:
+    def save_all(rank: int, ckpt: aiockpt.Checkpointer) -> list[bool]:
+        time.sleep(rank)
+        return [ckpt.save(step, state_at(step)).result(30).existed for step in range(1, 6)]
+
+    with Crew(2, tmp_path, on_exists="skip", deadlines=IMPATIENT) as crew:
+        assert crew.on_all(save_all) == [[False] * 5] * 2
+        assert crew.on_all(save_all) == [[True] * 5] * 2
+
+
+def test_a_rank_still_writing_an_old_step_is_not_forgotten(tmp_path: Path) -> None:
+    def backend(rank: int) -> Any:
+        return SlowOn(tmp_path, "step-00000002/", 2) if rank == 1 else LocalBackend(str(tmp_path), world=World())
+
+    def save_all(rank: int, ckpt: aiockpt.Checkpointer) -> list[int]:
+        ckpt.save(1, state_at(1)).result(30)
+        slow = ckpt.save(2, state_at(2))
+        return [ckpt.save(step, state_at(step)).result(30).step for step in (3, 4, 5)] + [slow.result(30).step]
+
+    with Crew(2, backend, deadlines=IMPATIENT) as crew:
+        assert crew.on_all(save_all) == [[3, 4, 5, 2]] * 2
+
+
 def test_the_save_after_a_failed_one_works_on_ranks_that_have_not_heard_of_the_failure(tmp_path: Path) -> None:
     fail = Fault(do="fail", verb="upload.finish", match="step-00000002/*", times=None)
 
@@ -57,9 +83,9 @@ def test_the_save_after_a_failed_one_works_on_ranks_that_have_not_heard_of_the_f
         assert sharing is not None
         give_up = sharing.give_up
 
-        async def give_up_late(*args: Any) -> None:
+        async def give_up_late(turn: Turn, error: BaseException) -> None:
             await anyio.sleep(0.5)
-            await give_up(*args)
+            await give_up(turn, error)
 
         sharing.give_up = give_up_late  # type: ignore[method-assign]
         assert crew.on_all(save_all) == [3, 3]
@@ -83,3 +109,69 @@ def test_a_manifest_that_is_gone_for_one_rank_is_left_by_all(tmp_path: Path) -> 
     with Crew(2, backend, deadlines=IMPATIENT) as crew:
         results = crew.on_all(lambda rank, ckpt: ckpt.load(state_at(0)).result(30))
     assert [result.step for result in results if result] == [1, 1]
+
+
+@pytest.mark.parametrize("cancelled", [0, 1])
+def test_a_load_cancelled_on_one_rank_ends_on_all(tmp_path: Path, cancelled: int) -> None:
+    with aiockpt.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state_at(1)).result()
+    hang = Fault(do="hang", verb="reader.read", times=None)
+
+    def backend(rank: int) -> Any:
+        inner = LocalBackend(str(tmp_path), world=World())
+        return FaultyBackend(inner, [hang]) if rank == cancelled else inner
+
+    def load(rank: int, ckpt: aiockpt.Checkpointer) -> None:
+        future = ckpt.load(state_at(0))
+        time.sleep(0.5)
+        if rank == cancelled:
+            future.cancel()
+        future.result(5)
+
+    with Crew(3, backend, deadlines=QUICK) as crew:
+        errors = crew.errors(load)
+        told = [error for rank, error in enumerate(errors) if rank != cancelled]
+        assert told
+        assert all(isinstance(error, RankFailedError) for error in told), errors
+
+
+async def test_saves_started_at_once_from_an_event_loop_are_planned_one_after_the_other(tmp_path: Path) -> None:
+    import asyncio
+
+    with_delay = [0.0, 0.3]
+
+    async def train(crew: Crew, rank: int) -> list[int]:
+        futures = []
+        for step in (1, 2):
+            futures.append(crew.checkpointers[rank].save(step, state_at(step)))
+            await asyncio.sleep(with_delay[rank])
+        return [(await future).step for future in futures]
+
+    with Crew(2, tmp_path, deadlines=IMPATIENT) as crew:
+        assert list(await asyncio.gather(train(crew, 0), train(crew, 1))) == [[1, 2]] * 2
+        for checkpointer in crew.checkpointers:
+            await checkpointer.aclose()
+
+
+def test_a_store_that_is_gone_after_the_commit_fails_no_save(tmp_path: Path) -> None:
+    with Crew(2, tmp_path, deadlines=aiockpt.Deadlines(ranks_s=2, commit_s=10, takeover_s=0.3, close_s=60)) as crew:
+        crew.on_all(lambda rank, ckpt: ckpt.save(1, state_at(1)).result(30))
+        sharing = crew.checkpointers[1]._engine.sharing
+        assert sharing is not None
+        store = sharing.meeting._store
+        gone: list[str] = []
+
+        class Dying:
+            def __getattr__(self, verb: str) -> Any:
+                if gone:
+                    raise RuntimeError("Connection reset by peer")
+                return getattr(store, verb)
+
+            def add(self, key: str, amount: int) -> int:
+                result = store.add(key, amount)
+                if key.endswith("votes"):
+                    gone.append(key)
+                return result
+
+        sharing.meeting._store = Dying()
+        assert crew.on_all(lambda rank, ckpt: ckpt.save(2, state_at(2)).result(30).step) == [2, 2]
