@@ -173,8 +173,9 @@ class Checkpointer:
         Args:
             state: as for ``save``; tensors are overwritten in place, lazily created optimizer state is created.
             only: top-level keys, or dotted prefixes of names, to load; None loads all.
-            strict: raise unless checkpoint and state fit exactly. False loads what fits and reports the rest.
-            map: from a name in the state to its name in the checkpoint.
+            strict: raise unless what the state names fits exactly; top-level keys that only the checkpoint has are fine.
+                False loads what fits and reports the rest (``LoadResult.differences``).
+            map: from a name in the state to its name in the checkpoint; a prefix of names renames all of them.
 
         Returns:
             A future of what was loaded; of None only when no checkpoint exists at all.

@@ -130,6 +130,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     deadlines: Deadlines = Deadlines()
 
     def __post_init__(self) -> None:
+        for name, kind in (("retention", Retention), ("io", IO), ("deadlines", Deadlines)):
+            value = getattr(self, name)
+            if not isinstance(value, kind) and not (name == "retention" and value is None):
+                raise UsageError(f"{name}={value!r}: give an aiockpt.{kind.__name__}(…)")
+        for name in ("max_in_flight", "every"):
+            value = getattr(self, name)
+            if type(value) is not int and not (name == "every" and value is None):
+                raise UsageError(f"{name}={value!r}: give an int")
         if self.max_in_flight < 1:
             raise UsageError(f"max_in_flight={self.max_in_flight}: give at least 1")
         if self.every is not None and self.every < 1:

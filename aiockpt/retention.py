@@ -23,6 +23,7 @@ class StepFacts(msgspec.Struct, frozen=True):
         sequence: the logical clock of its manifest.
         run: which checkpointer wrote it.
         parent: the step its run had loaded, or None.
+        damaged: whether a verification found it damaged.
     """
 
     id: str
@@ -32,6 +33,7 @@ class StepFacts(msgspec.Struct, frozen=True):
     parent: str | None
     verified: bool
     metrics: Mapping[str, float | None]
+    damaged: bool = False
 
 
 class Doomed(msgspec.Struct, frozen=True):
@@ -64,12 +66,15 @@ def _age(fact: StepFacts) -> tuple[int, int]:
 def plan_retention(facts: Sequence[StepFacts], rules: Retention, protected: Collection[str] = ()) -> list[Doomed]:
     """Return the steps to delete, the oldest first.
 
+    A step that is known to be damaged counts for no rule, and is left for people to look at: it must not be what is kept
+    in place of one that can be loaded.
+
     Args:
         facts: every committed step.
         rules: what to keep.
         protected: ids that are kept besides: being read, being saved.
     """
-    line = lineage(facts)
+    line = [fact for fact in lineage(facts) if not fact.damaged]
     if rules.last is None or not line:
         return []
     kept = {fact.id for fact in line[: rules.last]} | {line[0].id} | set(protected)

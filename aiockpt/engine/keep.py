@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -11,7 +12,8 @@ from aiockpt.engine.context import Engine
 from aiockpt.engine.load import committed_steps, find_manifest, find_step, finish_commits, verify_files
 from aiockpt.errors import CheckpointError, CorruptionError, StorageError
 from aiockpt.events import GarbageDeleted, StepDeleted
-from aiockpt.format.names import LATEST_KEY, verified_key
+from aiockpt.format.manifest import Manifest
+from aiockpt.format.names import LATEST_KEY, damaged_key, verified_key
 from aiockpt.options import Retention
 from aiockpt.pipeline.collect import Garbage, collect, delete_step, find_garbage, is_leased, step_facts
 from aiockpt.pipeline.discover import StepEntry, look_at, newest_manifest, scan
@@ -110,7 +112,7 @@ async def describe(engine: Engine, step: int | None) -> Description:
 
 
 async def verify(engine: Engine, step: int | None, on_read: Callable[[int], object] = lambda _: None) -> Verified:
-    """Read every block of a step, compare it, and leave a mark that says so.
+    """Read every block of a step, compare it, and leave a mark of what was found; retention goes by it.
 
     Raises:
         CorruptionError: names the first bad file, block, offset and tensors.
@@ -118,15 +120,27 @@ async def verify(engine: Engine, step: int | None, on_read: Callable[[int], obje
     begun_ns = engine.now_ns()
     manifest = await find_manifest(engine, step)
     async with engine.reading(manifest.id):
-        await verify_files(engine, manifest, on_read)
+        try:
+            await verify_files(engine, manifest, on_read)
+        except CorruptionError as error:
+            await _mark(engine, manifest, verified_key, damaged_key, {"problem": str(error)})
+            raise
     size = sum(file.size for file in manifest.files)
     verified = Verified(manifest.step, manifest.id, manifest.generation, size, engine.since_s(begun_ns))
-    mark = {"verified_ns": engine.world.clock.time_ns(), "bytes": size, "write_id": manifest.write_id}
-    try:
-        await engine.backend.put(verified_key(manifest.id, manifest.generation), msgspec.json.encode(mark))
-    except StorageError as error:  # a read-only place can be verified too
-        logger.info("%s is verified; the mark cannot be left: %s", manifest.id, error)
+    await _mark(engine, manifest, damaged_key, verified_key, {"bytes": size})
     return verified
+
+
+async def _mark(
+    engine: Engine, manifest: Manifest, old: Callable[[str, int], str], new: Callable[[str, int], str], facts: Any
+) -> None:
+    """Replace what an earlier verification said of a generation by what this one found."""
+    mark = {"verified_ns": engine.world.clock.time_ns(), "write_id": manifest.write_id, **facts}
+    try:
+        await engine.backend.delete([old(manifest.id, manifest.generation)])
+        await engine.backend.put(new(manifest.id, manifest.generation), msgspec.json.encode(mark))
+    except StorageError as error:  # a read-only place can be verified too
+        logger.info("%s was verified; the mark cannot be left: %s", manifest.id, error)
 
 
 async def tidy(engine: Engine, saved: SaveResult) -> None:

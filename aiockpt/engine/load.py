@@ -224,6 +224,7 @@ async def fill(engine: Engine, manifest: Manifest, target: LoadTarget, begun_ns:
         skipped=tuple(skipped),
         missing=target.missing,
         unexpected=target.unexpected,
+        differences=target.problems,
     )
     engine.emit(
         Loaded(

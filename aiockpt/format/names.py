@@ -23,6 +23,7 @@ _STEP_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _STEP = re.compile(r"step-([0-9]{8,})")
 _MANIFEST = re.compile(r"MANIFEST-([1-9][0-9]{0,17})\.json")
 _VERIFIED = re.compile(r"VERIFIED-([1-9][0-9]{0,17})\.json")
+_DAMAGED = re.compile(r"DAMAGED-([1-9][0-9]{0,17})\.json")
 _ATTEMPT = re.compile(r"[0-9a-f]{12}")
 _RECEIPT = re.compile(r"r([0-9]{5,9})\.json")
 _FAILURE = re.compile(r"r([0-9]{5,9})\.fail\.json")
@@ -79,6 +80,16 @@ def verified_key(step_id: str, generation: int) -> str:
 def parse_verified(name: str) -> int | None:
     """Return the generation in the file name of a verified mark, or None."""
     return _parse_number(_VERIFIED, name)
+
+
+def damaged_key(step_id: str, generation: int) -> str:
+    """Return the key of the mark that says that a verification found *generation* damaged."""
+    return f"{check_step_id(step_id)}/DAMAGED-{_check_generation(generation)}.json"
+
+
+def parse_damaged(name: str) -> int | None:
+    """Return the generation in the file name of a mark of damage, or None."""
+    return _parse_number(_DAMAGED, name)
 
 
 def attempt_prefix(attempt: str) -> str:

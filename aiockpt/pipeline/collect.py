@@ -18,7 +18,7 @@ import msgspec
 
 from aiockpt.errors import CheckpointError, ManifestError, ObjectNotFoundError
 from aiockpt.format.manifest import Decision, Manifest
-from aiockpt.format.names import attempt_folder, decision_key, manifest_key, verified_key
+from aiockpt.format.names import attempt_folder, damaged_key, decision_key, manifest_key, verified_key
 from aiockpt.pipeline.commit import claim
 from aiockpt.pipeline.discover import StepEntry, newest_manifest, read_manifest, votes_to_finish
 from aiockpt.retention import StepFacts
@@ -55,8 +55,19 @@ async def step_facts(backend: Backend, entries: Collection[StepEntry], with_metr
             except CheckpointError:
                 continue  # a step that cannot be read is not retention's to judge
         head = entry.head
-        verified = entry.generations[0] in entry.verified
-        facts.append(StepFacts(entry.id, entry.step, head.sequence, head.run, head.parent, verified, metrics))
+        newest = entry.generations[0]
+        facts.append(
+            StepFacts(
+                entry.id,
+                entry.step,
+                head.sequence,
+                head.run,
+                head.parent,
+                newest in entry.verified,
+                metrics,
+                newest in entry.damaged,
+            )
+        )
     return facts
 
 
@@ -121,9 +132,8 @@ async def collect(backend: Backend, garbage: Garbage, write_id: str) -> bool:
     """Remove one piece of garbage; return False when somebody is committing it."""
     if garbage.generation is not None:
         await _overrule(backend, garbage.step_id, garbage.attempt)
-        await backend.delete(
-            [manifest_key(garbage.step_id, garbage.generation), verified_key(garbage.step_id, garbage.generation)]
-        )
+        marks = [key(garbage.step_id, garbage.generation) for key in (manifest_key, verified_key, damaged_key)]
+        await backend.delete(marks)
     elif await claim(backend, garbage.step_id, garbage.attempt, "collect", write_id) != "collect":
         return False
     await _delete_attempt(backend, garbage.step_id, garbage.attempt)

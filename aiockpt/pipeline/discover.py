@@ -21,6 +21,7 @@ from aiockpt.format.names import (
     check_step_id,
     manifest_key,
     parse_attempt,
+    parse_damaged,
     parse_manifest,
     parse_receipt,
     parse_step,
@@ -42,7 +43,7 @@ class StepEntry(msgspec.Struct, frozen=True):
     Attributes:
         id, step: the folder and its number (−1 where the id is not one of ours).
         generations: the numbers of its manifests, falling.
-        verified: the generations that carry a verified mark.
+        verified, damaged: the generations that a verification found whole, or not.
         attempts: the attempts whose folders are there.
         head: what the newest manifest says of itself, unverified; None when it could not be read.
     """
@@ -53,6 +54,7 @@ class StepEntry(msgspec.Struct, frozen=True):
     verified: frozenset[int]
     attempts: tuple[str, ...]
     head: Peek | None = None
+    damaged: frozenset[int] = frozenset()
 
     @property
     def committed(self) -> bool:
@@ -111,6 +113,7 @@ def _entry(step_id: str, listing: Listing) -> StepEntry:
         step=-1 if step is None else step,
         generations=tuple(generations),
         verified=frozenset(n for name in names if (n := parse_verified(name)) is not None),
+        damaged=frozenset(n for name in names if (n := parse_damaged(name)) is not None),
         attempts=tuple(attempt for attempt in attempts if attempt is not None),
     )
 

@@ -14,6 +14,8 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.discover import StepEntry, newest_manifest
 from aiockpt.storage.backend import Backend
 
+FOUND_DAMAGED = "a verification found it damaged; `aiockpt verify` says where, and takes this back once it is whole"
+
 
 class StepInfo(msgspec.Struct, frozen=True):
     """One committed step, as a listing tells it.
@@ -73,6 +75,7 @@ def tell(manifest: Manifest, entry: StepEntry) -> StepInfo:
         world_size=manifest.world_size,
         verified=manifest.generation in entry.verified,
         metrics=dict(manifest.metrics),
+        problem=FOUND_DAMAGED if manifest.generation in entry.damaged else None,
         run=manifest.run,
         newest_generation=max((manifest.generation, *entry.generations)),
     )

@@ -178,6 +178,7 @@ class LoadResult(msgspec.Struct, frozen=True):
         seconds: from the call to the last verified block.
         skipped: (step id, reason) of newer steps that were not taken.
         missing, unexpected: names that the checkpoint lacks, and that nobody wanted (``strict=False``).
+        differences: all that did not fit and was left as it was, in words (``strict=False``).
     """
 
     step: int
@@ -189,6 +190,7 @@ class LoadResult(msgspec.Struct, frozen=True):
     skipped: tuple[tuple[str, str], ...] = ()
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    differences: tuple[str, ...] = ()
 
 
 class SaveFuture(Future[SaveResult]):

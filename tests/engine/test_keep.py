@@ -57,6 +57,34 @@ def test_the_newest_and_the_newest_verified_step_are_never_deleted(tmp_path: Pat
         assert [info.step for info in ckpt.steps().result(30)] == [4, 1]
 
 
+def test_a_step_that_was_found_damaged_is_not_kept_in_place_of_one_that_loads(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        for step in range(4):
+            ckpt.save(step, STATE).result(30)
+        ckpt.verify(3).result(30)
+        (data,) = (tmp_path / "step-00000003").glob("*/d/*.safetensors")
+        whole = data.read_bytes()
+        data.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(aiockpt.CorruptionError):
+            ckpt.verify(3).result(30)
+        newest = ckpt.steps().result(30)[0]
+        assert not newest.verified
+        assert newest.problem is not None
+        ckpt.prune(aiockpt.Retention(last=1)).result(30)
+        assert [info.step for info in ckpt.steps().result(30)] == [3, 2]
+        data.write_bytes(whole)
+        ckpt.verify(3).result(30)
+        assert ckpt.steps().result(30)[0].verified
+        ckpt.prune(aiockpt.Retention(last=1)).result(30)
+        assert [info.step for info in ckpt.steps().result(30)] == [3]
+
+
+@pytest.mark.parametrize("wrong", [{"retention": 3}, {"retention": {"last": 1}}, {"every": "10"}, {"io": 8}])
+def test_an_option_of_the_wrong_kind_is_refused_and_not_ignored(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(aiockpt.UsageError, match=next(iter(wrong))):
+        aiockpt.Checkpointer(tmp_path, **wrong)
+
+
 def test_a_step_that_another_process_reads_is_left(tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
         for step in range(3):
