@@ -13,7 +13,7 @@ import torch
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.engine.sharing import Turn
-from aiockpt.errors import RankFailedError
+from aiockpt.errors import ObjectNotFoundError, RankFailedError
 from aiockpt.runtime.world import World
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.ranks.crew import QUICK, Crew
@@ -99,7 +99,7 @@ def test_a_manifest_that_is_gone_for_one_rank_is_left_by_all(tmp_path: Path) -> 
     class Blind(FaultyBackend):
         async def get(self, key: str, max_bytes: int) -> bytes:
             if "step-00000002/" in key:
-                raise aiockpt.errors.ObjectNotFoundError("deleted meanwhile", key=key)
+                raise ObjectNotFoundError("deleted meanwhile", key=key)
             return await super().get(key, max_bytes)
 
     def backend(rank: int) -> Any:
@@ -173,5 +173,6 @@ def test_a_store_that_is_gone_after_the_commit_fails_no_save(tmp_path: Path) -> 
                     gone.append(key)
                 return result
 
-        sharing.meeting._store = Dying()
+        dying: Any = Dying()
+        sharing.meeting._store = dying
         assert crew.on_all(lambda rank, ckpt: ckpt.save(2, state_at(2)).result(30).step) == [2, 2]
