@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -69,7 +70,8 @@ class Engine:
         self._observers = list(observers)
         self._run = self.token(6)
         self._parent: str | None = None
-        self._sequence: int | None = None
+        self._clock: int | None = None
+        self._numbers = itertools.count(1)
         self._beginning = anyio.Lock()
         self._plan: tuple[str, SavePlan] | None = None
         self._program: tuple[SavePlan, CopyProgram] | None = None
@@ -133,18 +135,24 @@ class Engine:
         self.pool.close()
         self._program = None
 
-    async def begin_attempt(self, entry: StepEntry, nonce: str) -> Attempt:
-        """Return a new attempt at a step, its logical clock above every one that is visible."""
+    def next_number(self) -> int:
+        """Return the number of the save that is called now. Any thread."""
+        return next(self._numbers)
+
+    async def begin_attempt(self, entry: StepEntry, nonce: str, number: int) -> Attempt:
+        """Return a new attempt at a step, its logical clock above every one that was visible at the first.
+
+        Saves that run at once begin in any order: *number*, that of the call, decides which of them is the newer.
+        """
         async with self._beginning:
-            if self._sequence is None:
+            if self._clock is None:
                 heads = [other.head for other in await scan(self.backend) if other.head]
-                self._sequence = max((head.sequence for head in heads), default=0)
-            self._sequence += 1
+                self._clock = max((head.sequence for head in heads), default=0)
             attempt = begin(
                 entry,
                 nonce=nonce,
                 run=self._run,
-                sequence=self._sequence,
+                sequence=self._clock + number,
                 parent=self._parent,
                 rank=self.ranks.rank,
                 world_size=self.ranks.world_size,

@@ -67,7 +67,7 @@ async def begin(engine: Engine, ticket: Ticket, nonce: str) -> Attempt | SaveRes
         found = SaveResult(existing.step, existing.id, existing.generation, size, seconds=0.0, existed=True)
         return left_alone(engine, ticket, found)
     await check_space(engine, ticket)
-    return await engine.begin_attempt(entry, nonce)
+    return await engine.begin_attempt(entry, nonce, ticket.number)
 
 
 async def _find_existing(engine: Engine, entry: StepEntry) -> Manifest | None:

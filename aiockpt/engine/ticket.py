@@ -22,6 +22,7 @@ class Ticket:
     """One save, registered on the caller's thread. `prepare` plans it; then it may run, and be copied.
 
     Attributes:
+        number: of the save, in the order of the calls.
         turn: which save it is among those of all ranks; None for a process that saves alone.
         state: the tensors until they are copied, and the encoded values; after `prepare` what this rank writes of them.
         plan: what goes where; set by `prepare`.
@@ -42,6 +43,7 @@ class Ticket:
         turn: Turn | None = None,
     ) -> None:
         self.begun_ns = engine.now_ns()
+        self.number = engine.next_number()
         self.turn = turn
         self.state = state
         self.agreed = False

@@ -293,3 +293,23 @@ def test_an_empty_state_can_be_saved(ckpt: aiockpt.Checkpointer) -> None:
     state = {"step": 0}
     ckpt.load(state).result(30)
     assert state == {"step": 4}
+
+
+def test_of_saves_that_run_at_once_the_one_called_last_is_the_newest(tmp_path: Path) -> None:
+    later_began = anyio.Event()
+
+    class Slow(LocalBackend):
+        async def list(self, prefix: str) -> Listing:
+            if prefix == "step-00000001":
+                await later_began.wait()
+            return await super().list(prefix)
+
+        async def create(self, key: str, size: int) -> LocalUpload:
+            later_began.set()  # step 2 has begun its attempt
+            return await super().create(key, size)
+
+    with aiockpt.Checkpointer(Slow(str(tmp_path), world=World()), io=SMALL) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"w": torch.full((3,), float(step))})
+    with aiockpt.Checkpointer(tmp_path) as ckpt:
+        assert [info.step for info in ckpt.steps().result(30)] == [2, 1]
