@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 import torch
 
 import aiockpt
+from aiockpt.backends.local import LocalBackend
+from aiockpt.backends.local_upload import LocalUpload
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.events import Event
 from aiockpt.pipeline.snapshot import CopyProgram
-from aiockpt.storage.backend import Backend
+from aiockpt.runtime.world import World
+from aiockpt.storage.backend import Backend, Listing
 from tests.small_run import SMALL, Run
 
 
