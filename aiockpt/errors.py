@@ -26,7 +26,10 @@
         ├── ObjectNotFoundError(FileNotFoundError)
         ├── ObjectExistsError(FileExistsError)
         ├── StorageFullError                           no space or quota left
-        └── StorageTimeoutError(TimeoutError)          no answer before the deadline
+        ├── StorageAccessError(PermissionError)        credentials missing, wrong, expired, or without this right
+        ├── StorageTimeoutError(TimeoutError)          no answer before the deadline
+        ├── StorageThrottledError                      the storage asks for fewer calls
+        └── StorageTransferError                       bytes were damaged or cut short on their way, not in storage
 
 Every message names the thing and the next action. No message holds tensor data.
 Exception groups stay inside the engine: callers never need ``except*``.
@@ -235,6 +238,22 @@ class StorageTimeoutError(StorageError, TimeoutError):
     retryable = True
 
 
+class StorageThrottledError(StorageError):
+    """The storage said that it has too much to do (429, 503 SlowDown)."""
+
+    retryable = True
+
+
+class StorageTransferError(StorageError):
+    """Bytes were damaged or cut short on their way; those in storage may be whole."""
+
+    retryable = True
+
+
+class StorageAccessError(StorageError, PermissionError):
+    """The storage refused: credentials are missing, wrong or expired, or do not give this right."""
+
+
 _RETRYABLE = {errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ETIMEDOUT, errno.ESTALE}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
@@ -248,6 +267,8 @@ def from_os_error(error: OSError, doing: str, key: str) -> StorageError:
         return ObjectNotFoundError(message, key=key)
     if isinstance(error, FileExistsError):
         return ObjectExistsError(message, key=key)
+    if isinstance(error, PermissionError):
+        return StorageAccessError(message, key=key)
     if isinstance(error, TimeoutError):
         return StorageTimeoutError(message, key=key)
     return StorageError(message, key=key, retryable=error.errno in _RETRYABLE)

@@ -100,6 +100,16 @@ class RolledForward(Event, frozen=True, tag=True):
     attempt: str
 
 
+class StorageRetried(Event, frozen=True, tag=True):
+    """The call *verb* on *key* failed with *error* (a repr) and is made again, as attempt *attempt*, after *wait_s*."""
+
+    verb: str
+    key: str
+    error: str
+    attempt: int
+    wait_s: float
+
+
 class Observer(Protocol):
     """Anything that wants to know."""
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import cast
 from urllib.parse import unquote
@@ -23,8 +24,13 @@ from aiockpt.storage.backend import Backend
 
 GROUP = "aiockpt.backends"
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/(/?)(.*)", re.DOTALL)
-_EXTRAS = {"s3": "s3", "gs": "gs", "az": "az", "hdfs": "hdfs"}
-"""Schemes of backends that come with an extra: scheme → ``pip install 'aiockpt[<extra>]'``."""
+_OURS = {
+    "s3": ("aiockpt.backends.s3", "S3Backend", "s3"),
+    "hdfs": ("aiockpt.backends.hdfs", "HdfsBackend", "hdfs"),
+    "gs": ("aiockpt.backends.cloud", "CloudBackend", "cloud"),
+    "az": ("aiockpt.backends.cloud", "CloudBackend", "cloud"),
+}
+"""Backends of ours that need a client library: scheme → module, class, the extra that installs it."""
 
 
 def open_backend(where: str | os.PathLike[str] | Backend, *, world: World | None = None) -> Backend:
@@ -77,18 +83,27 @@ def _file_path(url: str, rest: str) -> str:
 
 
 def _find_factory(scheme: str, url: str) -> Callable[..., Backend]:
-    """Return the factory that an installed package registered for *scheme*."""
+    """Return what makes backends of *scheme*: a class of ours, or what an installed package registered."""
+    if scheme in _OURS:
+        return _import_ours(scheme, url)
     found = {entry.name: entry for entry in entry_points(group=GROUP)}
     if scheme not in found:
-        known = ", ".join(f"{name}://" for name in sorted({"file", "memory", *found}))
-        if scheme in _EXTRAS:
-            advice = f"install it with: pip install 'aiockpt[{_EXTRAS[scheme]}]'"
-        else:
-            advice = (
-                f"install a package with an entry point {scheme!r} in the group {GROUP!r}, or pass a backend instance"
-            )
-        raise UsageError(f"{url!r}: no backend for {scheme}:// is installed (there are: a path, {known}); {advice}")
+        known = ", ".join(f"{name}://" for name in sorted({"file", "memory", *_OURS, *found}))
+        raise UsageError(
+            f"{url!r}: no backend for {scheme}:// is installed (there are: a path, {known}); install a package with an"
+            f" entry point {scheme!r} in the group {GROUP!r}, or pass a backend instance"
+        )
     try:
         return cast("Callable[..., Backend]", found[scheme].load())
     except ImportError as error:
         raise UsageError(f"{url!r}: the backend for {scheme}:// cannot be imported: {error}; reinstall it") from error
+
+
+def _import_ours(scheme: str, url: str) -> Callable[..., Backend]:
+    module, name, extra = _OURS[scheme]
+    try:
+        return cast("Callable[..., Backend]", getattr(import_module(module), name))
+    except ImportError as error:
+        raise UsageError(
+            f"{url!r}: {scheme}:// needs a client library: {error}; install it with: pip install 'aiockpt[{extra}]'"
+        ) from error

@@ -61,14 +61,14 @@ def test_the_world_is_handed_on() -> None:
     [
         ("", "names no place"),
         ("s3://bucket/run", r"pip install 'aiockpt\[s3\]'"),
-        ("gs://bucket/run", r"pip install 'aiockpt\[gs\]'"),
+        ("gs://bucket/run", r"pip install 'aiockpt\[cloud\]'"),
         ("S3://bucket/run", r"pip install 'aiockpt\[s3\]'"),
         ("s3:/bucket/run", "write s3://"),
         (Path("s3://bucket/run"), "write s3://"),
         ("file:/tmp/run", "write file://"),
         ("file://host/run", "three slashes"),
         ("file://run", "three slashes"),
-        ("nosuch://x", "file://, memory://.*entry point 'nosuch'"),
+        ("nosuch://x", "file://, .*memory://.*entry point 'nosuch'"),
         (7, "int is neither"),
         (None, "NoneType is neither"),
     ],
@@ -97,7 +97,7 @@ def test_an_installed_package_brings_its_scheme(monkeypatch: pytest.MonkeyPatch)
     backend = open_backend("mine://place")
     assert isinstance(backend, RecordingBackend)
     assert backend.url == "memory://mine-place"
-    with pytest.raises(UsageError, match="file://, memory://, mine://"):
+    with pytest.raises(UsageError, match=r"file://, .*memory://, mine://"):
         open_backend("other://place")
 
 
