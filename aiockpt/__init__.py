@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         UnsupportedStateError,
         UsageError,
     )
-    from aiockpt.options import IO, Best, Deadlines, Retention
+    from aiockpt.options import IO, Best, Deadlines, Retention, Tier
     from aiockpt.runtime.future import Future, LoadFuture, LoadResult, SaveFuture, SaveResult
     from aiockpt.runtime.ranks import Ranks
     from aiockpt.state.codecs import register_codec
@@ -68,6 +68,7 @@ __all__ = [
     "Stream",
     "StreamLoader",
     "TensorInfo",
+    "Tier",
     "UnsupportedStateError",
     "UsageError",
     "Verified",

@@ -26,9 +26,10 @@ from aiockpt.engine.load import Filled, LoadRequest, load
 from aiockpt.engine.load_together import load_together
 from aiockpt.engine.read import read
 from aiockpt.engine.sharing import WARM_UP
+from aiockpt.engine.tiers import Tiers
 from aiockpt.errors import BackgroundSaveError, SaveCancelledError, UsageError
 from aiockpt.events import Companion, Observer
-from aiockpt.options import IO, Deadlines, OnError, OnExists, Options, Retention, WhenFull
+from aiockpt.options import IO, Deadlines, OnError, OnExists, Options, Retention, Tier, WhenFull
 from aiockpt.runtime.barrier import MutationBarrier
 from aiockpt.runtime.companion import accompany
 from aiockpt.runtime.future import Future, LoadFuture, LoadResult, SaveFuture
@@ -43,6 +44,7 @@ from aiockpt.storage.open import open_backend
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 State = Mapping[str, Any]
+Place = str | os.PathLike[str] | Backend
 
 logger = logging.getLogger("aiockpt")
 
@@ -62,7 +64,8 @@ class Checkpointer:
     program that ends without either still finishes its saves. Any thread may call it; a forked child may not.
 
     Args:
-        url: where to: ``/path``, ``file://``, ``memory://name``, or a `aiockpt.storage.backend.Backend`.
+        url: where to: ``/path``, ``file://``, ``memory://name``, ``s3://bucket/prefix``, …, or a
+            `aiockpt.storage.backend.Backend`; or several `Tier`, the nearest first: ``[Tier("shm://run"), Tier("/local")]``.
         retention: what to keep, applied after each commit; None keeps all.
         every: ``step()`` saves when the step is a multiple of it; None leaves the decision to you.
         max_in_flight: saves that may run at once.
@@ -82,7 +85,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        url: str | os.PathLike[str] | Backend,
+        url: Place | Sequence[Tier | Place],
         *,
         retention: Retention | None = None,
         every: int | None = None,
@@ -108,11 +111,13 @@ class Checkpointer:
         )
         ranks = ranks or find_ranks()
         world = world or World()
-        backend = open_backend(url, world=world)
+        tiers = _as_tiers(url, retention)
+        backends = [open_backend(tier.url, world=world) for tier in tiers]
         self._loop = LoopThread("aiockpt", on_exit=self._drain_at_exit)
-        self._engine = Engine(backend, self._loop, self._options, observers, world, ranks)
+        self._engine = Engine(backends[0], self._loop, self._options, observers, world, ranks)
+        self._tiers = Tiers(tiers, self._engine, backends)
         self._barrier = MutationBarrier(deadlines.slab_s)
-        self._launcher = Launcher(self._engine, self._barrier)
+        self._launcher = Launcher(self._tiers, self._barrier)
         self._unclaimed: list[LoadFuture[Any]] = []
         self._companions = [
             accompany(self._loop, observer) for observer in observers if isinstance(observer, Companion)
@@ -313,7 +318,7 @@ class Checkpointer:
             pass
 
     def _release(self) -> None:
-        self._loop.submit(self._engine.backend.close).result(self._options.deadlines.close_s)
+        self._loop.submit(self._tiers.close).result(self._options.deadlines.close_s)
         for end in self._companions:
             end()
         self._loop.close()
@@ -395,6 +400,15 @@ class Checkpointer:
     def __repr__(self) -> str:
         running = len(self._launcher.in_flight)
         return f"<Checkpointer {self._engine.backend.url} {running} saves in flight, {self._loop!r}>"
+
+
+def _as_tiers(url: Place | Sequence[Tier | Place], retention: Retention | None) -> list[Tier]:
+    """Return the places as tiers; rules given to the checkpointer are those of tiers that have none."""
+    places = url if isinstance(url, list | tuple) else [url]
+    if not places:
+        raise UsageError("an empty list names no place; give a path, a URL, or at least one Tier(…)")
+    tiers = [place if isinstance(place, Tier) else Tier(place) for place in places]
+    return [tier if tier.keep is not None else msgspec.structs.replace(tier, keep=retention) for tier in tiers]
 
 
 async def _prune(engine: Engine, rules: Retention, dry_run: bool) -> Pruned:

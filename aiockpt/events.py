@@ -100,6 +100,22 @@ class RolledForward(Event, frozen=True, tag=True):
     attempt: str
 
 
+class Promoted(Event, frozen=True, tag=True):
+    """The step is in the tier *url* now, too, *seconds* after it was committed in the first one."""
+
+    url: str
+    bytes: int
+    seconds: float
+
+
+class PromotionFailed(Event, frozen=True, tag=True):
+    """The step could not be copied to the tier *url*: *error* is a repr. *final*: it is not tried again."""
+
+    url: str
+    error: str
+    final: bool
+
+
 class StorageRetried(Event, frozen=True, tag=True):
     """The call *verb* on *key* failed with *error* (a repr) and is made again, as attempt *attempt*, after *wait_s*."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -64,6 +64,49 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"Retention({name}={value}): give at least 1, or None")
+
+
+TierError = Literal["warn", "raise"] | Callable[[BaseException], object]
+"""A step did not reach a tier: log it (default), raise at the next call, or call this with the error."""
+
+
+class Tier(msgspec.Struct, frozen=True):
+    """One of several places for checkpoints; give them in order, the nearest first: ``[Tier("shm://"), Tier("/local"), …]``.
+
+    A save is written to the first tier, and from there copied to the others in the background, never from the GPU again.
+    It is *committed* in the first durable tier that takes it.
+
+    Attributes:
+        url: a path, a URL, or a backend.
+        every: takes the steps that are multiples of it; None takes each.
+        keep: what stays there: so many of the newest steps, or rules; None keeps all.
+        deadline: seconds a step is tried for again and again when the tier does not take it, before it is given up there.
+        bandwidth: bytes/s of one process into this tier, when it is not the one that a save waits for. None: no limit. The
+            default costs a training step less than 3 % (benchmarks/README.md).
+        on_error: what to do when a step was given up.
+    """
+
+    url: Any
+    every: int | None = None
+    keep: int | Retention | None = None
+    deadline: float = 3600.0
+    bandwidth: float | None = 200e6
+    on_error: TierError = "warn"
+
+    def __post_init__(self) -> None:
+        for name in ("every", "bandwidth", "deadline"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise UsageError(f"Tier({self.url!r}, {name}={value}): give more than 0")
+
+    @property
+    def retention(self) -> Retention | None:
+        """What stays there, as rules."""
+        return Retention(last=self.keep) if isinstance(self.keep, int) else self.keep
+
+    def takes(self, step: int) -> bool:
+        """Say whether *step* is one of those that go there."""
+        return self.every is None or step % self.every == 0
 
 
 class IO(msgspec.Struct, frozen=True, kw_only=True):

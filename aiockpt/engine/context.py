@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -10,14 +9,15 @@ from contextlib import asynccontextmanager
 
 import anyio
 
+from aiockpt.engine.lineage import Lineage
 from aiockpt.engine.sharing import Sharing, Turn, make_sharing
 from aiockpt.errors import CheckpointError
 from aiockpt.events import Event, Observer
 from aiockpt.format.checksum import BLOCK_BYTES
 from aiockpt.options import SHARED_BLOCK_BYTES, Options
 from aiockpt.pipeline.collect import lease_key
-from aiockpt.pipeline.commit import Attempt, begin
-from aiockpt.pipeline.discover import StepEntry, scan
+from aiockpt.pipeline.commit import Attempt
+from aiockpt.pipeline.discover import StepEntry
 from aiockpt.pipeline.snapshot import CopyProgram
 from aiockpt.pipeline.upload import Uploader
 from aiockpt.planning.save import PAGE_BYTES, SavePlan, plan_save
@@ -36,7 +36,11 @@ logger = logging.getLogger("aiockpt")
 class Engine:
     """The shared part of all operations below one root. Owned by one checkpointer.
 
+    Args:
+        nearer: the engine of a nearer tier, whose pool, ranks, lineage and observers this one shares.
+
     Attributes:
+        lineage: where new saves stand among all others.
         sharing: how ranks share a state out; None for a process that saves alone.
         busy_attempts: nonces of attempts under way here; garbage collection leaves them alone.
         failed: failed saves, oldest first, until the checkpointer has told its caller.
@@ -50,14 +54,24 @@ class Engine:
         observers: Sequence[Observer],
         world: World,
         ranks: Ranks,
+        nearer: Engine | None = None,
     ) -> None:
         self.backend = backend
         self.loop = loop
         self.options = options
         self.world = world
         self.ranks = ranks
-        self.sharing = make_sharing(ranks, backend.url, options.deadlines.ranks_s, self.token(16))
-        self.pool = SlabPool(options.io.slab_bytes, options.io.pool_bytes)
+        if nearer is None:
+            self.sharing = make_sharing(ranks, backend.url, options.deadlines.ranks_s, self.token(16))
+            self.pool = SlabPool(options.io.slab_bytes, options.io.pool_bytes)
+            self.lineage = Lineage(ranks, lambda: self.token(6))
+            self.busy_attempts: set[str] = set()
+            self.failed: deque[SaveFuture] = deque()
+            self._observers = list(observers)
+        else:
+            self.sharing, self.pool, self.lineage = nearer.sharing, nearer.pool, nearer.lineage
+            self.busy_attempts, self.failed, self._observers = nearer.busy_attempts, nearer.failed, nearer._observers
+        self.lineage.places.append(backend)
         block_bytes = options.io.block_bytes
         if block_bytes is None:
             block_bytes = BLOCK_BYTES if ranks.world_size == 1 else SHARED_BLOCK_BYTES
@@ -65,14 +79,6 @@ class Engine:
         self.uploader = Uploader(backend, self.pool, block_bytes)
         self.state_work = Limiter("state", 2)
         self.cleaning = anyio.Lock()
-        self.busy_attempts: set[str] = set()
-        self.failed: deque[SaveFuture] = deque()
-        self._observers = list(observers)
-        self._run = self.token(6)
-        self._parent: str | None = None
-        self._clock: int | None = None
-        self._numbers = itertools.count(1)
-        self._beginning = anyio.Lock()
         self._plan: tuple[str, SavePlan] | None = None
         self._program: tuple[SavePlan, CopyProgram] | None = None
         self._reading: dict[str, int] = {}
@@ -138,35 +144,11 @@ class Engine:
         self.pool.close()
         self._program = None
 
-    def next_number(self) -> int:
-        """Return the number of the save that is called now. Any thread."""
-        return next(self._numbers)
-
     async def begin_attempt(self, entry: StepEntry, nonce: str, number: int) -> Attempt:
-        """Return a new attempt at a step, its logical clock above every one that was visible at the first.
-
-        Saves that run at once begin in any order: *number*, that of the call, decides which of them is the newer.
-        """
-        async with self._beginning:
-            if self._clock is None:
-                heads = [other.head for other in await scan(self.backend) if other.head]
-                self._clock = max((head.sequence for head in heads), default=0)
-            attempt = begin(
-                entry,
-                nonce=nonce,
-                run=self._run,
-                sequence=self._clock + number,
-                parent=self._parent,
-                rank=self.ranks.rank,
-                world_size=self.ranks.world_size,
-            )
+        """Return a new attempt at a step for the save of that *number*; garbage collection leaves it alone."""
+        attempt = await self.lineage.begin_attempt(entry, nonce, number)
         self.busy_attempts.add(attempt.attempt)
         return attempt
-
-    def descend_from(self, step_id: str) -> None:
-        """Begin a new line of saves at a step that was loaded: what was saved before is another branch (DECISIONS 6)."""
-        self._parent = step_id
-        self._run = self.token(6)
 
     @property
     def being_read(self) -> frozenset[str]:
@@ -177,17 +159,25 @@ class Engine:
     async def reading(self, step_id: str) -> AsyncIterator[None]:
         """Keep retention, here and in other processes, away from a step for the length of the block."""
         key = lease_key(step_id, self.token(6))
-        self._reading[step_id] = self._reading.get(step_id, 0) + 1
+        self.hold(step_id)
         leased = await self._lease(key)
         try:
             yield
         finally:
-            self._reading[step_id] -= 1
-            if not self._reading[step_id]:
-                del self._reading[step_id]
+            self.let_go(step_id)
             if leased:
                 with anyio.move_on_after(10, shield=True):
                     await self._release(key)
+
+    def hold(self, step_id: str) -> None:
+        """Keep this process's retention away from a step until `let_go`. On the loop."""
+        self._reading[step_id] = self._reading.get(step_id, 0) + 1
+
+    def let_go(self, step_id: str) -> None:
+        """Take one `hold` back."""
+        self._reading[step_id] -= 1
+        if not self._reading[step_id]:
+            del self._reading[step_id]
 
     async def _lease(self, key: str) -> bool:
         try:

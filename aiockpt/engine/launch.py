@@ -16,12 +16,9 @@ import msgspec
 
 from aiockpt.adapters.mutable import hold_still
 from aiockpt.adapters.native import StateWalker
-from aiockpt.engine import keep
-from aiockpt.engine.context import Engine
-from aiockpt.engine.save import save
 from aiockpt.engine.sharing import Turn
 from aiockpt.engine.ticket import Ticket
-from aiockpt.engine.together import save_together
+from aiockpt.engine.tiers import Tiers
 from aiockpt.errors import SaveSkippedError, UsageError
 from aiockpt.events import SaveSkipped
 from aiockpt.options import MIB
@@ -40,8 +37,9 @@ INLINE_COPY_BYTES = 16 * MIB
 class Launcher:
     """Starts the saves of one checkpointer and knows which are in flight."""
 
-    def __init__(self, engine: Engine, barrier: MutationBarrier) -> None:
-        self._engine = engine
+    def __init__(self, tiers: Tiers, barrier: MutationBarrier) -> None:
+        self._tiers = tiers
+        self._engine = engine = tiers.engines[0]
         self._barrier = barrier
         self._walker = StateWalker(rank=engine.ranks.rank)
         self._saves: list[SaveFuture] = []
@@ -56,8 +54,10 @@ class Launcher:
         turn = self._engine.next_turn(step)
         try:
             _check_step(step)
+            if not self._tiers.takes(step):
+                return self._skip(step, turn, "no tier takes it (Tier(every=…))")
             if self._engine.options.when_full == "skip" and self._is_full():
-                return self._skip(step, turn)
+                return self._skip(step, turn, f"{len(self._saves)} saves are in flight and when_full is 'skip'")
             return self._start(step, state, _plain_metrics(metrics), _plain_json(user), turn)
         except BaseException as error:
             self._engine.renounce(turn, error)
@@ -74,6 +74,7 @@ class Launcher:
         if elsewhere:
             walked = hold_still(walked, state)
         ticket = Ticket(self._engine, step, walked, metrics, user, turn)
+        self._tiers.prepare(ticket.future)
         if elsewhere:
             self._saves.append(ticket.future)
             self._barrier.guard(ticket.future.snapshotted(), ticket.stop)
@@ -103,9 +104,9 @@ class Launcher:
     async def _run(self, ticket: Ticket) -> None:
         async with open_tasks() as tasks:
             tasks.start_soon(self._fill_pool, ticket)
-            result = await ticket.run(save if ticket.turn is None else save_together)
+            result = await ticket.run(self._tiers.save)
             if result is not None and not result.existed and self._engine.ranks.rank == 0:
-                await keep.tidy(self._engine, result)
+                await self._tiers.tidy(result)
 
     async def _fill_pool(self, ticket: Ticket) -> None:
         """Make the slabs that the next snapshot of this state will need.
@@ -124,8 +125,7 @@ class Launcher:
         """Return the save that must end before a new one may begin, so that at most ``max_in_flight`` run."""
         return self._saves[-self._engine.options.max_in_flight] if self._is_full() else None
 
-    def _skip(self, step: int, turn: Turn | None) -> SaveFuture:
-        reason = f"{len(self._saves)} saves are in flight and when_full is 'skip'"
+    def _skip(self, step: int, turn: Turn | None, reason: str) -> SaveFuture:
         future = SaveFuture(step)
         skipped = SaveSkippedError(f"step {step} was not saved: {reason}")
         self._engine.renounce(turn, skipped)

@@ -213,7 +213,7 @@ async def fill(engine: Engine, manifest: Manifest, target: LoadTarget, begun_ns:
         if engine.options.io.verify == "full":
             await verify_files(engine, manifest)
         read_bytes = await fill_tensors(engine, manifest, target.wanted)
-    engine.descend_from(manifest.id)
+    engine.lineage.descend_from(manifest)
     result = LoadResult(
         step=manifest.step,
         id=manifest.id,

@@ -300,7 +300,7 @@ class Sharing:
         self._decide(turn)
         with anyio.move_on_after(self._deadline_s, shield=True), suppress(StoreLostError):
             if await self.meeting.arrive(turn.key("past")) == self.meeting.world_size:
-                await self.meeting.forget([turn.key(name) for name in ("begun", "votes", "end", "past")])
+                await self.meeting.forget([turn.key(name) for name in ("entry", "begun", "votes", "end", "past")])
             self._left.append(turn.number)
             await self._forget_own()
 

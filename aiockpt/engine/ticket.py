@@ -44,7 +44,7 @@ class Ticket:
         turn: Turn | None = None,
     ) -> None:
         self.begun_ns = engine.now_ns()
-        self.number = engine.next_number()
+        self.number = engine.lineage.next_number()
         self.turn = turn
         self.state = state
         self.agreed = False

@@ -27,6 +27,7 @@ _DAMAGED = re.compile(r"DAMAGED-([1-9][0-9]{0,17})\.json")
 _ATTEMPT = re.compile(r"[0-9a-f]{12}")
 _RECEIPT = re.compile(r"r([0-9]{5,9})\.json")
 _FAILURE = re.compile(r"r([0-9]{5,9})\.fail\.json")
+_COPIED = re.compile(r"f([0-9]{6,})\.json")
 
 
 def step_id(step: int) -> str:
@@ -152,6 +153,21 @@ def parse_failure(name: str) -> int | None:
 def decision_key(step_id: str, attempt: str) -> str:
     """Return the key of the one record that says whether an attempt is committed or collected (DECISIONS 2)."""
     return f"{attempt_folder(step_id, attempt)}/DECISION.json"
+
+
+def copied_folder(step_id: str, attempt: str) -> str:
+    """Return the folder of the marks of data files that a copy has made durable."""
+    return f"{attempt_folder(step_id, attempt)}/c"
+
+
+def copied_key(step_id: str, attempt: str, index: int) -> str:
+    """Return the key of the mark that file number *index* of the manifest was copied."""
+    return f"{copied_folder(step_id, attempt)}/f{index:06d}.json"
+
+
+def parse_copied(name: str) -> int | None:
+    """Return the number in a mark's file name (``f000012.json``), or None."""
+    return _parse_number(_COPIED, name)
 
 
 def _check_generation(generation: int) -> int:

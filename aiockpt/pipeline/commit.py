@@ -109,7 +109,17 @@ async def commit(backend: Backend, votes: Sequence[Receipt], world: World) -> Ma
         CommitError: the votes do not make a whole checkpoint.
     """
     write_id = world.token(16).hex()
-    manifest = merge_receipts(votes, writer=WRITER, write_id=write_id, created_ns=world.clock.time_ns())
+    return await publish(
+        backend, merge_receipts(votes, writer=WRITER, write_id=write_id, created_ns=world.clock.time_ns())
+    )
+
+
+async def publish(backend: Backend, manifest: Manifest) -> Manifest:
+    """Create *manifest*, whose files are durable; return it, or the equal one of whoever was faster.
+
+    Raises:
+        CommitConflictError, CommitError: as `commit`.
+    """
     await _decide(backend, manifest)
     await _check_sizes(backend, manifest)  # after the decision: whoever collected the attempt removed the data first
     data = encode_manifest(manifest)

@@ -20,7 +20,7 @@ from typing import Any, Generic, Literal, TypeVar
 import anyio
 import msgspec
 
-from aiockpt.errors import SaveCancelledError
+from aiockpt.errors import SaveCancelledError, UsageError
 from aiockpt.runtime.loop import refuse_in_event_loop
 
 T = TypeVar("T")
@@ -159,6 +159,8 @@ class SaveResult(msgspec.Struct, frozen=True):
         bytes: bytes of the data files that this rank wrote.
         seconds: from the call of ``save()`` to *committed*.
         existed: True when the step was committed before and ``on_exists="skip"`` left it.
+        url: the place.
+        durable: whether it outlives this host; a memory tier's copy does not.
     """
 
     step: int
@@ -167,6 +169,8 @@ class SaveResult(msgspec.Struct, frozen=True):
     bytes: int
     seconds: float
     existed: bool = False
+    url: str = ""
+    durable: bool = True
 
 
 class LoadResult(msgspec.Struct, frozen=True):
@@ -205,6 +209,8 @@ class SaveFuture(Future[SaveResult]):
         self.step = step
         self._snapshotted: Stage[None] = Stage(f"save of step {step}, snapshotted")
         self._written: Stage[None] = Stage(f"save of step {step}, written")
+        self._in_memory: Stage[None] = Stage(f"save of step {step}, in memory")
+        self._tiers: dict[str, Stage[SaveResult]] = {}
 
     def snapshotted(self) -> Stage[None]:
         """The tensors have been copied and may change. Nothing is promised about the disk."""
@@ -214,9 +220,27 @@ class SaveFuture(Future[SaveResult]):
         """This rank's data files and its receipt are flushed; the checkpoint is not visible yet."""
         return self._written
 
-    def committed(self) -> Stage[SaveResult]:
-        """The checkpoint is durable and visible; the same as the future itself."""
-        return self
+    def in_memory(self) -> Stage[None]:
+        """The checkpoint is whole in the memory tier, and would survive this process. Without one: it is committed."""
+        return self._in_memory
+
+    def committed(self, tier: object = None) -> Stage[SaveResult]:
+        """The checkpoint is durable and visible: for None the same as the future itself, else in that *tier*.
+
+        Args:
+            tier: its path or URL, as it was given or as the backend writes it; or the backend.
+
+        Raises:
+            UsageError: the checkpointer has no such tier.
+            SaveSkippedError (through the stage): the tier does not take this step.
+        """
+        if tier is None:
+            return self
+        name = str(getattr(tier, "url", tier))
+        if name not in self._tiers:
+            have = ", ".join(self._tiers) or "none: give Checkpointer([Tier(…), …])"
+            raise UsageError(f"{name!r} is not a tier of this checkpointer; it has {have}")
+        return self._tiers[name]
 
     @property
     def delivered(self) -> bool:
@@ -235,7 +259,14 @@ class SaveFuture(Future[SaveResult]):
     def _fail(self, error: BaseException) -> None:
         self._snapshotted._fail(error)
         self._written._fail(error)
+        self._in_memory._fail(error)
+        for tier in self._tiers.values():
+            tier._fail(error)
         super()._fail(error)
+
+    def _resolve(self, value: SaveResult) -> None:
+        self._in_memory._resolve(None)
+        super()._resolve(value)
 
     def _progress(self) -> str:
         return self.stage if not self.done() else super()._progress()

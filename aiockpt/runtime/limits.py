@@ -18,6 +18,8 @@ from typing import TypeVar, TypeVarTuple
 import anyio
 import msgspec
 
+from aiockpt.runtime.world import Clock
+
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -89,6 +91,31 @@ async def _outwait(running: asyncio.Future[T]) -> None:
             continue
     if not running.cancelled():
         running.exception()  # read, so that asyncio does not log it as never retrieved
+
+
+class Pace:
+    """Lets *bytes_per_s* through, evenly. Use on one event loop.
+
+    Args:
+        bytes_per_s: None lets everything through.
+        clock: what measures.
+    """
+
+    def __init__(self, bytes_per_s: float | None, clock: Clock) -> None:
+        if bytes_per_s is not None and bytes_per_s <= 0:
+            raise ValueError(f"a pace of {bytes_per_s} bytes/s: give more than 0, or None")
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._free_at_ns = 0
+
+    async def let_through(self, size_bytes: int) -> None:
+        """Wait until *size_bytes* may go."""
+        if self._bytes_per_s is None:
+            return
+        now_ns = self._clock.monotonic_ns()
+        begin_ns = max(now_ns, self._free_at_ns)
+        self._free_at_ns = begin_ns + round(size_bytes / self._bytes_per_s * 1e9)
+        await anyio.sleep((begin_ns - now_ns) / 1e9)
 
 
 class BudgetStatistics(msgspec.Struct, frozen=True):

@@ -1,0 +1,79 @@
+"""Where does a new save stand among all others? The run, what it descends from, and the logical clock (DECISIONS 6)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import anyio
+
+from aiockpt.errors import StorageError
+from aiockpt.format.manifest import Manifest
+from aiockpt.pipeline.commit import Attempt, begin
+from aiockpt.pipeline.discover import StepEntry, scan
+from aiockpt.runtime.ranks import Ranks
+from aiockpt.storage.backend import Backend
+
+
+class Lineage:
+    """The line of saves of one checkpointer, over all of its tiers.
+
+    Args:
+        ranks: this process among those that save together.
+        make_run: makes the random name of a run.
+
+    Attributes:
+        places: where steps may lie that came before; the first one must answer.
+    """
+
+    def __init__(self, ranks: Ranks, make_run: Callable[[], str]) -> None:
+        self.places: list[Backend] = []
+        self._ranks = ranks
+        self._make_run = make_run
+        self._run = make_run()
+        self._parent: str | None = None
+        self._seen = 0
+        self._clock: int | None = None
+        self._numbers = itertools.count(1)
+        self._beginning = anyio.Lock()
+
+    def next_number(self) -> int:
+        """Return the number of the save that is called now. Any thread."""
+        return next(self._numbers)
+
+    async def begin_attempt(self, entry: StepEntry, nonce: str, number: int) -> Attempt:
+        """Return a new attempt at a step, its logical clock above every one that was visible at the first.
+
+        Saves that run at once begin in any order: *number*, that of the call, decides which of them is the newer.
+        """
+        async with self._beginning:
+            if self._clock is None:
+                self._clock = max(await self._newest(), self._seen)
+            return begin(
+                entry,
+                nonce=nonce,
+                run=self._run,
+                sequence=self._clock + number,
+                parent=self._parent,
+                rank=self._ranks.rank,
+                world_size=self._ranks.world_size,
+            )
+
+    async def _newest(self) -> int:
+        """Return the highest logical clock anywhere; a farther tier that is away is not waited for."""
+        newest = 0
+        for number, place in enumerate(self.places):
+            try:
+                newest = max([newest, *[entry.head.sequence for entry in await scan(place) if entry.head]])
+            except StorageError:
+                if number == 0:
+                    raise
+        return newest
+
+    def descend_from(self, loaded: Manifest) -> None:
+        """Begin a new line of saves at a step that was loaded: what was saved before is another branch."""
+        self._parent = loaded.id
+        self._run = self._make_run()
+        self._seen = max(self._seen, loaded.sequence)
+        if self._clock is not None:
+            self._clock = max(self._clock, loaded.sequence)

@@ -1,0 +1,305 @@
+"""How does one tier take the steps that nearer tiers have? One after the other, in the background, at its own pace.
+
+Guarantees:
+
+- A tier that is stalled, full or away delays nothing but itself. What it does not take is tried again, less and less often,
+  until its deadline; when more than `MOST_WAITING` steps wait, the oldest is given up for the newer ones. All of it is told.
+- A step that waits is not deleted from where it will be read.
+- Every rank copies the files it wrote; rank 0 copies what the others leave, and commits (`aiockpt.pipeline.copy`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+
+import anyio
+import msgspec
+
+from aiockpt.engine import keep
+from aiockpt.engine.context import Engine
+from aiockpt.errors import CheckpointError, CorruptionError, RankFailedError, SaveSkippedError, StorageTimeoutError
+from aiockpt.events import Promoted, PromotionFailed
+from aiockpt.format.manifest import FileEntry, Manifest
+from aiockpt.options import Tier
+from aiockpt.pipeline.copy import StepCopy, Windows, copied_paths, copy_files, copy_step
+from aiockpt.pipeline.discover import read_manifest
+from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
+from aiockpt.runtime.limits import Pace
+from aiockpt.runtime.meeting import StoreLostError
+
+logger = logging.getLogger("aiockpt")
+
+MOST_WAITING = 2
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 60.0
+"""Between tries."""
+PATIENCE_S = 60.0
+"""How long rank 0 waits for a file of another rank since the last one came, before it copies that itself."""
+LOOK_S = 0.1
+
+
+class Climb:
+    """One step on its way up.
+
+    Attributes:
+        step: its number.
+        copies: where it is already, by number of the tier.
+        result: of the save.
+        begun_ns: when it was committed in the first tier.
+    """
+
+    def __init__(self, result: SaveResult, copies: dict[int, StepCopy], begun_ns: int) -> None:
+        self.step = result.step
+        self.result = result
+        self.copies = copies
+        self.begun_ns = begun_ns
+
+    @property
+    def attempt(self) -> str:
+        """The attempt, which has the same name in every tier."""
+        return next(iter(self.copies.values())).manifest.attempt
+
+    @property
+    def age(self) -> int:
+        """The logical clock of the save: the newer, the higher."""
+        return next(iter(self.copies.values())).manifest.sequence
+
+    def sources(self) -> list[StepCopy]:
+        """Return the copies, the nearest first."""
+        return [self.copies[number] for number in sorted(self.copies)]
+
+
+class Arrived(msgspec.Struct, frozen=True):
+    """Rank 0's note: the generation that a step has in a tier, or why it is not there (*final*: and will not be)."""
+
+    generation: int = 0
+    failure: str | None = None
+    final: bool = False
+
+
+class _Waiting(msgspec.Struct):
+    """A step that waits for a tier, and the tiers that keep it for that."""
+
+    climb: Climb
+    stage: Stage[SaveResult]
+    held: tuple[int, ...]
+
+
+class Rung:
+    """One tier at work. Used on the engine's loop.
+
+    Args:
+        number: its place among the tiers, 0 is the nearest.
+        windows: the memory that copies move through.
+        holders: the engines of all tiers; those that have a step keep it while it waits here.
+    """
+
+    def __init__(self, number: int, tier: Tier, engine: Engine, windows: Windows, holders: Sequence[Engine]) -> None:
+        self.number = number
+        self.tier = tier
+        self.engine = engine
+        self._windows = windows
+        self._holders = holders
+        self._capped = Pace(tier.bandwidth, engine.world.clock)
+        self._waiting: list[_Waiting] = []
+        self._changed = anyio.Event()
+        self._closing = anyio.Event()
+        self._ended = anyio.Event()
+        self._notes: list[str] = []
+
+    @property
+    def url(self) -> str:
+        """What the tier is called."""
+        return self.engine.backend.url
+
+    @property
+    def names(self) -> set[str]:
+        """What a caller may call it: as it was given, and as the backend writes itself."""
+        given = self.tier.url
+        return {self.url, os.fspath(given)} if isinstance(given, str | os.PathLike) else {self.url}
+
+    @property
+    def durable(self) -> bool:
+        """Whether it outlives this host."""
+        return self.engine.backend.traits.durable
+
+    async def enqueue(self, climb: Climb, stage: Stage[SaveResult]) -> None:
+        """Have *climb* copied here in the background."""
+        held = tuple(climb.copies)
+        for number in held:
+            self._holders[number].hold(climb.result.id)
+        self._waiting.append(_Waiting(climb, stage, held))
+        self._waiting[1:] = sorted(
+            self._waiting[1:], key=lambda waiting: waiting.climb.age
+        )  # saves may end in any order
+        self._changed.set()
+        if len(self._waiting) > MOST_WAITING + 1:  # the first is at work
+            slow = SaveSkippedError(
+                f"step {self._waiting[1].climb.step} was given up in {self.url}: {MOST_WAITING} newer steps wait for it; "
+                "give the tier more bandwidth, or fewer steps (Tier(every=…))"
+            )
+            await self._give_up(1, slow)
+
+    async def work(self) -> None:
+        """Take what waits, one step after the other, until `close`."""
+        try:
+            while self._waiting or not self._closing.is_set():
+                if not self._waiting:
+                    self._changed = anyio.Event()
+                    await self._changed.wait()
+                    continue
+                try:
+                    result = await self._keep_trying(self._waiting[0].climb)
+                except CheckpointError as error:
+                    await self._give_up(0, error)
+                else:
+                    self._leave(0).stage._resolve(result)
+                    if self.engine.ranks.rank == 0:
+                        await keep.tidy(self.engine, result)
+        finally:
+            self._ended.set()
+
+    async def close(self) -> None:
+        """Wait until nothing waits here. What fails from now on is not tried again."""
+        self._closing.set()
+        self._changed.set()
+        await self._ended.wait()
+
+    async def _keep_trying(self, climb: Climb) -> SaveResult:
+        """Copy *climb* here; again after a failure, until the deadline."""
+        tries, pause_s, deadline_s = 0, FIRST_PAUSE_S, self.tier.deadline
+        while True:
+            tries += 1
+            try:
+                result = await self.take(climb, self._capped, deadline_s - self.engine.since_s(climb.begun_ns))
+            except CheckpointError as error:
+                late = self.engine.since_s(climb.begun_ns) + pause_s > deadline_s
+                if late or self._closing.is_set() or isinstance(error, CorruptionError | SaveSkippedError):
+                    raise
+                self._tell_failure(climb, error, final=False)
+                with anyio.move_on_after(pause_s):
+                    await self._closing.wait()
+                pause_s = min(2 * pause_s, LAST_PAUSE_S)
+            else:
+                if tries > 1:
+                    logger.info("%s takes steps again: step %d is there after %d tries", self.url, climb.step, tries)
+                return result
+
+    async def take(self, climb: Climb, pace: Pace, deadline_s: float) -> SaveResult:
+        """Copy *climb* here, once.
+
+        Raises:
+            CheckpointError: it is not there; StorageTimeoutError after *deadline_s* seconds.
+        """
+        copied: StepCopy | None = None
+        with anyio.move_on_after(max(deadline_s, 1.0)):
+            copied = await self._take_with_others(climb, pace)
+        if copied is None:
+            raise StorageTimeoutError(f"{self.url}: step {climb.step} did not get there within {deadline_s:.0f} s")
+        climb.copies[self.number] = copied
+        manifest = copied.manifest
+        result = msgspec.structs.replace(
+            climb.result, generation=manifest.generation, url=self.url, durable=self.durable, existed=False
+        )
+        engine = self.engine
+        engine.emit(
+            Promoted(
+                at_ns=engine.now_ns(),
+                step=climb.step,
+                url=self.url,
+                bytes=sum(file.size for file in manifest.files),
+                seconds=engine.since_s(climb.begun_ns),
+            )
+        )
+        return result
+
+    async def _take_with_others(self, climb: Climb, pace: Pace) -> StepCopy:
+        engine, sources = self.engine, climb.sources()
+        ranks = engine.ranks
+        if ranks.world_size == 1:
+            return StepCopy(engine.backend, await self._copy_all(sources, pace))
+
+        def own(file: FileEntry) -> bool:
+            return file.rank % ranks.world_size == ranks.rank
+
+        await copy_files(sources, engine.backend, engine.world, windows=self._windows, pace=pace, only=own)
+        if ranks.rank != 0:
+            return await self._hear(climb)
+        try:
+            await self._wait_for_files(sources[0].manifest)
+            manifest = await self._copy_all(sources, pace)
+        except CheckpointError as error:
+            await self._tell_ranks(climb, Arrived(failure=f"{type(error).__name__}: {error}"))
+            raise
+        await self._tell_ranks(climb, Arrived(manifest.generation))
+        return StepCopy(engine.backend, manifest)
+
+    async def _hear(self, climb: Climb) -> StepCopy:
+        """Wait for rank 0 to commit."""
+        engine = self.engine
+        assert engine.sharing is not None
+        what = f"step {climb.step} in {self.url}"
+        note = await engine.sharing.meeting.wait(self._note(climb), Arrived, self.tier.deadline, what)
+        if note.final:
+            raise SaveSkippedError(f"{self.url}: rank 0 gave step {climb.step} up: {note.failure}")
+        if note.failure is not None:
+            raise RankFailedError(f"{self.url}: rank 0 could not commit step {climb.step}: {note.failure}", [0])
+        return StepCopy(engine.backend, await read_manifest(engine.backend, climb.result.id, note.generation))
+
+    async def _tell_ranks(self, climb: Climb, note: Arrived) -> None:
+        """Leave rank 0's note, and remove those that nobody waits for any more."""
+        sharing = self.engine.sharing
+        if sharing is None or sharing.meeting.rank != 0:
+            return
+        key = self._note(climb)
+        await sharing.meeting.post(key, note)
+        if key not in self._notes:
+            self._notes.append(key)
+        while len(self._notes) > 2 * (MOST_WAITING + 1):
+            await sharing.meeting.forget([self._notes.pop(0)])
+
+    def _note(self, climb: Climb) -> str:
+        return f"tier/{self.number}/{climb.result.id}/{climb.attempt}"
+
+    async def _copy_all(self, sources: Sequence[StepCopy], pace: Pace) -> Manifest:
+        engine = self.engine
+        return await copy_step(sources, engine.backend, engine.world, windows=self._windows, pace=pace)
+
+    async def _wait_for_files(self, manifest: Manifest) -> None:
+        """Wait until the other ranks have copied theirs, or until nothing came for a while."""
+        seen, changed_ns = -1, self.engine.now_ns()
+        while seen < len(manifest.files) and self.engine.since_s(changed_ns) < PATIENCE_S:
+            found = len(await copied_paths(self.engine.backend, manifest))
+            if found > seen:
+                seen, changed_ns = found, self.engine.now_ns()
+            elif seen < len(manifest.files):
+                await anyio.sleep(LOOK_S)
+
+    async def _give_up(self, index: int, error: CheckpointError) -> None:
+        left, engine = self._leave(index), self.engine
+        self._tell_failure(left.climb, error, final=True)
+        left.stage._fail(error)
+        if callable(self.tier.on_error):
+            self.tier.on_error(error)
+        elif self.tier.on_error == "raise":
+            failed = SaveFuture(left.climb.step)
+            failed._fail(error)
+            engine.failed.append(failed)
+        with suppress(StoreLostError):
+            await self._tell_ranks(left.climb, Arrived(failure=str(error), final=True))
+
+    def _leave(self, index: int) -> _Waiting:
+        left = self._waiting.pop(index)
+        for number in left.held:
+            self._holders[number].let_go(left.climb.result.id)
+        return left
+
+    def _tell_failure(self, climb: Climb, error: CheckpointError, *, final: bool) -> None:
+        what = "is given up there" if final else "is tried again"
+        logger.warning("%s did not take step %d, which %s: %s", self.url, climb.step, what, error)
+        engine = self.engine
+        engine.emit(
+            PromotionFailed(at_ns=engine.now_ns(), step=climb.step, url=self.url, error=repr(error), final=final)
+        )

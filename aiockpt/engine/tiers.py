@@ -1,0 +1,185 @@
+"""How does one save go to several places? To the nearest, to the first durable one, and in the background to the others.
+
+Guarantees (DECISIONS 10 and 11):
+
+- *committed* means the first durable tier that takes the step. A memory tier is an earlier stage of its own.
+- A memory tier that is full is passed over, and a durable one that fails is followed by the next: the save fails only when
+  no durable tier takes it.
+- Copies come from the nearest tier that has the step, never from the state.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import anyio
+import msgspec
+
+from aiockpt.engine import keep
+from aiockpt.engine.context import Engine
+from aiockpt.engine.rung import Climb, Rung
+from aiockpt.engine.save import RECORDS_BYTES, save
+from aiockpt.engine.ticket import Ticket
+from aiockpt.engine.together import save_together
+from aiockpt.errors import CheckpointError, SaveSkippedError
+from aiockpt.events import PromotionFailed
+from aiockpt.options import Tier
+from aiockpt.pipeline.copy import StepCopy, Windows
+from aiockpt.pipeline.discover import read_manifest
+from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
+from aiockpt.runtime.limits import Pace
+from aiockpt.runtime.tasks import open_tasks
+from aiockpt.storage.backend import Backend
+
+logger = logging.getLogger("aiockpt")
+
+
+class Tiers:
+    """The places of one checkpointer, the nearest first; with a single one, just that.
+
+    Args:
+        nearest: the engine of the first; those of the others share its pool, ranks and lineage.
+        backends: of all tiers.
+
+    Attributes:
+        engines: of all tiers, each with the retention of its tier.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], nearest: Engine, backends: Sequence[Backend]) -> None:
+        self.engines = (nearest, *[_engine_of(tier, nearest, backends[n]) for n, tier in enumerate(tiers) if n])
+        nearest.options = msgspec.structs.replace(nearest.options, retention=tiers[0].retention)
+        windows = Windows(window_bytes=nearest.options.io.read_bytes)
+        self._rungs = [
+            Rung(number, tier, engine, windows, self.engines)
+            for number, (tier, engine) in enumerate(zip(tiers, self.engines, strict=True))
+        ]
+        self._uncapped = Pace(None, nearest.world.clock)
+        for rung in self._rungs[1:]:
+            nearest.loop.submit(rung.work)
+
+    def takes(self, step: int) -> bool:
+        """Say whether any tier takes *step*."""
+        return any(rung.tier.takes(step) for rung in self._rungs)
+
+    def prepare(self, future: SaveFuture) -> None:
+        """Give *future* a stage for each tier; that of a tier which does not take the step fails at once."""
+        if len(self._rungs) == 1:
+            return
+        for rung in self._rungs:
+            stage: Stage[SaveResult] = Stage(f"save of step {future.step}, committed in {rung.url}")
+            if not rung.tier.takes(future.step):
+                stage._fail(SaveSkippedError(f"{rung.url} takes the steps that are multiples of {rung.tier.every}"))
+            future._tiers |= dict.fromkeys(rung.names, stage)
+
+    async def save(self, engine: Engine, ticket: Ticket) -> SaveResult:
+        """Save one state; when this returns it is committed in the first durable tier that takes it.
+
+        Raises:
+            CheckpointError: as `aiockpt.engine.save.save`; no durable tier has it then.
+        """
+        rung = await self._entry(ticket) if len(self._rungs) > 1 else self._rungs[0]
+        tell = save if ticket.turn is None else save_together
+        backend = rung.engine.backend
+        result = await tell(rung.engine, ticket)
+        result = msgspec.structs.replace(result, url=backend.url, durable=backend.traits.durable)
+        return await self._climb(rung, ticket, result) if len(self._rungs) > 1 else result
+
+    async def _entry(self, ticket: Ticket) -> Rung:
+        """Return the first tier that takes the step, and has room for it if it is a memory tier; rank 0 says which."""
+        engine = self.engines[0]
+        if ticket.turn is None or engine.sharing is None:
+            return await self._with_room(ticket)
+        key, meeting = ticket.turn.key("entry"), engine.sharing.meeting
+        if meeting.rank == 0:
+            rung = await self._with_room(ticket)
+            await meeting.post(key, rung.number)
+            return rung
+        async with engine.sharing.heeding(ticket.turn):
+            return self._rungs[
+                await meeting.wait(key, int, engine.options.deadlines.ranks_s, "rank 0's choice of a tier")
+            ]
+
+    async def _with_room(self, ticket: Ticket) -> Rung:
+        taking = [rung for rung in self._rungs if rung.tier.takes(ticket.step)]
+        needed = (ticket.plan.file_bytes + RECORDS_BYTES) * self.engines[0].ranks.world_size
+        for rung in taking[:-1]:
+            if rung.durable:
+                return rung
+            try:
+                free = (await rung.engine.backend.space()).free_bytes
+            except CheckpointError as error:
+                self._pass_over(rung, ticket.step, error)
+                continue
+            if free is None or free >= needed:
+                return rung
+            full = SaveSkippedError(f"{rung.url} has {free:,} bytes free and step {ticket.step} needs {needed:,}")
+            self._pass_over(rung, ticket.step, full)
+        return taking[-1]
+
+    def _pass_over(self, rung: Rung, step: int, error: CheckpointError) -> None:
+        logger.warning("%s is passed over for step %d: %s", rung.url, step, error)
+        engine = rung.engine
+        engine.emit(PromotionFailed(at_ns=engine.now_ns(), step=step, url=rung.url, error=repr(error), final=True))
+
+    async def _climb(self, first: Rung, ticket: Ticket, result: SaveResult) -> SaveResult:
+        """Go on from the first tier: at once to a durable one, in the background to the others."""
+        future, engine = ticket.future, first.engine
+        manifest = await read_manifest(engine.backend, result.id, result.generation)
+        climb = Climb(result, {first.number: StepCopy(engine.backend, manifest)}, engine.now_ns())
+        stages = {rung.number: future._tiers[rung.url] for rung in self._rungs}
+        stages[first.number]._resolve(result)
+        for rung in self._rungs[: first.number]:
+            stages[rung.number]._fail(SaveSkippedError(f"{rung.url} was passed over"))
+        above = [rung for rung in self._rungs[first.number + 1 :] if rung.tier.takes(ticket.step)]
+        try:
+            if not first.durable:
+                future._in_memory._resolve(None)
+                if any(rung.durable for rung in above):
+                    result = await self._commit_durably(climb, above, stages)
+                if engine.ranks.rank == 0 and result is not climb.result:
+                    await keep.tidy(engine, climb.result)
+        finally:
+            for rung in above:
+                if not stages[rung.number].done():
+                    await rung.enqueue(climb, stages[rung.number])
+        return result
+
+    async def _commit_durably(
+        self, climb: Climb, above: Sequence[Rung], stages: dict[int, Stage[SaveResult]]
+    ) -> SaveResult:
+        """Copy *climb* to the first durable tier that takes it now."""
+        failure: CheckpointError | None = None
+        for rung in above:
+            if not rung.durable:
+                continue
+            try:
+                result = await rung.take(climb, self._uncapped, rung.tier.deadline)
+            except CheckpointError as error:
+                logger.warning("%s did not take step %d: %s", rung.url, climb.step, error)
+                failure = failure or error
+                continue
+            stages[rung.number]._resolve(result)
+            return result
+        assert failure is not None
+        raise failure
+
+    async def tidy(self, result: SaveResult) -> None:
+        """Clean up in the tier where a save was committed."""
+        await keep.tidy(next(engine for engine in self.engines if engine.backend.url == result.url), result)
+
+    async def close(self) -> None:
+        """Wait until every tier has, or has given up, what waits for it, and close all. Failures are not tried again."""
+        try:
+            with anyio.move_on_after(self.engines[0].options.deadlines.close_s):
+                async with open_tasks() as tasks:
+                    for rung in self._rungs[1:]:
+                        tasks.start_soon(rung.close)
+        finally:
+            for engine in self.engines:
+                await engine.backend.close()
+
+
+def _engine_of(tier: Tier, nearest: Engine, backend: Backend) -> Engine:
+    options = msgspec.structs.replace(nearest.options, retention=tier.retention)
+    return Engine(backend, nearest.loop, options, (), nearest.world, nearest.ranks, nearer=nearest)

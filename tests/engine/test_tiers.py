@@ -1,0 +1,196 @@
+"""Several places for one run: memory first, committed on the first durable one, the others in the background."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.backends.local import LocalBackend
+from aiockpt.backends.memory import MemoryBackend
+from aiockpt.errors import SaveSkippedError, StorageError, UsageError
+from aiockpt.events import Event, Promoted, PromotionFailed
+from aiockpt.storage.backend import Space
+from aiockpt.testing.faults import Fault, FaultyBackend
+from tests.small_run import SMALL
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"x": torch.full((5000,), value), "y": torch.arange(7) + int(value), "value": value}
+
+
+def steps(place: Any) -> list[int]:
+    with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+        return sorted(info.step for info in ckpt.steps().result(30))
+
+
+def loaded(place: Any, step: int | None = None) -> float:
+    like = state(-1)
+    with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+        assert ckpt.load(like, step).result(30) is not None
+    assert torch.equal(like["x"], state(like["value"])["x"])
+    assert torch.equal(like["y"], state(like["value"])["y"])
+    return float(like["value"])
+
+
+class Watch:
+    """Keeps every event."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def on_event(self, event: Event) -> None:
+        self.events.append(event)
+
+    def of(self, kind: type[Event]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+class Gate(FaultyBackend):
+    """A backend that makes no data file until `open_up`."""
+
+    def __init__(self, inner: Any, faults: Sequence[Fault] = ()) -> None:
+        super().__init__(inner, list(faults))
+        self._gate = threading.Event()
+
+    def open_up(self) -> None:
+        self._gate.set()
+
+    async def create(self, key: str, size: int) -> Any:
+        await anyio.to_thread.run_sync(self._gate.wait, 30)
+        return await super().create(key, size)
+
+
+def test_a_step_is_in_memory_first_committed_on_disk_and_copied_to_the_rest(tmp_path: Path) -> None:
+    memory, disk = MemoryBackend(), Gate(LocalBackend(str(tmp_path / "disk")))
+    watch = Watch()
+    tiers = [aiockpt.Tier(memory), aiockpt.Tier(disk), aiockpt.Tier(tmp_path / "far")]
+    with aiockpt.Checkpointer(tiers, io=SMALL, observers=[watch]) as ckpt:
+        save = ckpt.save(1, state(1))
+        save.in_memory().result(30)
+        assert not save.done()
+        assert loaded(memory) == 1
+        disk.open_up()
+        result = save.result(30)
+        assert (result.url, result.durable) == (disk.url, True)
+        far = save.committed(tmp_path / "far").result(30)
+        assert far.url == f"file://{tmp_path}/far"
+    assert [loaded(place) for place in (memory, tmp_path / "disk", tmp_path / "far")] == [1, 1, 1]
+    assert [event.url for event in watch.of(Promoted)] == [disk.url, f"file://{tmp_path}/far"]
+
+
+def test_each_tier_takes_and_keeps_what_it_is_told(tmp_path: Path) -> None:
+    memory = MemoryBackend()
+    near, far = tmp_path / "near", tmp_path / "far"
+    tiers = [
+        aiockpt.Tier(memory, keep=1),
+        aiockpt.Tier(near, every=2, keep=2),
+        aiockpt.Tier(far, every=4, keep=aiockpt.Retention(last=1, every=8)),
+    ]
+    with aiockpt.Checkpointer(tiers, io=SMALL) as ckpt:
+        for step in range(1, 14):
+            save = ckpt.save(step, state(step))
+            assert save.result(30).durable is (step % 2 == 0)
+            if step % 4:
+                assert isinstance(save.committed(far).exception(30), SaveSkippedError)
+            else:
+                save.committed(far).result(30)
+    assert steps(memory) == [13]
+    assert steps(near) == [10, 12]
+    assert steps(far) == [8, 12]
+
+
+def test_a_far_tier_that_is_away_delays_nothing_and_catches_up(tmp_path: Path) -> None:
+    down = Fault(do="fail", verb="create", match="*", times=3)
+    far = FaultyBackend(LocalBackend(str(tmp_path / "far")), [down])
+    watch = Watch()
+    with aiockpt.Checkpointer([tmp_path / "near", aiockpt.Tier(far)], io=SMALL, observers=[watch]) as ckpt:
+        save = ckpt.save(1, state(1))
+        save.result(30)
+        assert not save.committed(far).done()
+        save.committed(far).result(30)
+    assert loaded(tmp_path / "far") == 1
+    assert [event.final for event in watch.of(PromotionFailed)] == [False] * 3
+
+
+def test_of_many_steps_that_wait_for_a_slow_tier_the_newest_get_there(tmp_path: Path) -> None:
+    far = Gate(LocalBackend(str(tmp_path / "far")))
+    with aiockpt.Checkpointer([tmp_path / "near", far], io=SMALL) as ckpt:
+        saves = [ckpt.save(step, state(step)) for step in range(1, 7)]
+        for save in saves:
+            save.result(30)
+        far.open_up()
+        outcomes = [save.committed(far).exception(30) for save in saves]
+    assert sum(isinstance(outcome, SaveSkippedError) for outcome in outcomes) == 3
+    assert steps(tmp_path / "near") == [1, 2, 3, 4, 5, 6]
+    assert steps(tmp_path / "far")[1:] == [5, 6]
+
+
+def test_what_waits_for_a_far_tier_is_not_deleted_from_the_near_one(tmp_path: Path) -> None:
+    far = Gate(LocalBackend(str(tmp_path / "far")))
+    near = aiockpt.Tier(tmp_path / "near", keep=1)
+    with aiockpt.Checkpointer([near, far], io=SMALL) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state(step)).result(30)
+        assert steps(tmp_path / "near") == [1, 2, 3]
+        far.open_up()
+    assert steps(tmp_path / "far") == [1, 2, 3]
+
+
+def test_a_tier_that_never_takes_a_step_is_reported_the_way_it_was_asked_for(tmp_path: Path) -> None:
+    broken = FaultyBackend(
+        LocalBackend(str(tmp_path / "far")), [Fault(do="fail", verb="create", match="*", times=None)]
+    )
+    told: list[BaseException] = []
+    with aiockpt.Checkpointer([tmp_path / "near", aiockpt.Tier(broken, on_error=told.append)], io=SMALL) as ckpt:
+        ckpt.save(1, state(1)).result(30)
+    assert [type(error) for error in told] == [StorageError]
+    with pytest.raises(aiockpt.BackgroundSaveError, match="step 2"):  # noqa: SIM117
+        with aiockpt.Checkpointer([tmp_path / "near", aiockpt.Tier(broken, on_error="raise")], io=SMALL) as ckpt:
+            ckpt.save(2, state(2)).result(30)
+    assert steps(tmp_path / "near") == [1, 2]
+
+
+class Full(MemoryBackend):
+    async def space(self) -> Space:
+        return Space(1000, 1000)
+
+
+def test_a_full_memory_tier_is_passed_over(tmp_path: Path) -> None:
+    memory = Full()
+    with aiockpt.Checkpointer([memory, tmp_path / "disk"], io=SMALL) as ckpt:
+        save = ckpt.save(1, state(1))
+        assert save.result(30).durable
+        assert isinstance(save.committed(memory).exception(30), SaveSkippedError)
+    assert loaded(tmp_path / "disk") == 1
+
+
+def test_a_failing_durable_tier_is_followed_by_the_next(tmp_path: Path) -> None:
+    broken = FaultyBackend(LocalBackend(str(tmp_path / "a")), [Fault(do="fail", verb="create", match="*", times=None)])
+    with aiockpt.Checkpointer([MemoryBackend(), broken, tmp_path / "b"], io=SMALL) as ckpt:
+        assert ckpt.save(1, state(1)).result(30).url == f"file://{tmp_path}/b"
+    assert loaded(tmp_path / "b") == 1
+
+
+def test_a_tier_nobody_has_is_named(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer([tmp_path / "a", tmp_path / "b"], io=SMALL) as ckpt:
+        save = ckpt.save(1, state(1))
+        with pytest.raises(UsageError, match="is not a tier"):
+            save.committed("s3://elsewhere")
+        save.result(30)
+
+
+def test_a_step_that_no_tier_takes_is_skipped_and_says_so(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer([aiockpt.Tier(tmp_path / "a", every=2)], io=SMALL) as ckpt:
+        assert isinstance(ckpt.save(1, state(1)).exception(30), SaveSkippedError)
+        ckpt.save(2, state(2)).result(30)
+    assert steps(tmp_path / "a") == [2]

@@ -1,0 +1,179 @@
+"""A committed step is copied to another place: whole, verified, taken up again after a crash, by any number of copiers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.backends.local import LocalBackend
+from aiockpt.backends.memory import MemoryBackend
+from aiockpt.errors import CorruptionError, StorageError
+from aiockpt.format.manifest import Manifest
+from aiockpt.pipeline.copy import StepCopy, Windows, copied_paths, copy_files, copy_step
+from aiockpt.pipeline.discover import look_at, newest_manifest
+from aiockpt.runtime.limits import Pace
+from aiockpt.runtime.tasks import open_tasks
+from aiockpt.runtime.world import OsClock, World
+from aiockpt.storage.backend import Backend
+from aiockpt.storage.transfer import walk
+from aiockpt.testing.faults import Fault, FaultyBackend
+from tests.small_run import SMALL
+
+STATE: dict[str, Any] = {f"w{index}": torch.arange(3000) * (index + 1) for index in range(4)}
+STEP = "step-00000007"
+FREE = Pace(None, OsClock())
+
+
+def windows() -> Windows:
+    return Windows(2, SMALL.read_bytes)
+
+
+async def save(place: Any, step: int = 7, **options: Any) -> None:
+    io = aiockpt.IO(pool_bytes=1 << 20, slab_bytes=16384, block_bytes=4096, read_bytes=16384, file_bytes=32768)
+    async with aiockpt.Checkpointer(place, io=io, **options) as ckpt:
+        await ckpt.save(step, STATE)
+
+
+async def load(place: Any) -> None:
+    like = {name: torch.zeros_like(value) for name, value in STATE.items()}
+    async with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+        assert await ckpt.load(like) is not None
+    assert all(torch.equal(like[name], STATE[name]) for name in STATE)
+
+
+async def copy_of(place: Backend) -> StepCopy:
+    return StepCopy(place, await newest_manifest(place, await look_at(place, STEP)))
+
+
+async def copy(sources: list[Backend], target: Backend, **options: Any) -> Manifest:
+    copies = [await copy_of(source) for source in sources]
+    return await copy_step(copies, target, World(), windows=windows(), **{"pace": FREE, **options})
+
+
+async def keys(place: Backend) -> set[str]:
+    return {stat.key async for stat in walk(place, "") if STEP in stat.key}
+
+
+async def test_a_copy_is_the_same_checkpoint_and_leaves_nothing_else(tmp_path: Path) -> None:
+    await save(tmp_path / "a")
+    source, target = LocalBackend(str(tmp_path / "a")), LocalBackend(str(tmp_path / "b"))
+    moved: list[int] = []
+    there = await copy([source], target, on_copied=moved.append)
+    here = (await copy_of(source)).manifest
+    assert len(here.files) > 1
+    assert (there.attempt, there.sequence, there.tensors) == (here.attempt, here.sequence, here.tensors)
+    assert [file.sums for file in there.files] == [file.sums for file in here.files]
+    assert sum(moved) == sum(file.size for file in here.files)
+    assert {key for key in await keys(source) if "/r/" not in key} == await keys(target)
+    await load(tmp_path / "b")
+
+
+async def test_a_step_that_is_there_already_is_left_as_it_is(tmp_path: Path) -> None:
+    await save(tmp_path / "a")
+    source, target = LocalBackend(str(tmp_path / "a")), LocalBackend(str(tmp_path / "b"))
+    first = await copy([source], target)
+    assert await copy([source], target) == first
+    assert (await look_at(target, STEP)).generations == (1,)
+
+
+async def test_another_save_of_the_step_is_followed_by_the_next_generation(tmp_path: Path) -> None:
+    await save(tmp_path / "a")
+    await save(tmp_path / "b")
+    there = await copy([LocalBackend(str(tmp_path / "a"))], LocalBackend(str(tmp_path / "b")))
+    assert there.generation == 2
+
+
+async def test_a_copy_that_died_is_taken_up_where_it_was(tmp_path: Path) -> None:
+    await save(tmp_path / "a")
+    source, target = LocalBackend(str(tmp_path / "a")), LocalBackend(str(tmp_path / "b"))
+    manifest = (await copy_of(source)).manifest
+    await copy_files(
+        [await copy_of(source)], target, World(), windows=windows(), pace=FREE, only=lambda file: "-0001" in file.p
+    )
+    half = await target.create(f"{STEP}/{manifest.files[0].p}", manifest.files[0].size)  # a killed copier's
+    assert set(await copied_paths(target, manifest)) == {1}
+    recorder = FaultyBackend(source, [Fault(do="fail", verb="open", match="*-0001.safetensors", times=None)])
+    there = await copy([recorder], target)
+    assert there.files[1].p == manifest.files[1].p
+    assert there.files[0].p != manifest.files[0].p
+    await half.abort()
+    await load(tmp_path / "b")
+
+
+async def test_a_mark_that_lies_is_not_believed(tmp_path: Path) -> None:
+    await save(tmp_path / "a")
+    source, target = LocalBackend(str(tmp_path / "a")), LocalBackend(str(tmp_path / "b"))
+    manifest = (await copy_of(source)).manifest
+    folder = f"{STEP}/a-{manifest.attempt}/c"
+    for index, path in enumerate(
+        ["../../etc/passwd", f"a-{manifest.attempt}/d/none", "\ud800".encode("utf-8", "replace")]
+    ):
+        await target.put(f"{folder}/f{index:06d}.json", path if isinstance(path, bytes) else path.encode())
+    assert await copied_paths(target, manifest) == {}
+    await copy([source], target)
+    await load(tmp_path / "b")
+
+
+async def test_a_block_that_one_copy_has_lost_comes_from_the_next(tmp_path: Path) -> None:
+    await save(tmp_path / "a")
+    a, b, c = (LocalBackend(str(tmp_path / name)) for name in "abc")
+    await copy([a], b)
+    damaged = tmp_path / "a" / STEP / (await copy_of(a)).manifest.files[0].p
+    data = bytearray(damaged.read_bytes())
+    data[5000] ^= 1
+    damaged.write_bytes(data)
+    with pytest.raises(CorruptionError, match="block 1 is not what was saved"):
+        await copy([a], c)
+    assert not (await look_at(c, STEP)).committed
+    await copy([a, b], c)
+    await load(tmp_path / "c")
+
+
+async def test_two_copiers_of_one_step_end_with_one_checkpoint(tmp_path: Path) -> None:
+    await save(tmp_path / "a")
+    source, target = LocalBackend(str(tmp_path / "a")), LocalBackend(str(tmp_path / "b"))
+    done: list[Manifest] = []
+
+    async def once() -> None:
+        done.append(await copy([source], target))
+
+    async with open_tasks() as tasks:
+        for _ in range(3):
+            tasks.start_soon(once)
+    assert len(done) == 3
+    assert len({manifest.write_id for manifest in done}) == 1
+    assert (await look_at(target, STEP)).generations == (1,)
+    await load(tmp_path / "b")
+
+
+@pytest.mark.parametrize("verb", ["create", "upload.write", "upload.finish", "put", "put_new"])
+async def test_a_failed_copy_shows_nothing_and_the_next_one_succeeds(verb: str, tmp_path: Path) -> None:
+    await save(tmp_path / "a")
+    source, inner = LocalBackend(str(tmp_path / "a")), LocalBackend(str(tmp_path / "b"))
+    target = FaultyBackend(inner, [Fault(do="fail", verb=verb, match="*", times=1)])
+    with pytest.raises(StorageError):
+        await copy([source], target)
+    assert not (await look_at(inner, STEP)).committed
+    await copy([source], target)
+    await load(tmp_path / "b")
+
+
+async def test_it_goes_no_faster_than_it_is_told() -> None:
+    class Clock(OsClock):
+        """Stands still: every wait is as long as it was computed."""
+
+        @staticmethod
+        def monotonic_ns() -> int:
+            return 0
+
+    pace = Pace(1e9, Clock())
+    await pace.let_through(10_000_000)
+    assert pace._free_at_ns == 10_000_000
+    await save("memory://copy-source")
+    target = MemoryBackend()
+    await copy([MemoryBackend("copy-source")], target, pace=pace)
+    assert pace._free_at_ns > 10_000_000 + 90_000
