@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from aiockpt.adapters.sampler import ShardedSampler
     from aiockpt.adapters.stream import StreamLoader
     from aiockpt.checkpointer import Checkpointer
-    from aiockpt.engine.keep import Description, Pruned, StepInfo, TensorInfo, Verified
+    from aiockpt.engine.keep import Copied, Description, Pruned, StepInfo, TensorInfo, Verified
     from aiockpt.errors import (
         BackgroundSaveError,
         CheckpointError,
@@ -44,6 +44,7 @@ __all__ = [
     "Checkpointer",
     "CommitConflictError",
     "CommitTimeoutError",
+    "Copied",
     "CorruptionError",
     "Deadlines",
     "Description",

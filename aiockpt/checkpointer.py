@@ -20,7 +20,7 @@ import torch
 from aiockpt.engine import keep
 from aiockpt.engine.context import Engine
 from aiockpt.engine.failures import raise_failures, report_failures, undelivered
-from aiockpt.engine.keep import Description, Pruned, StepInfo, Verified
+from aiockpt.engine.keep import Copied, Description, Pruned, StepInfo, Verified
 from aiockpt.engine.launch import Launcher
 from aiockpt.engine.load import Filled, LoadRequest, load
 from aiockpt.engine.load_together import load_together
@@ -241,6 +241,27 @@ class Checkpointer:
             on_read: told the bytes of each read, on the loop thread; for progress.
         """
         return self._operation("verify", keep.verify, self._engine, step, on_read)
+
+    def copy(
+        self, step: int | None, to: Place, *, on_copied: Callable[[int], object] = lambda _: None
+    ) -> Future[Copied]:
+        """Copy a step (the newest valid one for None) to another place, every block compared on the way.
+
+        A copy that was interrupted goes on where it was. A step that is there already is left as it is.
+
+        Args:
+            to: a path, a URL, or a backend, which stays open.
+            on_copied: told the bytes of each window, on the loop thread; for progress.
+        """
+        return self._operation("copy", self._copy, step, to, on_copied)
+
+    async def _copy(self, step: int | None, to: Place, on_copied: Callable[[int], object]) -> Copied:
+        target = open_backend(to, world=self._engine.world)
+        try:
+            return await keep.copy(self._engine, step, target, on_copied)
+        finally:
+            if target is not to:
+                await target.close()
 
     def prune(self, rules: Retention | None = None, *, dry_run: bool = False) -> Future[Pruned]:
         """Delete what the rules (its own ``retention`` for None) do not keep, and the garbage of dead saves."""

@@ -209,6 +209,39 @@ def prune(
     show.json_or(as_json, found, lambda: show_pruned(found, sizes, kept, delete))
 
 
+@app.command("cp")
+def copy_steps(
+    source: Annotated[str, typer.Argument(help="Where the checkpoints are: a folder, or a URL.", show_default=False)],
+    target: Annotated[str, typer.Argument(help="Where they go: a folder, or a URL.", show_default=False)],
+    step: Step = None,
+    every: Annotated[bool, typer.Option("--all", "-a", help="Copy every step.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Copy a step to another place, every block compared on the way. Interrupted, it goes on where it was."""
+    from aiockpt.cli.copying import show_copied
+    from aiockpt.cli.place import open_place
+    from aiockpt.cli.progress import bytes_progress, finish
+    from aiockpt.cli.survey import find_committed, find_valid, survey
+
+    if every and step is not None:
+        raise UsageError("give a step, or --all, not both")
+    backend = open_place(source)
+    if every:
+        steps = [listed.step for listed in reversed(anyio.run(survey, backend).steps)]
+    elif step is None:
+        steps = [anyio.run(find_valid, backend).step]
+    else:
+        steps = [anyio.run(find_committed, backend, step).step]
+    copied = []
+    with _open(source) as ckpt:
+        for number in steps:
+            with bytes_progress(f"step {number}", finish(ckpt.describe(number)).info.bytes, as_json) as tick:
+                copied.append(finish(ckpt.copy(number, target, on_copied=tick)))
+            if not as_json:
+                show_copied(copied[-1])
+    show.json_or(as_json, copied, lambda: None)
+
+
 @app.command("commit")
 def commit(root: Root, as_json: Json = False) -> None:
     """Finish the commits that dead jobs could not: every attempt whose receipts are complete is rolled forward."""

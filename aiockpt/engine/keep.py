@@ -16,11 +16,14 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import LATEST_KEY, damaged_key, verified_key
 from aiockpt.options import Retention
 from aiockpt.pipeline.collect import Garbage, collect, delete_step, find_garbage, is_leased, step_facts
+from aiockpt.pipeline.copy import StepCopy, Windows, copy_step, find_copy
 from aiockpt.pipeline.discover import StepEntry, look_at, newest_manifest, scan
 from aiockpt.pipeline.steps import StepInfo as StepInfo
 from aiockpt.pipeline.steps import look_into, tell
 from aiockpt.retention import Doomed, plan_retention
 from aiockpt.runtime.future import SaveResult
+from aiockpt.runtime.limits import Pace
+from aiockpt.storage.backend import Backend
 
 logger = logging.getLogger("aiockpt")
 
@@ -59,6 +62,24 @@ class Verified(msgspec.Struct, frozen=True):
     generation: int
     bytes: int
     seconds: float
+
+
+class Copied(msgspec.Struct, frozen=True):
+    """A step that is in another place now, too.
+
+    Attributes:
+        url, generation: where, and as which generation there.
+        bytes: of its data files.
+        existed: whether it was there already.
+    """
+
+    step: int
+    id: str
+    url: str
+    generation: int
+    bytes: int
+    seconds: float
+    existed: bool
 
 
 class Pruned(msgspec.Struct, frozen=True):
@@ -129,6 +150,33 @@ async def verify(engine: Engine, step: int | None, on_read: Callable[[int], obje
     verified = Verified(manifest.step, manifest.id, manifest.generation, size, engine.since_s(begun_ns))
     await _mark(engine, manifest, damaged_key, verified_key, {"bytes": size})
     return verified
+
+
+async def copy(
+    engine: Engine, step: int | None, target: Backend, on_copied: Callable[[int], object] = lambda _: None
+) -> Copied:
+    """Copy a step (the newest valid one for None) to *target*, every block compared on the way.
+
+    Raises:
+        StepNotFoundError, NoValidCheckpointError: there is nothing to copy.
+        CorruptionError: the step is damaged; nothing became visible at the target.
+        StorageError: of either place. What was copied is not copied again the next time.
+    """
+    begun_ns = engine.now_ns()
+    manifest = await find_manifest(engine, step)
+    existed = await find_copy(target, manifest.id, manifest.attempt) is not None
+    async with engine.reading(manifest.id):
+        there = await copy_step(
+            [StepCopy(engine.backend, manifest)],
+            target,
+            engine.world,
+            windows=Windows(window_bytes=engine.options.io.read_bytes),
+            pace=Pace(None, engine.world.clock),
+            on_copied=on_copied,
+        )
+    size = sum(file.size for file in there.files)
+    seconds = engine.since_s(begun_ns)
+    return Copied(there.step, there.id, target.url, there.generation, size, seconds, existed)
 
 
 async def _mark(
