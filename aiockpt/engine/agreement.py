@@ -97,26 +97,27 @@ class Agreement:
 
     async def _leave(self, what: str, error: BaseException) -> None:
         """Fail this step and those after it: the other ranks may have judged this one already, and wait in the next."""
-        report, meeting = _report(error), self._notes
+        report, notes = _report(error), self._notes
         with anyio.move_on_after(TELL_DEADLINE_S, shield=True):
             for later in STEPS[STEPS.index(what) :]:
-                await meeting.post(f"{self._key}/{later}/{meeting.rank}", report)
-                if meeting.rank == 0:
+                await notes.post(f"{self._key}/{later}/{notes.rank}", report)
+                if notes.rank == 0:
                     verdict = Verdict(report.outcome, report.message)
-                    await meeting.post(f"{self._key}/{later}/verdict", verdict)
+                    await notes.post(f"{self._key}/{later}/verdict", verdict)
 
     async def _tell(self, key: str, what: str, report: Report) -> Verdict:
         await self._notes.post(f"{key}/{self._notes.rank}", report)
         return await self._judge(key, what)
 
     async def _judge(self, key: str, what: str) -> Verdict:
-        meeting = self._notes
-        if meeting.rank != 0:
-            return await meeting.wait(f"{key}/verdict", Verdict, self._deadline_s, f"the other ranks to {what}")
-        keys = {rank: f"{key}/{rank}" for rank in range(meeting.world_size)}
-        reports = await meeting.gather(keys, Report, self._deadline_s, f"loading ({what})")
+        notes = self._notes
+        if notes.rank != 0:  # rank 0 knows who is late, and says so when it gives up
+            deadline_s = self._deadline_s + TELL_DEADLINE_S
+            return await notes.wait(f"{key}/verdict", Verdict, deadline_s, f"the other ranks to {what}")
+        keys = {rank: f"{key}/{rank}" for rank in range(notes.world_size)}
+        reports = await notes.gather(keys, Report, self._deadline_s, f"loading ({what})")
         verdict = judge(reports)
-        await meeting.post(f"{key}/verdict", verdict)
+        await notes.post(f"{key}/verdict", verdict)
         return verdict
 
 

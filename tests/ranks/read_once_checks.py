@@ -73,7 +73,7 @@ def replicas_are_read_once_and_received_by_the_others() -> None:
         model = net(0)
         with open_with_group(root, dist.new_group(backend="gloo")) as ckpt:
             for _ in range(2):
-                nn.init.zeros_(model[0].weight)  # type: ignore[index, arg-type]
+                nn.init.zeros_(model[0].weight)  # type: ignore[index]
                 loaded = ckpt.load({"model": DistributedDataParallel(model)}).result()
                 assert loaded is not None
                 assert holds(model, 1)
@@ -176,4 +176,4 @@ def what_is_no_group_of_ours_alone_is_refused() -> None:
         aiockpt.Checkpointer("memory://refused", load_group=3)  # type: ignore[arg-type]
     if dist.get_rank() > 1:  # torch gives a rank outside a group something else
         with pytest.raises(UsageError, match="no process group"):
-            aiockpt.Checkpointer("memory://refused", load_group=other)  # type: ignore[arg-type]
+            aiockpt.Checkpointer("memory://refused", load_group=other)
