@@ -23,7 +23,7 @@ from aiockpt.engine.failures import raise_failures, report_failures, undelivered
 from aiockpt.engine.keep import Copied, Description, Pruned, StepInfo, Verified
 from aiockpt.engine.launch import Launcher
 from aiockpt.engine.load import Filled, LoadRequest, load
-from aiockpt.engine.load_together import load_together
+from aiockpt.engine.load_together import LoadTogether
 from aiockpt.engine.read import read
 from aiockpt.engine.sharing import WARM_UP
 from aiockpt.engine.tiers import Tiers
@@ -35,6 +35,7 @@ from aiockpt.runtime.companion import accompany
 from aiockpt.runtime.future import Future, LoadFuture, LoadResult, SaveFuture
 from aiockpt.runtime.limits import LimiterStatistics, run_blocking
 from aiockpt.runtime.loop import LoopThread, refuse_in_event_loop
+from aiockpt.runtime.peers import find_peers
 from aiockpt.runtime.ranks import Ranks, find_ranks
 from aiockpt.runtime.slabs import PoolStatistics
 from aiockpt.runtime.world import World
@@ -77,6 +78,9 @@ class Checkpointer:
         observers: who is told of events (`aiockpt.events`), on the loop thread; a ``Companion`` has a task there too.
         ranks: this process among those that save one state together; None asks ``torch.distributed``. With several, every
             rank makes the same calls (save, load, warm_up) in the same order.
+        load_group: a ``torch.distributed`` process group of gloo that nobody else uses. Its ranks read each block once and
+            send it to those that want it, too; worth it where storage is slower than the network between them. Give
+            every rank the group it is in; None lets each rank read all that it wants.
         world: the outside (files, clock, random bytes); tests pass a simulated one.
 
     Raises:
@@ -97,6 +101,7 @@ class Checkpointer:
         deadlines: Deadlines = Deadlines(),
         observers: Sequence[Observer] = (),
         ranks: Ranks | None = None,
+        load_group: torch.distributed.ProcessGroup | None = None,
         world: World | None = None,
     ) -> None:
         self._options = Options(
@@ -110,6 +115,7 @@ class Checkpointer:
             deadlines=deadlines,
         )
         ranks = ranks or find_ranks()
+        peers = find_peers(load_group, ranks)
         world = world or World()
         tiers = _as_tiers(url, retention)
         backends = [open_backend(tier.url, world=world) for tier in tiers]
@@ -118,6 +124,8 @@ class Checkpointer:
         self._tiers = Tiers(tiers, self._engine, backends)
         self._barrier = MutationBarrier(deadlines.slab_s)
         self._launcher = Launcher(self._tiers, self._barrier)
+        sharing = self._engine.sharing
+        self._together = None if sharing is None else LoadTogether(self._engine, sharing.meeting, peers)
         self._unclaimed: list[LoadFuture[Any]] = []
         self._companions = [
             accompany(self._loop, observer) for observer in observers if isinstance(observer, Companion)
@@ -202,10 +210,10 @@ class Checkpointer:
 
         async def run() -> LoadResult | None:
             filled: Filled | None
-            if number is None:
+            if self._together is None or number is None:
                 filled = await load(self._engine, request)
             else:
-                filled = await load_together(self._engine, request, number)
+                filled = await self._together.load(request, number)
             if filled is None:
                 return None
             future._finish = filled.target.apply

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -27,7 +27,6 @@ from aiockpt.pipeline.fetch import Fetcher
 from aiockpt.pipeline.place import Places
 from aiockpt.runtime.future import LoadResult
 from aiockpt.runtime.limits import run_blocking
-from aiockpt.runtime.tasks import open_tasks
 from aiockpt.state.shards import TensorShard
 
 logger = logging.getLogger("aiockpt")
@@ -42,6 +41,13 @@ class LoadRequest(msgspec.Struct, frozen=True):
     only: Sequence[str] | None
     strict: bool
     rename: Mapping[str, str] | Callable[[str], str] | None
+
+
+class Traffic(msgspec.Struct, frozen=True):
+    """What a load moved: bytes read from storage here, and bytes that other ranks read and sent."""
+
+    read_bytes: int = 0
+    received_bytes: int = 0
 
 
 class Filled(msgspec.Struct, frozen=True):
@@ -66,10 +72,12 @@ async def load(engine: Engine, request: LoadRequest) -> Filled | None:
         target = await open_manifest(engine, request, manifest)
         check_rewritten(manifest, target, touched, skipped)
         try:
-            return await fill(engine, manifest, target, begun_ns, skipped)
+            traffic = await fill(engine, manifest, target)
         except CorruptionError as error:
             touched |= target.written
             skip_or_raise(engine, request, manifest.id, manifest.step, error, skipped)
+        else:
+            return finish(engine, manifest, target, traffic, begun_ns, skipped)
     return None
 
 
@@ -207,19 +215,30 @@ async def open_manifest(engine: Engine, request: LoadRequest, manifest: Manifest
     )
 
 
-async def fill(engine: Engine, manifest: Manifest, target: LoadTarget, begun_ns: int, skipped: Skipped) -> Filled:
-    """Fill the tensors of *target*, every block verified."""
+async def fill(engine: Engine, manifest: Manifest, target: LoadTarget, tensors: FillTensors | None = None) -> Traffic:
+    """Fill the tensors of *target*, every block verified.
+
+    Args:
+        tensors: how; None reads all that is wanted here.
+    """
     async with engine.reading(manifest.id):
         if engine.options.io.verify == "full":
             await verify_files(engine, manifest)
-        read_bytes = await fill_tensors(engine, manifest, target.wanted)
+        return await (tensors or fill_tensors)(engine, manifest, target.wanted)
+
+
+def finish(
+    engine: Engine, manifest: Manifest, target: LoadTarget, traffic: Traffic, begun_ns: int, skipped: Skipped
+) -> Filled:
+    """Begin a new line of saves at a step that is loaded for good, and tell observers."""
     engine.lineage.descend_from(manifest)
     result = LoadResult(
         step=manifest.step,
         id=manifest.id,
         generation=manifest.generation,
         bytes=sum(shard.nbytes for shard in target.wanted),
-        read_bytes=read_bytes,
+        read_bytes=traffic.read_bytes,
+        received_bytes=traffic.received_bytes,
         seconds=engine.since_s(begun_ns),
         skipped=tuple(skipped),
         missing=target.missing,
@@ -231,24 +250,44 @@ async def fill(engine: Engine, manifest: Manifest, target: LoadTarget, begun_ns:
             at_ns=engine.now_ns(),
             step=result.step,
             bytes=result.bytes,
-            read_bytes=read_bytes,
+            read_bytes=result.read_bytes,
             seconds=result.seconds,
         )
     )
     return Filled(result, target)
 
 
-async def fill_tensors(engine: Engine, manifest: Manifest, wanted: Sequence[TensorShard]) -> int:
-    """Fill the tensors of *wanted* from the files of *manifest*, every block verified; return the bytes read."""
+class FillTensors(Protocol):
+    """A way to fill tensors from a manifest's files, every block verified; `fill_tensors` is the plain one."""
+
+    async def __call__(self, engine: Engine, manifest: Manifest, wanted: Sequence[TensorShard], /) -> Traffic: ...
+
+
+async def fill_tensors(engine: Engine, manifest: Manifest, wanted: Sequence[TensorShard]) -> Traffic:
+    """Fill the tensors of *wanted* from the files of *manifest*, every block verified."""
     places = await run_blocking(engine.state_work, Places, manifest, wanted)
-    read = 0
+    tally = Tally()
+    fetcher = open_fetcher(engine, manifest, places, tally)
+    for landings in places.plan.passes:
+        await fetcher.fetch(landings)
+    await run_blocking(engine.state_work, places.settle)
+    return Traffic(tally.bytes)
 
-    def on_read(size: int) -> None:
-        nonlocal read
-        read += size
 
+class Tally:
+    """Counts the bytes of reads."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def __call__(self, size: int) -> None:
+        self.bytes += size
+
+
+def open_fetcher(engine: Engine, manifest: Manifest, places: Places, on_read: Callable[[int], object]) -> Fetcher:
+    """Return what reads the files of *manifest* into *places*, by the engine's options."""
     io = engine.options.io
-    fetcher = Fetcher(
+    return Fetcher(
         engine.backend,
         manifest,
         places.memories,
@@ -256,12 +295,6 @@ async def fill_tensors(engine: Engine, manifest: Manifest, wanted: Sequence[Tens
         verify=io.verify != "none",
         on_read=on_read,
     )
-    for landings in places.plan.passes:
-        async with open_tasks() as tasks:
-            for file, some in landings.items():
-                tasks.start_soon(fetcher.fetch_file, file, some)
-    await run_blocking(engine.state_work, places.settle)
-    return read
 
 
 async def verify_files(engine: Engine, manifest: Manifest, on_read: Callable[[int], object] = lambda _: None) -> None:

@@ -11,7 +11,7 @@ Guarantees:
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import anyio
 
@@ -20,7 +20,7 @@ from aiockpt.format.checksum import BlockHasher, block_range
 from aiockpt.format.manifest import FileEntry, Manifest
 from aiockpt.format.safetensors import MAX_HEADER_BYTES, decode_header
 from aiockpt.format.validate import check_header, pieces_by_file
-from aiockpt.planning.load import GAP, BlockRead, Landing, plan_reads
+from aiockpt.planning.load import GAP, Landing, plan_reads
 from aiockpt.runtime.limits import Limiter
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend, Reader
@@ -90,6 +90,14 @@ class Fetcher:
         self._on_read = on_read
         self._placed = pieces_by_file(manifest)
         self._reading = Limiter("read", backend.traits.block_reads)
+        self._opening = anyio.Lock()
+        self._kept: dict[int, tuple[Reader, int]] = {}
+
+    async def fetch(self, landings: Mapping[int, Sequence[Landing]]) -> None:
+        """Fill the targets of one pass, all files at once; raises as `fetch_file`."""
+        async with open_tasks() as tasks:
+            for index, some in landings.items():
+                tasks.start_soon(self.fetch_file, index, some)
 
     async def fetch_file(self, index: int, landings: Sequence[Landing]) -> None:
         """Fill the targets of *landings* (sorted, not overlapping) from file number *index*.
@@ -112,10 +120,46 @@ class Fetcher:
             async with open_tasks() as tasks:
                 for read in reads:
                     await self._reading.__aenter__()
-                    tasks.start_soon(self._read, reader, index, file, read)
+                    into = [
+                        self._memory(segment.target, segment.target_offset, segment.size) for segment in read.segments
+                    ]
+                    tasks.start_soon(self._read, reader, index, read.offset, into)
         finally:
             with anyio.CancelScope(shield=True):
                 await reader.close()
+
+    async def fetch_span(self, index: int, offset: int, into: memoryview, *, header: bool = False) -> None:
+        """Fill *into* with consecutive whole blocks of file number *index*, which stays open until `close`.
+
+        Args:
+            offset: a block boundary.
+            header: compare the blocks of the file's header, too; somebody must, once for each file.
+
+        Raises:
+            CorruptionError: as `fetch_file`.
+        """
+        block = self._manifest.files[index].block
+        reader, header_bytes = await self._keep_open(index)
+        unit = max(self._read_bytes // block, 1) * block
+        reads = [(offset + at, into[at : at + unit]) for at in range(0, len(into), unit)]
+        if header and self._verify and offset:
+            reads.insert(0, (0, memoryview(bytearray(min(-(-header_bytes // block) * block, offset)))))
+        async with open_tasks() as tasks:
+            for start, memory in reads:
+                await self._reading.__aenter__()
+                tasks.start_soon(self._read, reader, index, start, [memory])
+
+    async def _keep_open(self, index: int) -> tuple[Reader, int]:
+        async with self._opening:
+            if index not in self._kept:
+                self._kept[index] = await self._open(index, self._manifest.files[index])
+            return self._kept[index]
+
+    async def close(self) -> None:
+        """Close the files that `fetch_span` keeps open."""
+        with anyio.CancelScope(shield=True):
+            while self._kept:
+                await self._kept.popitem()[1][0].close()
 
     async def verify_file(self, index: int) -> None:
         """Read and compare every block of file number *index*."""
@@ -158,19 +202,19 @@ class Fetcher:
             raise CorruptionError(f"{key}: {file.size} bytes are too few for a header", key=key)
         await reader.read(offset, [into])
 
-    async def _read(self, reader: Reader, index: int, file: FileEntry, read: BlockRead) -> None:
+    async def _read(self, reader: Reader, index: int, offset: int, into: Sequence[memoryview]) -> None:
+        file = self._manifest.files[index]
         try:
-            into = [self._memory(segment.target, segment.target_offset, segment.size) for segment in read.segments]
-            check = BlockCheck(file, read.offset) if self._verify else None
+            check = BlockCheck(file, offset) if self._verify else None
             try:
-                await reader.read(read.offset, into, check)
+                await reader.read(offset, into, check)
             except StorageError as error:
-                raise self._unreadable(file, read.offset, error) from error
+                raise self._unreadable(file, offset, error) from error
             if check is not None and check.bad_blocks:
                 raise self._corruption(index, file, check.bad_blocks[0])
         finally:
             await self._reading.__aexit__()
-        self._on_read(read.size)
+        self._on_read(sum(map(len, into)))
 
     def _unreadable(self, file: FileEntry, offset: int, error: StorageError) -> CheckpointError:
         """A device that cannot give the bytes back has lost them; any other trouble is not the checkpoint's fault."""

@@ -178,7 +178,8 @@ class LoadResult(msgspec.Struct, frozen=True):
 
     Attributes:
         step, id, generation: which one.
-        bytes: bytes of tensors that were filled; *read_bytes* were read from storage for it.
+        bytes: bytes of tensors that were filled; *read_bytes* were read from storage for it, *received_bytes* came from
+            other ranks of the ``load_group``, which had read them.
         seconds: from the call to the last verified block.
         skipped: (step id, reason) of newer steps that were not taken.
         missing, unexpected: names that the checkpoint lacks, and that nobody wanted (``strict=False``).
@@ -191,6 +192,7 @@ class LoadResult(msgspec.Struct, frozen=True):
     bytes: int
     read_bytes: int
     seconds: float
+    received_bytes: int = 0
     skipped: tuple[tuple[str, str], ...] = ()
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()

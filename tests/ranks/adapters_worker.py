@@ -140,7 +140,7 @@ def main(rank: int, world: int, folder: Path) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
-    from tests.ranks import adapters_checks, engine_checks  # noqa: F401
+    from tests.ranks import adapters_checks, engine_checks, read_once_checks  # noqa: F401
 
     outcomes: dict[str, str] = {}
     for name, (size, run) in CHECKS.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +182,28 @@ def test_any_number_of_ranks_loads_what_any_other_saved(tmp_path: Path, writers:
     with Crew(readers, tmp_path) as crew:
         crew.on_all(lambda rank, ckpt: ckpt.load(states[rank]).result(30))
     assert all(holds(state, 5) for state in states)
+
+
+def test_the_store_holds_the_notes_of_one_load_however_many_there_were(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    flip = Fault(do="flip", verb="reader.read", match="step-00000002/*", bit=80_000, times=None)
+    with Crew(3, one_rank_sees(tmp_path, 1, flip)) as crew:
+        sharing = crew.checkpointers[0]._engine.sharing
+        assert sharing is not None
+        store: Any = sharing.meeting._store
+        counts = []
+        for _ in range(6):
+            crew.on_all(lambda rank, ckpt: ckpt.load(empty()).result(30))
+            counts.append(store.num_keys())
+        assert counts[-1] < 3 * counts[0], counts
+
+
+def test_a_load_that_fails_on_one_rank_begins_no_new_branch_on_any(tmp_path: Path) -> None:
+    broken = Fault(do="fail", verb="reader.read", match="step-00000001/*", error=24, times=None)
+    with Crew(2, one_rank_sees(tmp_path, 1, broken)) as crew:
+        for step in (1, 2):
+            crew.on_all(lambda rank, ckpt, step=step: ckpt.save(step, state_at(step)).result(30))  # type: ignore[misc]
+        assert all(crew.errors(lambda rank, ckpt: ckpt.load(empty(), 1).result(30)))
+        crew.on_all(lambda rank, ckpt: ckpt.save(3, state_at(3)).result(30))
+    runs = [json.loads((tmp_path / f"step-{step:08d}/MANIFEST-1.json").read_text())["run"] for step in (1, 2, 3)]
+    assert len(set(runs)) == 1

@@ -1,0 +1,87 @@
+"""What do ranks leave in the store while they load, and who tidies up?
+
+Guarantees: a rank removes the notes it wrote when every rank has left the load that they were about: the last one out at
+once, the others when they leave a later one. So a store holds the notes of one load at most, however many there were.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
+
+import anyio
+
+from aiockpt.runtime.meeting import Meeting, StoreLostError
+
+T = TypeVar("T")
+TELL_DEADLINE_S = 10.0
+"""For the notes of a rank that leaves, whatever happened to it."""
+
+
+class Notes:
+    """The notes of one load, by keys of their own. Use on one event loop."""
+
+    def __init__(self, meeting: Meeting, number: int) -> None:
+        self.rank = meeting.rank
+        self.world_size = meeting.world_size
+        self._meeting = meeting
+        self._prefix = f"load/{number}"
+        self._written: list[str] = []
+
+    async def post(self, key: str, note: Any) -> None:
+        """Write *note* under *key*."""
+        self._written.append(self._key(key))
+        await self._meeting.post(self._key(key), note)
+
+    async def wait(self, key: str, kind: type[T], deadline_s: float, what: str, ranks: Iterable[int] = (0,)) -> T:
+        """Return the note under *key* as soon as it is there; see `Meeting.wait`."""
+        return await self._meeting.wait(self._key(key), kind, deadline_s, what, ranks)
+
+    async def gather(self, keys: dict[int, str], kind: type[T], deadline_s: float, what: str) -> dict[int, T]:
+        """Return the note of each rank under its key; see `Meeting.gather`."""
+        return await self._meeting.gather({rank: self._key(key) for rank, key in keys.items()}, kind, deadline_s, what)
+
+    async def leave(self) -> None:
+        """Say that this rank needs no note any more."""
+        if await self._meeting.arrive(self._key("past")) == self.world_size:
+            await self._meeting.forget([self._key("past")])
+
+    async def remove(self) -> bool:
+        """Remove what this rank wrote, if every rank has left; say whether."""
+        if await self._meeting.is_there(self._key("past")):
+            return False
+        await self._meeting.forget(self._written)
+        return True
+
+    def _key(self, key: str) -> str:
+        return f"{self._prefix}/{key}"
+
+
+class LoadNotes:
+    """The notes of all loads of one checkpointer."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self._left: deque[Notes] = deque()
+
+    @asynccontextmanager
+    async def taking(self, number: int) -> AsyncIterator[Notes]:
+        """Lend the notes of load *number* for the length of the block."""
+        notes = Notes(self._meeting, number)
+        try:
+            yield notes
+        finally:
+            with anyio.move_on_after(TELL_DEADLINE_S, shield=True), suppress(StoreLostError):
+                await notes.leave()
+                self._left.append(notes)
+                await self._remove_old()
+
+    async def _remove_old(self) -> None:
+        while self._left:
+            oldest = self._left[0]
+            if not await oldest.remove():
+                return
+            if self._left and self._left[0] is oldest:  # another load may have ended meanwhile
+                self._left.popleft()

@@ -1,0 +1,264 @@
+"""Ranks that want the same blocks read each once and send it to each other: whole, or not at all, and nobody waits in vain.
+
+The ranks are threads; their connections are gloo's own (`tests.ranks.gloo_threads`).
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.backends.local import LocalBackend
+from aiockpt.engine.read_once import Terms, Wants
+from aiockpt.errors import CorruptionError, RankFailedError, RankTimeoutError
+from aiockpt.planning.exchange import Span
+from aiockpt.runtime.future import LoadResult
+from aiockpt.runtime.peers import Message, Peers
+from aiockpt.runtime.world import World
+from aiockpt.testing.faults import Fault, FaultyBackend, flip_bit
+from tests.ranks.crew import SMALL, Crew
+from tests.ranks.gloo_threads import connect, crew_with_groups, peers_of, use
+from tests.ranks.test_loading_together import one_rank_sees
+
+pytestmark = pytest.mark.timeout(90)
+ROWS, COLUMNS, TENSORS = 1400, 129, 6
+NBYTES = ROWS * COLUMNS * 4 * TENSORS
+
+
+def state_at(value: float) -> dict[str, Any]:
+    """Return a state in which every element is another number."""
+    names = (f"w{index}" for index in range(TENSORS))
+    return {name: torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS) * 1.0 + value + ord(name[1]) for name in names}
+
+
+def empty() -> dict[str, Any]:
+    return {f"w{index}": torch.zeros(ROWS, COLUMNS) for index in range(TENSORS)}
+
+
+def holds(state: dict[str, Any], value: float) -> bool:
+    return all(torch.equal(state[name], tensor) for name, tensor in state_at(value).items())
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Return a place with the steps 1 and 2, in blocks of 4 KiB."""
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state_at(step)).result()
+    return tmp_path
+
+
+def load_all(crew: Crew, states: list[dict[str, Any]], step: int | None = None) -> list[LoadResult]:
+    results = crew.on_all(lambda rank, ckpt: ckpt.load(states[rank], step).result(60))
+    return [result for result in results if result is not None]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_replicas_read_each_block_once_between_them(root: Path, world_size: int) -> None:
+    states = [empty() for _ in range(world_size)]
+    with crew_with_groups(world_size, root) as crew:
+        for step in (2, 1, 2):
+            results = load_all(crew, states, step)
+            assert all(holds(state, step) for state in states)
+            assert NBYTES <= sum(result.read_bytes for result in results) <= NBYTES + 4 * 4096
+            assert all(result.received_bytes + result.read_bytes >= NBYTES for result in results)
+            reads = [result.read_bytes for result in results]
+            assert max(reads) - min(reads) <= (1 << 20) + 4096
+
+
+def test_each_group_reads_for_itself(root: Path) -> None:
+    states = [empty() for _ in range(4)]
+    with crew_with_groups(4, root, [[0, 2], [3, 1]]) as crew:
+        results = load_all(crew, states)
+    assert all(holds(state, 2) for state in states)
+    assert 2 * NBYTES <= sum(result.read_bytes for result in results) <= 2 * NBYTES + 8 * 4096
+
+
+def test_some_ranks_may_have_a_group_and_others_none(root: Path) -> None:
+    states = [empty() for _ in range(3)]
+    with crew_with_groups(3, root, [[1, 2]]) as crew:
+        results = load_all(crew, states)
+    assert all(holds(state, 2) for state in states)
+    assert [result.received_bytes > 0 for result in results] == [False, True, True]
+
+
+def test_what_only_one_rank_wants_is_read_by_it_and_sent_to_nobody(root: Path) -> None:
+    wants = [["w0", "w1"], ["w1", "w2"], ["w1", "w0"]]
+    states = [{name: torch.zeros(ROWS, COLUMNS) for name in names} for names in wants]
+    with crew_with_groups(3, root) as crew:
+        results = crew.on_all(lambda rank, ckpt: ckpt.load(states[rank], only=wants[rank]).result(60))
+    for names, state in zip(wants, states, strict=True):
+        assert all(torch.equal(state[name], state_at(2)[name]) for name in names)
+    read = sum(result.read_bytes for result in results if result)
+    assert read <= 3 * NBYTES // TENSORS + 12 * 4096
+
+
+def test_strided_parts_and_twice_wanted_tensors_are_received_too(root: Path) -> None:
+    columns = [torch.zeros(ROWS, 2 * COLUMNS)[:, ::2] for _ in range(2)]
+    states = [
+        {"w0": column, "w1": torch.zeros(ROWS, COLUMNS), "again": torch.zeros(ROWS, COLUMNS)} for column in columns
+    ]
+    with crew_with_groups(2, root) as crew:
+        crew.on_all(lambda rank, ckpt: ckpt.load(states[rank], map={"again": "w1"}, strict=False).result(60))
+    for state in states:
+        assert torch.equal(state["w0"], state_at(2)["w0"])
+        assert torch.equal(state["w1"], state_at(2)["w1"])
+        assert torch.equal(state["again"], state_at(2)["w1"])
+
+
+def damage(root: Path, step: int) -> None:
+    """Flip a bit in the middle of a step's tensors, for all ranks to find."""
+    data = next(root.glob(f"step-{step:08d}/a-*/d/*.safetensors"))
+    content = bytearray(data.read_bytes())
+    flip_bit(memoryview(content), 4 * len(content))
+    data.write_bytes(content)
+
+
+def test_a_damaged_block_sends_all_to_the_next_step_and_the_group_lives(root: Path) -> None:
+    damage(root, 2)
+    states = [empty() for _ in range(3)]
+    with crew_with_groups(3, root) as crew:
+        results = load_all(crew, states)
+        assert [result.step for result in results] == [1, 1, 1]
+        assert all("is not what was saved" in result.skipped[0][1] for result in results)
+        assert all(result.received_bytes > 0 for result in results)
+        assert all(holds(state, 1) for state in states)
+        errors = crew.errors(lambda rank, ckpt: ckpt.load(empty(), 2).result(30))
+        assert all(isinstance(error, CorruptionError) and "is not what was saved" in str(error) for error in errors)
+        assert all(peers_of(crew, rank).broken is None for rank in range(3))
+
+
+@pytest.mark.parametrize("blind", [0, 1, 2])
+def test_a_step_that_one_rank_cannot_believe_is_left_by_all(root: Path, blind: int) -> None:
+    states = [empty() for _ in range(3)]
+    flip = Fault(do="flip", verb="reader.read", match="step-00000002/*", bit=80_000, times=None)
+    with crew_with_groups(3, one_rank_sees(root, blind, flip)) as crew:
+        results = load_all(crew, states)
+        assert [result.step for result in results] == [1, 1, 1]
+        reasons = [result.skipped[0][1] for result in results]
+        assert all(f"rank {blind}: " in reason for rank, reason in enumerate(reasons) if rank != blind)
+        assert all(holds(state, 1) for state in states)
+
+
+def test_a_rank_that_cannot_read_stops_all_and_the_group_lives(root: Path) -> None:
+    states = [empty() for _ in range(3)]
+    broken = Fault(do="fail", verb="open", match="step-00000002/*", error=24, times=None)
+    with crew_with_groups(3, one_rank_sees(root, 1, broken)) as crew:
+        errors = crew.errors(lambda rank, ckpt: ckpt.load(empty()).result(30))
+        assert isinstance(errors[1], aiockpt.StorageError)
+        assert all(isinstance(error, RankFailedError) and error.ranks == (1,) for error in (errors[0], errors[2]))
+        assert all(result.received_bytes > 0 for result in load_all(crew, states, 1))
+
+
+class Garbling(Peers):
+    """A rank on whose way bytes are damaged: of each of its messages, one byte."""
+
+    def _trade(self, sends: Any, receives: Any, tag: int, deadline_s: float) -> None:
+        garbled: list[Message] = []
+        for peer, memory in sends:
+            copy = memory.copy()
+            copy[len(copy) // 2] ^= 1
+            garbled.append((peer, copy))
+        super()._trade(garbled, receives, tag, deadline_s)
+
+
+def test_what_is_damaged_on_its_way_is_read_from_storage(root: Path) -> None:
+    states = [empty() for _ in range(3)]
+    with crew_with_groups(3, root) as crew:
+        use(crew, Garbling(peers_of(crew, 1)._group, (0, 1, 2), 1))
+        results = load_all(crew, states)
+    assert all(holds(state, 2) for state in states)
+    assert sum(result.read_bytes for result in results) > NBYTES + 8 * 4096
+
+
+def test_a_group_that_broke_earlier_costs_reading_alone_and_nothing_else(root: Path) -> None:
+    states = [empty() for _ in range(3)]
+    with crew_with_groups(3, root) as crew:
+        crew.checkpointers[2]._loop.submit(peers_of(crew, 2).hang_up, "a test").result(10)
+        for step in (2, 1):
+            results = load_all(crew, states, step)
+            assert all(holds(state, step) for state in states)
+            assert [result.received_bytes for result in results] == [0, 0, 0]
+
+
+class BreaksAt(Peers):
+    """A rank whose connections break when it is about to trade for the *at*-th time."""
+
+    at = 2
+
+    def _trade(self, sends: Any, receives: Any, tag: int, deadline_s: float) -> None:
+        if tag == self.at:
+            self._close_connections()
+        super()._trade(sends, receives, tag, deadline_s)
+
+
+def test_a_group_that_breaks_on_the_way_costs_reading_the_rest_alone(tmp_path: Path) -> None:
+    large = {"w": torch.arange(3 << 20).float()}
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as checkpointer:
+        checkpointer.save(1, large).result()
+    states = [{"w": torch.zeros(3 << 20)} for _ in range(3)]
+    with crew_with_groups(3, tmp_path) as crew:
+        use(crew, BreaksAt(peers_of(crew, 1)._group, (0, 1, 2), 1))
+        results = load_all(crew, states)
+        assert all(peers_of(crew, rank).broken for rank in range(3)), "every rank heard of it"
+        assert all(torch.equal(state["w"], large["w"]) for state in states)
+        assert all(0 < result.received_bytes < 8 << 20 for result in results)
+        again = load_all(crew, states)
+        assert [result.received_bytes for result in again] == [0, 0, 0]
+
+
+def test_a_load_cancelled_in_the_middle_ends_on_all_at_once(root: Path) -> None:
+    hang = Fault(do="hang", verb="reader.read", times=None)
+
+    def backend(rank: int) -> Any:
+        inner = LocalBackend(str(root), world=World())
+        return FaultyBackend(inner, [hang]) if rank == 1 else inner
+
+    def load(rank: int, ckpt: aiockpt.Checkpointer) -> None:
+        future = ckpt.load(empty())
+        time.sleep(0.5)
+        if rank == 1:
+            future.cancel()
+        future.result(20)
+
+    with crew_with_groups(3, backend) as crew:
+        begun = time.monotonic()
+        errors = crew.errors(load)
+        assert time.monotonic() - begun < 20
+        assert all(isinstance(errors[rank], RankFailedError) for rank in (0, 2)), errors
+        assert all(peers_of(crew, rank).broken for rank in range(3))
+
+
+def test_a_rank_of_the_group_that_was_not_given_it_is_named(root: Path) -> None:
+    quick = aiockpt.Deadlines(ranks_s=1, close_s=30)
+    with Crew(3, root, deadlines=quick) as crew:
+        for peers in connect(range(3))[:2]:
+            use(crew, peers)
+        errors = crew.errors(lambda rank, ckpt: ckpt.load(empty()).result(60))
+    assert isinstance(errors[0], RankTimeoutError)
+    assert errors[0].ranks == (2,)
+    assert all("rank 2" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_before_the_exchange_keeps_nobody_waiting(root: Path, failing: int) -> None:
+    flip = Fault(do="flip", verb="reader.read", match="step-00000002/*", bit=80_000, times=None)
+    io = msgspec.structs.replace(SMALL, verify="full")
+    states = [empty() for _ in range(3)]
+    with crew_with_groups(3, one_rank_sees(root, failing, flip), io=io) as crew:
+        results = load_all(crew, states)
+        assert [result.step for result in results] == [1, 1, 1]
+        assert all(result.received_bytes > 0 for result in results)
+
+
+def test_the_terms_of_an_exchange_follow_from_what_all_ranks_say() -> None:
+    some, other = (Span(0, 0, 4096),), (Span(0, 4096, 8192),)
+    assert Terms.of([(0, Wants(some)), (4, Wants(other)), (8, Wants(some))]) == Terms((some, other), (0, 1, 0))
+    assert Terms.of([(0, Wants(some)), (4, Wants(some, broken="it fell"))]).broken == "rank 4: it fell"
+    assert Terms.of([(0, Wants(broken="it fell")), (4, Wants(failure="disk"))]) == Terms(failed_rank=4)
