@@ -41,6 +41,7 @@ class Engine:
 
     Attributes:
         lineage: where new saves stand among all others.
+        tiers: the engines of all tiers, the nearest first; in most checkpointers just this one.
         sharing: how ranks share a state out; None for a process that saves alone.
         busy_attempts: nonces of attempts under way here; garbage collection leaves them alone.
         failed: failed saves, oldest first, until the checkpointer has told its caller.
@@ -68,9 +69,12 @@ class Engine:
             self.busy_attempts: set[str] = set()
             self.failed: deque[SaveFuture] = deque()
             self._observers = list(observers)
+            self.tiers: list[Engine] = []
         else:
+            self.tiers = nearer.tiers
             self.sharing, self.pool, self.lineage = nearer.sharing, nearer.pool, nearer.lineage
             self.busy_attempts, self.failed, self._observers = nearer.busy_attempts, nearer.failed, nearer._observers
+        self.tiers.append(self)
         self.lineage.places.append(backend)
         block_bytes = options.io.block_bytes
         if block_bytes is None:

@@ -9,15 +9,16 @@ from typing import Any
 import msgspec
 
 from aiockpt.engine.context import Engine
-from aiockpt.engine.load import committed_steps, find_manifest, find_step, finish_commits, verify_files
+from aiockpt.engine.find import committed_steps, find_manifest, find_step, finish_commits
+from aiockpt.engine.load import verify_files
 from aiockpt.errors import CheckpointError, CorruptionError, StorageError
 from aiockpt.events import GarbageDeleted, StepDeleted
 from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import LATEST_KEY, damaged_key, verified_key
 from aiockpt.options import Retention
 from aiockpt.pipeline.collect import Garbage, collect, delete_step, find_garbage, is_leased, step_facts
-from aiockpt.pipeline.copy import StepCopy, Windows, copy_step, find_copy
-from aiockpt.pipeline.discover import StepEntry, look_at, newest_manifest, scan
+from aiockpt.pipeline.copy import Windows, copy_step
+from aiockpt.pipeline.discover import StepCopy, StepEntry, find_copy, look_at, newest_manifest, scan
 from aiockpt.pipeline.steps import StepInfo as StepInfo
 from aiockpt.pipeline.steps import look_into, tell
 from aiockpt.retention import Doomed, plan_retention
@@ -91,8 +92,13 @@ class Pruned(msgspec.Struct, frozen=True):
 
 
 async def steps(engine: Engine) -> tuple[StepInfo, ...]:
-    """Return every committed step, the newest first, damaged ones with their problem."""
-    return tuple([await look_into(engine.backend, entry) for entry in await committed_steps(engine)])
+    """Return every committed step, the newest first, damaged ones with their problem; what its nearest tier says of it."""
+    nearest: dict[tuple[str, int], StepInfo] = {}
+    for listed in await committed_steps(engine):
+        which = (listed.entry.id, listed.entry.age_order[0])
+        if which not in nearest:
+            nearest[which] = await look_into(listed.engine.backend, listed.entry)
+    return tuple(nearest.values())
 
 
 async def finish(engine: Engine) -> tuple[StepInfo, ...]:
@@ -103,9 +109,9 @@ async def finish(engine: Engine) -> tuple[StepInfo, ...]:
 
 async def latest(engine: Engine) -> int | None:
     """Return the newest step with a valid manifest; None when there is none at all."""
-    for entry in await committed_steps(engine):
+    for listed in await committed_steps(engine):
         try:
-            return (await newest_manifest(engine.backend, entry)).step
+            return (await newest_manifest(listed.engine.backend, listed.entry)).step
         except CorruptionError:
             continue
     return None
@@ -113,7 +119,8 @@ async def latest(engine: Engine) -> int | None:
 
 async def describe(engine: Engine, step: int | None) -> Description:
     """Return what a step holds (the newest valid one for None), without reading data."""
-    manifest = await find_manifest(engine, step)
+    found = await find_manifest(engine, step)
+    engine, manifest = found.engine, found.manifest
     entry = await look_at(engine.backend, manifest.id)
     tensors = []
     for name, stored in manifest.tensors.items():
@@ -139,7 +146,8 @@ async def verify(engine: Engine, step: int | None, on_read: Callable[[int], obje
         CorruptionError: names the first bad file, block, offset and tensors.
     """
     begun_ns = engine.now_ns()
-    manifest = await find_manifest(engine, step)
+    found = await find_manifest(engine, step)
+    engine, manifest = found.engine, found.manifest
     async with engine.reading(manifest.id):
         try:
             await verify_files(engine, manifest, on_read)
@@ -163,7 +171,8 @@ async def copy(
         StorageError: of either place. What was copied is not copied again the next time.
     """
     begun_ns = engine.now_ns()
-    manifest = await find_manifest(engine, step)
+    found = await find_manifest(engine, step)
+    engine, manifest = found.engine, found.manifest
     existed = await find_copy(target, manifest.id, manifest.attempt) is not None
     async with engine.reading(manifest.id):
         there = await copy_step(
@@ -248,7 +257,7 @@ async def _collect_all(engine: Engine, entries: list[StepEntry], rules: Retentio
 
 
 async def delete(engine: Engine, step: int) -> None:
-    """Delete one step, manifests first."""
-    entry = await find_step(engine, step)
-    await delete_step(engine.backend, entry)
+    """Delete one step from all tiers, manifests first; the farthest first, so that nothing seems to come back."""
+    for listed in sorted(await find_step(engine, step), key=lambda one: engine.tiers.index(one.engine), reverse=True):
+        await delete_step(listed.engine.backend, listed.entry)
     engine.emit(StepDeleted(at_ns=engine.now_ns(), step=step, reason="asked for"))

@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 
 from aiockpt.adapters.native import LoadTarget, Stored, open_target
 from aiockpt.engine.context import Engine
-from aiockpt.errors import (
-    CheckpointError,
-    CorruptionError,
-    NoValidCheckpointError,
-    StateMismatchError,
-    StepNotFoundError,
-    StorageError,
-)
-from aiockpt.events import Loaded, RolledForward, StepSkipped
+from aiockpt.engine.find import Skipped, candidates, note_skipped, other_copies
+from aiockpt.errors import CorruptionError, StateMismatchError
+from aiockpt.events import Loaded
 from aiockpt.format.manifest import Manifest
-from aiockpt.format.names import step_id
-from aiockpt.pipeline.commit import roll_forward
-from aiockpt.pipeline.discover import StepEntry, look_at, newest_manifest, scan
 from aiockpt.pipeline.fetch import Fetcher
 from aiockpt.pipeline.place import Places
 from aiockpt.runtime.future import LoadResult
 from aiockpt.runtime.limits import run_blocking
 from aiockpt.state.shards import TensorShard
-
-logger = logging.getLogger("aiockpt")
-Skipped = list[tuple[str, str]]
 
 
 class LoadRequest(msgspec.Struct, frozen=True):
@@ -68,39 +56,18 @@ async def load(engine: Engine, request: LoadRequest) -> Filled | None:
     begun_ns = engine.now_ns()
     skipped: Skipped = []
     touched: frozenset[str] = frozenset()
-    async for manifest in candidates(engine, request.step, skipped):
-        target = await open_manifest(engine, request, manifest)
+    async for found in candidates(engine, request.step, skipped):
+        tier, manifest = found.engine, found.manifest
+        target = await open_manifest(tier, request, manifest)
         check_rewritten(manifest, target, touched, skipped)
         try:
-            traffic = await fill(engine, manifest, target)
+            traffic = await fill(tier, manifest, target)
         except CorruptionError as error:
             touched |= target.written
             skip_or_raise(engine, request, manifest.id, manifest.step, error, skipped)
         else:
-            return finish(engine, manifest, target, traffic, begun_ns, skipped)
+            return finish(tier, manifest, target, traffic, begun_ns, skipped)
     return None
-
-
-async def candidates(engine: Engine, step: int | None, skipped: Skipped) -> AsyncIterator[Manifest]:
-    """Yield the manifest of *step*, or for None those of all committed steps, the newest first; note what is skipped.
-
-    Raises:
-        StepNotFoundError, ManifestError: of *step*.
-        NoValidCheckpointError: the caller wanted more than there are.
-    """
-    if step is not None:
-        yield await newest_manifest(engine.backend, await find_step(engine, step))
-        return
-    entries = await committed_steps(engine)
-    for entry in entries:
-        try:
-            manifest = await newest_manifest(engine.backend, entry)
-        except CorruptionError as error:
-            note_skipped(engine, entry.id, entry.step, error, skipped)
-            continue
-        yield manifest
-    if entries:
-        raise NoValidCheckpointError(engine.backend.url, skipped)
 
 
 def check_rewritten(manifest: Manifest, target: LoadTarget, touched: frozenset[str], skipped: Skipped) -> None:
@@ -123,63 +90,6 @@ def skip_or_raise(
         error.add_note("The state given to load() is partly overwritten: build it anew, or load another step over it.")
         raise error
     note_skipped(engine, step_id, step, error, skipped)
-
-
-def note_skipped(engine: Engine, step_id: str, step: int, error: CheckpointError, skipped: Skipped) -> None:
-    """Tell log and observers why a step is not taken."""
-    skipped.append((step_id, str(error)))
-    logger.warning("step %s is skipped: %s", step_id, error)
-    engine.emit(StepSkipped(at_ns=engine.now_ns(), step=step, reason=str(error)))
-
-
-async def committed_steps(engine: Engine) -> list[StepEntry]:
-    """Return the committed steps, newest first, after finishing the commits that dead jobs could not."""
-    entries = await scan(engine.backend)
-    finished = [manifest for entry in entries for manifest in await finish_commits(engine, entry)]
-    if finished:
-        entries = await scan(engine.backend)
-    return [entry for entry in entries if entry.committed]
-
-
-async def finish_commits(engine: Engine, entry: StepEntry) -> list[Manifest]:
-    """Roll forward the attempts of a step that have all their votes and no manifest."""
-    idle = tuple(attempt for attempt in entry.attempts if attempt not in engine.busy_attempts)
-    if not idle or (entry.head is not None and idle == (entry.head.attempt,)):
-        return []
-    try:
-        finished = await roll_forward(engine.backend, msgspec.structs.replace(entry, attempts=idle), engine.world)
-    except StorageError as error:  # a place that can only be read: what is committed can be loaded all the same
-        logger.warning("%s has votes that cannot be turned into a commit here: %s", entry.id, error)
-        return []
-    for manifest in finished:
-        engine.emit(RolledForward(at_ns=engine.now_ns(), step=entry.step, attempt=manifest.attempt))
-    return finished
-
-
-async def find_step(engine: Engine, step: int) -> StepEntry:
-    """Return the committed step of that number.
-
-    Raises:
-        StepNotFoundError: there is none; the message lists those that are there.
-    """
-    entry = await look_at(engine.backend, step_id(step))
-    if not entry.committed and await finish_commits(engine, entry):
-        entry = await look_at(engine.backend, step_id(step))
-    if not entry.committed:
-        have = [str(other.step) for other in await scan(engine.backend) if other.committed]
-        raise StepNotFoundError(f"{engine.backend.url} has no step {step}; it has: {', '.join(have[:10]) or 'none'}")
-    return entry
-
-
-async def find_manifest(engine: Engine, step: int | None) -> Manifest:
-    """Return the checked manifest of a step; of the newest valid one for None.
-
-    Raises:
-        StepNotFoundError, NoValidCheckpointError, ManifestError: there is none.
-    """
-    async for manifest in candidates(engine, step, []):
-        return manifest
-    raise StepNotFoundError(f"{engine.backend.url} holds no checkpoint yet")
 
 
 def stored_state(manifest: Manifest, rank: int, world_size: int = 1) -> Stored:
@@ -294,6 +204,7 @@ def open_fetcher(engine: Engine, manifest: Manifest, places: Places, on_read: Ca
         read_bytes=io.read_bytes,
         verify=io.verify != "none",
         on_read=on_read,
+        elsewhere=partial(other_copies, engine, manifest),
     )
 
 

@@ -22,12 +22,11 @@ import msgspec
 from aiockpt.adapters.native import LoadTarget
 from aiockpt.engine.agreement import Agreement
 from aiockpt.engine.context import Engine
+from aiockpt.engine.find import Found, Skipped, candidates
 from aiockpt.engine.load import (
     Filled,
     LoadRequest,
-    Skipped,
     Traffic,
-    candidates,
     check_rewritten,
     fill,
     finish,
@@ -49,6 +48,7 @@ class Choice(msgspec.Struct, frozen=True):
     id: str = ""
     step: int = -1
     generation: int = 0
+    tier: int = 0
     failure: str | None = None
 
 
@@ -91,25 +91,26 @@ class LoadTogether:
             if choice is None:
                 return None
             target: LoadTarget | None = None
+            tier = engine.tiers[choice.tier]
             try:
-                manifest = await agree.on("read", partial(_read, engine, choice))
-                fit = partial(_fit, engine, request, manifest, touched, skipped)
+                manifest = await agree.on("read", partial(_read, tier, choice))
+                fit = partial(_fit, tier, request, manifest, touched, skipped)
                 target = await agree.on("fit", fit, _spare(request))
-                traffic = await agree.on("fill", partial(self._fill, manifest, target, notes, trial))
+                traffic = await agree.on("fill", partial(self._fill, tier, manifest, target, notes, trial))
             except CorruptionError as error:
                 if target is not None:
                     touched |= target.written
                 skip_or_raise(engine, request, choice.id, choice.step, error, skipped)
             else:
-                return finish(engine, manifest, target, traffic, begun_ns, skipped)
+                return finish(tier, manifest, target, traffic, begun_ns, skipped)
         raise AssertionError("there is always another trial")
 
-    async def _fill(self, manifest: Manifest, target: LoadTarget, notes: Notes, trial: int) -> Traffic:
+    async def _fill(self, tier: Engine, manifest: Manifest, target: LoadTarget, notes: Notes, trial: int) -> Traffic:
         if self._peers is None:
-            return await fill(self._engine, manifest, target)
+            return await fill(tier, manifest, target)
         read_once = ReadOnce(self._peers, notes, str(trial))
         try:
-            return await fill(self._engine, manifest, target, read_once)
+            return await fill(tier, manifest, target, read_once)
         except BaseException as error:
             await read_once.give_up(error)
             raise
@@ -136,7 +137,7 @@ def _spare(request: LoadRequest) -> Callable[[LoadTarget], tuple[str, ...]]:
     return lambda target: target.unexpected_claimed if request.strict else ()
 
 
-async def _choose(engine: Engine, notes: Notes, key: str, found: AsyncIterator[Manifest]) -> Choice | None:
+async def _choose(engine: Engine, notes: Notes, key: str, found: AsyncIterator[Found]) -> Choice | None:
     """Return the manifest to try next: rank 0 finds it and tells the others; None when there is nothing to load."""
     if notes.rank != 0:
         choice = await notes.wait(key, Choice, engine.options.deadlines.ranks_s, "the choice of a step to load")
@@ -144,11 +145,14 @@ async def _choose(engine: Engine, notes: Notes, key: str, found: AsyncIterator[M
             raise RankFailedError(f"rank 0 found no step to load: {choice.failure}", [0])
         return choice if choice.id else None
     try:
-        manifest = await anext(found, None)
+        chosen = await anext(found, None)
     except BaseException as error:
         with anyio.move_on_after(TELL_DEADLINE_S, shield=True):
             await notes.post(key, Choice(failure=f"{type(error).__name__}: {error}"))
         raise
-    choice = Choice() if manifest is None else Choice(manifest.id, manifest.step, manifest.generation)
+    choice = Choice()
+    if chosen is not None:
+        manifest, tier = chosen.manifest, engine.tiers.index(chosen.engine)
+        choice = Choice(manifest.id, manifest.step, manifest.generation, tier)
     await notes.post(key, choice)
     return choice if choice.id else None

@@ -7,7 +7,8 @@ import difflib
 import torch
 
 from aiockpt.engine.context import Engine
-from aiockpt.engine.load import fill_tensors, find_manifest
+from aiockpt.engine.find import find_manifest
+from aiockpt.engine.load import fill_tensors
 from aiockpt.errors import StateMismatchError, UsageError
 from aiockpt.format.dtypes import torch_name
 from aiockpt.format.manifest import Manifest
@@ -17,7 +18,8 @@ from aiockpt.state.shards import TensorShard
 
 async def read(engine: Engine, step: int | None, name: str, rows: slice | None) -> torch.Tensor:
     """Return tensor *name* of a step (the newest valid one for None), or the *rows* of its first axis, on the host."""
-    manifest = await find_manifest(engine, step)
+    found = await find_manifest(engine, step)
+    engine, manifest = found.engine, found.manifest
     stored = _stored_name(manifest, name)
     entry = manifest.tensors[stored]
     box = _rows(name, entry.shape, rows)

@@ -14,6 +14,7 @@ for, and on one host with the page cache reading alone is faster: 4 replicas of 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -21,7 +22,7 @@ import anyio
 import msgspec
 
 from aiockpt.engine.context import Engine
-from aiockpt.engine.load import Tally, Traffic, logger, open_fetcher
+from aiockpt.engine.load import Tally, Traffic, open_fetcher
 from aiockpt.engine.load_notes import TELL_DEADLINE_S, Notes
 from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.exchange import Exchanger, UnservedError, parcel_bytes
@@ -32,6 +33,8 @@ from aiockpt.runtime.limits import run_blocking
 from aiockpt.runtime.meeting import StoreLostError
 from aiockpt.runtime.peers import Peers
 from aiockpt.state.shards import TensorShard
+
+logger = logging.getLogger("aiockpt")
 
 
 class Wants(msgspec.Struct, frozen=True):

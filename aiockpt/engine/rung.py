@@ -24,8 +24,8 @@ from aiockpt.errors import CheckpointError, CorruptionError, RankFailedError, Sa
 from aiockpt.events import Promoted, PromotionFailed
 from aiockpt.format.manifest import FileEntry, Manifest
 from aiockpt.options import Tier
-from aiockpt.pipeline.copy import StepCopy, Windows, copied_paths, copy_files, copy_step
-from aiockpt.pipeline.discover import read_manifest
+from aiockpt.pipeline.copy import Windows, copied_paths, copy_files, copy_step
+from aiockpt.pipeline.discover import StepCopy, read_manifest
 from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
 from aiockpt.runtime.limits import Pace
 from aiockpt.runtime.meeting import StoreLostError

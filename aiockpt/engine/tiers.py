@@ -25,8 +25,8 @@ from aiockpt.engine.together import save_together
 from aiockpt.errors import CheckpointError, SaveSkippedError
 from aiockpt.events import PromotionFailed
 from aiockpt.options import Tier
-from aiockpt.pipeline.copy import StepCopy, Windows
-from aiockpt.pipeline.discover import read_manifest
+from aiockpt.pipeline.copy import Windows
+from aiockpt.pipeline.discover import StepCopy, read_manifest
 from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
 from aiockpt.runtime.limits import Pace
 from aiockpt.runtime.tasks import open_tasks

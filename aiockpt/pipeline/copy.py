@@ -20,16 +20,14 @@ import msgspec
 from aiockpt.errors import (
     CheckpointError,
     CorruptionError,
-    ManifestError,
     ObjectExistsError,
-    ObjectNotFoundError,
     UsageError,
 )
 from aiockpt.format.manifest import FileEntry, Manifest
 from aiockpt.format.names import attempt_folder, attempt_prefix, copied_folder, copied_key, parse_copied
 from aiockpt.options import MIB
 from aiockpt.pipeline.commit import publish
-from aiockpt.pipeline.discover import look_at, read_manifest
+from aiockpt.pipeline.discover import StepCopy, find_copy, look_at
 from aiockpt.pipeline.fetch import BlockCheck
 from aiockpt.runtime.limits import Limiter, Pace, run_blocking
 from aiockpt.runtime.slabs import Slab, SlabPool
@@ -40,13 +38,6 @@ from aiockpt.storage.transfer import read_record, walk
 
 WINDOW_BYTES = 16 * MIB
 ABORT_DEADLINE_S = 60.0
-
-
-class StepCopy(msgspec.Struct, frozen=True):
-    """One copy of a step: the place, and the step's manifest there."""
-
-    backend: Backend
-    manifest: Manifest
 
 
 class Windows:
@@ -71,21 +62,6 @@ class Windows:
         """Take *window* back."""
         self._pool.give(window)
         await self._free.__aexit__()
-
-
-async def find_copy(target: Backend, step_id: str, attempt: str) -> Manifest | None:
-    """Return the manifest of the generation at *target* that holds *attempt*; None when there is none."""
-    entry = await look_at(target, step_id)
-    if attempt not in entry.attempts:
-        return None
-    for generation in entry.generations:
-        try:
-            manifest = await read_manifest(target, entry.id, generation)
-        except (ManifestError, ObjectNotFoundError):
-            continue
-        if manifest.attempt == attempt:
-            return manifest
-    return None
 
 
 async def copy_step(

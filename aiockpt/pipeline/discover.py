@@ -67,6 +67,13 @@ class StepEntry(msgspec.Struct, frozen=True):
         return (self.head.sequence if self.head else sys.maxsize, self.step)
 
 
+class StepCopy(msgspec.Struct, frozen=True):
+    """One copy of a step: the place, and the step's manifest there. All copies of one save have its attempt."""
+
+    backend: Backend
+    manifest: Manifest
+
+
 async def scan(backend: Backend) -> list[StepEntry]:
     """Return every step folder below the root, the newest first."""
     folders = (await backend.list("")).folders
@@ -146,6 +153,21 @@ async def newest_manifest(backend: Backend, entry: StepEntry) -> Manifest:
         except CorruptionError as error:
             first = first or error
     raise first or ManifestError(f"{entry.id} has no manifest: it was never committed", key=entry.id)
+
+
+async def find_copy(target: Backend, step_id: str, attempt: str) -> Manifest | None:
+    """Return the manifest of the generation at *target* that holds *attempt*; None when there is none."""
+    entry = await look_at(target, step_id)
+    if attempt not in entry.attempts:
+        return None
+    for generation in entry.generations:
+        try:
+            manifest = await read_manifest(target, entry.id, generation)
+        except (ManifestError, ObjectNotFoundError):
+            continue
+        if manifest.attempt == attempt:
+            return manifest
+    return None
 
 
 async def read_receipts(backend: Backend, step_id: str, attempt: str) -> dict[int, Receipt]:

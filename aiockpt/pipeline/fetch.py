@@ -5,13 +5,16 @@ Guarantees:
 - Every block that is read is compared with the manifest's checksum before ``fetch_file`` returns; a difference raises
   `CorruptionError` naming file, block, offset and tensors. Memory that was filled before is then partly overwritten.
 - Nothing of a file is read before its size and its safetensors header agree with the manifest.
+- A block, or a file, that cannot be had here is read from another copy of the same save, where there is one.
 - Memory beyond the targets: the gaps of the reads under way.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 
 import anyio
 
@@ -20,10 +23,13 @@ from aiockpt.format.checksum import BlockHasher, block_range
 from aiockpt.format.manifest import FileEntry, Manifest
 from aiockpt.format.safetensors import MAX_HEADER_BYTES, decode_header
 from aiockpt.format.validate import check_header, pieces_by_file
+from aiockpt.pipeline.discover import StepCopy
 from aiockpt.planning.load import GAP, Landing, plan_reads
 from aiockpt.runtime.limits import Limiter
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend, Reader
+
+logger = logging.getLogger("aiockpt")
 
 
 class BlockCheck:
@@ -70,6 +76,7 @@ class Fetcher:
         read_bytes: bytes of one read.
         verify: whether blocks are compared.
         on_read: told the bytes of each read.
+        elsewhere: finds other copies of the same save; asked when a block or a file cannot be had here.
     """
 
     def __init__(
@@ -81,8 +88,9 @@ class Fetcher:
         read_bytes: int,
         verify: bool = True,
         on_read: Callable[[int], object] = lambda _: None,
+        elsewhere: Callable[[], Awaitable[Sequence[StepCopy]]] | None = None,
     ) -> None:
-        self._backend = backend
+        self._here = StepCopy(backend, manifest)
         self._manifest = manifest
         self._memories = memories
         self._read_bytes = read_bytes
@@ -91,6 +99,9 @@ class Fetcher:
         self._placed = pieces_by_file(manifest)
         self._reading = Limiter("read", backend.traits.block_reads)
         self._opening = anyio.Lock()
+        self._elsewhere = elsewhere
+        self._others: Sequence[StepCopy] | None = None
+        self._asking = anyio.Lock()
         self._kept: dict[int, tuple[Reader, int]] = {}
 
     async def fetch(self, landings: Mapping[int, Sequence[Landing]]) -> None:
@@ -167,9 +178,21 @@ class Fetcher:
 
     async def _open(self, index: int, file: FileEntry) -> tuple[Reader, int]:
         """Open a file whose size and header agree with the manifest; return it and the bytes of its header."""
+        try:
+            return await self._open_copy(self._here, index)
+        except (CorruptionError, StorageError) as error:
+            for other in await self._other_copies():
+                with suppress(CorruptionError, StorageError):
+                    opened = await self._open_copy(other, index)
+                    logger.warning("%s is read from %s: %s", self._key(file), other.backend.url, error)
+                    return opened
+            raise
+
+    async def _open_copy(self, copy: StepCopy, index: int) -> tuple[Reader, int]:
+        file = copy.manifest.files[index]
         key = self._key(file)
         try:
-            reader = await self._backend.open(key)
+            reader = await copy.backend.open(key)
         except ObjectNotFoundError as error:
             raise CorruptionError(f"{key} is missing: {error}", key=key) from error
         try:
@@ -180,6 +203,15 @@ class Fetcher:
             with anyio.CancelScope(shield=True):
                 await reader.close()
             raise
+
+    async def _other_copies(self) -> Sequence[StepCopy]:
+        """Return the other copies, looked for once."""
+        if self._elsewhere is None:
+            return ()
+        async with self._asking:
+            if self._others is None:
+                self._others = await self._elsewhere()
+            return self._others
 
     async def _check_header(self, reader: Reader, index: int, file: FileEntry) -> int:
         length = bytearray(8)
@@ -203,18 +235,41 @@ class Fetcher:
         await reader.read(offset, [into])
 
     async def _read(self, reader: Reader, index: int, offset: int, into: Sequence[memoryview]) -> None:
-        file = self._manifest.files[index]
         try:
-            check = BlockCheck(file, offset) if self._verify else None
             try:
-                await reader.read(offset, into, check)
-            except StorageError as error:
-                raise self._unreadable(file, offset, error) from error
-            if check is not None and check.bad_blocks:
-                raise self._corruption(index, file, check.bad_blocks[0])
+                await self._read_checked(reader, index, offset, into)
+            except (CorruptionError, StorageError) as error:
+                await self._read_elsewhere(index, offset, into, error)
         finally:
             await self._reading.__aexit__()
         self._on_read(sum(map(len, into)))
+
+    async def _read_checked(self, reader: Reader, index: int, offset: int, into: Sequence[memoryview]) -> None:
+        file = self._manifest.files[index]
+        check = BlockCheck(file, offset) if self._verify else None
+        try:
+            await reader.read(offset, into, check)
+        except StorageError as error:
+            raise self._unreadable(file, offset, error) from error
+        if check is not None and check.bad_blocks:
+            raise self._corruption(index, file, check.bad_blocks[0])
+
+    async def _read_elsewhere(
+        self, index: int, offset: int, into: Sequence[memoryview], error: CheckpointError
+    ) -> None:
+        """Read what one copy could not give from another one; raise *error* when none can."""
+        for other in await self._other_copies():
+            file = other.manifest.files[index]
+            with suppress(CorruptionError, StorageError):
+                reader = await other.backend.open(self._key(file))
+                try:
+                    await self._read_checked(reader, index, offset, into)
+                finally:
+                    with anyio.CancelScope(shield=True):
+                        await reader.close()
+                logger.warning("%s: bytes from %d on are read from %s", self._key(file), offset, other.backend.url)
+                return
+        raise error
 
     def _unreadable(self, file: FileEntry, offset: int, error: StorageError) -> CheckpointError:
         """A device that cannot give the bytes back has lost them; any other trouble is not the checkpoint's fault."""

@@ -194,3 +194,83 @@ def test_a_step_that_no_tier_takes_is_skipped_and_says_so(tmp_path: Path) -> Non
         assert isinstance(ckpt.save(1, state(1)).exception(30), SaveSkippedError)
         ckpt.save(2, state(2)).result(30)
     assert steps(tmp_path / "a") == [2]
+
+
+def flip(root: Path, step: int, offset: int) -> None:
+    data = next((root / f"step-{step:08d}").glob("a-*/d/*.safetensors"))
+    content = bytearray(data.read_bytes())
+    content[offset] ^= 1
+    data.write_bytes(content)
+
+
+def two_places(tmp_path: Path, steps_of_near: int = 2) -> tuple[Path, Path]:
+    """Return two places that have the steps 1 and 2; the near one only the last *steps_of_near* of them."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    with aiockpt.Checkpointer([aiockpt.Tier(near, keep=steps_of_near), far], io=SMALL) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state(step)).result(30)
+    return near, far
+
+
+def test_a_load_takes_the_newest_step_over_all_tiers_from_the_nearest_that_has_it(tmp_path: Path) -> None:
+    near, far = two_places(tmp_path)
+    gone = FaultyBackend(LocalBackend(str(far)), [Fault(do="fail", verb="open", match="*", times=None)])
+    assert loaded([near, gone]) == 2
+    with aiockpt.Checkpointer(far, io=SMALL) as ckpt:
+        assert ckpt.load(state(-1)).result(30) is not None
+        ckpt.save(3, state(3)).result(30)
+    assert loaded([near, far]) == 3
+    assert loaded([near, far], step=1) == 1
+    with aiockpt.Checkpointer([near, far], io=SMALL) as ckpt:
+        assert [info.step for info in ckpt.steps().result(30)] == [3, 2, 1]
+        assert ckpt.latest().result(30) == 3
+        assert torch.equal(ckpt.read(3, "y").result(30), torch.arange(7) + 3)
+
+
+def test_an_empty_near_tier_is_filled_from_the_far_one_and_new_saves_are_newer(tmp_path: Path) -> None:
+    _, far = two_places(tmp_path)
+    fresh = tmp_path / "fresh"
+    with aiockpt.Checkpointer([fresh, far], io=SMALL) as ckpt:
+        like = state(-1)
+        assert ckpt.load(like).result(30) is not None
+        assert like["value"] == 2
+        ckpt.save(1, state(10)).result(30)  # went back: an older number, and a newer save
+    assert loaded([fresh, far]) == 10
+    assert loaded(far) == 10
+
+
+def test_bad_blocks_are_read_from_another_tier(tmp_path: Path) -> None:
+    near, far = two_places(tmp_path)
+    flip(near, 2, 5000)
+    flip(far, 2, 20000)
+    assert loaded([near, far]) == 2
+    assert loaded(near) == 1
+
+
+def test_a_step_that_is_damaged_everywhere_is_left_for_an_older_one(tmp_path: Path) -> None:
+    near, far = two_places(tmp_path)
+    flip(near, 2, 5000)
+    flip(far, 2, 5000)
+    assert loaded([near, far]) == 1
+
+
+def test_a_file_that_is_gone_from_one_tier_is_read_from_another(tmp_path: Path) -> None:
+    near, far = two_places(tmp_path)
+    next((near / "step-00000002").glob("a-*/d/*.safetensors")).unlink()
+    assert loaded([near, far]) == 2
+
+
+def test_nothing_is_started_from_scratch_while_a_tier_cannot_be_listed(tmp_path: Path) -> None:
+    near, far = two_places(tmp_path)
+    away = FaultyBackend(LocalBackend(str(far)), [Fault(do="fail", verb="list", match="*", times=None)])
+    with pytest.raises(StorageError):
+        loaded([tmp_path / "fresh", away])
+    assert loaded([near, away]) == 2
+
+
+def test_a_deleted_step_does_not_come_back_from_another_tier(tmp_path: Path) -> None:
+    near, far = two_places(tmp_path)
+    with aiockpt.Checkpointer([near, far], io=SMALL) as ckpt:
+        ckpt.delete(2).result(30)
+        assert ckpt.latest().result(30) == 1
+    assert steps(far) == [1]

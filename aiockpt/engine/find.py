@@ -1,0 +1,165 @@
+"""Which step is meant, and where is its nearest copy? The newest valid one over all tiers, or the one that was asked for.
+
+Guarantees:
+
+- No checkpoint is never taken for none: a tier that cannot be listed raises, unless another one has steps.
+- A commit that a dead job could not finish is finished first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+import msgspec
+
+from aiockpt.engine.context import Engine
+from aiockpt.errors import CheckpointError, CorruptionError, NoValidCheckpointError, StepNotFoundError, StorageError
+from aiockpt.events import RolledForward, StepSkipped
+from aiockpt.format.manifest import Manifest
+from aiockpt.format.names import step_id
+from aiockpt.pipeline.commit import roll_forward
+from aiockpt.pipeline.discover import StepCopy, StepEntry, find_copy, look_at, newest_manifest, scan
+
+logger = logging.getLogger("aiockpt")
+Skipped = list[tuple[str, str]]
+"""(step id, reason) of each step that was not taken."""
+
+
+class Listed(msgspec.Struct, frozen=True):
+    """A step that a listing of one tier shows."""
+
+    engine: Engine
+    entry: StepEntry
+
+
+class Found(msgspec.Struct, frozen=True):
+    """A step whose manifest in one tier is valid."""
+
+    engine: Engine
+    manifest: Manifest
+
+
+async def candidates(engine: Engine, step: int | None, skipped: Skipped) -> AsyncIterator[Found]:
+    """Yield the copies of *step*, or for None those of all committed steps, the newest first; note what is skipped.
+
+    Of one step the nearest copy comes first.
+
+    Raises:
+        StepNotFoundError, ManifestError: of *step*.
+        NoValidCheckpointError: the caller wanted more than there are.
+    """
+    listed = await committed_steps(engine) if step is None else await find_step(engine, step)
+    first: CorruptionError | None = None
+    for one in listed:
+        try:
+            manifest = await newest_manifest(one.engine.backend, one.entry)
+        except CorruptionError as error:
+            first = first or error
+            note_skipped(one.engine, one.entry.id, one.entry.step, error, skipped)
+            continue
+        yield Found(one.engine, manifest)
+    if step is not None and first is not None:
+        raise first
+    if listed and step is None:
+        raise NoValidCheckpointError(engine.backend.url, skipped)
+
+
+def note_skipped(engine: Engine, step_id: str, step: int, error: CheckpointError, skipped: Skipped) -> None:
+    """Tell log and observers why a step is not taken."""
+    skipped.append((step_id, str(error)))
+    logger.warning("step %s is skipped: %s", step_id, error)
+    engine.emit(StepSkipped(at_ns=engine.now_ns(), step=step, reason=str(error)))
+
+
+async def committed_steps(engine: Engine) -> list[Listed]:
+    """Return the committed steps of all tiers, newest first, after finishing the commits that dead jobs could not."""
+    return await _list_tiers(engine.tiers, _committed)
+
+
+async def _list_tiers(
+    tiers: Sequence[Engine], list_one: Callable[[Engine], Awaitable[list[StepEntry]]]
+) -> list[Listed]:
+    """Return what *list_one* finds in each tier, newest first, and of one step the nearest first."""
+    listed: list[Listed] = []
+    failure: StorageError | None = None
+    for tier in tiers:
+        try:
+            listed += [Listed(tier, entry) for entry in await list_one(tier)]
+        except StorageError as error:
+            logger.warning("%s cannot be listed: %s", tier.backend.url, error)
+            failure = failure or error
+    if failure is not None and not listed:
+        raise failure
+    return sorted(listed, key=lambda one: one.entry.age_order, reverse=True)  # stable: the nearest stays first
+
+
+async def _committed(engine: Engine) -> list[StepEntry]:
+    entries = await scan(engine.backend)
+    finished = [manifest for entry in entries for manifest in await finish_commits(engine, entry)]
+    if finished:
+        entries = await scan(engine.backend)
+    return [entry for entry in entries if entry.committed]
+
+
+async def finish_commits(engine: Engine, entry: StepEntry) -> list[Manifest]:
+    """Roll forward the attempts of a step that have all their votes and no manifest."""
+    idle = tuple(attempt for attempt in entry.attempts if attempt not in engine.busy_attempts)
+    if not idle or (entry.head is not None and idle == (entry.head.attempt,)):
+        return []
+    try:
+        finished = await roll_forward(engine.backend, msgspec.structs.replace(entry, attempts=idle), engine.world)
+    except StorageError as error:  # a place that can only be read: what is committed can be loaded all the same
+        logger.warning("%s has votes that cannot be turned into a commit here: %s", entry.id, error)
+        return []
+    for manifest in finished:
+        engine.emit(RolledForward(at_ns=engine.now_ns(), step=entry.step, attempt=manifest.attempt))
+    return finished
+
+
+async def find_step(engine: Engine, step: int) -> list[Listed]:
+    """Return the copies of the committed step of that number, the newest save first, and of that the nearest.
+
+    Raises:
+        StepNotFoundError: there is none; the message lists those that are there.
+    """
+
+    async def look(tier: Engine) -> list[StepEntry]:
+        entry = await look_at(tier.backend, step_id(step))
+        if not entry.committed and await finish_commits(tier, entry):
+            entry = await look_at(tier.backend, step_id(step))
+        return [entry] if entry.committed else []
+
+    listed = await _list_tiers(engine.tiers, look)
+    if not listed:
+        have = sorted({one.entry.step for one in await committed_steps(engine)}, reverse=True)
+        shown = ", ".join(map(str, have[:10])) or "none"
+        raise StepNotFoundError(f"{engine.backend.url} has no step {step}; it has: {shown}")
+    return listed
+
+
+async def find_manifest(engine: Engine, step: int | None) -> Found:
+    """Return the nearest valid copy of a step; of the newest valid one for None.
+
+    Raises:
+        StepNotFoundError, NoValidCheckpointError, ManifestError: there is none.
+    """
+    async for found in candidates(engine, step, []):
+        return found
+    raise StepNotFoundError(f"{engine.backend.url} holds no checkpoint yet")
+
+
+async def other_copies(engine: Engine, manifest: Manifest) -> list[StepCopy]:
+    """Return the copies of the same save in the other tiers, the nearest first; a tier that is away has none."""
+    copies = []
+    for tier in engine.tiers:
+        if tier is engine:
+            continue
+        try:
+            found = await find_copy(tier.backend, manifest.id, manifest.attempt)
+        except CheckpointError as error:
+            logger.warning("%s is not asked for %s: %s", tier.backend.url, manifest.id, error)
+            continue
+        if found is not None:
+            copies.append(StepCopy(tier.backend, found))
+    return copies
