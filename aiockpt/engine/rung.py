@@ -4,6 +4,7 @@ Guarantees:
 
 - A tier that is stalled, full or away delays nothing but itself. What it does not take is tried again, less and less often,
   until its deadline; when more than `MOST_WAITING` steps wait, the oldest is given up for the newer ones. All of it is told.
+- The first save of a process also brings what an earlier one could not: the newest step that only nearer tiers have.
 - A step that waits is not deleted from where it will be read.
 - Every rank copies the files it wrote; rank 0 copies what the others leave, and commits (`aiockpt.pipeline.copy`).
 """
@@ -20,12 +21,13 @@ import msgspec
 
 from aiockpt.engine import keep
 from aiockpt.engine.context import Engine
+from aiockpt.engine.find import committed_steps
 from aiockpt.errors import CheckpointError, CorruptionError, RankFailedError, SaveSkippedError, StorageTimeoutError
 from aiockpt.events import Promoted, PromotionFailed
 from aiockpt.format.manifest import FileEntry, Manifest
 from aiockpt.options import Tier
 from aiockpt.pipeline.copy import Windows, copied_paths, copy_files, copy_step
-from aiockpt.pipeline.discover import StepCopy, read_manifest
+from aiockpt.pipeline.discover import StepCopy, look_at, newest_manifest, read_manifest
 from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
 from aiockpt.runtime.limits import Pace
 from aiockpt.runtime.meeting import StoreLostError
@@ -48,13 +50,15 @@ class Climb:
         copies: where it is already, by number of the tier.
         result: of the save.
         begun_ns: when it was committed in the first tier.
+        alone: whether rank 0 copies all of it, because the others do not know of it.
     """
 
-    def __init__(self, result: SaveResult, copies: dict[int, StepCopy], begun_ns: int) -> None:
+    def __init__(self, result: SaveResult, copies: dict[int, StepCopy], begun_ns: int, alone: bool = False) -> None:
         self.step = result.step
         self.result = result
         self.copies = copies
         self.begun_ns = begun_ns
+        self.alone = alone
 
     @property
     def attempt(self) -> str:
@@ -104,6 +108,7 @@ class Rung:
         self._holders = holders
         self._capped = Pace(tier.bandwidth, engine.world.clock)
         self._waiting: list[_Waiting] = []
+        self._caught_up = False
         self._changed = anyio.Event()
         self._closing = anyio.Event()
         self._ended = anyio.Event()
@@ -150,6 +155,9 @@ class Rung:
                     self._changed = anyio.Event()
                     await self._changed.wait()
                     continue
+                if not self._caught_up:
+                    self._caught_up = True
+                    await self._catch_up()
                 try:
                     result = await self._keep_trying(self._waiting[0].climb)
                 except CheckpointError as error:
@@ -160,6 +168,31 @@ class Rung:
                         await keep.tidy(self.engine, result)
         finally:
             self._ended.set()
+
+    async def _catch_up(self) -> None:
+        """Have the newest step that an earlier process left in a nearer tier copied here, if this tier takes it."""
+        if self.engine.ranks.rank != 0:
+            return
+        new = {waiting.climb.attempt for waiting in self._waiting}
+        try:
+            for listed in await committed_steps(self.engine):
+                entry, number = listed.entry, self._holders.index(listed.engine)
+                if entry.head is None or entry.head.attempt in new or not self.tier.takes(entry.step):
+                    continue
+                if number < self.number and entry.head.attempt not in (await self._attempts(entry.id)):
+                    manifest = await newest_manifest(listed.engine.backend, entry)
+                    size = sum(file.size for file in manifest.files)
+                    result = SaveResult(entry.step, entry.id, manifest.generation, size, seconds=0.0)
+                    copies = {number: StepCopy(listed.engine.backend, manifest)}
+                    stage: Stage[SaveResult] = Stage(f"step {entry.step}, in {self.url}")
+                    await self.enqueue(Climb(result, copies, self.engine.now_ns(), alone=True), stage)
+                return
+        except CheckpointError as error:
+            logger.warning("%s: what an earlier process left to copy there is not known: %s", self.url, error)
+
+    async def _attempts(self, step_id: str) -> tuple[str, ...]:
+        entry = await look_at(self.engine.backend, step_id)
+        return entry.attempts if entry.committed else ()
 
     async def close(self) -> None:
         """Wait until nothing waits here. What fails from now on is not tried again."""
@@ -218,7 +251,7 @@ class Rung:
     async def _take_with_others(self, climb: Climb, pace: Pace) -> StepCopy:
         engine, sources = self.engine, climb.sources()
         ranks = engine.ranks
-        if ranks.world_size == 1:
+        if ranks.world_size == 1 or climb.alone:
             return StepCopy(engine.backend, await self._copy_all(sources, pace))
 
         def own(file: FileEntry) -> bool:
@@ -251,7 +284,7 @@ class Rung:
     async def _tell_ranks(self, climb: Climb, note: Arrived) -> None:
         """Leave rank 0's note, and remove those that nobody waits for any more."""
         sharing = self.engine.sharing
-        if sharing is None or sharing.meeting.rank != 0:
+        if sharing is None or sharing.meeting.rank != 0 or climb.alone:
             return
         key = self._note(climb)
         await sharing.meeting.post(key, note)

@@ -274,3 +274,16 @@ def test_a_deleted_step_does_not_come_back_from_another_tier(tmp_path: Path) -> 
         ckpt.delete(2).result(30)
         assert ckpt.latest().result(30) == 1
     assert steps(far) == [1]
+
+
+def test_what_a_dead_process_could_not_copy_is_copied_by_the_next(tmp_path: Path) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    with aiockpt.Checkpointer(near, io=SMALL) as ckpt:
+        for step in (2, 4, 5):
+            ckpt.save(step, state(step)).result(30)
+    with aiockpt.Checkpointer([near, aiockpt.Tier(far, every=2)], io=SMALL) as ckpt:
+        assert ckpt.load(state(-1)).result(30) is not None
+        assert not far.exists()
+        ckpt.save(6, state(6)).result(30)
+    assert steps(far) == [4, 6]
+    assert loaded(far, step=4) == 4
