@@ -116,7 +116,9 @@ class Tree:
             else:
                 return
         where = self.root if path == self.root else f"{self.root}: {path}"
-        raise StorageError(f"{where} is {what}, and checkpoints are kept in a folder; name another one, or move it away")
+        raise StorageError(
+            f"{where} is {what}, and checkpoints are kept in a folder; name another one, or move it away"
+        )
 
     def has_root(self) -> bool:
         """Return whether the root is there."""
@@ -187,7 +189,9 @@ class Tree:
         path = self.root
         while (found := self._look(path)) is None:
             if path == os.path.dirname(path):
-                raise StorageError(f"{self.root}: the file system says that not even {path!r} is there; look at its mount")
+                raise StorageError(
+                    f"{self.root}: the file system says that not even {path!r} is there; look at its mount"
+                )
             missing.append(path)
             path = os.path.dirname(path)
         return path, found.st_mode, missing
