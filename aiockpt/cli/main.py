@@ -193,20 +193,18 @@ def prune(
     if last is None and (every or best):
         raise UsageError("--every and --best keep steps besides the newest: give --last N too")
     backend = open_place(root)
+    listed = anyio.run(survey, backend).steps
     if best:
-        check_metric(best, anyio.run(survey, backend).steps)
+        check_metric(best, listed)
     rule = Best(best, count=best_count, mode=mode) if best else None
     rules = Retention(last=last, every=every, best=rule, grace_s=grace_hours * 3600)
     with _open(root) as ckpt:
         found = ckpt.prune(rules, dry_run=True).result()
-        folders = [step.id for step in found.steps]
-        folders += [f"{garbage.step_id}/a-{garbage.attempt}" for garbage in found.garbage]
-        sizes = anyio.run(measure, backend, folders)
+        folders = [f"{garbage.step_id}/a-{garbage.attempt}" for garbage in found.garbage]
+        sizes = {step.id: step.bytes for step in listed} | anyio.run(measure, backend, folders)
         if delete:
             found = ckpt.prune(rules).result()
-    gone = {step.step for step in found.steps}
-    kept = [listed.step for listed in anyio.run(survey, backend).steps if listed.step not in gone]
-    show.json_or(as_json, found, lambda: show_pruned(found, sizes, kept, delete))
+    show.json_or(as_json, found, lambda: show_pruned(found, sizes, delete, ruled=last is not None))
 
 
 @app.command("commit")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,24 @@ def test_ls_draws_the_branches(aiockpt_command: Command, root: Path) -> None:
     outcome = aiockpt_command("ls", root)
     assert "2 branches" in outcome.out
     assert [row.partition("  ")[0].split()[0] for row in outcome.out.splitlines()[2:]] == ["●", "│", "●─╯", "●"]
+
+
+def test_ls_shows_a_run_that_was_resumed_and_pruned_as_one_line(aiockpt_command: Command, root: Path) -> None:
+    save(root, [400, 500], load=300)
+    shutil.rmtree(root / "step-00000300")
+    outcome = aiockpt_command("ls", root)
+    assert "branches" not in outcome.out
+    assert "gone" not in outcome.out
+    assert "deleted" not in outcome.out
+    assert [row.split()[0] for row in outcome.out.splitlines()[2:]] == ["●"] * 4
+
+
+def test_ls_tells_where_a_step_went_on_from_when_nothing_leads_there(aiockpt_command: Command, root: Path) -> None:
+    save(root, [400], load=100)
+    shutil.rmtree(root / "step-00000100")
+    outcome = aiockpt_command("ls", root)
+    assert "2 branches" in outcome.out
+    assert "committed, went on from step-00000100, deleted or saved anew since" in outcome.out
 
 
 def test_ls_tells_what_is_damaged_and_what_is_unfinished(aiockpt_command: Command, root: Path) -> None:
@@ -293,6 +312,52 @@ def test_prune_only_shows_until_it_is_told_to_delete(aiockpt_command: Command, r
     assert "deleted" in deleted.out
     assert sorted(path.name for path in root.glob("step-*")) == ["step-00000200", "step-00000300"]  # 200 is verified
     assert "kept: 2 steps (300, 200)" in deleted.out
+
+
+def test_prune_says_of_each_step_that_stays_why(aiockpt_command: Command, root: Path) -> None:
+    save(root, [400, 500], load=200)
+    shown = aiockpt_command("prune", root, "--last", 2, "--every", 100, "--best", "loss").out
+    why = {row.split()[2]: " ".join(row.split()[5:]) for row in shown.splitlines() if " step " in row}
+    assert why == {
+        "500": "the newest, a multiple of 100, among the best 1 by loss",
+        "400": "among the last 2, a multiple of 100",
+        "300": "on a branch that was left, or before a step that is gone",
+        "200": "a multiple of 100, the newest verified",
+        "100": "a multiple of 100",
+    }
+    kept = aiockpt_command("prune", root, "--last", 1, "--json").json()["kept"]
+    assert [step["step"] for step in kept] == [500, 300, 200]
+
+
+def test_prune_leaves_what_cannot_be_read_or_was_found_damaged_and_says_so(
+    aiockpt_command: Command, root: Path
+) -> None:
+    flip(data_file(root, 200), -1)
+    assert aiockpt_command("verify", root, 200).status == 1
+    flip(manifest(root, 100), -100)
+    shown = aiockpt_command("prune", root, "--last", 1, "--best", "loss").out
+    assert "found damaged, which is for you to look at" in shown
+    assert "its manifest cannot be read" in shown
+
+
+def test_prune_without_a_rule_says_how_to_give_one(aiockpt_command: Command, made: Path) -> None:
+    assert "no rule was given, so every step stays: --last N" in aiockpt_command("prune", made).out
+    assert "no rule was given" not in aiockpt_command("prune", made, "--last", 3).out
+
+
+def test_prune_shows_the_sizes_that_ls_shows(aiockpt_command: Command, made: Path) -> None:
+    (listed,) = {" ".join(row.split()[4:6]) for row in aiockpt_command("ls", made).out.splitlines()[2:]}
+    shown = aiockpt_command("prune", made, "--last", 1).out
+    assert shown.count(listed) == 3 + 1  # each step, and what --yes frees
+
+
+def test_prune_cuts_a_long_list_of_what_stays(
+    aiockpt_command: Command, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiockpt.cli.outcomes.KEPT_SHOWN", 2)
+    shown = aiockpt_command("prune", made).out
+    assert "step 100" not in shown
+    assert "stays: 3 steps (300, 200, 100) · 1 of them not shown above" in shown
 
 
 def test_prune_keeps_the_best(aiockpt_command: Command, root: Path) -> None:
