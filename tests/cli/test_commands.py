@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import anyio
@@ -31,6 +32,15 @@ def begin_attempt(root: Path, step: int) -> None:
     folder = root / f"step-{step:08d}" / ATTEMPT / "d"
     folder.mkdir(parents=True)
     (folder / "r00000-0000.safetensors").write_bytes(bytes(5000))
+
+
+def raising(error: BaseException) -> Callable[..., None]:
+    """Return a function that takes anything and raises *error*."""
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    return refuse
 
 
 # ---------------------------------------------------------------------- ls
@@ -409,10 +419,7 @@ def test_doctor_tells_what_the_place_can_do_and_leaves_nothing_behind(aiockpt_co
 def test_doctor_leaves_nothing_behind_when_it_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aiockpt_command: Command
 ) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "posix_fallocate", interrupt)
+    monkeypatch.setattr(os, "posix_fallocate", raising(KeyboardInterrupt()))
     assert aiockpt_command("doctor", tmp_path, "--size", 8).status == 130
     assert list(tmp_path.iterdir()) == []
 
@@ -420,10 +427,7 @@ def test_doctor_leaves_nothing_behind_when_it_is_interrupted(
 def test_doctor_finds_out_what_does_not_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aiockpt_command: Command
 ) -> None:
-    def no_links(*_: object) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(os, "link", no_links)
+    monkeypatch.setattr(os, "link", raising(PermissionError()))
     outcome = aiockpt_command("doctor", tmp_path, "--size", 8)
     assert outcome.status == 0
     assert "no hard links" in outcome.out
@@ -445,20 +449,15 @@ def test_doctor_asks_for_no_more_than_there_is(aiockpt_command: Command, tmp_pat
 def test_storage_that_fails_has_a_status_of_its_own(
     aiockpt_command: Command, made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("aiockpt.runtime.world.OsFiles.listdir", staticmethod(refuse))
+    refusing = staticmethod(raising(PermissionError(13, "Permission denied")))
+    monkeypatch.setattr("aiockpt.runtime.world.OsFiles.listdir", refusing)
     outcome = aiockpt_command("ls", made)
     assert outcome.status == 3
     assert outcome.err.startswith("error: ")
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, made: Path) -> None:
-    def bug(*_: object) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr("aiockpt.cli.place.open_backend", bug)
+    monkeypatch.setattr("aiockpt.cli.place.open_backend", raising(ZeroDivisionError()))
     monkeypatch.setattr("sys.argv", ["aiockpt", "ls", str(made)])
     with pytest.raises(ZeroDivisionError):
         main()
