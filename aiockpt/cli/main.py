@@ -249,11 +249,16 @@ def demo(
     folder: Annotated[
         Path | None, typer.Option("--dir", help="Where to save; a temporary folder when left out.", show_default=False)
     ] = None,
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 120,
+    steps: Annotated[
+        int | None, typer.Option(help="Training steps.  [default: 120; 60 with --elastic]", show_default=False)
+    ] = None,
     every: Annotated[int, typer.Option(help="Save every N steps.")] = 5,
-    keep: Annotated[int, typer.Option(help="Keep the last N checkpoints.")] = 3,
-    asynchronous: Annotated[bool, typer.Option("--async", help="Use the async trainer.")] = False,
-    elastic: Annotated[bool, typer.Option(help="Resume on other ranks: 2, 2, 1 and 4 processes.")] = False,
+    keep: Annotated[
+        int | None,
+        typer.Option(help="Keep the last N checkpoints.  [default: 3; all with --elastic]", show_default=False),
+    ] = None,
+    asynchronous: Annotated[bool, typer.Option("--async", help="Use the async trainer; not with --elastic.")] = False,
+    elastic: Annotated[bool, typer.Option("--elastic", help="Resume on other ranks: 2, 2, 1 and 4 processes.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="No live display.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -261,11 +266,21 @@ def demo(
     if elastic:
         from aiockpt.examples.elastic import run_elastic
 
-        raise typer.Exit(run_elastic(steps=min(steps, 60), every=every, folder=folder, as_json=as_json))
+        if asynchronous or keep is not None:
+            raise UsageError(
+                f"--elastic has no {'--async' if asynchronous else '--keep'}: its trainer is train_elastic.py"
+            )
+        raise typer.Exit(run_elastic(steps=60 if steps is None else steps, every=every, folder=folder, as_json=as_json))
     from aiockpt.examples.demo import DemoOptions, run_demo
 
     options = DemoOptions(
-        steps=steps, every=every, keep=keep, dir=folder, asynchronous=asynchronous, plain=plain, json=as_json
+        steps=120 if steps is None else steps,
+        every=every,
+        keep=3 if keep is None else keep,
+        dir=folder,
+        asynchronous=asynchronous,
+        plain=plain,
+        json=as_json,
     )
     raise typer.Exit(run_demo(options))
 

@@ -512,5 +512,12 @@ def test_a_metric_that_no_step_has_is_refused_before_anything_is_deleted(aiockpt
     assert len(list(root.glob("step-*"))) == 3
 
 
+@pytest.mark.parametrize("option", [["--async"], ["--keep", "2"]])
+def test_the_elastic_demo_refuses_what_it_would_ignore(aiockpt_command: Command, option: list[str]) -> None:
+    outcome = aiockpt_command("demo", "--elastic", *option)
+    assert outcome.status == 2
+    assert f"--elastic has no {option[0]}" in outcome.err
+
+
 def test_the_version_is_told(aiockpt_command: Command) -> None:
     assert aiockpt_command("--version").out.startswith("aiockpt 0.")
