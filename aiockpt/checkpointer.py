@@ -63,12 +63,14 @@ class Checkpointer:
     program that ends without either still finishes its saves. Any thread may call it; a forked child may not.
 
     Args:
-        url: where to: ``/path``, ``file://``, ``memory://name``, or a `aiockpt.storage.backend.Backend`.
+        url: where to: ``/path`` (made with its parents by the first save), ``file://``, ``memory://name``, or a
+            `aiockpt.storage.backend.Backend`.
         retention: what to keep, applied after each commit; None keeps all.
         every: ``step()`` saves when the step is a multiple of it; None leaves the decision to you.
         max_in_flight: saves that may run at once.
         when_full: ``"wait"`` for the oldest when that many run, or ``"skip"`` the new one (its future says so).
-        on_exists: what to do when a step is committed already: add a ``"new_generation"``, ``"skip"``, or ``"raise"``.
+        on_exists: what to do when a step is committed already: add a ``"new_generation"`` of it, which readers take from
+            then on, ``"skip"``, or ``"raise"``.
         on_error: a failed background save is raised by the next call (``"raise"``), warned of, or given to a callable.
         io: how bytes move: pool, block and slab sizes, verification.
         deadlines: when a wait gives up.
@@ -266,7 +268,10 @@ class Checkpointer:
         return 0 if loaded is None else loaded.step + 1
 
     def step(self, step: int, state: State, *, metrics: Metrics | None = None) -> SaveFuture | None:
-        """Save when the policy (``every``) says so; return the future, or None when this step is not saved."""
+        """Save when *step* is a multiple of ``every``; return the future, or None when this step is not saved.
+
+        Nothing is saved on leaving the block: ``save()`` the last step yourself when it is none of them.
+        """
         if self._options.every is None:
             raise UsageError("step() needs a policy: give Checkpointer(…, every=N), or call save() yourself")
         if step % self._options.every:
