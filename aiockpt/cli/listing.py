@@ -15,12 +15,18 @@ from aiockpt.pipeline.steps import StepInfo
 METRICS_SHOWN = 3
 
 
-def show_survey(root: str, found: Survey) -> None:
-    """Print the steps below *root*, then what is wrong or unfinished there."""
+def show_survey(root: str, found: Survey, roots_below: Sequence[str] = ()) -> None:
+    """Print the steps below *root*, then what is wrong or unfinished there.
+
+    Args:
+        roots_below: folders in *root* that hold steps, where it has none itself.
+    """
     if found.steps:
         _show_steps(root, found.steps)
     else:
         say(f"{escape(root)} holds no checkpoint yet.")
+        for below in roots_below:
+            say(f"Did you mean [bold]aiockpt ls {escape(below)}[/]?")
     for step in found.steps:
         if step.problem:
             say(f"[red]✗ step {step.step}:[/] {escape(step.problem)}")

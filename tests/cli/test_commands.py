@@ -182,6 +182,32 @@ def test_a_step_given_as_the_root_is_pointed_out(aiockpt_command: Command, made:
     assert f"{made} 200" in outcome.err
 
 
+def test_a_folder_of_runs_is_not_taken_for_an_empty_one(aiockpt_command: Command, root: Path) -> None:
+    (root.parent / "notes").mkdir()
+    outcome = aiockpt_command("ls", root.parent)
+    assert "holds no checkpoint yet" in outcome.out
+    assert f"Did you mean aiockpt ls {root}?" in outcome.out
+    assert "notes" not in outcome.out
+
+
+@pytest.mark.parametrize("step", ["200", "step-00000200"])
+def test_a_step_may_be_named_by_its_folder(aiockpt_command: Command, made: Path, step: str) -> None:
+    assert "step-00000200" in aiockpt_command("inspect", made, step).out
+    assert aiockpt_command("diff", made, step, 200).status == 0
+
+
+@pytest.mark.parametrize("step", ["newest", "2.5", "step-200"])
+def test_what_is_no_step_is_told_with_what_would_be(aiockpt_command: Command, made: Path, step: str) -> None:
+    outcome = aiockpt_command("verify", made, step)
+    assert outcome.status == 2
+    assert "is no step" in outcome.err
+    assert "step-00001000" in outcome.err
+
+
+def test_help_may_be_asked_for_in_short(aiockpt_command: Command) -> None:
+    assert aiockpt_command("ls", "-h").status == 0
+
+
 def test_a_file_url_means_its_folder(aiockpt_command: Command, root: Path) -> None:
     spaced = root.rename(root.with_name("a run"))
     assert aiockpt_command("ls", f"file://{str(spaced).replace(' ', '%20')}").status == 0
@@ -435,6 +461,21 @@ def test_doctor_finds_out_what_does_not_work(
     outcome = aiockpt_command("doctor", tmp_path, "--size", 8)
     assert outcome.status == 3
     assert "two writers could both commit here" in outcome.out
+
+
+def test_doctor_says_what_it_may_not_do(
+    aiockpt_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "mkdir", raising(PermissionError(13, "Permission denied")))
+    outcome = aiockpt_command("doctor", tmp_path, "--size", 8)
+    assert outcome.status == 3
+    assert f"{tmp_path}: what a commit needs cannot be tried (Permission denied)" in outcome.err
+
+
+def test_doctor_does_not_take_a_file_system_without_a_size_for_a_full_one(aiockpt_command: Command) -> None:
+    outcome = aiockpt_command("doctor", "/proc")
+    assert outcome.status == 2
+    assert "no size" in outcome.err
 
 
 def test_doctor_asks_for_no_more_than_there_is(aiockpt_command: Command, tmp_path: Path) -> None:
