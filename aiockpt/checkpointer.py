@@ -46,6 +46,7 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 State = Mapping[str, Any]
 Place = str | os.PathLike[str] | Backend
+Metrics = Mapping[str, float | torch.Tensor]
 
 logger = logging.getLogger("aiockpt")
 
@@ -65,13 +66,15 @@ class Checkpointer:
     program that ends without either still finishes its saves. Any thread may call it; a forked child may not.
 
     Args:
-        url: where to: ``/path``, ``file://``, ``memory://name``, ``s3://bucket/prefix``, …, or a
-            `aiockpt.storage.backend.Backend`; or several `Tier`, the nearest first: ``[Tier("shm://run"), Tier("/local")]``.
+        url: where to: ``/path`` (made with its parents by the first save), ``file://``, ``memory://name``,
+            ``s3://bucket/prefix``, …, or a `aiockpt.storage.backend.Backend`; or several `Tier`, the nearest first:
+            ``[Tier("shm://run"), Tier("/local"), Tier("s3://bucket/run", every=10)]``.
         retention: what to keep, applied after each commit; None keeps all.
         every: ``step()`` saves when the step is a multiple of it; None leaves the decision to you.
         max_in_flight: saves that may run at once.
         when_full: ``"wait"`` for the oldest when that many run, or ``"skip"`` the new one (its future says so).
-        on_exists: what to do when a step is committed already: add a ``"new_generation"``, ``"skip"``, or ``"raise"``.
+        on_exists: what to do when a step is committed already: add a ``"new_generation"`` of it, which readers take from
+            then on, ``"skip"``, or ``"raise"``.
         on_error: a failed background save is raised by the next call (``"raise"``), warned of, or given to a callable.
         io: how bytes move: pool, block and slab sizes, verification.
         deadlines: when a wait gives up.
@@ -133,9 +136,7 @@ class Checkpointer:
 
     # ------------------------------------------------------------------ save
 
-    def save(
-        self, step: int, state: State, *, metrics: Mapping[str, float] | None = None, user: object = None
-    ) -> SaveFuture:
+    def save(self, step: int, state: State, *, metrics: Metrics | None = None, user: object = None) -> SaveFuture:
         """Snapshot *state* and save it as *step* in the background.
 
         When this returns the state may change: its tensors were copied. Inside a running event loop a large state is
@@ -145,7 +146,7 @@ class Checkpointer:
             step: its number, 0 or more.
             state: nested dict of modules, optimizers, anything with ``state_dict()/load_state_dict()``, tensors and plain
                 values; see README.
-            metrics: numbers for ``Retention(best=…)`` and for people.
+            metrics: numbers (tensors of one element too) for ``Retention(best=…)`` and for people.
             user: anything JSON can hold; kept in the manifest.
 
         Raises:
@@ -188,13 +189,16 @@ class Checkpointer:
             only: top-level keys, or dotted prefixes of names, to load; None loads all.
             strict: raise unless what the state names fits exactly; top-level keys that only the checkpoint has are fine.
                 False loads what fits and reports the rest (``LoadResult.differences``).
-            map: from a name in the state to its name in the checkpoint; a prefix of names renames all of them.
+            map: from names in *state* to names in the checkpoint: ``map={"net": "model"}`` fills ``state["net"]`` from what
+                was saved as ``"model"``, ``net.fc.weight`` from ``model.fc.weight``. An entry renames a leaf or all that
+                is below it, the longest one wins. A function of a name does the same.
 
         Returns:
             A future of what was loaded; of None only when no checkpoint exists at all.
 
         Raises (through the future):
-            StateMismatchError: all differences by name; nothing was overwritten.
+            StateMismatchError: all differences by name, a plain value of another type among them; nothing was overwritten.
+            UsageError: an entry of ``map`` or ``only`` fits no name; names near it are listed.
             NoValidCheckpointError: steps exist and none is valid.
             CorruptionError, StepNotFoundError: the step asked for is damaged, or not there.
         """
@@ -225,8 +229,14 @@ class Checkpointer:
     def read(self, step: int | None, name: str, *, rows: slice | None = None) -> Future[torch.Tensor]:
         """Read one tensor, or the *rows* of its first axis, verified; from the newest valid step for None.
 
+        A plain value is not read but loaded: ``values = {"epoch": None}``, then ``load(values, step).result()``.
+
+        Args:
+            name: as ``describe(step).tensors`` has it: ``"model.embed.weight"``.
+
         Raises (through the future):
-            StateMismatchError: the step has no tensor of that name; close ones are listed.
+            StateMismatchError: the step has no tensor of that name; said is what it is instead, or close names.
+            UsageError: *rows* do not fit its shape.
         """
         return self._operation(f"read of {name}", read, self._engine, step, name, rows)
 
@@ -291,8 +301,11 @@ class Checkpointer:
         loaded = self.load(state).result()
         return 0 if loaded is None else loaded.step + 1
 
-    def step(self, step: int, state: State, *, metrics: Mapping[str, float] | None = None) -> SaveFuture | None:
-        """Save when the policy (``every``) says so; return the future, or None when this step is not saved."""
+    def step(self, step: int, state: State, *, metrics: Metrics | None = None) -> SaveFuture | None:
+        """Save when *step* is a multiple of ``every``; return the future, or None when this step is not saved.
+
+        Nothing is saved on leaving the block: ``save()`` the last step yourself when it is none of them.
+        """
         if self._options.every is None:
             raise UsageError("step() needs a policy: give Checkpointer(…, every=N), or call save() yourself")
         if step % self._options.every:

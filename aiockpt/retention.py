@@ -44,6 +44,14 @@ class Doomed(msgspec.Struct, frozen=True):
     reason: str
 
 
+class Kept(msgspec.Struct, frozen=True):
+    """A step that stays, and why."""
+
+    id: str
+    step: int
+    reason: str
+
+
 def lineage(facts: Sequence[StepFacts]) -> list[StepFacts]:
     """Return the steps that the newest one descends from, itself included, the newest first."""
     by_id = {fact.id: fact for fact in facts}
@@ -66,28 +74,60 @@ def _age(fact: StepFacts) -> tuple[int, int]:
 def plan_retention(facts: Sequence[StepFacts], rules: Retention, protected: Collection[str] = ()) -> list[Doomed]:
     """Return the steps to delete, the oldest first.
 
-    A step that is known to be damaged counts for no rule, and is left for people to look at: it must not be what is kept
-    in place of one that can be loaded.
-
     Args:
         facts: every committed step.
         rules: what to keep.
         protected: ids that are kept besides: being read, being saved.
     """
-    line = [fact for fact in lineage(facts) if not fact.damaged]
-    if rules.last is None or not line:
-        return []
-    kept = {fact.id for fact in line[: rules.last]} | {line[0].id} | set(protected)
-    kept |= {fact.id for fact in line if rules.every and fact.step % rules.every == 0}
-    kept |= _best(line, rules.best)
-    newest_verified = next((fact.id for fact in line if fact.verified), None)
-    doomed = [fact for fact in line if fact.id not in kept and fact.id != newest_verified]
+    kept = {step.id for step in explain_kept(facts, rules, protected)}
     reason = f"not among the last {rules.last}"
     if rules.every:
         reason += f", not a multiple of {rules.every}"
     if rules.best:
         reason += f", not among the best {rules.best.count} by {rules.best.metric}"
-    return [Doomed(fact.id, fact.step, reason) for fact in reversed(doomed)]
+    return [Doomed(fact.id, fact.step, reason) for fact in reversed(lineage(facts)) if fact.id not in kept]
+
+
+def explain_kept(facts: Sequence[StepFacts], rules: Retention, protected: Collection[str] = ()) -> list[Kept]:
+    """Return the steps that stay, the newest first, each with everything that keeps it. Arguments as `plan_retention`.
+
+    A step that is known to be damaged counts for no rule, and is left for people to look at: it must not be what is kept
+    in place of one that can be loaded.
+    """
+    kept = []
+    on_line = {fact.id for fact in lineage(facts)}
+    line = [fact for fact in lineage(facts) if not fact.damaged]
+    why_on_line = _reasons(line, rules)
+    for fact in sorted(facts, key=_age, reverse=True):
+        if fact.id not in on_line:
+            why = ["on a branch that was left, or before a step that is gone"]
+        elif fact.damaged:
+            why = ["found damaged, which is for you to look at"]
+        else:
+            why = why_on_line[fact.id]
+        why += ["being read or saved"] if fact.id in protected else []
+        if why:
+            kept.append(Kept(fact.id, fact.step, ", ".join(why)))
+    return kept
+
+
+def _reasons(line: Sequence[StepFacts], rules: Retention) -> dict[str, list[str]]:
+    """Return for each step of the current lineage what keeps it; nothing for one that is to go."""
+    if rules.last is None:
+        return {fact.id: ["no rule deletes it"] for fact in line}
+    why: dict[str, list[str]] = {fact.id: [] for fact in line}
+    for fact in line[: rules.last]:
+        why[fact.id].append("the newest" if fact is line[0] else f"among the last {rules.last}")
+    for fact in line:
+        if rules.every and fact.step % rules.every == 0:
+            why[fact.id].append(f"a multiple of {rules.every}")
+    if rules.best:
+        for step_id in _best(line, rules.best):
+            why[step_id].append(f"among the best {rules.best.count} by {rules.best.metric}")
+    newest_verified = next((fact.id for fact in line if fact.verified), None)
+    if newest_verified is not None:
+        why[newest_verified].append("the newest verified")
+    return why
 
 
 def _best(line: Sequence[StepFacts], rule: Best | None) -> set[str]:

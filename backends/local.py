@@ -25,7 +25,7 @@ import msgspec
 
 from aiockpt.backends.local_handle import PAGE_BYTES, DirectMode, Handle
 from aiockpt.backends.local_reader import BouncePool, LocalReader, open_regular, stat_regular
-from aiockpt.backends.local_tree import LEFTOVER_PREFIX, Tree, split_key, storage_errors
+from aiockpt.backends.local_tree import LEFTOVER_PREFIX, Tree, split_key
 from aiockpt.backends.local_upload import LocalUpload, write_all
 from aiockpt.errors import StorageError, UsageError
 from aiockpt.runtime.limits import Limiter, LimiterStatistics, run_blocking
@@ -99,15 +99,15 @@ class LocalBackend:
         )
 
     async def put(self, key: str, data: bytes) -> None:
-        with storage_errors("writing", check_key(key)):
+        with self._tree.errors("writing", check_key(key)):
             await run_blocking(self._small, self._store, key, data, self._replace)
 
     async def put_new(self, key: str, data: bytes) -> None:
-        with storage_errors("creating", check_key(key)):
+        with self._tree.errors("creating", check_key(key)):
             await run_blocking(self._small, self._store, key, data, self._publish_new)
 
     async def get(self, key: str, max_bytes: int) -> bytes:
-        with storage_errors("reading", check_key(key)):
+        with self._tree.errors("reading", check_key(key)):
             return await run_blocking(self._small, self._read_whole, key, max_bytes)
 
     async def open(self, key: str) -> LocalReader:
@@ -115,7 +115,7 @@ class LocalBackend:
             self._files, self._tree, self._reads, self._direct, self._bounces, check_key(key), self._count_read
         )
         try:
-            with storage_errors("opening", key):
+            with self._tree.errors("opening", key):
                 await run_blocking(self._small, reader.begin)
         except BaseException:
             await reader.close()
@@ -127,7 +127,7 @@ class LocalBackend:
             raise UsageError(f"{key!r}: a file of {size} bytes cannot be created")
         upload = LocalUpload(self._files, self._tree, self._writes, self._direct, check_key(key), size)
         try:
-            with storage_errors("creating", key):
+            with self._tree.errors(f"creating a file of {size:,} bytes,", key):
                 await run_blocking(self._small, self._in_folder, key, upload.begin)
         except BaseException:
             await upload.abort()
@@ -135,13 +135,13 @@ class LocalBackend:
         return upload
 
     async def stat(self, key: str) -> Stat:
-        with storage_errors("looking for", check_key(key)):
+        with self._tree.errors("looking for", check_key(key)):
             return await run_blocking(self._small, self._stat, key)
 
     async def list(self, prefix: str) -> Listing:
         if prefix:
             check_key(prefix)
-        with storage_errors("listing", prefix):
+        with self._tree.errors("listing", prefix):
             return await run_blocking(self._small, self._list, prefix)
 
     async def delete(self, keys: Sequence[str]) -> None:
@@ -150,7 +150,7 @@ class LocalBackend:
         await run_blocking(self._small, self._delete, tuple(keys))
 
     async def space(self) -> Space:
-        with storage_errors("asking for the free space of", self._root):
+        with self._tree.errors("asking for the free space of", ""):
             return await run_blocking(self._small, self._space)
 
     async def close(self) -> None:
@@ -190,8 +190,10 @@ class LocalBackend:
                 return work()
             except FileNotFoundError:
                 self._tree.forget()
+        if not self._tree.has_root():
+            raise StorageError(f"{self._root}: this folder cannot be made; name another one", key=key)
         raise StorageError(
-            f"{key!r}: its folder was removed {_ATTEMPTS} times while it was written; "
+            f"{self._root}: the folder of {key!r} was removed {_ATTEMPTS} times while it was written; "
             "stop the program that cleans up there",
             key=key,
             retryable=True,
@@ -279,6 +281,7 @@ class LocalBackend:
             self._tree.refuse_links(prefix)
             names = self._files.listdir(self._tree.path(prefix))
         except (FileNotFoundError, NotADirectoryError):
+            self._tree.check_root()  # what is below a file is no empty place
             return Listing((), ())
         objects: list[Stat] = []
         folders: list[str] = []
@@ -304,10 +307,10 @@ class LocalBackend:
     def _delete(self, keys: tuple[str, ...]) -> None:
         emptied: dict[str, None] = {}
         for key in keys:
-            with storage_errors("deleting", key):
+            with self._tree.errors("deleting", key):
                 emptied[self._delete_one(key)] = None
         for folder in emptied:
-            with storage_errors("removing the folder", folder):
+            with self._tree.errors("removing the folder", folder):
                 self._tree.prune(folder)
 
     def _delete_one(self, key: str) -> str:
@@ -327,14 +330,10 @@ class LocalBackend:
         return folder
 
     def _space(self) -> Space:
-        path = self._root
-        while True:
-            try:
-                found = self._files.statvfs(path)
-            except FileNotFoundError:
-                path = os.path.dirname(path)
-            else:
-                return Space(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
+        found = self._tree.space()
+        if not found.f_blocks:  # /proc and the like: no size is not "full"
+            return Space(None, None)
+        return Space(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
 
     def _count_read(self, cached_bytes: int, direct_bytes: int) -> None:
         self._cached_read_bytes += cached_bytes

@@ -23,7 +23,7 @@ import anyio
 import numpy as np
 
 from aiockpt.backends.local_handle import PAGE_BYTES, DirectMode, Handle
-from aiockpt.backends.local_tree import Tree, link_error, split_key, storage_errors
+from aiockpt.backends.local_tree import Tree, link_error, split_key
 from aiockpt.errors import StorageError, UsageError
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.memory import map_pages
@@ -144,12 +144,12 @@ class LocalReader:
             raise UsageError(f"{self._key!r}: there is no byte {offset}")
         if offset + buffers.left_bytes > self._size:
             raise self._ends(self._size)
-        with self._handle.use(), storage_errors("reading", self._key):
+        with self._handle.use(), self._tree.errors("reading", self._key):
             cached, uncached = await run_blocking(self._limiter, self._fill, offset, buffers, seen)
         self._count_read(cached, uncached)
 
     async def close(self) -> None:
-        with anyio.CancelScope(shield=True), storage_errors("closing", self._key):
+        with anyio.CancelScope(shield=True), self._tree.errors("closing", self._key):
             if not await self._handle.retire():
                 return
             self._bounces.readers -= 1

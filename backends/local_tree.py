@@ -4,6 +4,7 @@ Guarantees:
 
 - A folder that `Tree.ensure` returned for is durable up to the root: each name on the way was flushed in its parent.
 - No key leads through a symbolic link: each part below the root is looked at before it is used.
+- What is wrong with the root itself is said of the root, by its path, and not of the first object below it.
 - Removing a folder makes every "known to be durable" void first (`_era`), so a folder that is removed and made again
   while somebody writes into it is flushed again. This holds within a process; another process that removes *empty*
   folders is noticed when their names are gone, and attempts never share folders (FORMAT §2).
@@ -24,18 +25,12 @@ LEFTOVER_PREFIX = ".tmp-"
 """Names of files that are not objects yet. A crash may leave them; they are never listed and go with their folder."""
 
 _STAYS = {errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY, errno.EACCES, errno.EPERM, errno.ENOTDIR}
+_ADVICE = {
+    errno.EACCES: "give this user the right, or name another folder",
+    errno.EPERM: "give this user the right, or name another folder",
+    errno.EROFS: "mount it for writing, or name another folder",
+}
 _UNFLUSHABLE = {errno.EACCES, errno.EPERM, errno.EINVAL, errno.EROFS, errno.EBADF}
-
-
-@contextmanager
-def storage_errors(doing: str, key: str) -> Iterator[None]:
-    """Turn the ``OSError`` of a system call into ours, said to have come up while *doing* something to *key*."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        raise from_os_error(error, doing, key) from error
 
 
 def split_key(key: str) -> tuple[str, str]:
@@ -53,6 +48,20 @@ class Tree:
         self._era = object()
         self._durable: dict[str, object] = {}  # folder -> the era in which its name was flushed
         self._ancestors_flushed = False
+
+    @contextmanager
+    def errors(self, doing: str, key: str) -> Iterator[None]:
+        """Turn the ``OSError`` of a system call into ours, said to have come up while *doing* something to *key*."""
+        try:
+            yield
+        except StorageError:
+            raise
+        except OSError as error:
+            advised = error
+            if (advice := _ADVICE.get(error.errno or 0)) is not None:
+                advised = OSError(error.errno, f"{error.strerror}; {advice}")
+            where = (f"{self.root}: {doing}", key) if key else (doing, self.root)
+            raise from_os_error(advised, *where) from error
 
     def path(self, key: str) -> str:
         """Return the absolute path of *key*; "" is the root."""
@@ -86,6 +95,39 @@ class Tree:
         for ancestor in missing:  # also when another made it: it may not have flushed it yet
             self.flush(split_key(ancestor)[0])
             self._durable[ancestor] = era
+
+    def check_root(self) -> None:
+        """Check that the root is a directory, or can become one: whatever there is on the way to it is a directory.
+
+        Raises:
+            StorageError: something else is in its place; it is named.
+        """
+        path, mode, _ = self._lowest_there()
+        if stat.S_ISDIR(mode):
+            return
+        what = "a file"
+        if stat.S_ISLNK(mode):
+            try:
+                self._files.listdir(path)
+            except FileNotFoundError:
+                what = "a link to nothing"
+            except NotADirectoryError:
+                what = "a link to a file"
+            else:
+                return
+        where = self.root if path == self.root else f"{self.root}: {path}"
+        raise StorageError(
+            f"{where} is {what}, and checkpoints are kept in a folder; name another one, or move it away"
+        )
+
+    def has_root(self) -> bool:
+        """Return whether the root is there."""
+        return self._look(self.root) is not None
+
+    def space(self) -> os.statvfs_result:
+        """Ask for the space of the file system that the root is on, or will be."""
+        self.check_root()
+        return self._files.statvfs(self._lowest_there()[0])
 
     def forget(self) -> None:
         """Take no folder for durable any more: one of them was, or is about to be, removed."""
@@ -128,17 +170,31 @@ class Tree:
 
     def _ensure_root(self) -> None:
         """Create the root and what is missing above it; flush the names on the way to it."""
-        missing = []
-        path = self.root
-        while not self._exists(path):
-            missing.append(path)
-            path = os.path.dirname(path)
+        self.check_root()
+        path, _, missing = self._lowest_there()
         for made in reversed(missing):
             self._make(made)
             self._flush_path(os.path.dirname(made))
         if not self._ancestors_flushed:
             self._flush_ancestors(path)
             self._ancestors_flushed = True
+
+    def _lowest_there(self) -> tuple[str, int, list[str]]:
+        """Return the path nearest to the root, itself included, that is there; its mode; and those below it that are not.
+
+        Raises:
+            StorageError: nothing is there, not even "/": the file system does not tell the truth.
+        """
+        missing: list[str] = []
+        path = self.root
+        while (found := self._look(path)) is None:
+            if path == os.path.dirname(path):
+                raise StorageError(
+                    f"{self.root}: the file system says that not even {path!r} is there; look at its mount"
+                )
+            missing.append(path)
+            path = os.path.dirname(path)
+        return path, found.st_mode, missing
 
     def _flush_ancestors(self, path: str) -> None:
         """Flush the names above *path*, which others made, perhaps just now, as far as we may and on its file system.
@@ -154,12 +210,12 @@ class Tree:
                     raise
             path = parent
 
-    def _exists(self, path: str) -> bool:
+    def _look(self, path: str) -> os.stat_result | None:
+        """Return what is at *path*, or None."""
         try:
-            self._files.lstat(path)
-        except FileNotFoundError:
-            return False
-        return True
+            return self._files.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
 
     def _make(self, path: str) -> None:
         with suppress(FileExistsError):
@@ -169,6 +225,8 @@ class Tree:
         fd = self._files.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             self._files.fsync(fd)
+        except FileNotFoundError as error:  # of an open folder: a failed flush, and not "somebody removed it"
+            raise OSError(errno.EIO, f"flushing {path!r} failed ({error.strerror})") from error
         finally:
             self._files.close(fd)
 

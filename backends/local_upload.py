@@ -21,7 +21,7 @@ import anyio
 import numpy as np
 
 from aiockpt.backends.local_handle import PAGE_BYTES, DirectMode, Handle
-from aiockpt.backends.local_tree import Tree, split_key, storage_errors
+from aiockpt.backends.local_tree import Tree, split_key
 from aiockpt.errors import StorageError, UsageError
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.world import Files
@@ -77,7 +77,7 @@ class LocalUpload:
         size = sum(run.nbytes for run in runs)
         if offset < 0 or offset + size > self._size:
             raise UsageError(f"{self._key!r}: bytes {offset}..{offset + size} are not within its {self._size}")
-        with self._handle.use(), storage_errors("writing", self._key):
+        with self._handle.use(), self._tree.errors("writing", self._key):
             await run_blocking(self._limiter, self._write_all, offset, runs, seen)
         self._written_bytes += size
 
@@ -87,7 +87,7 @@ class LocalUpload:
         if not await self._handle.retire():
             raise UsageError(f"{self._key!r} was finished or aborted before")
         try:
-            with storage_errors("flushing", self._key):
+            with self._tree.errors("flushing", self._key):
                 await run_blocking(self._limiter, self._flush_and_close)
         except BaseException:
             await self._discard()
@@ -100,7 +100,7 @@ class LocalUpload:
 
     async def _discard(self) -> None:
         """Close and remove, also when cancelled. A write-back error here concerns bytes that nobody wants."""
-        with anyio.CancelScope(shield=True), suppress(StorageError), storage_errors("removing", self._key):
+        with anyio.CancelScope(shield=True), suppress(StorageError), self._tree.errors("removing", self._key):
             await run_blocking(self._limiter, self._close_and_remove)
 
     def _reserve(self) -> None:

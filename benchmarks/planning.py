@@ -22,9 +22,10 @@ from typing import TypeVar
 
 import msgspec
 
-from aiockpt.format.checksum import BLOCK_BYTES
+from aiockpt.format.checksum import ALGORITHM, BLOCK_BYTES
 from aiockpt.format.manifest import FileEntry, Receipt, decode_manifest, encode_manifest, encode_receipt
 from aiockpt.format.merge import merge_receipts
+from aiockpt.format.names import data_path
 from aiockpt.format.validate import MAX_PIECES, check_manifest
 from aiockpt.planning.load import Wanted, plan_load
 from aiockpt.planning.save import SavePlan, plan_save
@@ -105,7 +106,7 @@ def measure(sharding: str, ranks: int, tensors: int) -> Row:
     ]
     _, rank_plan_s = timed(lambda: _plan(state))
     _, warm_s = timed(lambda: digest_structure(whole, {}))
-    receipts = [_receipt(_plan(_take(holdings[rank], parts[rank])), rank, ranks) for rank in range(ranks)]
+    receipts = [planned_receipt(_plan(_take(holdings[rank], parts[rank])), rank, ranks) for rank in range(ranks)]
     manifest, merge_s = timed(lambda: merge_receipts(receipts, writer="benchmark", write_id="w", created_ns=0))
     document, encode_s = timed(lambda: encode_manifest(manifest))
     pieces = sum(len(entry.pieces) for entry in manifest.tensors.values())
@@ -153,16 +154,17 @@ def _plan(state: ShardedState) -> SavePlan:
     return plan_save(state, slab_bytes=SLAB_BYTES, file_bytes=FILE_BYTES)
 
 
-def _receipt(plan: SavePlan, rank: int, world_size: int) -> Receipt:
+def planned_receipt(plan: SavePlan, rank: int, world_size: int, block_bytes: int = BLOCK_BYTES) -> Receipt:
+    """Return the vote of a rank that wrote what *plan* says; the checksums are zeros."""
     attempt = "0" * 12
     files = tuple(
         FileEntry.of(
-            f"a-{attempt}/d/r{rank:05d}-{number:04d}.safetensors",
+            data_path(attempt, rank, number),
             size=file.size,
             rank=rank,
-            algo="xxh3_64",
-            block=BLOCK_BYTES,
-            sums=bytes(8 * -(-file.size // BLOCK_BYTES)),
+            algo=ALGORITHM,
+            block=block_bytes,
+            sums=bytes(8 * -(-file.size // block_bytes)),
         )
         for number, file in enumerate(plan.files)
     )

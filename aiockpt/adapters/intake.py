@@ -7,16 +7,16 @@ fills the tensors of `LoadTarget.wanted`.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-import msgspec
 import torch
 
-from aiockpt.adapters.fit import fits, misfit, new_tensor
+from aiockpt.adapters.fit import fits, misfit, new_tensor, value_misfit
 from aiockpt.adapters.held import FlatRange
 from aiockpt.adapters.leaves import LeafReader, LeafWriter
+from aiockpt.adapters.rename import Rename, Renaming
+from aiockpt.adapters.stored import Found, Stored, find_flat, find_node
 from aiockpt.adapters.tensors import hold, is_spread, memory_key, shards_of
 from aiockpt.errors import StateMismatchError, UsageError
 from aiockpt.format.dtypes import torch_name
@@ -24,35 +24,6 @@ from aiockpt.format.names import join_name, prefixes, split_name
 from aiockpt.state.codecs import CodecRegistry
 from aiockpt.state.shards import TensorShard
 from aiockpt.state.tree import TAG, Decoder, Encoder, Node, Path, damaged
-
-Rename = Callable[[str], str] | Mapping[str, str]
-_OF_A_RANK = re.compile(r"@rank\d+\Z")
-
-
-class Stored(msgspec.Struct, frozen=True):
-    """What a checkpoint offers to one rank.
-
-    Attributes:
-        tensors: name → (dtype code, global shape).
-        alias: other names of a tensor → its name.
-        values, per_rank: the trees of `ShardedState`; *per_rank* is this rank's own, None when it has none.
-        where: what to call the checkpoint in messages.
-        step: of the checkpoint.
-        rank, world_size: this rank, out of how many that load.
-        every_rank: the *per_rank* trees of all ranks that saved, by rank in decimal; needed where their number changed.
-        saved_world_size: how many ranks saved.
-    """
-
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
-    alias: Mapping[str, str]
-    values: Any
-    per_rank: Any = None
-    where: str = "the checkpoint"
-    step: int = 0
-    rank: int = 0
-    world_size: int = 1
-    every_rank: Mapping[str, Any] = {}
-    saved_world_size: int = 1
 
 
 class LoadTarget:
@@ -114,7 +85,7 @@ class Intake:
         self._stored = stored
         self._only = None if only is None else {split_name(name): name for name in only}
         self._met: set[str] = set()
-        self._rename = _renaming(rename)
+        self._rename = Renaming(rename)
         self._codecs = codecs
         self._wanted: list[TensorShard] = []
         self._filled: dict[Hashable, tuple[str, str]] = {}
@@ -131,10 +102,12 @@ class Intake:
 
     def stored_name(self, path: Path) -> str:
         """Return what the leaf at *path* of the state is called in the checkpoint."""
+        self._rename.meet(path)
         return self._rename(join_name(path))
 
     def selects(self, path: Path) -> bool:
         """Return whether ``only`` lets the leaf at *path* be loaded."""
+        self._rename.meet(path)
         if self._only is None:
             return True
         hits = [name for parts, name in self._only.items() if path[: len(parts)] == parts]
@@ -174,28 +147,29 @@ class Intake:
 
     # ---------------------------------------------------------------- values
 
-    def find(self, path: Path) -> Node | None:
+    def find(self, path: Path) -> Found | None:
         """Return the node of the leaf at *path*, or None when the checkpoint has none."""
         return find_node(self._stored.values, split_name(self.stored_name(path)))
 
-    def find_own(self, path: Path) -> Node | None:
+    def find_own(self, path: Path) -> Found | None:
         """Return the node of this rank's own value at *path*, or None."""
-        own = self._stored.per_rank
-        name = self.stored_name(path)
-        return _Some(own[name]) if isinstance(own, Mapping) and name in own else None
+        return find_flat(self._stored.per_rank, self.stored_name(path))
 
-    def find_of_another(self, path: Path) -> Node | None:
+    def find_of_another(self, path: Path) -> Found | None:
         """Return the node at *path* of the saved rank that a rank without one derives its own from, or None."""
         ranks = max(self._stored.saved_world_size, 1)
-        tree = self._stored.every_rank.get(str(self.rank % ranks))
-        name = self.stored_name(path)
-        return _Some(tree[name]) if isinstance(tree, Mapping) and name in tree else None
+        return find_flat(self._stored.every_rank.get(str(self.rank % ranks)), self.stored_name(path))
 
     def find_tagged(self, path: Path, kind: str) -> dict[str, Any] | None:
         """Return the tagged object of *kind* at *path*, or None."""
         found = self.find(path)
         node = None if found is None else found.node
         return node if type(node) is dict and node.get(TAG) == kind else None
+
+    def misfit(self, path: Path, value: Any, node: Node) -> str | None:
+        """Return in words why the plain *value* at *path* cannot be set from *node*, or None."""
+        own = Encoder(self._codecs, LeafWriter(lambda place, tensor: "")).encode(value, path)
+        return value_misfit(own, node)
 
     def value(self, path: Path, node: Node, template: Any = None, *, fresh: bool = False) -> Callable[[], Any]:
         """Check a node and ask for its tensors; return what decodes it once they are filled.
@@ -257,7 +231,7 @@ class Intake:
     def _obtain(
         self, path: Path, name: str, live: Any, like: torch.Tensor | torch.device, flat: FlatRange | None = None
     ) -> torch.Tensor:
-        facts = self._stored.tensors.get(self._stored.alias.get(name, name))
+        facts = self._stored.facts(name)
         if facts is None:
             raise damaged(path, f"refers to the tensor {name!r}, which is not there")
         dtype, shape = getattr(torch, torch_name(facts[0])), facts[1]
@@ -270,11 +244,11 @@ class Intake:
 
     def _enter(self, path: Path, name: str, tensor: torch.Tensor, flat: FlatRange | None = None) -> bool:
         state_name = join_name(path)
-        stored_as = self._stored.alias.get(name, name)
-        facts = self._stored.tensors.get(stored_as)
+        facts = self._stored.facts(name)
         if facts is None:
-            self.miss(path)
+            self._miss_tensor(path)
             return False
+        stored_as = self._stored.alias.get(name, name)
         self._used.add(name)
         held = hold(tensor, path, flat)
         problem = misfit(tensor.dtype, held, *facts)
@@ -293,6 +267,14 @@ class Intake:
         self._wanted += shards_of(stored_as, facts[0], held)
         return True
 
+    def _miss_tensor(self, path: Path) -> None:
+        """Note that the checkpoint has no such tensor, and perhaps a value in its place."""
+        found = self.find(path)
+        if found is None or (what := value_misfit({TAG: "tensor"}, found.node)) is None:
+            self.miss(path)
+        else:
+            self.mismatch(path, what)
+
     def rewrites(self, path: Path) -> None:
         """Note that the leaf at *path* will have another value."""
         self._written.add(join_name(path))
@@ -303,11 +285,16 @@ class Intake:
         """Say that whatever the checkpoint has below *path* belongs into the state, so that a rest is a difference."""
         self._claimed.add(self.stored_name(path))
 
-    def miss(self, path: Path, reason: str = "in the state but not in the checkpoint") -> None:
+    def miss(self, path: Path, reason: str | None = None) -> None:
         """Note that the checkpoint does not have the leaf at *path*."""
-        if self.selects(path):
-            self._missing.append(join_name(path))
-            self.problem(f"{join_name(path)}: {reason}")
+        if not self.selects(path):
+            return
+        name, stored_as = join_name(path), self.stored_name(path)
+        if reason is None:
+            asked = "" if stored_as == name else f" (asked for as {stored_as!r}, because of map=)"
+            reason = f"in the state but not in the checkpoint{asked}"
+        self._missing.append(name)
+        self.problem(f"{name}: {reason}")
 
     def pass_over(self, path: Path) -> None:
         """Say that what the checkpoint has below *path* is known, and not all of it wanted: the rest is no difference."""
@@ -333,12 +320,12 @@ class Intake:
 
         Raises:
             StateMismatchError: something differs, and strict.
-            UsageError: ``only`` names nothing of the state.
+            UsageError: ``only`` names nothing of the state, or an entry of the mapping renames nothing.
         """
-        nothing = sorted(set((self._only or {}).values()) - self._met)
-        if nothing:
-            raise UsageError(f"only={nothing} names nothing in the state; give keys of it, or prefixes of its names")
-        unexpected = [name for name in self._unused() if self._in_scope(name)]
+        self._refuse_idle_arguments()
+        unexpected = [
+            name for name in self._stored.unused(self._used, self._claimed, self._passed_over) if self._in_scope(name)
+        ]
         claimed = [name for name in unexpected if any(prefix in self._claimed for prefix in prefixes(name))]
         if self._judge_unexpected:
             for name in claimed:
@@ -354,15 +341,13 @@ class Intake:
         scope = {self._rename(prefix) for prefix in (self._only or {}).values()}
         return self._only is None or any(prefix in scope for prefix in prefixes(name))
 
-    def _unused(self) -> Iterator[str]:
-        """Yield the names of the checkpoint that nothing asked for; a part of which nothing was asked for, once."""
-        met = {prefix for name in self._used | self._claimed | self._passed_over for prefix in prefixes(name)}
-        roots = set(_unmet_values(self._stored.values, (), met))
-        yield from sorted(roots)
-        known = roots | self._passed_over
-        for name in sorted({*self._stored.tensors, *self._stored.alias} - self._used):
-            if not _OF_A_RANK.search(name) and not any(prefix in known for prefix in prefixes(name)):
-                yield name
+    def _refuse_idle_arguments(self) -> None:
+        nothing = sorted(set((self._only or {}).values()) - self._met)
+        if nothing:
+            raise UsageError(f"only={nothing} names nothing in the state; give keys of it, or prefixes of its names")
+        idle = list(self._rename.idle_entries(self._stored.names(), state_is_whole=self._judge_unexpected))
+        if idle:
+            raise UsageError(f"{self._stored.where}: {'; '.join(idle)}")
 
 
 def _tensors_in(value: Any, path: Path, codecs: CodecRegistry) -> dict[Path, torch.Tensor]:
@@ -375,43 +360,6 @@ def _tensors_in(value: Any, path: Path, codecs: CodecRegistry) -> dict[Path, tor
 
     Encoder(codecs, LeafWriter(put)).encode(value, path)
     return found
-
-
-class _Some(msgspec.Struct, frozen=True):
-    """A node that was found; it may be null."""
-
-    node: Node
-
-
-def find_node(tree: Node, parts: Path) -> _Some | None:
-    """Return the node at a path of a tree of containers, or None."""
-    for part in parts:
-        if type(tree) is not dict:
-            return None
-        children = tree if TAG not in tree else dict(tree["items"]) if tree[TAG] == "dict" else {}
-        if part not in children:
-            return None
-        tree = children[part]
-    return _Some(tree)
-
-
-def _unmet_values(node: Node, path: Path, met: set[str]) -> Iterator[str]:
-    if path and join_name(path) not in met:
-        yield join_name(path)
-    elif type(node) is dict and TAG not in node:
-        for key, child in node.items():
-            yield from _unmet_values(child, (*path, key), met)
-
-
-def _renaming(rename: Rename | None) -> Callable[[str], str]:
-    """Return the function from names in the state to names in the checkpoint; a mapping renames by longest prefix."""
-    if rename is None:
-        return lambda name: name
-    if callable(rename):
-        return rename
-    return lambda name: next(
-        (rename[prefix] + name[len(prefix) :] for prefix in prefixes(name) if prefix in rename), name
-    )
 
 
 def _local_device(kind: str) -> torch.device:

@@ -22,7 +22,7 @@ import torch
 
 from aiockpt.adapters.held import FlatRange
 from aiockpt.adapters.index import Index
-from aiockpt.adapters.intake import LoadTarget, Stored
+from aiockpt.adapters.intake import LoadTarget
 from aiockpt.adapters.kinds import Stateful, kind_of
 from aiockpt.adapters.leaves import write_tensor
 from aiockpt.adapters.loader import Loader
@@ -30,6 +30,7 @@ from aiockpt.adapters.module import ModulePart
 from aiockpt.adapters.optimizer import OptimizerPart
 from aiockpt.adapters.rng import RNG, PerRank, per_rank
 from aiockpt.adapters.run import Run, Stale
+from aiockpt.adapters.stored import Stored
 from aiockpt.adapters.target import open_target, read_tree
 from aiockpt.adapters.tensors import Leaf, describe, tensor_name
 from aiockpt.adapters.watch import Watch

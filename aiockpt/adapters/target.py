@@ -9,13 +9,15 @@ import msgspec
 import numpy as np
 
 from aiockpt.adapters.index import Index
-from aiockpt.adapters.intake import Intake, LoadTarget, Rename, Stored
+from aiockpt.adapters.intake import Intake, LoadTarget
 from aiockpt.adapters.kinds import kind_of, reads_data
 from aiockpt.adapters.leaves import read_plain_leaf
 from aiockpt.adapters.loader import Loader
 from aiockpt.adapters.module import load_module
 from aiockpt.adapters.optimizer_target import load_optimizer, read_node
+from aiockpt.adapters.rename import Rename
 from aiockpt.adapters.rng import RNG, PerRank, derive_state
+from aiockpt.adapters.stored import Stored
 from aiockpt.adapters.tensors import may_spread
 from aiockpt.errors import UsageError
 from aiockpt.format.names import join_name
@@ -88,15 +90,22 @@ def _load_container(mapping: Mapping[str, Any], path: Path, index: Index, intake
 
 
 def _load_stateful(value: Any, path: Path, intake: Intake) -> None:
-    if not intake.selects_whole(path, "it has its own load_state_dict()"):
-        return
-    node = intake.find_tagged(path, "stateful")
+    node = _find_object(path, "stateful", "it has its own load_state_dict()", intake)
     if node is None:
-        intake.miss(path)
         return
     template = value.state_dict() if may_spread() else None
     state = intake.value(path, node.get("value"), template, fresh=True)
     intake.later(lambda: value.load_state_dict(state()))
+
+
+def _find_object(path: Path, kind: str, why_whole: str, intake: Intake) -> dict[str, Any] | None:
+    """Return the node of an object of *kind* that is to be loaded; None, and a note, where there is none."""
+    if not intake.selects_whole(path, why_whole):
+        return None
+    node = intake.find_tagged(path, kind)
+    if node is None:
+        intake.miss(path)
+    return node
 
 
 def _load_own(value: Any, path: Path, intake: Intake) -> None:
@@ -113,14 +122,26 @@ def _load_own(value: Any, path: Path, intake: Intake) -> None:
     if found is None and isinstance(holder, RNG) and _derive_random(holder, path, intake):
         return
     if found is None:
-        intake.miss(path, "this rank has none in the checkpoint")
+        intake.miss(path, _why_none(path, intake))
         return
     if kind_of(holder) in ("stateful", "per_rank"):
         state = intake.value(path, found.node)
         intake.later(lambda: holder.load_state_dict(state()), last=isinstance(holder, RNG))
+    elif (misfit := intake.misfit(path, holder, found.node)) is not None:
+        intake.mismatch(path, misfit)
     else:
         own = intake.value(path, found.node, holder)
         intake.later(lambda: setattr(value, "value", own()))
+
+
+def _why_none(path: Path, intake: Intake) -> str | None:
+    """Say why the checkpoint has nothing for this rank at *path* and what can be done; None where it has for no rank."""
+    if intake.find(path) is None:
+        return None
+    if intake.find_tagged(path, "per_rank") is None:
+        return "one value for all ranks in the checkpoint; load it without aiockpt.per_rank(...)"
+    changed = f" ({intake.world_changed})" if intake.world_changed else ""
+    return f"this rank has none in the checkpoint{changed}; strict=False keeps what is here, only= leaves it out"
 
 
 def _derive_random(rng: RNG, path: Path, intake: Intake) -> bool:
@@ -134,11 +155,8 @@ def _derive_random(rng: RNG, path: Path, intake: Intake) -> bool:
 
 
 def _load_loader(loader: Loader[Any], path: Path, intake: Intake) -> None:
-    if not intake.selects_whole(path, "a loader goes on as a whole"):
-        return
-    node = intake.find_tagged(path, "loader")
+    node = _find_object(path, "loader", "a loader goes on as a whole", intake)
     if node is None:
-        intake.miss(path)
         return
     try:
         form, size, readers, shared = (
@@ -171,6 +189,8 @@ def _load_value(mapping: Mapping[str, Any], key: str, path: Path, intake: Intake
         intake.miss(path)
     elif not isinstance(mapping, MutableMapping):
         raise UsageError(f"{'.'.join(map(str, path))}: a {type(mapping)!r} cannot be filled; give a dict")
+    elif (misfit := intake.misfit(path, mapping[key], found.node)) is not None:
+        intake.mismatch(path, misfit)
     else:
         value = intake.value(path, found.node, mapping[key])
         intake.later(lambda: _set(mapping, key, value))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from rich.markup import escape
 from rich.text import Text
 
-from aiockpt.adapters.intake import Stored
+from aiockpt.adapters.stored import Stored
 from aiockpt.cli.show import ago, columns, count, moment, natural_order, out, say, size, title
 from aiockpt.cli.values import read_values, shorten
 from aiockpt.engine.keep import Description, TensorInfo

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from aiockpt.format.names import parse_step
+
 
 class Saved(Protocol):
     """What is asked of a step: who saved it, and what that run had loaded."""
@@ -20,8 +22,9 @@ class Saved(Protocol):
 def find_predecessors(steps: Sequence[Saved]) -> dict[str, str | None]:
     """Return for each step the one it continues: the one before it of its run, or the one that the run had loaded.
 
-    A run that loads again goes on from there. None where a step began from nothing, or where what it began from was
-    deleted, or saved anew since.
+    A run that loads again goes on from there. Where what it had loaded was deleted or saved anew since, the step that was
+    saved last before it and has a lower number stands in for it: retention takes steps out of a line, and it is a line
+    still. None where a step began from nothing, or where nothing can stand in.
 
     Args:
         steps: the newest first.
@@ -32,10 +35,23 @@ def find_predecessors(steps: Sequence[Saved]) -> dict[str, str | None]:
         mate = newest_of_run.get(step.run)
         if mate is not None and mate.parent == step.parent:
             predecessors[step.id] = mate.id
+        elif step.parent in predecessors:
+            predecessors[step.id] = step.parent
         else:
-            predecessors[step.id] = step.parent if step.parent in predecessors else None
+            predecessors[step.id] = _find_stand_in(step.parent, predecessors)
         newest_of_run[step.run] = step
     return predecessors
+
+
+def _find_stand_in(parent: str | None, older: Mapping[str, object]) -> str | None:
+    """Return the last of the *older* steps, in the order they were saved, with a lower number than *parent* had."""
+    limit = None if parent is None else parse_step(parent)
+    if limit is None:
+        return None
+    numbers = {step_id: parse_step(step_id) for step_id in older}
+    return next(
+        (step_id for step_id in reversed(numbers) if (number := numbers[step_id]) is not None and number < limit), None
+    )
 
 
 def find_current(steps: Sequence[Saved], predecessors: Mapping[str, str | None]) -> set[str]:

@@ -15,12 +15,18 @@ from aiockpt.pipeline.steps import StepInfo
 METRICS_SHOWN = 3
 
 
-def show_survey(root: str, found: Survey) -> None:
-    """Print the steps below *root*, then what is wrong or unfinished there."""
+def show_survey(root: str, found: Survey, roots_below: Sequence[str] = ()) -> None:
+    """Print the steps below *root*, then what is wrong or unfinished there.
+
+    Args:
+        roots_below: folders in *root* that hold steps, where it has none itself.
+    """
     if found.steps:
         _show_steps(root, found.steps)
     else:
         say(f"{escape(root)} holds no checkpoint yet.")
+        for below in roots_below:
+            say(f"Did you mean [bold]aiockpt ls {escape(below)}[/]?")
     for step in found.steps:
         if step.problem:
             say(f"[red]✗ step {step.step}:[/] {escape(step.problem)}")
@@ -53,7 +59,7 @@ def _show_steps(root: str, steps: Sequence[StepInfo]) -> None:
     for step, line in zip(steps, lines, strict=True):
         values = [_metric(step.metrics, name) for name in shown]
         label = Text(str(step.step), "bold" if step.id in current else "")
-        state = _state(step, predecessors[step.id])
+        state = _state(step, lost_its_parent=predecessors[step.id] is None and step is not steps[-1])
         table.add_row(
             Text(line, "green" if step.id in current else "dim"),
             label,
@@ -74,7 +80,7 @@ def _metric(metrics: Mapping[str, float | None], name: str) -> str:
     return "nan" if value is None else f"{value:.5g}"
 
 
-def _state(step: StepInfo, predecessor: str | None) -> Text:
+def _state(step: StepInfo, *, lost_its_parent: bool) -> Text:
     if step.problem:
         state = Text("damaged", "bold red")
     elif step.verified:
@@ -83,8 +89,8 @@ def _state(step: StepInfo, predecessor: str | None) -> Text:
         state = Text("committed")
     if step.newest_generation > 1:
         state.append(f", generation {step.generation}", "dim")
-    if step.parent is not None and predecessor is None:
-        state.append(f", from {step.parent} (gone)", "dim")
+    if step.parent is not None and lost_its_parent:
+        state.append(f", went on from {step.parent}, deleted or saved anew since", "dim")
     return state
 
 

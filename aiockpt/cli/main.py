@@ -16,7 +16,8 @@ import anyio
 import typer
 
 from aiockpt.cli import show
-from aiockpt.errors import CheckpointError, StepNotFoundError, StorageError, UsageError
+from aiockpt.errors import CheckpointError, StepNotFoundError, StorageAccessError, StorageError, UsageError
+from aiockpt.format.names import parse_step
 
 if TYPE_CHECKING:
     from aiockpt.checkpointer import Checkpointer
@@ -31,6 +32,7 @@ app = typer.Typer(
     help="Look into checkpoints, check them, tidy them.",
     epilog="Exit status: 0 all right · 1 damaged, or different · 2 the call was wrong · 3 the storage failed",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -54,8 +56,23 @@ def common(version: Version = False) -> None:
     """Look into checkpoints, check them, tidy them."""
 
 
+def _step_number(text: str | int) -> int:
+    """Return the step that *text* names: its number, or the name of its folder."""
+    number = parse_step(str(text))
+    if number is None and str(text).isdecimal():
+        number = int(text)
+    if number is None:
+        raise typer.BadParameter(f"{text!r} is no step: give its number, such as 1000, or its folder, step-00001000")
+    return number
+
+
 Root = Annotated[str, typer.Argument(help="Where the checkpoints are: a folder, or a URL.", show_default=False)]
-Step = Annotated[int | None, typer.Argument(help="A step; the newest when left out.", show_default=False)]
+Step = Annotated[
+    int | None,
+    typer.Argument(
+        help="A step: 1000, or step-00001000; the newest when left out.", parser=_step_number, metavar="step"
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Everything = Annotated[bool, typer.Option("--all", "-a", help="Fold and cut nothing.")]
 
@@ -64,11 +81,12 @@ Everything = Annotated[bool, typer.Option("--all", "-a", help="Fold and cut noth
 def list_steps(root: Root, as_json: Json = False) -> None:
     """List the steps, the newest first, and what descends from what; damaged and unfinished ones too."""
     from aiockpt.cli.listing import show_survey
-    from aiockpt.cli.place import open_place
+    from aiockpt.cli.place import open_place, roots_below
     from aiockpt.cli.survey import survey
 
-    found = anyio.run(survey, open_place(root))
-    show.json_or(as_json, found, lambda: show_survey(root, found))
+    backend = open_place(root)
+    found = anyio.run(survey, backend)
+    show.json_or(as_json, found, lambda: show_survey(root, found, () if found.steps else roots_below(backend)))
 
 
 @app.command("inspect")
@@ -90,7 +108,9 @@ def inspect(
     with _open(root) as ckpt:
         seen = ckpt.describe(entry.step).result()
     if seen.per_rank and str(rank) not in seen.per_rank:
-        raise UsageError(f"--rank {rank}: step {seen.info.step} was saved by {seen.info.world_size} rank(s), from 0")
+        raise UsageError(
+            f"--rank {rank}: step {seen.info.step} was saved by {show.count(seen.info.world_size, 'rank')}, from 0"
+        )
     show.json_or(as_json, seen, lambda: show_description(root, seen, str(rank), depth, everything))
 
 
@@ -142,8 +162,8 @@ def _verify_one(ckpt: Checkpointer, step: int, quiet: bool) -> Check:
 @app.command("diff")
 def diff(
     root: Root,
-    one: Annotated[int, typer.Argument(help="A step.", show_default=False)],
-    two: Annotated[int, typer.Argument(help="Another step.", show_default=False)],
+    one: Annotated[int, typer.Argument(help="A step, as it was.", parser=_step_number, metavar="before")],
+    two: Annotated[int, typer.Argument(help="Another step, as it is.", parser=_step_number, metavar="after")],
     everything: Everything = False,
     as_json: Json = False,
 ) -> None:
@@ -193,20 +213,18 @@ def prune(
     if last is None and (every or best):
         raise UsageError("--every and --best keep steps besides the newest: give --last N too")
     backend = open_place(root)
+    listed = anyio.run(survey, backend).steps
     if best:
-        check_metric(best, anyio.run(survey, backend).steps)
+        check_metric(best, listed)
     rule = Best(best, count=best_count, mode=mode) if best else None
     rules = Retention(last=last, every=every, best=rule, grace_s=grace_hours * 3600)
     with _open(root) as ckpt:
         found = ckpt.prune(rules, dry_run=True).result()
-        folders = [step.id for step in found.steps]
-        folders += [f"{garbage.step_id}/a-{garbage.attempt}" for garbage in found.garbage]
-        sizes = anyio.run(measure, backend, folders)
+        folders = [f"{garbage.step_id}/a-{garbage.attempt}" for garbage in found.garbage]
+        sizes = {step.id: step.bytes for step in listed} | anyio.run(measure, backend, folders)
         if delete:
             found = ckpt.prune(rules).result()
-    gone = {step.step for step in found.steps}
-    kept = [listed.step for listed in anyio.run(survey, backend).steps if listed.step not in gone]
-    show.json_or(as_json, found, lambda: show_pruned(found, sizes, kept, delete))
+    show.json_or(as_json, found, lambda: show_pruned(found, sizes, delete, ruled=last is not None))
 
 
 @app.command("cp")
@@ -269,11 +287,20 @@ def doctor(
     from aiockpt.cli.progress import bytes_progress
 
     folder = local_folder(root)
-    free_mib = shutil.disk_usage(folder).free >> 20
+    space = shutil.disk_usage(folder)
+    if not space.total:
+        raise UsageError(f"{folder}: a file system that has no size; checkpoints cannot be kept there")
+    free_mib = space.free >> 20
     if size_mib >= free_mib:
         raise UsageError(f"--size {size_mib}: {folder} has {free_mib} MiB free; give less")
-    with bytes_progress("writing and reading", 2 * REPEATS * (size_mib << 20), as_json) as tick:
-        found = examine(folder, size_mib << 20, tick)
+    try:
+        with bytes_progress("writing and reading", 2 * REPEATS * (size_mib << 20), as_json) as tick:
+            found = examine(folder, size_mib << 20, tick)
+    except PermissionError as error:
+        advice = "give this user the right, or name another folder"
+        raise StorageAccessError(
+            f"{folder}: what a commit needs cannot be tried ({error.strerror}); {advice}"
+        ) from error
     show.json_or(as_json, found, lambda: show_diagnosis(found))
     if found.problems:
         raise typer.Exit(STORAGE_FAILED)
@@ -284,11 +311,16 @@ def demo(
     folder: Annotated[
         Path | None, typer.Option("--dir", help="Where to save; a temporary folder when left out.", show_default=False)
     ] = None,
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 120,
+    steps: Annotated[
+        int | None, typer.Option(help="Training steps.  [default: 120; 60 with --elastic]", show_default=False)
+    ] = None,
     every: Annotated[int, typer.Option(help="Save every N steps.")] = 5,
-    keep: Annotated[int, typer.Option(help="Keep the last N checkpoints.")] = 3,
-    asynchronous: Annotated[bool, typer.Option("--async", help="Use the async trainer.")] = False,
-    elastic: Annotated[bool, typer.Option(help="Resume on other ranks: 2, 2, 1 and 4 processes.")] = False,
+    keep: Annotated[
+        int | None,
+        typer.Option(help="Keep the last N checkpoints.  [default: 3; all with --elastic]", show_default=False),
+    ] = None,
+    asynchronous: Annotated[bool, typer.Option("--async", help="Use the async trainer; not with --elastic.")] = False,
+    elastic: Annotated[bool, typer.Option("--elastic", help="Resume on other ranks: 2, 2, 1 and 4 processes.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="No live display.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -296,11 +328,21 @@ def demo(
     if elastic:
         from aiockpt.examples.elastic import run_elastic
 
-        raise typer.Exit(run_elastic(steps=min(steps, 60), every=every, folder=folder, as_json=as_json))
+        if asynchronous or keep is not None:
+            raise UsageError(
+                f"--elastic has no {'--async' if asynchronous else '--keep'}: its trainer is train_elastic.py"
+            )
+        raise typer.Exit(run_elastic(steps=60 if steps is None else steps, every=every, folder=folder, as_json=as_json))
     from aiockpt.examples.demo import DemoOptions, run_demo
 
     options = DemoOptions(
-        steps=steps, every=every, keep=keep, dir=folder, asynchronous=asynchronous, plain=plain, json=as_json
+        steps=120 if steps is None else steps,
+        every=every,
+        keep=3 if keep is None else keep,
+        dir=folder,
+        asynchronous=asynchronous,
+        plain=plain,
+        json=as_json,
     )
     raise typer.Exit(run_demo(options))
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from aiockpt.pipeline.steps import StepInfo
 
 CHANGES_SHOWN = 60
+KEPT_SHOWN = 20
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -97,32 +98,50 @@ def _show_values(found: Sequence[Change]) -> None:
     out.print(table)
 
 
-def show_pruned(found: Pruned, sizes: Mapping[str, int], kept: Sequence[int], deleted: bool) -> None:
-    """Print what retention removed, or would remove.
+def show_pruned(found: Pruned, sizes: Mapping[str, int], deleted: bool, *, ruled: bool) -> None:
+    """Print what retention removed, or would remove, and why the rest stays.
 
     Args:
         sizes: bytes by folder, of steps and of attempts.
-        kept: the steps that stay, the newest first.
+        ruled: whether a rule was given by which steps are deleted.
     """
     table = columns("", "what", "size", "why", right=("size",), folds="why")
     mark = "[red]deleted[/]" if deleted else "[yellow]would delete[/]"
-    for step in found.steps:
-        table.add_row(mark, f"step {step.step}", size(sizes.get(step.id, 0)), step.reason)
+    stays = "[green]kept[/]" if deleted else "[green]stays[/]"
+    gone = []
+    for step in found.kept[:KEPT_SHOWN]:
+        table.add_row(stays, f"step {step.step}", size(sizes.get(step.id, 0)), step.reason)
+    for doomed in found.steps:
+        gone.append(sizes.get(doomed.id, 0))
+        table.add_row(mark, f"step {doomed.step}", size(gone[-1]), doomed.reason)
     for garbage in found.garbage:
         folder = f"{garbage.step_id}/a-{garbage.attempt}"
         why = "nobody committed it" if garbage.generation is None else f"generation {garbage.generation} is replaced"
-        table.add_row(mark, folder, size(sizes.get(folder, 0)), why)
+        gone.append(sizes.get(folder, 0))
+        table.add_row(mark, folder, size(gone[-1]), why)
     for step_id, reason in found.left:
-        table.add_row("left", step_id, "", reason)
+        table.add_row("left", step_id, size(sizes.get(step_id, 0)), reason)
     if table.row_count:
         out.print(table)
-    gone = len(found.steps) + len(found.garbage)
-    shown = ", ".join(map(str, kept[:8])) + (", …" if len(kept) > 8 else "")
-    say(f"{'kept' if deleted else 'stays'}: {count(len(kept), 'step')}{f' ({shown})' if kept else ''}")
-    if not gone:
+    _sum_up(found, sum(gone), deleted, ruled)
+
+
+def _sum_up(found: Pruned, gone_bytes: int, deleted: bool, ruled: bool) -> None:
+    steps = [step.step for step in found.kept]
+    shown = ", ".join(map(str, steps[:8])) + (", …" if len(steps) > 8 else "")
+    more = len(steps) - KEPT_SHOWN
+    hidden = f" [dim]· {more} of them not shown above: --json lists all[/]" if more > 0 else ""
+    say(f"{'kept' if deleted else 'stays'}: {count(len(steps), 'step')}{f' ({shown})' if steps else ''}{hidden}")
+    if not found.steps and not found.garbage:
         say("nothing to delete")
-    elif not deleted:
-        say(f"[dim]a dry run: nothing was touched. Add --yes to free {size(sum(sizes.values()))}[/]")
+    elif deleted:
+        say(f"freed {size(gone_bytes)}")
+    else:
+        say(f"[dim]a dry run: nothing was touched. Add --yes to free {size(gone_bytes)}[/]")
+    if steps and not ruled:
+        say(
+            "[dim]no rule was given, so every step stays: --last N keeps the newest N (more rules: aiockpt prune --help)[/]"
+        )
 
 
 def show_finished(root: str, found: Sequence[StepInfo], left: Sequence[Unfinished]) -> None:

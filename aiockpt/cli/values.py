@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from zlib import crc32
 
-from aiockpt.adapters.intake import Stored
+from aiockpt.adapters.stored import Stored
 from aiockpt.adapters.target import TensorRef, read_tree
 from aiockpt.format.names import join_name
 from aiockpt.state.tree import Opaque, Path

@@ -21,7 +21,7 @@ from aiockpt.pipeline.copy import Windows, copy_step
 from aiockpt.pipeline.discover import StepCopy, StepEntry, find_copy, look_at, newest_manifest, scan
 from aiockpt.pipeline.steps import StepInfo as StepInfo
 from aiockpt.pipeline.steps import look_into, tell
-from aiockpt.retention import Doomed, plan_retention
+from aiockpt.retention import Doomed, Kept, explain_kept, plan_retention
 from aiockpt.runtime.future import SaveResult
 from aiockpt.runtime.limits import Pace
 from aiockpt.storage.backend import Backend
@@ -84,11 +84,17 @@ class Copied(msgspec.Struct, frozen=True):
 
 
 class Pruned(msgspec.Struct, frozen=True):
-    """What retention removed, or would remove: steps with the reason, and the folders of garbage."""
+    """What retention removed, or would remove: steps with the reason, and the folders of garbage.
+
+    Attributes:
+        left: (step id, reason) of what should go and could not.
+        kept: the steps that stay, the newest first, with what keeps them.
+    """
 
     steps: tuple[Doomed, ...]
     garbage: tuple[Garbage, ...]
     left: tuple[tuple[str, str], ...] = ()
+    kept: tuple[Kept, ...] = ()
 
 
 async def steps(engine: Engine) -> tuple[StepInfo, ...]:
@@ -223,9 +229,10 @@ async def prune(engine: Engine, rules: Retention, *, dry_run: bool = False) -> P
     committed = [entry for entry in entries if entry.committed]
     facts = await step_facts(engine.backend, committed, with_metrics=rules.best is not None)
     saving = {entry.id for entry in entries if engine.busy_attempts.intersection(entry.attempts)}
+    protected = engine.being_read | saving
     doomed, left = [], []
     by_id = {entry.id: entry for entry in entries}
-    for step in plan_retention(facts, rules, engine.being_read | saving):
+    for step in plan_retention(facts, rules, protected):
         if await is_leased(engine.backend, step.id, engine.token(6)):
             left.append((step.id, "another process is reading it"))
             continue
@@ -234,7 +241,10 @@ async def prune(engine: Engine, rules: Retention, *, dry_run: bool = False) -> P
             await delete_step(engine.backend, by_id.pop(step.id))
             engine.emit(StepDeleted(at_ns=engine.now_ns(), step=step.step, reason=step.reason))
     garbage = await _collect_all(engine, list(by_id.values()), rules, dry_run=dry_run)
-    return Pruned(tuple(doomed), tuple(garbage), tuple(left))
+    kept = explain_kept(facts, rules, protected)
+    judged = {fact.id for fact in facts}
+    kept += [Kept(entry.id, entry.step, "its manifest cannot be read") for entry in committed if entry.id not in judged]
+    return Pruned(tuple(doomed), tuple(garbage), tuple(left), tuple(kept))
 
 
 async def _collect_all(engine: Engine, entries: list[StepEntry], rules: Retention, *, dry_run: bool) -> list[Garbage]:

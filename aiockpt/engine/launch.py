@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+import torch
 
 from aiockpt.adapters.mutable import hold_still
 from aiockpt.adapters.native import StateWalker
@@ -49,7 +50,9 @@ class Launcher:
         """The saves that have not ended."""
         return [future for future in self._saves if not future.done()]
 
-    def launch(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float], user: object) -> SaveFuture:
+    def launch(
+        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float | torch.Tensor], user: object
+    ) -> SaveFuture:
         """Start a save, or skip it where the policy says so. Raises as `aiockpt.Checkpointer.save`."""
         turn = self._engine.next_turn(step)
         try:
@@ -164,11 +167,16 @@ def _tensor_bytes(walked: ShardedState) -> int:
     return sum(shard.nbytes for shard in walked.tensors)
 
 
-def _plain_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+def _plain_metrics(metrics: Mapping[str, float | torch.Tensor]) -> dict[str, float]:
     try:
-        return {str(name): float(value) for name, value in metrics.items()}
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"metrics={metrics!r}: give a dict of names to numbers ({error})") from error
+        return {str(name): _plain_number(value) for name, value in metrics.items()}
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(f"metrics must be a dict of names to numbers: {error}") from error
+
+
+def _plain_number(value: float | torch.Tensor) -> float:
+    """Return a metric as a number; of a loss that was not detached torch would warn."""
+    return float(value.detach() if isinstance(value, torch.Tensor) else value)
 
 
 def _plain_json(user: object) -> object:

@@ -6,12 +6,15 @@ import difflib
 
 import torch
 
+from aiockpt.adapters.fit import value_misfit
+from aiockpt.adapters.stored import find_node
 from aiockpt.engine.context import Engine
 from aiockpt.engine.find import find_manifest
 from aiockpt.engine.load import fill_tensors
 from aiockpt.errors import StateMismatchError, UsageError
 from aiockpt.format.dtypes import torch_name
 from aiockpt.format.manifest import Manifest
+from aiockpt.format.names import prefixes, split_name
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import TensorShard
 
@@ -34,9 +37,38 @@ def _stored_name(manifest: Manifest, name: str) -> str:
     stored = manifest.alias.get(name, name)
     if stored in manifest.tensors:
         return stored
-    close = difflib.get_close_matches(name, [*manifest.tensors, *manifest.alias], n=5)
-    advice = f"Did you mean {', '.join(close)}?" if close else "describe() lists the names."
-    raise StateMismatchError(manifest.id, [f"{name}: no such tensor is stored"], advice)
+    raise StateMismatchError(manifest.id, *_tell_what_it_is(manifest, name))
+
+
+def _tell_what_it_is(manifest: Manifest, name: str) -> tuple[list[str], str]:
+    """Return what is stored under *name*, which is no tensor, and how to get it."""
+    names = [*manifest.tensors, *manifest.alias]
+    below = [other for other in names if name in prefixes(other)]
+    if below:
+        some = ", ".join(below[:3]) + (", …" if len(below) > 3 else "")
+        return [f"{name}: not one tensor but {len(below)} ({some})"], "Read one of them, or load() all into a state."
+    if (key := _key_of_value(manifest, name)) is not None:
+        load = f"values = {{{key!r}: None}}; ckpt.load(values, {manifest.step}).result()"
+        return [f"{name}: a plain value, and read() is for tensors"], f"Load it: {load}"
+    if name.partition(".")[0] in (manifest.state.get("global") or {}):
+        advice = "describe() lists the names of tensors, `aiockpt inspect` shows the values too."
+    else:
+        advice = "describe() lists the names."
+    close = difflib.get_close_matches(name, names, n=5)
+    return [f"{name}: no such tensor is stored"], f"Did you mean {', '.join(close)}?" if close else advice
+
+
+def _key_of_value(manifest: Manifest, name: str) -> str | None:
+    """Return the top-level key with which the plain value *name* can be loaded alone, or None where it cannot be."""
+    try:
+        path = split_name(name)
+    except UsageError:
+        return None
+    values = manifest.state.get("global")
+    if not path or find_node(values, path) is None:
+        return None
+    top = find_node(values, path[:1])
+    return str(path[0]) if top is not None and value_misfit(None, top.node) is None else None
 
 
 def _rows(name: str, shape: tuple[int, ...], rows: slice | None) -> Box:

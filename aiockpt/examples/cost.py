@@ -58,6 +58,11 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
         """Training time with saves against without, less one."""
         return self.saving_s / self.plain_s - 1
 
+    @property
+    def overhead_is_noise(self) -> bool:
+        """Whether the overhead is no larger than what steps without any save differ by among themselves."""
+        return abs(self.overhead_fraction) <= self.noise_fraction
+
 
 def account(reference: Record, saving: Sequence[Record], disk: DiskSpeed) -> Cost:
     """Add up what the saves of the runs *saving* cost, against *reference*, which took the same steps without."""

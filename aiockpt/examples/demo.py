@@ -14,7 +14,6 @@ import argparse
 import os
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from aiockpt.examples.child import Job
 from aiockpt.examples.cost import Cost, account
 from aiockpt.examples.display import Display, LiveDisplay, PlainDisplay, print_result
 from aiockpt.examples.gpt import DEFAULT_SIZE, GPTSize
-from aiockpt.examples.process import DemoError, run_job
+from aiockpt.examples.process import DemoError, make_work_folder, run_job
 from aiockpt.examples.record import Record
 from aiockpt.examples.verdict import Recovery, judge
 from aiockpt.format.names import parse_manifest, step_id
@@ -67,7 +66,7 @@ def run_demo(options: DemoOptions) -> int:
     console = Console(stderr=options.json)
     try:
         doomed = choose_doomed_save(options)
-        folder = _make_folder(options)
+        folder = make_work_folder(options.dir)
     except DemoError as error:
         console.print(f"demo: {error}", style="red", markup=False)
         return FAILED
@@ -176,20 +175,12 @@ def _figures(options: DemoOptions, recovery: Recovery, cost: Cost) -> dict[str, 
         "exact": recovery.exact,
         "options": options,
         "recovery": recovery,
-        "cost": {**msgspec.structs.asdict(cost), "overhead_fraction": cost.overhead_fraction},
+        "cost": {
+            **msgspec.structs.asdict(cost),
+            "overhead_fraction": cost.overhead_fraction,
+            "overhead_is_noise": cost.overhead_is_noise,
+        },
     }
-
-
-def _make_folder(options: DemoOptions) -> Path:
-    try:
-        if options.dir is None:
-            return Path(tempfile.mkdtemp(prefix="aiockpt-demo-", dir="."))
-        options.dir.mkdir(parents=True, exist_ok=True)
-        if not any(options.dir.iterdir()):
-            return options.dir
-    except OSError as error:
-        raise DemoError(f"no folder to work in: {error}; give one with --dir") from error
-    raise DemoError(f"{options.dir} is not empty: give --dir a new folder, so that nothing of yours is mixed in")
 
 
 def _open_display(options: DemoOptions, console: Console) -> Display:

@@ -205,8 +205,8 @@ def _cost_rows(it: Cost) -> list[tuple[str, str, str]]:
         ("slowed by a save", slowed, "its steps against those around it"),
         (
             "overhead on training",
-            f"{it.overhead_fraction:+.1%}",
-            f"{it.timed_steps} steps took {it.saving_s:.2f} s, without saves {it.plain_s:.2f} s",
+            "within noise" if it.overhead_is_noise else f"{it.overhead_fraction:+.1%}",
+            f"{it.overhead_fraction:+.1%}: {it.timed_steps} steps in {it.saving_s:.2f} s, without saves {it.plain_s:.2f} s",
         ),
         ("noise of this machine", f"±{it.noise_fraction:.0%}", f"steps of {it.step_s * 1e3:.0f} ms without saves"),
     ]

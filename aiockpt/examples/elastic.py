@@ -14,7 +14,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,10 +24,14 @@ from rich.table import Table
 
 from aiockpt.examples.child import Told
 from aiockpt.examples.elastic_child import ElasticJob
-from aiockpt.examples.process import DemoError
+from aiockpt.examples.process import DemoError, make_work_folder
 from aiockpt.examples.record import Record
 
-EXACT, DIFFERENT, FAILED = 0, 1, 2
+EXACT, DIFFERENT, FAILED, INTERRUPTED = 0, 1, 2, 130
+EXPLANATION = (
+    "needed: tensor bytes that the ranks of a start hold, copies included. read: what was fetched from storage for them, in "
+    "whole blocks, since a block is what is verified: much for tensors as small as these, some per cent for large ones."
+)
 TOLERANCE = 0.02
 """How far the losses of another parallelism may be, relative to the reference: float32 sums, amplified by training."""
 PHASE_DEADLINE_S = 300.0
@@ -81,26 +84,60 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 def run_elastic(*, steps: int = 60, every: int = 5, folder: Path | None = None, as_json: bool = False) -> int:
     """Run the demo, print what it shows, and return its exit status."""
     console = Console(stderr=as_json)
-    if steps < 8 * every or every < 1:
-        console.print(
-            f"demo: {steps} steps are too few for a save every {every}: take {8 * every} or more", style="red"
-        )
-        return FAILED
-    place = folder or Path(tempfile.mkdtemp(prefix="aiockpt-demo-", dir="."))
-    place.mkdir(parents=True, exist_ok=True)
     try:
-        outcomes = _direct(console, place, steps, every)
+        _check_length(steps, every)
+        place = make_work_folder(folder)
     except DemoError as error:
-        console.print(f"demo: {error}\nEverything is in {place}.", style="red", markup=False)
+        console.print(f"demo: {error}", style="red", markup=False)
         return FAILED
+    status = FAILED
+    try:
+        status = conclude(console, _direct(console, place, steps, every), as_json=as_json)
+    except DemoError as error:
+        console.print(f"demo: {error}", style="red", markup=False)
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    if folder is None and status in (EXACT, INTERRUPTED):
+        shutil.rmtree(place)
+    else:
+        console.print(f"Everything is in {place}.", style="dim", markup=False, highlight=False, soft_wrap=True)
+    return status
+
+
+def _check_length(steps: int, every: int) -> None:
+    """Raise DemoError unless a save is there to die in before each of the three kills, and one before it."""
+    if every < 1:
+        raise DemoError(f"a save every {every} steps cannot be: take 1 or more")
+    if steps < 8 * every:
+        raise DemoError(f"{steps} steps are too few for a save every {every}: take {8 * every} or more")
+
+
+def conclude(console: Console, outcomes: Sequence[Outcome], *, as_json: bool) -> int:
+    """Print what was found and return the exit status that follows from it."""
+    passed = all(outcome.passed for outcome in outcomes)
     if as_json:
         sys.stdout.write(msgspec.json.encode(outcomes).decode() + "\n")
     else:
+        console.print()
         console.print(_table(outcomes))
-    passed = all(outcome.passed for outcome in outcomes)
-    if passed and folder is None:
-        shutil.rmtree(place)
+        console.print(EXPLANATION, style="dim", markup=False, highlight=False)
+        console.print()
+        console.print(verdict(outcomes), style="bold green" if passed else "bold red", markup=False, highlight=False)
     return EXACT if passed else DIFFERENT
+
+
+def verdict(outcomes: Sequence[Outcome]) -> str:
+    """Say in a sentence what the run came to."""
+    worlds = ", ".join(str(outcome.ranks) for outcome in outcomes[:-1]) + f" and {outcomes[-1].ranks}"
+    failed = [outcome.name for outcome in outcomes if not outcome.passed]
+    if failed:
+        return f"THE LOSSES DIFFER from the reference's: {'; '.join(failed)}."
+    apart = max((outcome.difference for outcome in outcomes if not outcome.exact), default=0.0)
+    return (
+        f"Killed {len(outcomes) - 1} times and started on {worlds} ranks, the run went on as if nothing had happened: its "
+        f"losses are equal bit by bit on the ranks of the reference, and within {apart:.0e} on others, where sums are "
+        "taken in another order."
+    )
 
 
 def _direct(console: Console, place: Path, steps: int, every: int) -> list[Outcome]:
@@ -160,9 +197,12 @@ def _run(
     begun = time.monotonic()
     with log.open("wb") as output:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        status = subprocess.run(
-            command, stdout=output, stderr=output, env=environment, timeout=PHASE_DEADLINE_S, check=False
-        ).returncode
+        try:
+            status = subprocess.run(
+                command, stdout=output, stderr=output, env=environment, timeout=PHASE_DEADLINE_S, check=False
+            ).returncode
+        except subprocess.TimeoutExpired as error:
+            raise DemoError(f"{phase.name!r} did not end within {PHASE_DEADLINE_S:g} s; see {log}") from error
     seconds = time.monotonic() - begun
     records = {rank: _read_record(Path(f"{job.tell}.{rank}.jsonl")) for rank in range(phase.ranks)}
     if (status == 0) != (dies_in is None) or not records[0].steps:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,23 @@ LOG_TAIL_CHARACTERS = 2000
 
 class DemoError(Exception):
     """The demo cannot be run, or one of its processes did not do its part; the message says what to look at."""
+
+
+def make_work_folder(folder: Path | None) -> Path:
+    """Return a folder that holds nothing yet: *folder*, made with its parents, or a new one in the current one for None.
+
+    Raises:
+        DemoError: it cannot be made, or holds something.
+    """
+    try:
+        if folder is None:
+            return Path(tempfile.mkdtemp(prefix="aiockpt-demo-", dir="."))
+        folder.mkdir(parents=True, exist_ok=True)
+        if not any(folder.iterdir()):
+            return folder
+    except OSError as error:
+        raise DemoError(f"no folder to work in: {error}; give one with --dir") from error
+    raise DemoError(f"{folder} is not empty: give --dir a new folder, so that nothing of yours is mixed in")
 
 
 def run_job(job: Job, name: str, folder: Path, on_told: Callable[[Record, Told], object]) -> Record:

@@ -62,9 +62,9 @@ def test_a_state_that_is_not_one_is_refused(state: Any) -> None:
         RNG().load_state_dict(state)
 
 
-def test_a_rank_without_a_state_of_its_own_says_so(save: Any) -> None:
+def test_random_state_that_was_never_saved_is_missing(save: Any) -> None:
     saved = save({"step": 1})
-    with pytest.raises(StateMismatchError, match="rng: this rank has none in the checkpoint"):
+    with pytest.raises(StateMismatchError, match="rng: in the state but not in the checkpoint"):
         saved.load({"rng": RNG()})
 
 

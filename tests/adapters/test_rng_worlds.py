@@ -86,7 +86,7 @@ def test_every_device_gets_a_seed_of_its_own() -> None:
 
 
 def test_a_new_rank_of_a_checkpoint_without_any_state_says_so() -> None:
-    with pytest.raises(StateMismatchError, match="rng: this rank has none in the checkpoint"):
+    with pytest.raises(StateMismatchError, match="rng: in the state but not in the checkpoint"):
         World([{"step": 1}]).load_one({"rng": RNG()}, 1, 2)
 
 

@@ -113,7 +113,7 @@ def test_every_difference_is_named_at_once(save: Any) -> None:
         "model.b.weight: in the checkpoint but not in the state",
         "model.c.bias: in the state but not in the checkpoint",
         "model.c.weight: in the state but not in the checkpoint",
-        "rng: this rank has none in the checkpoint",
+        "rng: in the state but not in the checkpoint",
         "step: in the state but not in the checkpoint",
         "t: torch.float64 in the state, torch.float32 in the checkpoint",
         "thing: in the state but not in the checkpoint",

@@ -207,7 +207,7 @@ class _ChurningFiles(SimulatedFiles):
 
 
 async def test_a_folder_that_keeps_vanishing_is_an_error_in_the_end() -> None:
-    with pytest.raises(StorageError, match="its folder was removed 16 times") as caught:
+    with pytest.raises(StorageError, match="the folder of 's/k' was removed 16 times") as caught:
         await on(_ChurningFiles()).put("s/k", b"x")
     assert caught.value.retryable
 

@@ -37,8 +37,9 @@ from aiockpt.format.validate import check_manifest, check_receipt
 from aiockpt.state.codecs import CodecRegistry
 from aiockpt.state.tree import Decoder, Encoder
 from tests.campaigns.mutations import is_object
+from tests.paper import ATTEMPT, paper_receipt
 
-ATTEMPT, STEP = "3f9c21d07b44", "step-00000007"
+STEP = "step-00000007"
 HEADER_BYTES, FILE_BYTES = 4096, 4096 + 96
 
 
@@ -67,26 +68,14 @@ def _receipt(rank: int) -> Receipt:
     file = FileEntry.of(
         data_path(ATTEMPT, rank, 0), size=FILE_BYTES, rank=rank, algo=ALGORITHM, block=HEADER_BYTES, sums=bytes(16)
     )
-    return Receipt(
+    return paper_receipt(
+        rank,
         id=STEP,
         step=7,
-        generation=1,
-        sequence=3,
-        run="c0ffee00c0de",
-        parent="step-00000005",
-        attempt=ATTEMPT,
-        rank=rank,
-        world_size=2,
-        created_ns=5,
-        plan_digest="xxh3_128:plan",
-        scalars_digest="xxh3_128:scalars",
         files=(file,),
         tensors={"w": TensorEntry("F32", (4, 8), (Piece(0, 4096, 4160, (2 * rank, 0), (2, 8)),))},
         alias={"head": "w"},
         state={"step": 7, "lr": [0.1, {"$": "tuple", "items": [1, 2]}]},
-        per_rank={"seed": rank},
-        metrics={"loss": 1.5},
-        user={"note": "ünï"},
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import anyio
@@ -32,6 +34,15 @@ def begin_attempt(root: Path, step: int) -> None:
     (folder / "r00000-0000.safetensors").write_bytes(bytes(5000))
 
 
+def raising(error: BaseException) -> Callable[..., None]:
+    """Return a function that takes anything and raises *error*."""
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    return refuse
+
+
 # ---------------------------------------------------------------------- ls
 
 
@@ -50,6 +61,24 @@ def test_ls_draws_the_branches(aiockpt_command: Command, root: Path) -> None:
     outcome = aiockpt_command("ls", root)
     assert "2 branches" in outcome.out
     assert [row.partition("  ")[0].split()[0] for row in outcome.out.splitlines()[2:]] == ["●", "│", "●─╯", "●"]
+
+
+def test_ls_shows_a_run_that_was_resumed_and_pruned_as_one_line(aiockpt_command: Command, root: Path) -> None:
+    save(root, [400, 500], load=300)
+    shutil.rmtree(root / "step-00000300")
+    outcome = aiockpt_command("ls", root)
+    assert "branches" not in outcome.out
+    assert "gone" not in outcome.out
+    assert "deleted" not in outcome.out
+    assert [row.split()[0] for row in outcome.out.splitlines()[2:]] == ["●"] * 4
+
+
+def test_ls_tells_where_a_step_went_on_from_when_nothing_leads_there(aiockpt_command: Command, root: Path) -> None:
+    save(root, [400], load=100)
+    shutil.rmtree(root / "step-00000100")
+    outcome = aiockpt_command("ls", root)
+    assert "2 branches" in outcome.out
+    assert "committed, went on from step-00000100, deleted or saved anew since" in outcome.out
 
 
 def test_ls_tells_what_is_damaged_and_what_is_unfinished(aiockpt_command: Command, root: Path) -> None:
@@ -151,6 +180,32 @@ def test_a_step_given_as_the_root_is_pointed_out(aiockpt_command: Command, made:
     outcome = aiockpt_command("inspect", made / "step-00000200")
     assert outcome.status == 2
     assert f"{made} 200" in outcome.err
+
+
+def test_a_folder_of_runs_is_not_taken_for_an_empty_one(aiockpt_command: Command, root: Path) -> None:
+    (root.parent / "notes").mkdir()
+    outcome = aiockpt_command("ls", root.parent)
+    assert "holds no checkpoint yet" in outcome.out
+    assert f"Did you mean aiockpt ls {root}?" in outcome.out
+    assert "notes" not in outcome.out
+
+
+@pytest.mark.parametrize("step", ["200", "step-00000200"])
+def test_a_step_may_be_named_by_its_folder(aiockpt_command: Command, made: Path, step: str) -> None:
+    assert "step-00000200" in aiockpt_command("inspect", made, step).out
+    assert aiockpt_command("diff", made, step, 200).status == 0
+
+
+@pytest.mark.parametrize("step", ["newest", "2.5", "step-200"])
+def test_what_is_no_step_is_told_with_what_would_be(aiockpt_command: Command, made: Path, step: str) -> None:
+    outcome = aiockpt_command("verify", made, step)
+    assert outcome.status == 2
+    assert "is no step" in outcome.err
+    assert "step-00001000" in outcome.err
+
+
+def test_help_may_be_asked_for_in_short(aiockpt_command: Command) -> None:
+    assert aiockpt_command("ls", "-h").status == 0
 
 
 def test_a_file_url_means_its_folder(aiockpt_command: Command, root: Path) -> None:
@@ -295,6 +350,52 @@ def test_prune_only_shows_until_it_is_told_to_delete(aiockpt_command: Command, r
     assert "kept: 2 steps (300, 200)" in deleted.out
 
 
+def test_prune_says_of_each_step_that_stays_why(aiockpt_command: Command, root: Path) -> None:
+    save(root, [400, 500], load=200)
+    shown = aiockpt_command("prune", root, "--last", 2, "--every", 100, "--best", "loss").out
+    why = {row.split()[2]: " ".join(row.split()[5:]) for row in shown.splitlines() if " step " in row}
+    assert why == {
+        "500": "the newest, a multiple of 100, among the best 1 by loss",
+        "400": "among the last 2, a multiple of 100",
+        "300": "on a branch that was left, or before a step that is gone",
+        "200": "a multiple of 100, the newest verified",
+        "100": "a multiple of 100",
+    }
+    kept = aiockpt_command("prune", root, "--last", 1, "--json").json()["kept"]
+    assert [step["step"] for step in kept] == [500, 300, 200]
+
+
+def test_prune_leaves_what_cannot_be_read_or_was_found_damaged_and_says_so(
+    aiockpt_command: Command, root: Path
+) -> None:
+    flip(data_file(root, 200), -1)
+    assert aiockpt_command("verify", root, 200).status == 1
+    flip(manifest(root, 100), -100)
+    shown = aiockpt_command("prune", root, "--last", 1, "--best", "loss").out
+    assert "found damaged, which is for you to look at" in shown
+    assert "its manifest cannot be read" in shown
+
+
+def test_prune_without_a_rule_says_how_to_give_one(aiockpt_command: Command, made: Path) -> None:
+    assert "no rule was given, so every step stays: --last N" in aiockpt_command("prune", made).out
+    assert "no rule was given" not in aiockpt_command("prune", made, "--last", 3).out
+
+
+def test_prune_shows_the_sizes_that_ls_shows(aiockpt_command: Command, made: Path) -> None:
+    (listed,) = {" ".join(row.split()[4:6]) for row in aiockpt_command("ls", made).out.splitlines()[2:]}
+    shown = aiockpt_command("prune", made, "--last", 1).out
+    assert shown.count(listed) == 3 + 1  # each step, and what --yes frees
+
+
+def test_prune_cuts_a_long_list_of_what_stays(
+    aiockpt_command: Command, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiockpt.cli.outcomes.KEPT_SHOWN", 2)
+    shown = aiockpt_command("prune", made).out
+    assert "step 100" not in shown
+    assert "stays: 3 steps (300, 200, 100) · 1 of them not shown above" in shown
+
+
 def test_prune_keeps_the_best(aiockpt_command: Command, root: Path) -> None:
     best = aiockpt_command("prune", root, "--last", 1, "--best", "loss", "--mode", "max", "--json")
     assert best.json()["steps"] == []
@@ -344,10 +445,7 @@ def test_doctor_tells_what_the_place_can_do_and_leaves_nothing_behind(aiockpt_co
 def test_doctor_leaves_nothing_behind_when_it_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aiockpt_command: Command
 ) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "posix_fallocate", interrupt)
+    monkeypatch.setattr(os, "posix_fallocate", raising(KeyboardInterrupt()))
     assert aiockpt_command("doctor", tmp_path, "--size", 8).status == 130
     assert list(tmp_path.iterdir()) == []
 
@@ -355,10 +453,7 @@ def test_doctor_leaves_nothing_behind_when_it_is_interrupted(
 def test_doctor_finds_out_what_does_not_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aiockpt_command: Command
 ) -> None:
-    def no_links(*_: object) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(os, "link", no_links)
+    monkeypatch.setattr(os, "link", raising(PermissionError()))
     outcome = aiockpt_command("doctor", tmp_path, "--size", 8)
     assert outcome.status == 0
     assert "no hard links" in outcome.out
@@ -366,6 +461,21 @@ def test_doctor_finds_out_what_does_not_work(
     outcome = aiockpt_command("doctor", tmp_path, "--size", 8)
     assert outcome.status == 3
     assert "two writers could both commit here" in outcome.out
+
+
+def test_doctor_says_what_it_may_not_do(
+    aiockpt_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "mkdir", raising(PermissionError(13, "Permission denied")))
+    outcome = aiockpt_command("doctor", tmp_path, "--size", 8)
+    assert outcome.status == 3
+    assert f"{tmp_path}: what a commit needs cannot be tried (Permission denied)" in outcome.err
+
+
+def test_doctor_does_not_take_a_file_system_without_a_size_for_a_full_one(aiockpt_command: Command) -> None:
+    outcome = aiockpt_command("doctor", "/proc")
+    assert outcome.status == 2
+    assert "no size" in outcome.err
 
 
 def test_doctor_asks_for_no_more_than_there_is(aiockpt_command: Command, tmp_path: Path) -> None:
@@ -380,20 +490,15 @@ def test_doctor_asks_for_no_more_than_there_is(aiockpt_command: Command, tmp_pat
 def test_storage_that_fails_has_a_status_of_its_own(
     aiockpt_command: Command, made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("aiockpt.runtime.world.OsFiles.listdir", staticmethod(refuse))
+    refusing = staticmethod(raising(PermissionError(13, "Permission denied")))
+    monkeypatch.setattr("aiockpt.runtime.world.OsFiles.listdir", refusing)
     outcome = aiockpt_command("ls", made)
     assert outcome.status == 3
     assert outcome.err.startswith("error: ")
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, made: Path) -> None:
-    def bug(*_: object) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr("aiockpt.cli.place.open_backend", bug)
+    monkeypatch.setattr("aiockpt.cli.place.open_backend", raising(ZeroDivisionError()))
     monkeypatch.setattr("sys.argv", ["aiockpt", "ls", str(made)])
     with pytest.raises(ZeroDivisionError):
         main()
@@ -446,6 +551,13 @@ def test_a_metric_that_no_step_has_is_refused_before_anything_is_deleted(aiockpt
     assert outcome.status == 2
     assert "no step has the metric 'accuracy'; the metrics there are: loss" in outcome.err
     assert len(list(root.glob("step-*"))) == 3
+
+
+@pytest.mark.parametrize("option", [["--async"], ["--keep", "2"]])
+def test_the_elastic_demo_refuses_what_it_would_ignore(aiockpt_command: Command, option: list[str]) -> None:
+    outcome = aiockpt_command("demo", "--elastic", *option)
+    assert outcome.status == 2
+    assert f"--elastic has no {option[0]}" in outcome.err
 
 
 def test_the_version_is_told(aiockpt_command: Command) -> None:

@@ -159,10 +159,22 @@ def test_options_that_cannot_work_are_refused_with_their_names() -> None:
             make()
 
 
+def test_a_metric_may_be_a_loss_that_was_not_detached(run: Run) -> None:
+    loss = run.model(torch.ones(8, run.width)).sum()
+    assert loss.requires_grad
+    with aiockpt.Checkpointer(MemoryBackend("metrics"), io=SMALL) as ckpt:
+        ckpt.save(1, run.state, metrics={"loss": loss}).result(30)  # warnings are errors here
+        assert ckpt.describe(1).result(30).info.metrics == {"loss": pytest.approx(loss.item())}
+
+
 def test_metrics_and_user_data_that_json_cannot_hold_are_refused(run: Run) -> None:
     with aiockpt.Checkpointer(MemoryBackend("json")) as ckpt:
         with pytest.raises(aiockpt.UsageError, match="metrics"):
             ckpt.save(1, run.state, metrics={"loss": "low"})  # type: ignore[dict-item]
+        with pytest.raises(aiockpt.UsageError, match="metrics"):
+            ckpt.save(1, run.state, metrics={"loss": torch.ones(2)})
+        with pytest.raises(aiockpt.UsageError, match="metrics"):
+            ckpt.save(1, run.state, metrics=[0.5])  # type: ignore[arg-type]
         with pytest.raises(aiockpt.UsageError, match="user"):
             ckpt.save(1, run.state, user=object())
         assert not ckpt.statistics().saves_in_flight

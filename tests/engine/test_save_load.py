@@ -196,6 +196,33 @@ def test_one_tensor_or_some_of_its_rows_are_read(ckpt: aiockpt.Checkpointer, run
         ckpt.read(1, "optimizer.state.model.0.weight.step", rows=slice(1)).result(30)
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("step", r"step: a plain value.*\n.*values = {'step': None}; ckpt.load\(values, 1\).result\(\)"),
+        ("extra.note", r"extra.note: a plain value.*\n.*values = {'extra': None}"),
+        ("model.0", r"model.0: not one tensor but 2 \(model.0.weight, model.0.bias\)"),
+        ("scheduler.last_epoch", r"no such tensor.*\n.*aiockpt inspect"),
+        ("a..b", "no such tensor"),
+    ],
+)
+def test_reading_what_is_no_tensor_says_what_it_is_and_how_to_get_it(
+    ckpt: aiockpt.Checkpointer, run: Run, name: str, told: str
+) -> None:
+    ckpt.save(1, run.state).result(30)
+    with pytest.raises(aiockpt.StateMismatchError, match=told):
+        ckpt.read(1, name).result(30)
+
+
+def test_a_plain_value_is_loaded_alone_as_the_message_says(ckpt: aiockpt.Checkpointer, run: Run) -> None:
+    run.train(3)
+    ckpt.save(1, run.state).result(30)
+    values: dict[str, Any] = {"step": None, "extra": None}
+    ckpt.load(values, 1).result(30)
+    assert values["step"] == 3
+    assert values["extra"]["note"] == "a"
+
+
 def test_a_step_is_described_without_reading_data(ckpt: aiockpt.Checkpointer, run: Run) -> None:
     ckpt.save(1, run.state, metrics={"loss": 0.5}, user={"commit": "abc"}).result(30)
     seen = ckpt.describe().result(30)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 
+import msgspec
 from rich.console import Console
 
 from aiockpt.events import Committed, SaveStarted, SnapshotTaken
@@ -111,11 +112,19 @@ def test_the_result_has_every_figure_in_80_columns() -> None:
         "1,000 MB/s",
         "50% of the idle disk (2,000 MB/s)",
         "+4.2 ms",
-        "+1.5%",
+        "within noise",
+        "+1.5%: 100 steps in",
         "±5%",
         "as if it had never been killed",
     ):
         assert expected in text
+
+
+def test_an_overhead_beyond_the_noise_is_told_as_a_figure() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    print_result(console, recovery(2.0), msgspec.structs.replace(COST, saving_s=22.0))
+    assert "within noise" not in printed(console)
+    assert "+10.0%" in printed(console)
 
 
 def test_losses_that_differ_are_printed_in_full_and_named() -> None:

@@ -8,8 +8,8 @@ from aiockpt.format.checksum import ALGORITHM
 from aiockpt.format.manifest import FileEntry, Manifest, Piece, Receipt, TensorEntry
 from aiockpt.format.merge import merge_receipts
 from aiockpt.format.names import data_path
+from tests.paper import ATTEMPT, paper_receipt
 
-ATTEMPT = "3f9c21d07b44"
 BLOCK_BYTES = 8 << 20
 
 
@@ -23,27 +23,7 @@ def _receipt(rank: int) -> Receipt:
     size = 4174 if rank == 0 else 4160
     path = data_path(ATTEMPT, rank, 0)
     file = FileEntry.of(path, size=size, rank=rank, algo=ALGORITHM, block=BLOCK_BYTES, sums=bytes(range(8)))
-    return Receipt(
-        id="step-00001000",
-        step=1000,
-        generation=2,
-        sequence=7,
-        run="c0ffee00c0de",
-        parent="step-00000500",
-        attempt=ATTEMPT,
-        rank=rank,
-        world_size=2,
-        created_ns=5,
-        plan_digest="xxh3_128:plan",
-        scalars_digest="xxh3_128:scalars",
-        files=(file,),
-        tensors=tensors,
-        alias={"head": "embed"},
-        state={"step": 1000},
-        per_rank={"seed": rank},
-        metrics={"loss": 1.5},
-        user={"note": "ünï"},
-    )
+    return paper_receipt(rank, generation=2, files=(file,), tensors=tensors, alias={"head": "embed"})
 
 
 @pytest.fixture

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiockpt.errors import StateMismatchError
-from aiockpt.format.checksum import hash_block
-from aiockpt.format.manifest import FileEntry, Manifest, TensorEntry
+from aiockpt.format.manifest import Manifest, TensorEntry
 from aiockpt.format.safetensors import decode_header
 from aiockpt.format.validate import check_header
 from aiockpt.planning.load import GAP, Landing, Wanted, plan_load, plan_reads
 from aiockpt.planning.save import HEADER, PAGE_BYTES, SavePlan, plan_save
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import ShardedState, TensorShard, digest_structure
+from tests.paper import written_files
 
 SLAB = 8192
 
@@ -52,11 +52,6 @@ def execute(plan: SavePlan, shards: list[TensorShard]) -> list[bytes]:
 
 
 def manifest_of(plan: SavePlan, files: list[bytes], block: int = 4096) -> Manifest:
-    entries = []
-    for index, image in enumerate(files):
-        sums = b"".join(hash_block(image[at : at + block]) for at in range(0, len(image), block))
-        path = f"a-{'0' * 12}/d/r00000-{index:04d}.safetensors"
-        entries.append(FileEntry.of(path, size=len(image), rank=0, algo="xxh3_64", block=block, sums=sums))
     return Manifest(
         writer="test",
         id="step-00000001",
@@ -69,7 +64,7 @@ def manifest_of(plan: SavePlan, files: list[bytes], block: int = 4096) -> Manife
         write_id="w",
         created_ns=0,
         world_size=1,
-        files=tuple(entries),
+        files=written_files(files, block),
         tensors=plan.tensors,
         alias={},
         state={},

@@ -16,14 +16,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiockpt.format.checksum import BLOCK_BYTES, hash_block
-from aiockpt.format.manifest import FileEntry, Manifest, Receipt, decode_manifest, encode_manifest
+from aiockpt.format.checksum import BLOCK_BYTES
+from aiockpt.format.manifest import Manifest, decode_manifest, encode_manifest
 from aiockpt.format.merge import merge_receipts
 from aiockpt.planning.load import GAP, Wanted, plan_load, plan_reads
 from aiockpt.planning.save import HEADER, SavePlan, plan_save
 from aiockpt.planning.spread import Part, holdings_of, spread
 from aiockpt.state.geometry import Box, flat_range_boxes
 from aiockpt.state.shards import ShardedState, TensorShard, digest_structure
+from benchmarks.planning import planned_receipt
+from tests.paper import written_files
 
 WIDTH = 4
 CUT_BYTES = 256
@@ -148,30 +150,6 @@ def write(plan: SavePlan, shards: Sequence[TensorShard]) -> list[bytes]:
     return images
 
 
-def vote(plan: SavePlan, images: Sequence[bytes], rank: int, world: int) -> Receipt:
-    files = []
-    for number, image in enumerate(images):
-        sums = b"".join(hash_block(image[at : at + SUM_BYTES]) for at in range(0, len(image), SUM_BYTES))
-        path = f"a-{'0' * 12}/d/r{rank:05d}-{number:04d}.safetensors"
-        files.append(FileEntry.of(path, size=len(image), rank=rank, algo="xxh3_64", block=SUM_BYTES, sums=sums))
-    return Receipt(
-        id="step-00000001",
-        step=1,
-        generation=1,
-        sequence=1,
-        run="0" * 12,
-        parent=None,
-        attempt="0" * 12,
-        rank=rank,
-        world_size=world,
-        created_ns=0,
-        plan_digest=plan.digest,
-        scalars_digest="",
-        files=tuple(files),
-        tensors=plan.tensors,
-    )
-
-
 def save(
     tensors: Tensors, layout: Layout
 ) -> tuple[Manifest, list[bytes], list[list[TensorShard]], list[tuple[Part, ...]]]:
@@ -184,7 +162,8 @@ def save(
         state = take(shards, some)
         plan = plan_save(state, slab_bytes=SLAB_BYTES, file_bytes=3000)
         written = write(plan, state.tensors)
-        votes.append(vote(plan, written, rank, layout.world))
+        vote = planned_receipt(plan, rank, layout.world, SUM_BYTES)
+        votes.append(msgspec.structs.replace(vote, files=written_files(written, SUM_BYTES, rank)))
         images += written
     manifest = merge_receipts(votes, writer="test", write_id="w", created_ns=0)
     return decode_manifest(encode_manifest(manifest)), images, held, parts
@@ -313,18 +292,7 @@ def test_row_shards_of_real_sizes_are_read_with_little_excess(source: int, targe
             for name, layout in entries.items()
         ]
         plan = plan_save(state_of(shards), slab_bytes=32 << 20, file_bytes=1 << 30)
-        files = [
-            FileEntry.of(
-                f"a-{'0' * 12}/d/r{rank:05d}-{number:04d}.safetensors",
-                size=file.size,
-                rank=rank,
-                algo="xxh3_64",
-                block=block_bytes,
-                sums=bytes(8 * -(-file.size // block_bytes)),
-            )
-            for number, file in enumerate(plan.files)
-        ]
-        votes.append(msgspec.structs.replace(vote(plan, [], rank, source), files=tuple(files)))
+        votes.append(planned_receipt(plan, rank, source, block_bytes))
     manifest = merge_receipts(votes, writer="test", write_id="w", created_ns=0)
     for rank in range(target):
         wanted = [Wanted(name, box) for name in entries for box in Layout((target,)).boxes(shape, rank)]

@@ -1,0 +1,164 @@
+"""What if the root itself is wrong? It is named, with the next action, by the first call that needs it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+import aiockpt
+from aiockpt.backends.local import LocalBackend
+from aiockpt.errors import StorageAccessError, StorageError, StorageFullError
+from aiockpt.runtime.world import Files, World
+from aiockpt.storage.backend import Space
+from aiockpt.testing.faults import Fault, FaultyFiles
+from aiockpt.testing.recording import RecordingFiles
+from aiockpt.testing.simulated_files import SimulatedFiles
+from aiockpt.testing.simulation import simulated_world
+from tests.small_run import SMALL, Run
+
+Verb = Callable[[LocalBackend], Awaitable[object]]
+
+
+async def put_new(backend: LocalBackend) -> None:
+    await backend.put_new("s/k", b"x")
+
+
+async def create(backend: LocalBackend) -> None:
+    await (await backend.create("s/f", 5000)).abort()
+
+
+async def list_root(backend: LocalBackend) -> None:
+    await backend.list("")
+
+
+async def list_step(backend: LocalBackend) -> None:
+    await backend.list("step-00000001")
+
+
+async def space(backend: LocalBackend) -> None:
+    await backend.space()
+
+
+WRITERS: list[Verb] = [put_new, create]
+EVERY_VERB: list[Verb] = [*WRITERS, list_root, list_step, space]
+
+
+def on(files: Files) -> LocalBackend:
+    return LocalBackend("/data/r", world=World(files, token=simulated_world().token))
+
+
+def file_in_place(tmp_path: Path) -> tuple[Path, str]:
+    (tmp_path / "run").write_bytes(b"")
+    return tmp_path / "run", "is a file"
+
+
+def file_above(tmp_path: Path) -> tuple[Path, str]:
+    (tmp_path / "notes").write_bytes(b"")
+    return tmp_path / "notes" / "deep" / "run", "notes is a file"
+
+
+def link_to_a_file(tmp_path: Path) -> tuple[Path, str]:
+    (tmp_path / "notes").write_bytes(b"")
+    (tmp_path / "run").symlink_to("notes")
+    return tmp_path / "run", "is a link to a file"
+
+
+def link_to_nothing(tmp_path: Path) -> tuple[Path, str]:
+    (tmp_path / "run").symlink_to("gone")
+    return tmp_path / "run", "is a link to nothing"
+
+
+@pytest.mark.parametrize("verb", EVERY_VERB)
+@pytest.mark.parametrize("place", [file_in_place, file_above, link_to_a_file, link_to_nothing])
+async def test_a_root_that_is_no_folder_is_named_by_every_verb(
+    tmp_path: Path, verb: Verb, place: Callable[[Path], tuple[Path, str]]
+) -> None:
+    root, what = place(tmp_path)
+    if place is link_to_nothing and verb is list_step:
+        pytest.skip("a step that is not there needs no look at the root, which the first listing has had")
+    with pytest.raises(StorageError, match=what) as caught:
+        await verb(LocalBackend(root))
+    assert str(caught.value).startswith(str(root))
+    assert "name another one" in str(caught.value)
+
+
+@pytest.mark.parametrize("verb", EVERY_VERB)
+async def test_a_root_that_is_a_link_to_a_folder_is_used(tmp_path: Path, verb: Verb) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "run").symlink_to("there")
+    await verb(LocalBackend(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("call", ["save", "load"])
+def test_save_and_load_name_a_root_that_is_a_file(tmp_path: Path, run: Run, call: str) -> None:
+    (tmp_path / "run").write_bytes(b"")
+    with aiockpt.Checkpointer(tmp_path / "run", io=SMALL) as ckpt, pytest.raises(StorageError, match="run is a file"):
+        (ckpt.save(1, run.state) if call == "save" else ckpt.load(run.state)).result(30)
+
+
+@pytest.fixture
+def run() -> Run:
+    return Run()
+
+
+def test_a_root_that_cannot_be_made_is_not_taken_for_a_full_disk(run: Run) -> None:
+    with (
+        aiockpt.Checkpointer("/proc/aiockpt-run", io=SMALL) as ckpt,
+        pytest.raises(StorageError, match="/proc/aiockpt-run: this folder cannot be made") as caught,
+    ):
+        ckpt.save(1, run.state).result(30)
+    assert not isinstance(caught.value, StorageFullError)
+    assert not caught.value.retryable
+
+
+async def test_a_file_system_that_tells_no_size_says_so() -> None:
+    assert await LocalBackend("/proc/aiockpt-run").space() == Space(None, None)
+
+
+@pytest.mark.parametrize("verb", WRITERS)
+async def test_a_root_that_this_user_may_not_write_is_named_with_what_to_do(verb: Verb) -> None:
+    faulty = FaultyFiles(SimulatedFiles(), [Fault(do="fail", verb="mkdir", error=errno.EACCES, times=None)])
+    with pytest.raises(StorageAccessError, match=r"^/data/r: creating .* give this user the right"):
+        await verb(on(faulty))
+
+
+async def test_a_root_that_this_user_may_not_read_is_named_with_what_to_do() -> None:
+    faulty = FaultyFiles(SimulatedFiles(), [Fault(do="fail", verb="listdir", error=errno.EACCES)])
+    with pytest.raises(StorageAccessError, match=r"^listing '/data/r': .* give this user the right"):
+        await on(faulty).list("")
+
+
+async def test_a_file_that_finds_no_room_says_how_much_it_needs_and_where() -> None:
+    with pytest.raises(StorageFullError, match=r"^/data/r: creating a file of 10,001 bytes, 'f'"):
+        await on(SimulatedFiles(capacity_bytes=10_000)).create("f", 10_001)
+
+
+class _NothingIsThere(SimulatedFiles):
+    def lstat(self, path: str) -> os.stat_result:
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+    def statvfs(self, path: str) -> os.statvfs_result:
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("verb", [put_new, create, space])
+async def test_a_file_system_that_denies_its_own_root_is_an_error_and_no_endless_loop(verb: Verb) -> None:
+    with pytest.raises(StorageError, match="not even '/' is there"):
+        await verb(on(_NothingIsThere()))
+
+
+@pytest.mark.parametrize("verb", WRITERS)
+async def test_a_flush_that_says_no_such_file_is_a_failed_flush(verb: Verb) -> None:
+    recording = RecordingFiles(SimulatedFiles())
+    await verb(on(recording))
+    flushes = sum(call.verb == "fsync" for call in recording.calls)
+    assert flushes
+    for at in range(1, flushes + 1):
+        faulty = FaultyFiles(SimulatedFiles(), [Fault(do="fail", verb="fsync", at=at, error=errno.ENOENT)])
+        with pytest.raises(StorageError, match="flushing"):
+            await verb(on(faulty))
