@@ -25,6 +25,7 @@ import msgspec
 import xxhash
 
 from aiockpt.adapters.parts import take_parts
+from aiockpt.engine.gathering import vote_keys
 from aiockpt.errors import RankError, RankFailedError, RanksDisagreeError
 from aiockpt.planning.spread import Holding, Part, holdings_of, spread
 from aiockpt.runtime.meeting import Meeting, StoreLostError, name_ranks
@@ -271,7 +272,8 @@ class Sharing:
         self._open.remove(turn.number)
         with anyio.move_on_after(self._deadline_s, shield=True), suppress(StoreLostError):
             if await self.meeting.arrive(turn.key("past")) == self.meeting.world_size:
-                await self.meeting.forget([turn.key(name) for name in ("begun", "votes", "end", "past")])
+                votes = vote_keys(turn.key("votes"), self.meeting.world_size)
+                await self.meeting.forget([*votes, *map(turn.key, ("begun", "end", "past"))])
             self._left.append(turn.number)
             await self._forget_own()
 

@@ -16,25 +16,24 @@ import anyio
 import msgspec
 
 from aiockpt.errors import CheckpointError, CorruptionError, ManifestError, ObjectNotFoundError
-from aiockpt.format.manifest import Manifest, Peek, Receipt, decode_manifest, decode_receipt, peek
+from aiockpt.format.manifest import Manifest, Peek, Receipt, decode_manifest, peek
 from aiockpt.format.names import (
     check_step_id,
     manifest_key,
     parse_attempt,
     parse_damaged,
     parse_manifest,
-    parse_receipt,
     parse_step,
     parse_verified,
-    receipt_folder,
 )
-from aiockpt.format.validate import check_manifest, check_receipt
+from aiockpt.format.validate import check_manifest
+from aiockpt.pipeline.votes import READS_AT_ONCE
+from aiockpt.pipeline.votes import read_receipts as read_receipts
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend, Listing
 from aiockpt.storage.transfer import read_record
 
 PEEK_BYTES = 4096
-READS_AT_ONCE = 32
 
 
 class StepEntry(msgspec.Struct, frozen=True):
@@ -146,28 +145,6 @@ async def newest_manifest(backend: Backend, entry: StepEntry) -> Manifest:
         except CorruptionError as error:
             first = first or error
     raise first or ManifestError(f"{entry.id} has no manifest: it was never committed", key=entry.id)
-
-
-async def read_receipts(backend: Backend, step_id: str, attempt: str) -> dict[int, Receipt]:
-    """Return the receipts of an attempt by rank; one that is damaged or of another attempt is no vote and left out."""
-    receipts: dict[int, Receipt] = {}
-    slots = anyio.Semaphore(READS_AT_ONCE)
-
-    async def read(key: str, rank: int) -> None:
-        async with slots:
-            try:
-                receipt = decode_receipt(await read_record(backend, key), key)
-                check_receipt(receipt, step_id, attempt, rank)
-            except (ManifestError, ObjectNotFoundError):
-                return
-            receipts[rank] = receipt
-
-    async with open_tasks() as tasks:
-        for stat in (await backend.list(receipt_folder(step_id, attempt))).objects:
-            rank = parse_receipt(stat.key.rpartition("/")[2])
-            if rank is not None:
-                tasks.start_soon(read, stat.key, rank)
-    return receipts
 
 
 async def votes_to_finish(backend: Backend, entry: StepEntry, attempt: str) -> list[Receipt] | None:
