@@ -132,27 +132,33 @@ class DyingStorage(SlowStorage):
 
 
 class CountingStore:
-    """The notes of all ranks in a dictionary."""
+    """The notes of all ranks in a dictionary, and how often it was asked."""
 
     def __init__(self) -> None:
         self.notes: dict[str, bytes] = {}
+        self.call_count = 0
         self.free_at_s = 0.0
 
     def set(self, key: str, value: bytes) -> None:
+        self.call_count += 1
         self.notes[key] = value
 
     def get(self, key: str) -> bytes:
+        self.call_count += 1
         return self.notes[key]
 
     def check(self, keys: list[str]) -> bool:
+        self.call_count += 1
         return all(key in self.notes for key in keys)
 
     def add(self, key: str, amount: int) -> int:
+        self.call_count += 1
         count = int(self.notes.get(key, b"0")) + amount
         self.notes[key] = str(count).encode()
         return count
 
     def delete_key(self, key: str) -> bool:
+        self.call_count += 1
         return self.notes.pop(key, None) is not None
 
 
@@ -166,11 +172,14 @@ class SlowMeeting(Meeting):
         self._server = store
 
     async def _call(self, work: Callable[[], T]) -> T:
-        self.call_count += 1
+        before = self._server.call_count
+        result = work()
+        calls = self._server.call_count - before
+        self.call_count += calls
         now_s = anyio.current_time()
-        self._server.free_at_s = max(now_s, self._server.free_at_s) + STORE_CALL_S
-        await anyio.sleep(self._server.free_at_s - now_s + STORE_ROUND_TRIP_S)
-        return work()
+        self._server.free_at_s = max(now_s, self._server.free_at_s) + calls * STORE_CALL_S
+        await anyio.sleep(self._server.free_at_s - now_s + calls * STORE_ROUND_TRIP_S)
+        return result
 
 
 def receipt(rank: int, world_size: int) -> Receipt:
