@@ -88,7 +88,8 @@ class Engine:
 
     @staticmethod
     async def _renounce(sharing: Sharing, turn: Turn, error: BaseException) -> None:
-        await sharing.give_up(turn, error)
+        sharing.doubt()
+        await sharing.tell_failure(turn, error)
         await sharing.leave(turn)
 
     def leave(self, turn: Turn | None) -> None:
@@ -106,20 +107,22 @@ class Engine:
         known = self.sharing.known(state)
         if known is not None:
             return known, False
-        return self.loop.submit(self.sharing.plan, turn, state).result(), True
+        return self.loop.submit(self.sharing.plan, turn, state).result()
 
     def plan(self, state: ShardedState) -> SavePlan:
         """Return the plan for *state*: the cached one while its structure is the same. Any thread."""
-        if self._plan is None or self._plan[0] != state.structure:
-            io = self.options.io
-            plan = plan_save(
-                state,
-                slab_bytes=io.slab_bytes,
-                file_bytes=io.file_bytes,
-                payload_alignment=self._payload_alignment,
-            )
-            self._plan = (state.structure, plan)
-        return self._plan[1]
+        cached = self._plan  # read once: several saves may be planned on several threads
+        if cached is not None and cached[0] == state.structure:
+            return cached[1]
+        io = self.options.io
+        plan = plan_save(
+            state,
+            slab_bytes=io.slab_bytes,
+            file_bytes=io.file_bytes,
+            payload_alignment=self._payload_alignment,
+        )
+        self._plan = (state.structure, plan)
+        return plan
 
     def copy_program(self, plan: SavePlan, shards: Sequence[TensorShard]) -> CopyProgram:
         """Return the copies of *plan*: the cached ones while the tensors are where they were. Any thread."""

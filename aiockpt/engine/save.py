@@ -139,6 +139,7 @@ async def write_files(engine: Engine, ticket: Ticket, nonce: str) -> tuple[FileE
 async def vote(engine: Engine, ticket: Ticket, attempt: Attempt, files: tuple[FileEntry, ...]) -> Receipt:
     """Leave this rank's receipt: from here it has done its part."""
     receipt = _receipt(engine, ticket, attempt, files)
+    ticket.voting = True
     await cast_vote(engine.backend, receipt)
     ticket.future._written._resolve(None)
     seconds = engine.since_s(ticket.begun_ns)

@@ -7,6 +7,7 @@ each other about it are notes of that turn (`aiockpt.runtime.meeting`). Guarante
   asks nobody: a rank writes what it wrote last time. Each rank only leaves a note that it does.
 - A rank whose structure changed waits for all notes of the turn. When all changed, everything is planned anew; when only
   some did, these plan among themselves what is new and keep the rest, and the others never wait.
+- Turns are planned in their order: one that comes while an earlier one is being planned waits for what that finds out.
 - Whatever was planned, the votes decide: pieces that overlap or leave a gap are no checkpoint (`aiockpt.format.merge`),
   and after such a save every rank plans anew. A rank that begins the next one before it has heard of the failure goes on
   as before; then those that have heard keep their parts, too.
@@ -99,6 +100,8 @@ class Sharing:
         self._turns = 0
         self._loads = 0
         self._open: set[int] = set()
+        self._undecided: set[int] = set()
+        self._decided = anyio.Event()
         self._left: deque[int] = deque()
         self._plan: _Plan | None = None
         self._doubted = False
@@ -109,6 +112,7 @@ class Sharing:
         self.meeting.begin()
         self._turns += 1
         self._open.add(self._turns)
+        self._undecided.add(self._turns)
         return Turn(self._turns, step)
 
     async def read_end(self, turn: Turn, deadline_s: float) -> int:
@@ -143,9 +147,12 @@ class Sharing:
         self._loads += 1
         return self._loads
 
-    async def give_up(self, turn: Turn, error: BaseException) -> None:
-        """Have the next save planned anew, and tell the other ranks at once why this one is not done."""
+    def doubt(self) -> None:
+        """Have the next save planned anew. Any thread."""
         self._doubted = True
+
+    async def tell_failure(self, turn: Turn, error: BaseException) -> None:
+        """Tell the other ranks at once why there will be no checkpoint of *turn*; the caller is certain of that."""
         if isinstance(error, RankFailedError):
             return  # they know
         with anyio.move_on_after(self._deadline_s, shield=True), suppress(StoreLostError):
@@ -161,19 +168,39 @@ class Sharing:
 
     async def announce(self, turn: Turn) -> None:
         """Leave the note that this rank knows what to write."""
+        self._decide(turn)
         await self.meeting.post(
             turn.key("intent", self.meeting.rank), Intent(turn.step, self.meeting.world_size, lost=False)
         )
 
-    async def plan(self, turn: Turn, state: ShardedState) -> ShardedState:
-        """Plan *state* with the ranks that do not know what to write either; return this rank's share.
+    def _decide(self, turn: Turn) -> None:
+        """Let the turns after this one go on: it is clear what this rank writes."""
+        self._undecided.discard(turn.number)
+        self._decided.set()
+        self._decided = anyio.Event()
+
+    async def _wait_for_earlier_turns(self, turn: Turn) -> None:
+        while min(self._undecided, default=turn.number) < turn.number:
+            await self._decided.wait()
+
+    async def plan(self, turn: Turn, state: ShardedState) -> tuple[ShardedState, bool]:
+        """Plan *state* with the ranks that do not know what to write either.
+
+        Returns:
+            This rank's share, and whether it was planned with others; not, when an earlier turn has found it meanwhile.
 
         Raises:
             RanksDisagreeError: another step is meant by a rank, or the tensors do not fit together.
             RankTimeoutError: names the ranks that did not begin this turn.
         """
         async with self.heeding(turn):
-            return await self._plan_with_others(turn, state)
+            await self._wait_for_earlier_turns(turn)
+            known = self.known(state)
+            if known is not None:
+                return known, False
+            share = await self._plan_with_others(turn, state)
+            self._decide(turn)
+            return share, True
 
     async def _plan_with_others(self, turn: Turn, state: ShardedState) -> ShardedState:
         meeting, rank = self.meeting, self.meeting.rank
@@ -263,9 +290,10 @@ class Sharing:
 
     def _take(self, plan: _Plan, state: ShardedState) -> ShardedState:
         """Return the state with only the parts that this rank writes; the same shards while the tensors are the same."""
-        if self._taken is None or self._taken[0] is not plan or not _same(self._taken[1], state.tensors):
-            self._taken = (plan, state.tensors, tuple(take_parts(state.tensors, plan.parts)))
-        return msgspec.structs.replace(state, tensors=self._taken[2], structure=plan.label)
+        taken = self._taken
+        if taken is None or taken[0] is not plan or not _same(taken[1], state.tensors):
+            taken = self._taken = (plan, state.tensors, tuple(take_parts(state.tensors, plan.parts)))
+        return msgspec.structs.replace(state, tensors=taken[2], structure=plan.label)
 
     async def attempt_nonce(self, turn: Turn) -> str:
         """Return the 12 hex digits that name the attempt of *turn* on every rank."""
@@ -284,6 +312,7 @@ class Sharing:
         if turn.number not in self._open:
             return
         self._open.remove(turn.number)
+        self._decide(turn)
         with anyio.move_on_after(self._deadline_s, shield=True), suppress(StoreLostError):
             if await self.meeting.arrive(turn.key("past")) == self.meeting.world_size:
                 votes = vote_keys(turn.key("votes"), self.meeting.world_size)

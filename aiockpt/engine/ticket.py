@@ -27,6 +27,7 @@ class Ticket:
         state: the tensors until they are copied, and the encoded values; after `prepare` what this rank writes of them.
         plan: what goes where; set by `prepare`.
         agreed: whether `prepare` had to plan with other ranks.
+        voting: whether this rank's receipt may be in storage: from there on others may commit.
         slabs: the way of full slabs to the writers, by data file; set by `prepare`.
     """
 
@@ -47,6 +48,7 @@ class Ticket:
         self.turn = turn
         self.state = state
         self.agreed = False
+        self.voting = False
         self.future = SaveFuture(step)
         self.metrics = dict(metrics)
         self.user = user

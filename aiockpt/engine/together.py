@@ -74,9 +74,7 @@ async def save_together(engine: Engine, ticket: Ticket) -> SaveResult:
         story = _lead if engine.ranks.rank == 0 else _follow
         return await story(engine, ticket, sharing, turn, nonce)
     except BaseException as error:
-        await sharing.give_up(turn, error)
-        if nonce and not isinstance(error, CommitTimeoutError):
-            await _forget(engine, ticket, nonce, error)
+        await _give_up(engine, ticket, sharing, turn, nonce, error)
         raise
     finally:
         engine.busy_attempts.discard(nonce)
@@ -181,16 +179,34 @@ async def _take_over(engine: Engine, attempt: Attempt) -> int | None:
     return None if votes is None else (await commit_votes(engine, attempt, votes)).generation
 
 
+async def _give_up(
+    engine: Engine, ticket: Ticket, sharing: Sharing, turn: Turn, nonce: str, error: BaseException
+) -> None:
+    """Tell the others that there will be no checkpoint, as soon as that is certain, and remove this rank's part of it.
+
+    Without this rank's vote nobody can commit. Once it may be there, the decision record decides, and a commit that was
+    faster stands: then the others hear of no failure.
+    """
+    sharing.doubt()
+    if not ticket.voting:
+        await sharing.tell_failure(turn, error)
+    if not nonce or isinstance(error, CommitTimeoutError):
+        return
+    with anyio.move_on_after(CLEAN_UP_DEADLINE_S, shield=True):
+        try:
+            if await claim(engine.backend, step_id(ticket.step), nonce, "collect", engine.token(16)) == "collect":
+                if ticket.voting:
+                    await sharing.tell_failure(turn, error)
+                await _forget(engine, ticket, nonce, error)
+        except CheckpointError as trouble:
+            logger.warning("attempt %s of %s is left as garbage: %s", nonce, step_id(ticket.step), trouble)
+
+
 async def _forget(engine: Engine, ticket: Ticket, nonce: str, error: BaseException) -> None:
-    """Make sure that the attempt is never committed, and remove this rank's part of it; the rest is others' to remove."""
+    """Leave the reason, and remove this rank's part of an attempt that is never committed; the rest is others' to remove."""
     folder = step_id(ticket.step)
     rank = engine.ranks.rank
     keys = [f"{folder}/{data_path(nonce, rank, index)}" for index in range(len(ticket.plan.files))]
-    with anyio.move_on_after(CLEAN_UP_DEADLINE_S, shield=True):
-        try:
-            if await claim(engine.backend, folder, nonce, "collect", engine.token(16)) == "collect":
-                reason = msgspec.json.encode({"rank": rank, "failure": f"{type(error).__name__}: {error}"})
-                await engine.backend.put(failure_key(folder, nonce, rank), reason)
-                await engine.backend.delete([receipt_key(folder, nonce, rank), *keys])
-        except CheckpointError as error:
-            logger.warning("attempt %s of %s is left as garbage: %s", nonce, folder, error)
+    reason = msgspec.json.encode({"rank": rank, "failure": f"{type(error).__name__}: {error}"})
+    await engine.backend.put(failure_key(folder, nonce, rank), reason)
+    await engine.backend.delete([receipt_key(folder, nonce, rank), *keys])

@@ -57,3 +57,17 @@ class Crew:
     def errors(self, work: Callable[[int, aiockpt.Checkpointer], T]) -> list[BaseException | None]:
         """Run *work* on every rank at once; return what each raised."""
         return [outcome.exception() for outcome in self.start(work)]
+
+    def record_notes(self) -> list[str]:
+        """Return a list that gets the key of every note that a rank leaves from now on."""
+        posted: list[str] = []
+        for checkpointer in self.checkpointers:
+            meeting = checkpointer._engine.sharing.meeting  # type: ignore[union-attr]
+            post = meeting.post
+
+            async def note(key: str, value: Any, post: Any = post) -> None:
+                posted.append(key)
+                await post(key, value)
+
+            meeting.post = note  # type: ignore[method-assign]
+        return posted

@@ -59,16 +59,7 @@ def test_what_all_ranks_hold_is_written_once_and_evenly(tmp_path: Path) -> None:
 
 def test_a_later_save_of_the_same_structure_exchanges_nothing(tmp_path: Path) -> None:
     with Crew(3, tmp_path) as crew:
-        posted: list[str] = []
-        for checkpointer in crew.checkpointers:
-            meeting = checkpointer._engine.sharing.meeting  # type: ignore[union-attr]
-            post = meeting.post
-
-            async def note(key: str, value: Any, post: Any = post) -> None:
-                posted.append(key)
-                await post(key, value)
-
-            meeting.post = note  # type: ignore[method-assign]
+        posted = crew.record_notes()
         for step in (1, 2, 3):
             crew.on_all(lambda rank, ckpt, step=step: ckpt.save(step, replicated(step)).result(30))  # type: ignore[misc]
     exchanged = [key for key in posted if "holdings" in key or "share" in key]

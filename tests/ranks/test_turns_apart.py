@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import pytest
 import torch
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.engine.sharing import Turn
-from aiockpt.errors import ObjectNotFoundError, RankFailedError
+from aiockpt.errors import ObjectNotFoundError, RankFailedError, SaveCancelledError
 from aiockpt.runtime.world import World
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.ranks.crew import QUICK, Crew
@@ -81,13 +83,13 @@ def test_the_save_after_a_failed_one_works_on_ranks_that_have_not_heard_of_the_f
     with Crew(2, backend, deadlines=IMPATIENT, on_error=lambda future: None) as crew:
         sharing = crew.checkpointers[0]._engine.sharing
         assert sharing is not None
-        give_up = sharing.give_up
+        tell_failure = sharing.tell_failure
 
-        async def give_up_late(turn: Turn, error: BaseException) -> None:
+        async def tell_late(turn: Turn, error: BaseException) -> None:
             await anyio.sleep(0.5)
-            await give_up(turn, error)
+            await tell_failure(turn, error)
 
-        sharing.give_up = give_up_late  # type: ignore[method-assign]
+        sharing.tell_failure = tell_late  # type: ignore[method-assign]
         assert crew.on_all(save_all) == [3, 3]
 
 
@@ -176,3 +178,47 @@ def test_a_store_that_is_gone_after_the_commit_fails_no_save(tmp_path: Path) -> 
         dying: Any = Dying()
         sharing.meeting._store = dying
         assert crew.on_all(lambda rank, ckpt: ckpt.save(2, state_at(2)).result(30).step) == [2, 2]
+
+
+class HoldsTheManifest(FaultyBackend):
+    """A backend on which the commit has been decided and the manifest waits to be written."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(LocalBackend(str(root), world=World()))
+        self.decided, self.go_on = Event(), Event()
+
+    async def put_new(self, key: str, data: bytes) -> None:
+        if "MANIFEST" in key:
+            self.decided.set()
+            await anyio.to_thread.run_sync(self.go_on.wait, 20)
+        await super().put_new(key, data)
+
+
+def test_a_rank_cancelled_after_the_commit_was_decided_alarms_nobody(tmp_path: Path) -> None:
+    holding = HoldsTheManifest(tmp_path)
+
+    def save(rank: int, ckpt: aiockpt.Checkpointer) -> str:
+        future = ckpt.save(1, state_at(1))
+        if rank == 1:
+            assert holding.decided.wait(20)
+            future.cancel()
+            assert isinstance(future.exception(20), SaveCancelledError)
+            holding.go_on.set()
+            return "cancelled"
+        return future.result(30).id
+
+    with Crew(3, lambda rank: LocalBackend(str(tmp_path)) if rank else holding, deadlines=IMPATIENT) as crew:
+        assert crew.on_all(save) == ["step-00000001", "cancelled", "step-00000001"]
+
+
+def test_a_save_right_after_a_warm_up_that_nobody_waited_for_plans_nothing_again(tmp_path: Path) -> None:
+    with Crew(3, tmp_path, deadlines=IMPATIENT) as crew:
+        posted = crew.record_notes()
+
+        def begin(rank: int, ckpt: aiockpt.Checkpointer) -> int:
+            ckpt.warm_up(state_at(1))
+            time.sleep(0.1 * rank)
+            return ckpt.save(1, state_at(1)).result(30).step
+
+        assert crew.on_all(begin) == [1, 1, 1]
+    assert {key for key in posted if "holdings" in key} == {f"save/1/holdings/{rank}" for rank in range(3)}
