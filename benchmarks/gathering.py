@@ -1,13 +1,15 @@
 """How long do ten thousand ranks take from the last vote to the commit? ``python -m benchmarks.gathering``; simulated.
 
 The code that runs is the engine's own: votes are cast, counted and gathered, rank 0 waits for them and commits. Simulated
-is what it waits for, in time that jumps: every request of the storage takes its latency and its bytes' share of one
-process's bandwidth, a listing a request for each 1,000 names; every call of the store takes its round trip, and the
-store serves one call after the other. Every rank ends its data at a random instant of a few seconds.
+is what it waits for, a storage and a store a network away (`benchmarks.slow_places`), in time that jumps. Every rank ends
+its data at a random instant of a few seconds.
 
 - *flat*: rank 0 reads every receipt, 32 at once.
 - *tree*: groups gather their receipts (`aiockpt.planning.groups`), rank 0 reads one object for each.
 - *tree, 1 % of the gatherers die*: rank 0 loses patience and reads the receipts of their groups.
+
+Before that, once for each structure, the ranks tell each other what they hold; the second table has the notes in the
+store that this takes. One rank plans for all, so its calls grow with the ranks, and nobody else's do.
 
 What is not shown: the processor's time for decoding and merging (`benchmarks.planning`), and a store or storage that
 gets slower under load than its latency and one queue say.
@@ -18,17 +20,19 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, cast
 from unittest import mock
 
 import anyio
 import msgspec
+import torch
 
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.engine.gathering import count_vote, wait_likely
+from aiockpt.engine.sharing import Sharing
 from aiockpt.engine.together import RELIST_S
 from aiockpt.format.checksum import ALGORITHM, BLOCK_BYTES
 from aiockpt.format.manifest import FileEntry, Piece, Receipt, TensorEntry
@@ -37,22 +41,18 @@ from aiockpt.pipeline import votes
 from aiockpt.pipeline.commit import Attempt, cast_vote, commit, wait_votes
 from aiockpt.planning import groups
 from aiockpt.planning.groups import group_of
-from aiockpt.runtime.meeting import Meeting
 from aiockpt.runtime.world import World
-from aiockpt.storage.backend import Backend, Listing, Stat
+from aiockpt.state.geometry import Box
+from aiockpt.state.shards import ShardedState, TensorShard
+from aiockpt.storage.backend import Backend
 from aiockpt.testing.virtual_time import run_virtually
+from benchmarks.slow_places import CountingStore, DeadError, DyingStorage, SlowMeeting, SlowStorage
 
-T = TypeVar("T")
 WAYS = ("flat", "tree", "tree, 1 % of the gatherers die")
-BANDWIDTH = 1 << 30
-"""Bytes a second of one process."""
-LISTED_AT_ONCE = 1000
-STORE_ROUND_TRIP_S = 0.0002
-STORE_CALL_S = 0.00001
-"""The store's own work: about what one ``TCPStore`` serves, 100,000 calls a second."""
 WRITING_S = 5.0
 DEADLINE_S = 600.0
 COLUMNS = 64
+EXCHANGED_TENSORS = 4
 ATTEMPT = "0" * 12
 STEP_ID = "step-00000001"
 
@@ -78,108 +78,25 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     store_count_of_all: int
 
 
+class Exchange(msgspec.Struct, frozen=True, kw_only=True):
+    """The first save of one world, as far as it is planned.
+
+    Attributes:
+        plan_s: until the last rank knows what to write.
+        store_count: calls of the store by the process that has most of them, and by all.
+    """
+
+    ranks: int
+    plan_s: float
+    store_count: int
+    store_count_of_all: int
+
+
 class Gathering(msgspec.Struct, frozen=True):
     """One run."""
 
     rows: list[Row]
-
-
-class SlowStorage:
-    """A storage as one process sees it: every verb takes its time. What a commit needs of a backend."""
-
-    def __init__(self, inner: Backend, latency_s: float) -> None:
-        self.inner = inner
-        self.read_count = 0
-        self.read_bytes = 0
-        self._latency_s = latency_s
-
-    async def _take_time(self, size: int = 0) -> None:
-        await anyio.sleep(self._latency_s + size / BANDWIDTH)
-
-    async def put_new(self, key: str, data: bytes) -> None:
-        await self._take_time(len(data))
-        await self.inner.put_new(key, data)
-
-    async def get(self, key: str, max_bytes: int) -> bytes:
-        data = await self.inner.get(key, max_bytes)
-        self.read_count += 1
-        self.read_bytes += len(data)
-        await self._take_time(len(data))
-        return data
-
-    async def stat(self, key: str) -> Stat:
-        self.read_count += 1
-        await self._take_time()
-        return await self.inner.stat(key)
-
-    async def list(self, prefix: str) -> Listing:
-        listing = await self.inner.list(prefix)
-        for _ in range(0, max(1, len(listing.objects)), LISTED_AT_ONCE):
-            self.read_count += 1
-            await self._take_time()
-        return listing
-
-
-class DeadError(Exception):
-    """The process is no more."""
-
-
-class DyingStorage(SlowStorage):
-    """The storage of a process that dies after its vote, with the first receipt that it would gather."""
-
-    async def get(self, key: str, max_bytes: int) -> bytes:
-        raise DeadError
-
-
-class CountingStore:
-    """The notes of all ranks in a dictionary, and how often it was asked."""
-
-    def __init__(self) -> None:
-        self.notes: dict[str, bytes] = {}
-        self.call_count = 0
-        self.free_at_s = 0.0
-
-    def set(self, key: str, value: bytes) -> None:
-        self.call_count += 1
-        self.notes[key] = value
-
-    def get(self, key: str) -> bytes:
-        self.call_count += 1
-        return self.notes[key]
-
-    def check(self, keys: list[str]) -> bool:
-        self.call_count += 1
-        return all(key in self.notes for key in keys)
-
-    def add(self, key: str, amount: int) -> int:
-        self.call_count += 1
-        count = int(self.notes.get(key, b"0")) + amount
-        self.notes[key] = str(count).encode()
-        return count
-
-    def delete_key(self, key: str) -> bool:
-        self.call_count += 1
-        return self.notes.pop(key, None) is not None
-
-
-class SlowMeeting(Meeting):
-    """A rank's end of a store that serves one call after the other, a round trip away."""
-
-    def __init__(self, store: CountingStore, rank: int, world_size: int) -> None:
-        super().__init__(store, "simulated", rank, world_size)
-        self.begin()
-        self.call_count = 0
-        self._server = store
-
-    async def _call(self, work: Callable[[], T]) -> T:
-        before = self._server.call_count
-        result = work()
-        calls = self._server.call_count - before
-        self.call_count += calls
-        now_s = anyio.current_time()
-        self._server.free_at_s = max(now_s, self._server.free_at_s) + calls * STORE_CALL_S
-        await anyio.sleep(self._server.free_at_s - now_s + calls * STORE_ROUND_TRIP_S)
-        return result
+    exchanges: list[Exchange]
 
 
 def receipt(rank: int, world_size: int) -> Receipt:
@@ -276,37 +193,78 @@ def _doomed(ranks: int) -> set[int]:
     return {rank for group in some for rank in group}
 
 
-def run(worlds: Sequence[int], latencies_s: Sequence[float]) -> Gathering:
+def exchange(ranks: int) -> Exchange:
+    """Let all ranks of a world plan their first save: a row of each tensor a rank."""
+    store = CountingStore()
+    sharings = [Sharing(SlowMeeting(store, rank, ranks), DEADLINE_S, ATTEMPT) for rank in range(ranks)]
+
+    async def plan(rank: int) -> None:
+        tensors = tuple(
+            TensorShard(
+                name=f"w{number}",
+                dtype="F32",
+                shape=(ranks, COLUMNS),
+                boxes=(Box((rank, 0), (1, COLUMNS)),),
+                data=torch.zeros(COLUMNS),
+            )
+            for number in range(EXCHANGED_TENSORS)
+        )
+        state = ShardedState(tensors=tensors, alias={}, values={}, per_rank=None, structure="")
+        await sharings[rank].plan(sharings[rank].next_turn(1), state)
+
+    async def main() -> float:
+        async with anyio.create_task_group() as tasks:
+            for rank in range(ranks):
+                tasks.start_soon(plan, rank)
+        return anyio.current_time()
+
+    seconds = run_virtually(main)
+    counts = [cast(SlowMeeting, sharing.meeting).call_count for sharing in sharings]
+    return Exchange(ranks=ranks, plan_s=seconds, store_count=max(counts), store_count_of_all=sum(counts))
+
+
+def run(worlds: Sequence[int], latencies_s: Sequence[float], exchanging: Sequence[int]) -> Gathering:
     """Simulate every world every way; trees only where the engine gathers."""
-    return Gathering(
-        [
-            simulate(ranks, way, latency_s)
-            for ranks in worlds
-            for latency_s in latencies_s
-            for way in (WAYS if group_of(0, ranks) else WAYS[:1])
-        ]
-    )
+    rows = [
+        simulate(ranks, way, latency_s)
+        for ranks in worlds
+        for latency_s in latencies_s
+        for way in (WAYS if group_of(0, ranks) else WAYS[:1])
+    ]
+    return Gathering(rows, [exchange(ranks) for ranks in exchanging])
 
 
 def render(gathering: Gathering) -> str:
-    """Return the table, as Markdown."""
+    """Return the tables, as Markdown."""
     headings = (
         "ranks",
         "latency",
         "way",
         "last vote to commit",
-        "reads of the busiest process",
+        "reads of the busiest",
         "bytes",
         "its store calls",
         "of all",
     )
-    lines = [f"| {' | '.join(headings)} |", f"|{' --- |' * len(headings)}"]
-    lines += [
-        f"| {row.ranks:,} | {row.latency_s * 1e3:g} ms | {row.way} | {row.commit_s:.2f} s | {row.read_count:,} | "
-        f"{row.read_bytes / (1 << 20):.1f} MiB | {row.store_count:,} | {row.store_count_of_all:,} |"
+    rows = [
+        f"{row.ranks:,} | {row.latency_s * 1e3:g} ms | {row.way} | {row.commit_s:.2f} s | {row.read_count:,} | "
+        f"{row.read_bytes / (1 << 20):.1f} MiB | {row.store_count:,} | {row.store_count_of_all:,}"
         for row in gathering.rows
     ]
-    return "\n".join(lines)
+    exchanges = [
+        f"{one.ranks:,} | {one.plan_s:.2f} s | {one.store_count:,} | {one.store_count_of_all:,}"
+        for one in gathering.exchanges
+    ]
+    return "\n\n".join(
+        [
+            _table(headings, rows),
+            _table(("ranks", "first save planned", "store calls of the busiest", "of all"), exchanges),
+        ]
+    )
+
+
+def _table(headings: Sequence[str], rows: Sequence[str]) -> str:
+    return "\n".join([f"| {' | '.join(headings)} |", f"|{' --- |' * len(headings)}", *(f"| {row} |" for row in rows)])
 
 
 def main() -> int:
@@ -318,11 +276,15 @@ def main() -> int:
     parser.add_argument(
         "--latency-ms", type=float, nargs="+", default=[5, 20, 50], help="of the storage (default: 5 20 50)"
     )
+    parser.add_argument(
+        "--exchange", type=int, nargs="+", default=[10, 100, 1000], help="the worlds of the second table"
+    )
     parser.add_argument("--out", type=Path, help="the JSON file to write (default: none)")
     parser.add_argument("--smoke", action="store_true", help="10 and 300 ranks, 20 ms: shows that it runs, no figures")
     arguments = parser.parse_args()
     worlds, latencies = ([10, 300], [20.0]) if arguments.smoke else (arguments.ranks, arguments.latency_ms)
-    gathering = run(worlds, [latency / 1e3 for latency in latencies])
+    exchanging = [10, 50] if arguments.smoke else arguments.exchange
+    gathering = run(worlds, [latency / 1e3 for latency in latencies], exchanging)
     print(render(gathering))
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)

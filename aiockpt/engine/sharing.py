@@ -28,7 +28,7 @@ import xxhash
 
 from aiockpt.adapters.parts import take_parts
 from aiockpt.engine.gathering import vote_keys
-from aiockpt.errors import RankError, RankFailedError, RanksDisagreeError
+from aiockpt.errors import RankError, RankFailedError, RanksDisagreeError, RankTimeoutError
 from aiockpt.planning.spread import Holding, Part, holdings_of, spread
 from aiockpt.runtime.meeting import Meeting, StoreLostError, name_ranks
 from aiockpt.runtime.ranks import Ranks
@@ -209,7 +209,8 @@ class Sharing:
         await meeting.post(turn.key("intent", rank), Intent(turn.step, meeting.world_size, lost=True))
         lost = await self._lost_ranks(turn)
         kept = self._kept_parts(holdings) if len(lost) < meeting.world_size else {}
-        await meeting.post(turn.key("kept", rank), sorted(kept))
+        if len(lost) < meeting.world_size:
+            await meeting.post(turn.key("kept", rank), sorted(kept))
         if rank == lost[0]:
             await self._plan_for(turn, lost)
         share = await meeting.wait(
@@ -247,13 +248,16 @@ class Sharing:
         (If each of 10,000 read 10,000 notes, the store would need a quarter of an hour: `benchmarks.gathering`.)
         """
         meeting, what = self.meeting, f"the save of step {turn.step} (every rank must call save)"
-        if await meeting.arrive(turn.key("surveyors")) > 1:
-            found = await meeting.wait(turn.key("survey"), list[tuple[Intent, int]], self._deadline_s, what)
-            return dict(enumerate(intent for intent, count in found for _ in range(count)))
+        if await meeting.arrive(turn.key("surveyors", meeting.world_size)) > 1:
+            with suppress(RankTimeoutError):  # then the rank that reads for all is dead: see who else is missing
+                found = await meeting.wait(
+                    turn.key("survey", meeting.world_size), list[tuple[Intent, int]], self._deadline_s, what
+                )
+                return dict(enumerate(intent for intent, count in found for _ in range(count)))
         keys = {rank: turn.key("intent", rank) for rank in range(meeting.world_size)}
         intents = await meeting.gather(keys, Intent, self._deadline_s, what)
         runs = groupby(intents[rank] for rank in range(meeting.world_size))
-        await meeting.post(turn.key("survey"), [(intent, len(list(some))) for intent, some in runs])
+        await meeting.post(turn.key("survey", meeting.world_size), [(intent, len(list(some))) for intent, some in runs])
         return intents
 
     def _kept_parts(self, holdings: Sequence[Holding]) -> dict[int, list[Part]]:
@@ -274,10 +278,9 @@ class Sharing:
         held = await self.meeting.gather(
             {rank: turn.key("holdings", rank) for rank in lost}, tuple[Holding, ...], self._deadline_s, what
         )
-        kept = await self.meeting.gather(
-            {rank: turn.key("kept", rank) for rank in lost}, list[int], self._deadline_s, what
-        )
-        new = [[number for number in range(len(held[rank])) if number not in set(kept[rank])] for rank in lost]
+        some_keep = {rank: turn.key("kept", rank) for rank in lost} if len(lost) < self.meeting.world_size else {}
+        kept = await self.meeting.gather(some_keep, list[int], self._deadline_s, what)
+        new = [[number for number in range(len(held[rank])) if number not in set(kept.get(rank, ()))] for rank in lost]
         try:
             shares = spread([[held[rank][number] for number in some] for rank, some in zip(lost, new, strict=True)])
         except RankError as error:
@@ -315,8 +318,10 @@ class Sharing:
         self._decide(turn)
         with anyio.move_on_after(self._deadline_s, shield=True), suppress(StoreLostError):
             if await self.meeting.arrive(turn.key("past")) == self.meeting.world_size:
-                votes = vote_keys(turn.key("votes"), self.meeting.world_size)
-                await self.meeting.forget([*votes, *map(turn.key, ("surveyors", "survey", "begun", "end", "past"))])
+                world_size = self.meeting.world_size
+                votes = vote_keys(turn.key("votes"), world_size)
+                survey = [turn.key(name, world_size) for name in ("surveyors", "survey")]
+                await self.meeting.forget([*votes, *survey, *map(turn.key, ("begun", "end", "past"))])
             self._left.append(turn.number)
             await self._forget_own()
 

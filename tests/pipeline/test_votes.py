@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from aiockpt.backends.memory import MemoryBackend
@@ -79,7 +80,9 @@ async def gather_all(backend: MemoryBackend, but: Iterable[int] = ()) -> None:
             await gather(backend, receipt(group[-1]), group)
 
 
-def waited(backend: MemoryBackend, meanwhile: Callable[[], Awaitable[Any]] | None = None) -> tuple[list[Receipt], float]:
+def waited(
+    backend: MemoryBackend, meanwhile: Callable[[], Coroutine[Any, Any, None]] | None = None
+) -> tuple[list[Receipt], float]:
     """Wait for all votes as rank 0 does; return them and the seconds that took."""
     attempt = Attempt(STEP_ID, 7, ATTEMPT, 1, 1, "c0ffee00c0de", None, 0, RANKS)
 
@@ -88,7 +91,8 @@ def waited(backend: MemoryBackend, meanwhile: Callable[[], Awaitable[Any]] | Non
             if meanwhile is not None:
                 tasks.start_soon(meanwhile)
             found = await wait_votes(backend, attempt, receipt(0), DEADLINE_S, lambda: anyio.sleep(LOOK_EVERY_S))
-            return found, anyio.current_time()
+            seconds = anyio.current_time()
+        return found, seconds
 
     try:
         return run_virtually(main)
@@ -135,7 +139,11 @@ def test_a_group_whose_gatherer_died_is_read_receipt_by_receipt_after_a_patience
     found, seconds = waited(backend)
     assert found == ALL
     assert PATIENCE_S <= seconds <= 2 * (PATIENCE_S + LOOK_EVERY_S + 0.2)
-    assert backend.read == ["r00000-r00003.jsonl", "r00008-r00009.jsonl", *(f"r{rank:05d}.json" for rank in range(4, 8))]
+    assert backend.read == [
+        "r00000-r00003.jsonl",
+        "r00008-r00009.jsonl",
+        *(f"r{rank:05d}.json" for rank in range(4, 8)),
+    ]
 
 
 def test_a_gatherer_that_is_late_is_not_waited_for_and_does_no_harm() -> None:
@@ -203,7 +211,7 @@ def test_a_vote_that_seems_likely_and_does_not_come_is_not_asked_for_without_a_p
     async def likely() -> None:
         nonlocal looks
         looks += 1
-        await anyio.sleep(0)
+        await anyio.lowlevel.checkpoint()
 
     attempt = Attempt(STEP_ID, 7, ATTEMPT, 1, 1, "c0ffee00c0de", None, 0, RANKS)
     with pytest.raises(CommitTimeoutError):
@@ -264,7 +272,11 @@ def test_rolling_forward_reads_what_was_gathered() -> None:
         assert await votes_to_finish(backend, await look_at(backend, STEP_ID), ATTEMPT) == ALL
 
     run_virtually(main)
-    assert backend.read == ["r00000-r00003.jsonl", "r00008-r00009.jsonl", *(f"r{rank:05d}.json" for rank in range(4, 8))]
+    assert backend.read == [
+        "r00000-r00003.jsonl",
+        "r00008-r00009.jsonl",
+        *(f"r{rank:05d}.json" for rank in range(4, 8)),
+    ]
 
 
 def test_what_is_known_is_not_read_again() -> None:
@@ -298,7 +310,7 @@ def test_gathering_that_fails_is_told_to_the_log_only(caplog: pytest.LogCaptureF
 def test_gathering_from_a_storage_that_hangs_is_given_up() -> None:
     class Hanging(MemoryBackend):
         async def get(self, key: str, max_bytes: int) -> bytes:
-            await anyio.sleep(1e6)
+            await anyio.sleep_forever()
             return b""
 
     async def main() -> float:
