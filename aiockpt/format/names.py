@@ -125,6 +125,11 @@ def data_key(step_id: str, attempt: str, rank: int, index: int) -> str:
     return f"{check_step_id(step_id)}/{data_path(attempt, rank, index)}"
 
 
+def part_path(attempt: str, column: str, index: int) -> str:
+    """Return blob number *index* of a *column* of pieces relative to its step."""
+    return f"{attempt_prefix(attempt)}/p/{column}-{index:04d}.bin"
+
+
 def receipt_folder(step_id: str, attempt: str) -> str:
     """Return the folder of an attempt's receipts."""
     return f"{attempt_folder(step_id, attempt)}/r"

@@ -19,6 +19,7 @@ from aiockpt.errors import CommitConflictError, CommitError, CommitTimeoutError,
 from aiockpt.format.manifest import Decision, Manifest, Receipt, Verdict, encode_manifest, encode_receipt
 from aiockpt.format.merge import merge_receipts
 from aiockpt.format.names import decision_key, manifest_key, receipt_key
+from aiockpt.format.parts import detach
 from aiockpt.pipeline.discover import StepEntry, read_manifest, votes_to_finish
 from aiockpt.pipeline.votes import VoteReader
 from aiockpt.runtime.meeting import name_ranks
@@ -119,7 +120,11 @@ async def commit(backend: Backend, votes: Sequence[Receipt], world: World) -> Ma
     manifest = merge_receipts(votes, writer=WRITER, write_id=write_id, created_ns=world.clock.time_ns())
     await _decide(backend, manifest)
     await _check_sizes(backend, manifest)  # after the decision: whoever collected the attempt removed the data first
-    data = encode_manifest(manifest)
+    written, parts = detach(manifest)
+    for path, blob in parts.items():  # nobody reads them before the manifest names them; two committers write the same
+        if not await put_once(backend, f"{manifest.id}/{path}", blob):
+            raise CommitError(f"{manifest.id}/{path} is there and holds something else: save the step again")
+    data = encode_manifest(written)
     key = manifest_key(manifest.id, manifest.generation)
     try:
         await backend.put_new(key, data)

@@ -26,9 +26,11 @@ from aiockpt.format.names import (
     parse_step,
     parse_verified,
 )
+from aiockpt.format.parts import attach, part_paths
 from aiockpt.format.validate import check_manifest
-from aiockpt.pipeline.votes import READS_AT_ONCE
+from aiockpt.pipeline.votes import READS_AT_ONCE, do_all
 from aiockpt.pipeline.votes import read_receipts as read_receipts
+from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend, Listing
 from aiockpt.storage.transfer import read_record
@@ -126,8 +128,24 @@ async def read_manifest(backend: Backend, step_id: str, generation: int) -> Mani
     """
     key = manifest_key(step_id, generation)
     manifest = decode_manifest(await read_record(backend, key), key)
+    if manifest.parts:
+        manifest = await _read_parts(backend, manifest, step_id)
     check_manifest(manifest, step_id, generation)
     return manifest
+
+
+async def _read_parts(backend: Backend, manifest: Manifest, step_id: str) -> Manifest:
+    """Return the manifest with the pieces that lie in blobs beside it."""
+    blobs: dict[str, bytes] = {}
+
+    async def read(path: str) -> None:
+        try:
+            blobs[path] = await read_record(backend, f"{step_id}/{path}")
+        except ObjectNotFoundError as error:
+            raise ManifestError(f"{step_id}/{path} is missing, a part of its manifest", key=path) from error
+
+    await do_all(read, part_paths(manifest))
+    return await run_blocking(Limiter("parts", 1), attach, manifest, blobs)
 
 
 async def newest_manifest(backend: Backend, entry: StepEntry) -> Manifest:

@@ -135,7 +135,7 @@ async def _read_gathered(backend: Backend, step_id: str, attempt: str, wanted: s
             logger.warning("the receipts of ranks %d–%d are read one by one: %s", group[0], group[-1], error)
             found.update(await _read_each(backend, step_id, attempt, group))
 
-    await _do_all(read, [group for group in groups if group is not None and not wanted.isdisjoint(group)])
+    await do_all(read, [group for group in groups if group is not None and not wanted.isdisjoint(group)])
     return found
 
 
@@ -152,11 +152,11 @@ async def _read_each(backend: Backend, step_id: str, attempt: str, ranks: Iterab
             return
         found[rank] = receipt
 
-    await _do_all(read, sorted(ranks))
+    await do_all(read, sorted(ranks))
     return found
 
 
-async def _do_all(work: Callable[[T], Awaitable[object]], items: Sequence[T]) -> None:
+async def do_all(work: Callable[[T], Awaitable[object]], items: Sequence[T]) -> None:
     """Do *work* for every item, a few at once."""
     slots = anyio.Semaphore(READS_AT_ONCE)
 

@@ -87,6 +87,7 @@ def waited(
     attempt = Attempt(STEP_ID, 7, ATTEMPT, 1, 1, "c0ffee00c0de", None, 0, RANKS)
 
     async def main() -> tuple[list[Receipt], float]:
+        found, seconds = list[Receipt](), 0.0
         async with anyio.create_task_group() as tasks:
             if meanwhile is not None:
                 tasks.start_soon(meanwhile)
