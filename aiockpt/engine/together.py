@@ -18,6 +18,7 @@ import anyio
 import msgspec
 
 from aiockpt.engine.context import Engine
+from aiockpt.engine.gathering import count_vote, takes_over, wait_likely
 from aiockpt.engine.save import (
     CLEAN_UP_DEADLINE_S,
     begin,
@@ -90,11 +91,10 @@ async def _lead(engine: Engine, ticket: Ticket, sharing: Sharing, turn: Turn, no
     async with sharing.heeding(turn):
         files = await write_files(engine, ticket, nonce)
         own = await vote(engine, ticket, begun, files)
-        with suppress(StoreLostError):
-            await meeting.arrive(turn.key("votes"))
+        await count_vote(meeting, turn.key("votes"), engine.backend, own)
 
         async def until_likely() -> None:
-            await meeting.wait_all_arrived(turn.key("votes"), RELIST_S)
+            await wait_likely(meeting, turn.key("votes"), RELIST_S)
 
         votes = await wait_votes(engine.backend, begun, own, engine.options.deadlines.commit_s, until_likely)
     manifest = await commit_votes(engine, begun, votes)
@@ -116,9 +116,8 @@ async def _follow(engine: Engine, ticket: Ticket, sharing: Sharing, turn: Turn, 
             assert begun.existing is not None
             return left_alone(engine, ticket, begun.existing)
         attempt = msgspec.structs.replace(begun.attempt, rank=engine.ranks.rank)
-        await vote(engine, ticket, attempt, files)
-        with suppress(StoreLostError):  # the vote stands in the storage
-            await sharing.meeting.arrive(turn.key("votes"))
+        own = await vote(engine, ticket, attempt, files)
+        await count_vote(sharing.meeting, turn.key("votes"), engine.backend, own)
         generation = await _await_commit(engine, sharing, turn, attempt)
     return committed(engine, ticket, generation)
 
@@ -174,6 +173,8 @@ async def _take_over(engine: Engine, attempt: Attempt) -> int | None:
     entry = await look_at(engine.backend, attempt.id)
     if entry.head is not None and entry.head.attempt == attempt.attempt:
         return entry.head.generation
+    if not takes_over(engine.ranks.rank, engine.ranks.world_size):
+        return None
     votes = await votes_to_finish(engine.backend, entry, attempt.attempt)
     return None if votes is None else (await commit_votes(engine, attempt, votes)).generation
 

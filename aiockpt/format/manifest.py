@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import re
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta, Raw
@@ -25,9 +25,8 @@ from aiockpt.format.checksum import SUM_BYTES, digest128
 from aiockpt.format.document import MAX_TREE_NODES, check_tree, check_unique_keys, parse, seal, unseal
 
 VERSION = 1
-KNOWN_REQUIRES: frozenset[str] = frozenset()
-RESERVED_REQUIRES = {"parts": "piece tables in columnar parts"}
-"""Features whose names are taken and which this version cannot read (DECISIONS 23)."""
+KNOWN_REQUIRES = frozenset({"parts"})
+"""What a reader must know of to read a document, and this version does: *parts*, `aiockpt.format.parts`."""
 MAX_RANK = 32
 MAX_TREES_NODES = 4 * MAX_TREE_NODES
 
@@ -46,12 +45,18 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     sizes: Dims
 
 
+if TYPE_CHECKING:
+    Pieces: TypeAlias = Sequence[Piece]
+else:  # what is decoded; in memory they may be the rows of a table, too (`aiockpt.format.parts`)
+    Pieces = tuple[Piece, ...]
+
+
 class TensorEntry(msgspec.Struct, frozen=True, gc=False):
     """One tensor: dtype code, global shape, and the pieces that tile it."""
 
     dtype: str
     shape: Dims
-    pieces: tuple[Piece, ...]
+    pieces: Pieces
 
 
 class FileEntry(msgspec.Struct, frozen=True, gc=False):
@@ -98,6 +103,20 @@ class FileEntry(msgspec.Struct, frozen=True, gc=False):
         return around[start - group * 3 :][:SUM_BYTES]
 
 
+class PartEntry(msgspec.Struct, frozen=True):
+    """One column of a table of pieces, in blobs beside the manifest (`aiockpt.format.parts`).
+
+    Attributes:
+        width: bytes of a number, 4 or 8; *count*: of numbers.
+        digests: xxh3_128 of each blob.
+    """
+
+    column: str
+    width: Count
+    count: Count
+    digests: tuple[str, ...]
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """A committed checkpoint. The order of the fields is the order in the file: a `peek` finds the first ones in 4 KiB.
 
@@ -130,6 +149,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     world_size: Count
     files: tuple[FileEntry, ...]
     tensors: dict[str, TensorEntry]
+    parts: tuple[PartEntry, ...] | msgspec.UnsetType = msgspec.UNSET
     alias: dict[str, str] = {}
     state: dict[str, Any] = {}
     metrics: Mapping[str, float | None] = {}
@@ -272,7 +292,7 @@ def _check_reader(envelope: _Envelope, what: str) -> None:
         )
     unknown = [name for name in envelope.requires if name not in KNOWN_REQUIRES]
     if unknown:
-        named = ", ".join(RESERVED_REQUIRES.get(name, repr(name[:40])) for name in unknown[:5])
+        named = ", ".join(repr(name[:40]) for name in unknown[:5])
         raise ManifestError(f"{what} requires {named}, which this aiockpt cannot read: install a newer one")
 
 

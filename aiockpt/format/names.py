@@ -28,6 +28,7 @@ _ATTEMPT = re.compile(r"[0-9a-f]{12}")
 _RECEIPT = re.compile(r"r([0-9]{5,9})\.json")
 _FAILURE = re.compile(r"r([0-9]{5,9})\.fail\.json")
 _COPIED = re.compile(r"f([0-9]{6,})\.json")
+_GATHERED = re.compile(r"(r[0-9]{5,9})-(r[0-9]{5,9})\.jsonl")
 
 
 def step_id(step: int) -> str:
@@ -125,6 +126,11 @@ def data_key(step_id: str, attempt: str, rank: int, index: int) -> str:
     return f"{check_step_id(step_id)}/{data_path(attempt, rank, index)}"
 
 
+def part_path(attempt: str, column: str, index: int) -> str:
+    """Return blob number *index* of a *column* of pieces relative to its step."""
+    return f"{attempt_prefix(attempt)}/p/{column}-{index:04d}.bin"
+
+
 def receipt_folder(step_id: str, attempt: str) -> str:
     """Return the folder of an attempt's receipts."""
     return f"{attempt_folder(step_id, attempt)}/r"
@@ -148,6 +154,26 @@ def failure_key(step_id: str, attempt: str, rank: int) -> str:
 def parse_failure(name: str) -> int | None:
     """Return the rank in the file name of a failure (``r00000.fail.json``), or None."""
     return _parse_rank(_FAILURE, name)
+
+
+def gathered_folder(step_id: str, attempt: str) -> str:
+    """Return the folder of what groups of an attempt's ranks have gathered."""
+    return f"{attempt_folder(step_id, attempt)}/g"
+
+
+def gathered_key(step_id: str, attempt: str, ranks: range) -> str:
+    """Return the key of the receipts of consecutive *ranks* in one object: ``g/r00064-r00127.jsonl``."""
+    first, last = _check_rank(ranks[0]), _check_rank(ranks[-1])
+    return f"{gathered_folder(step_id, attempt)}/r{first:05d}-r{last:05d}.jsonl"
+
+
+def parse_gathered(name: str) -> range | None:
+    """Return the ranks in the file name of a gathered object (``r00064-r00127.jsonl``), or None."""
+    match = _GATHERED.fullmatch(name)
+    if match is None:
+        return None
+    first, last = (_parse_rank(_RECEIPT, f"{part}.json") for part in match.groups())
+    return None if first is None or last is None or last < first else range(first, last + 1)
 
 
 def decision_key(step_id: str, attempt: str) -> str:

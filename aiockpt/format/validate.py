@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import NoReturn
+from typing import NoReturn, overload
+
+import numpy as np
 
 from aiockpt.errors import CorruptionError, ManifestError, UsageError
+from aiockpt.format.check_parts import find_bad_piece, tiles_all, volume_of
 from aiockpt.format.checksum import ALGORITHM, SUM_BYTES, block_count, digest128
 from aiockpt.format.dtypes import ITEMSIZES, is_native
 from aiockpt.format.manifest import MAX_RANK, FileEntry, Manifest, Piece, Receipt, TensorEntry
@@ -30,10 +33,14 @@ from aiockpt.format.names import (
     parse_step,
     receipt_key,
 )
+from aiockpt.format.parts import REQUIRED, PieceRows, PieceTable, table_of
 from aiockpt.format.safetensors import Entry, Header
 from aiockpt.format.tiling import tiles
 
 MAX_PIECES = 2 * 10**6
+"""In JSON; beyond it they are in columns (`aiockpt.format.parts`)."""
+_FEW_ROWS = 16
+"""Pieces of one tensor that are looked at one by one, also those of a table: arrays have their price."""
 MAX_TENSORS = 10**6
 MAX_WORLD = 65_536
 MAX_DIM = 2**48
@@ -60,7 +67,13 @@ def check_manifest(m: Manifest, step_id: str, generation: int) -> None:
         _refuse(what, f"it says that it is generation {m.generation} of {m.id[:140]!r}; was it copied here?")
     _check_identity(m, what)
     _check_files(m.files, m, what)
-    _check_tensors(m.tensors, m.files, what)
+    table = table_of(m.tensors)
+    if (REQUIRED in m.requires) != (table is not None):
+        _refuse(what, "it requires parts, and its pieces are not in a table, or the other way round")
+    if table is None:
+        _check_tensors(m.tensors, m.files, what)
+    else:
+        _check_table(m.tensors, table, m.files, what)
     for name, entry in m.tensors.items():
         _check_coverage(name, entry, what)
     _check_alias(m.alias, m.tensors, what)
@@ -160,12 +173,35 @@ def _check_sums(file: FileEntry, what: str) -> None:
 
 
 def _check_tensors(tensors: Mapping[str, TensorEntry], files: Sequence[FileEntry], what: str) -> None:
-    if len(tensors) > MAX_TENSORS:
-        _refuse(what, f"{len(tensors)} tensors are more than {MAX_TENSORS}")
+    widths = _check_shapes(tensors, what)
     pieces = sum(len(entry.pieces) for entry in tensors.values())
     if pieces > MAX_PIECES:
         _refuse(what, f"{pieces} pieces are more than {MAX_PIECES}")
     file_sizes = [file.size for file in files]
+    for (name, entry), width in zip(tensors.items(), widths, strict=True):
+        for piece in entry.pieces:
+            problem = _find_problem(piece, entry.shape, width, file_sizes)
+            if problem:
+                _refuse(what, f"a piece of {name!r} {problem}")
+
+
+def _check_table(tensors: Mapping[str, TensorEntry], table: PieceTable, files: Sequence[FileEntry], what: str) -> None:
+    """Check the pieces of a table as `_check_tensors` checks those of a manifest."""
+    widths = _check_shapes(tensors, what)
+    shapes = [entry.shape for entry in tensors.values()]
+    file_sizes = [file.size for file in files]
+    bad = find_bad_piece(table, shapes, widths, file_sizes)
+    if bad is not None:
+        index, place = bad
+        problem = _find_problem(PieceRows(table, index)[place], shapes[index], widths[index], file_sizes)
+        _refuse(what, f"a piece of {list(tensors)[index]!r} {problem}")
+
+
+def _check_shapes(tensors: Mapping[str, TensorEntry], what: str) -> list[int]:
+    """Check names, dtypes and shapes; return the bytes of an element of each tensor."""
+    if len(tensors) > MAX_TENSORS:
+        _refuse(what, f"{len(tensors)} tensors are more than {MAX_TENSORS}")
+    widths = []
     for name, entry in tensors.items():
         _check_name(name, what)
         width = ITEMSIZES.get(entry.dtype)
@@ -173,10 +209,8 @@ def _check_tensors(tensors: Mapping[str, TensorEntry], files: Sequence[FileEntry
             _refuse(what, f"{name!r} has the unknown dtype {entry.dtype[:40]!r}")
         if len(entry.shape) > MAX_RANK or not all(0 <= size < MAX_DIM for size in entry.shape):
             _refuse(what, f"{name!r} has an impossible shape: at most {MAX_RANK} sizes below {MAX_DIM}")
-        for piece in entry.pieces:
-            problem = _find_problem(piece, entry.shape, width, file_sizes)
-            if problem:
-                _refuse(what, f"a piece of {name!r} {problem}")
+        widths.append(width)
+    return widths
 
 
 def _check_name(name: str, what: str) -> None:
@@ -205,13 +239,23 @@ def _find_problem(piece: Piece, shape: tuple[int, ...], width: int, file_sizes: 
 def _check_coverage(name: str, entry: TensorEntry, what: str) -> None:
     """Refuse a tensor that has a gap or an overlap. Its pieces are inside its shape already."""
     volume = prod(entry.shape)
-    stored = sum(prod(piece.sizes) for piece in entry.pieces)
+    stored, tile = _look_at_boxes(entry)
     if stored != volume:
         kind = "leave a gap" if stored < volume else "overlap"
         _refuse(what, f"the pieces of {name!r} {kind}: they hold {stored} elements of {volume}")
     # One piece inside the shape and of its volume is the whole: most tensors need no more than that.
-    if len(entry.pieces) > 1 and not tiles(entry.shape, [(piece.offsets, piece.sizes) for piece in entry.pieces]):
+    if len(entry.pieces) > 1 and not tile():
         _refuse(what, f"the pieces of {name!r} overlap and leave a gap, though their {stored} elements add up")
+
+
+def _look_at_boxes(entry: TensorEntry) -> tuple[int, Callable[[], bool]]:
+    """Return how many elements the pieces hold, and what says whether they tile the tensor."""
+    pieces = entry.pieces
+    if isinstance(pieces, PieceRows) and len(pieces) > _FEW_ROWS:
+        offsets, sizes = (column.astype(np.int64) for column in pieces.boxes())
+        return volume_of(sizes), lambda: tiles_all(entry.shape, offsets, sizes)
+    boxes = [(piece.offsets, piece.sizes) for piece in pieces]
+    return sum(prod(sizes) for _, sizes in boxes), lambda: tiles(entry.shape, boxes)
 
 
 def _check_alias(alias: Mapping[str, str], tensors: Mapping[str, TensorEntry], what: str) -> None:
@@ -226,8 +270,14 @@ def _check_alias(alias: Mapping[str, str], tensors: Mapping[str, TensorEntry], w
             _refuse(what, f"the alias {name[:160]!r} points at {target[:160]!r}, which is {chained}")
 
 
-def pieces_by_file(m: Manifest) -> list[list[Placed]]:
-    """Return the pieces in each file, by file index and in file order; pass them to `check_header` for many files."""
+def pieces_by_file(m: Manifest) -> Sequence[list[Placed]]:
+    """Return the pieces in each file, by file index and in file order; pass them to `check_header` for many files.
+
+    Of a table each file's are looked up when they are asked for.
+    """
+    table = table_of(m.tensors)
+    if table is not None:
+        return _TableByFile(table, tuple(m.tensors), len(m.files))
     placed: list[list[Placed]] = [[] for _ in m.files]
     for name, entry in m.tensors.items():
         for piece in entry.pieces:
@@ -235,6 +285,31 @@ def pieces_by_file(m: Manifest) -> list[list[Placed]]:
     for some in placed:
         some.sort(key=lambda item: item[1].start)
     return placed
+
+
+class _TableByFile(Sequence[list[Placed]]):
+    """The pieces of a table by file."""
+
+    def __init__(self, table: PieceTable, names: Sequence[str], file_count: int) -> None:
+        self._table, self._names, self._file_count = table, names, file_count
+
+    def __len__(self) -> int:
+        return self._file_count
+
+    @overload
+    def __getitem__(self, index: int) -> list[Placed]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[list[Placed]]: ...
+    def __getitem__(self, index: int | slice) -> list[Placed] | list[list[Placed]]:
+        if isinstance(index, slice):
+            return [self[one] for one in range(self._file_count)[index]]
+        rows = np.flatnonzero(self._table.file == range(self._file_count)[index])
+        rows = rows[np.argsort(self._table.start[rows], kind="stable")]
+        tensors = np.searchsorted(self._table.bounds, rows, side="right") - 1
+        return [
+            (self._names[tensor], PieceRows(self._table, tensor)[row - self._table.bounds[tensor]])
+            for tensor, row in zip(tensors.tolist(), rows.tolist(), strict=True)
+        ]
 
 
 def check_header(file_index: int, m: Manifest, header: Header, placed: Sequence[Placed] | None = None) -> None:

@@ -19,7 +19,9 @@ from aiockpt.errors import CommitConflictError, CommitError, CommitTimeoutError,
 from aiockpt.format.manifest import Decision, Manifest, Receipt, Verdict, encode_manifest, encode_receipt
 from aiockpt.format.merge import merge_receipts
 from aiockpt.format.names import decision_key, manifest_key, receipt_key
-from aiockpt.pipeline.discover import StepEntry, read_manifest, read_receipts, votes_to_finish
+from aiockpt.format.parts import detach
+from aiockpt.pipeline.discover import StepEntry, read_manifest, votes_to_finish
+from aiockpt.pipeline.votes import VoteReader
 from aiockpt.runtime.meeting import name_ranks
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend
@@ -28,6 +30,8 @@ from aiockpt.storage.transfer import put_once, read_record
 WRITER = "aiockpt 0.1.0"
 LAST_LOOK_S = 30.0
 """For the receipts to be read once more when the deadline for them has passed."""
+LOOK_PAUSE_S = 0.2
+"""Before the next look, when one found no new vote."""
 
 
 class Attempt(msgspec.Struct, frozen=True):
@@ -83,22 +87,26 @@ async def wait_votes(
     Raises:
         CommitTimeoutError: names the ranks without a receipt; the outcome is unknown.
     """
-    votes = {own.rank: own}
+    reader = VoteReader(backend, attempt.id, attempt.attempt, attempt.world_size)
+    reader.votes[own.rank] = own
     with anyio.move_on_after(deadline_s):
-        while len(votes) < attempt.world_size:
+        while reader.missing:
             await until_likely()
-            votes |= await read_receipts(backend, attempt.id, attempt.attempt)
+            known = len(reader.votes)
+            await reader.look()
+            if len(reader.votes) == known:  # what made it likely may stay so, whatever the storage says
+                await anyio.sleep(LOOK_PAUSE_S)
     with anyio.move_on_after(LAST_LOOK_S):
-        if len(votes) < attempt.world_size:
-            votes |= await read_receipts(backend, attempt.id, attempt.attempt)
-    missing = sorted(set(range(attempt.world_size)) - votes.keys())
+        if reader.missing:
+            await reader.look_at_all()
+    missing = sorted(reader.missing)
     if missing:
         raise CommitTimeoutError(
             f"{attempt.id}: no receipt from {name_ranks(missing)} within {deadline_s:g} s; whether they vote later is "
             "unknown. Run `aiockpt commit` to finish the step once they did, or save it again.",
             missing,
         )
-    return [votes[rank] for rank in range(attempt.world_size)]
+    return [reader.votes[rank] for rank in range(attempt.world_size)]
 
 
 async def commit(backend: Backend, votes: Sequence[Receipt], world: World) -> Manifest:
@@ -122,7 +130,11 @@ async def publish(backend: Backend, manifest: Manifest) -> Manifest:
     """
     await _decide(backend, manifest)
     await _check_sizes(backend, manifest)  # after the decision: whoever collected the attempt removed the data first
-    data = encode_manifest(manifest)
+    written, parts = detach(manifest)
+    for path, blob in parts.items():  # nobody reads them before the manifest names them; two committers write the same
+        if not await put_once(backend, f"{manifest.id}/{path}", blob):
+            raise CommitError(f"{manifest.id}/{path} is there and holds something else: save the step again")
+    data = encode_manifest(written)
     key = manifest_key(manifest.id, manifest.generation)
     try:
         await backend.put_new(key, data)
@@ -132,13 +144,20 @@ async def publish(backend: Backend, manifest: Manifest) -> Manifest:
 
 
 async def _check_sizes(backend: Backend, manifest: Manifest) -> None:
+    """Refuse data files that are gone or have another size. One listing tells of all; a doubt is asked about alone."""
+    listed: dict[str, int] = {}
+    for folder in sorted({file.p.rpartition("/")[0] for file in manifest.files}):
+        listed |= {stat.key: stat.size for stat in (await backend.list(f"{manifest.id}/{folder}")).objects}
     for file in manifest.files:
+        key = f"{manifest.id}/{file.p}"
+        if listed.get(key) == file.size:
+            continue
         try:
-            found = (await backend.stat(f"{manifest.id}/{file.p}")).size
+            found = (await backend.stat(key)).size
         except ObjectNotFoundError as error:
-            raise CommitError(f"{manifest.id}/{file.p} is gone: the attempt was collected; save again") from error
+            raise CommitError(f"{key} is gone: the attempt was collected; save again") from error
         if found != file.size:
-            raise CommitError(f"{manifest.id}/{file.p}: {found} bytes in storage, the receipt says {file.size}")
+            raise CommitError(f"{key}: {found} bytes in storage, the receipt says {file.size}")
 
 
 async def _decide(backend: Backend, manifest: Manifest) -> None:

@@ -16,25 +16,26 @@ import anyio
 import msgspec
 
 from aiockpt.errors import CheckpointError, CorruptionError, ManifestError, ObjectNotFoundError
-from aiockpt.format.manifest import Manifest, Peek, Receipt, decode_manifest, decode_receipt, peek
+from aiockpt.format.manifest import Manifest, Peek, Receipt, decode_manifest, peek
 from aiockpt.format.names import (
     check_step_id,
     manifest_key,
     parse_attempt,
     parse_damaged,
     parse_manifest,
-    parse_receipt,
     parse_step,
     parse_verified,
-    receipt_folder,
 )
-from aiockpt.format.validate import check_manifest, check_receipt
+from aiockpt.format.parts import attach, part_paths
+from aiockpt.format.validate import check_manifest
+from aiockpt.pipeline.votes import READS_AT_ONCE, do_all
+from aiockpt.pipeline.votes import read_receipts as read_receipts
+from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend, Listing
 from aiockpt.storage.transfer import read_record
 
 PEEK_BYTES = 4096
-READS_AT_ONCE = 32
 
 
 class StepEntry(msgspec.Struct, frozen=True):
@@ -134,8 +135,24 @@ async def read_manifest(backend: Backend, step_id: str, generation: int) -> Mani
     """
     key = manifest_key(step_id, generation)
     manifest = decode_manifest(await read_record(backend, key), key)
+    if manifest.parts:
+        manifest = await _read_parts(backend, manifest, step_id)
     check_manifest(manifest, step_id, generation)
     return manifest
+
+
+async def _read_parts(backend: Backend, manifest: Manifest, step_id: str) -> Manifest:
+    """Return the manifest with the pieces that lie in blobs beside it."""
+    blobs: dict[str, bytes] = {}
+
+    async def read(path: str) -> None:
+        try:
+            blobs[path] = await read_record(backend, f"{step_id}/{path}")
+        except ObjectNotFoundError as error:
+            raise ManifestError(f"{step_id}/{path} is missing, a part of its manifest", key=path) from error
+
+    await do_all(read, part_paths(manifest))
+    return await run_blocking(Limiter("parts", 1), attach, manifest, blobs)
 
 
 async def newest_manifest(backend: Backend, entry: StepEntry) -> Manifest:
@@ -168,28 +185,6 @@ async def find_copy(target: Backend, step_id: str, attempt: str) -> Manifest | N
         if manifest.attempt == attempt:
             return manifest
     return None
-
-
-async def read_receipts(backend: Backend, step_id: str, attempt: str) -> dict[int, Receipt]:
-    """Return the receipts of an attempt by rank; one that is damaged or of another attempt is no vote and left out."""
-    receipts: dict[int, Receipt] = {}
-    slots = anyio.Semaphore(READS_AT_ONCE)
-
-    async def read(key: str, rank: int) -> None:
-        async with slots:
-            try:
-                receipt = decode_receipt(await read_record(backend, key), key)
-                check_receipt(receipt, step_id, attempt, rank)
-            except (ManifestError, ObjectNotFoundError):
-                return
-            receipts[rank] = receipt
-
-    async with open_tasks() as tasks:
-        for stat in (await backend.list(receipt_folder(step_id, attempt))).objects:
-            rank = parse_receipt(stat.key.rpartition("/")[2])
-            if rank is not None:
-                tasks.start_soon(read, stat.key, rank)
-    return receipts
 
 
 async def votes_to_finish(backend: Backend, entry: StepEntry, attempt: str) -> list[Receipt] | None:

@@ -27,7 +27,7 @@ import numpy as np
 from aiockpt.errors import UsageError
 from aiockpt.format.checksum import BLOCK_BYTES
 from aiockpt.format.document import collector_paused
-from aiockpt.format.validate import MAX_PIECES
+from aiockpt.format.parts import MAX_TABLE_PIECES
 from aiockpt.planning.holders import Group, Holders, Holding, Ints, holdings_of, survey
 from aiockpt.state.geometry import Box
 
@@ -57,7 +57,7 @@ def spread(holdings: Sequence[Sequence[Holding]], *, block_bytes: int = BLOCK_BY
 
     Raises:
         RanksDisagreeError: the holdings do not make whole tensors; lists all of it by name, with the ranks.
-        UsageError: these are more pieces than a manifest can have; better said now than when all is written.
+        UsageError: these are more pieces than a checkpoint can have; better said now than when all is written.
     """
     with collector_paused():
         return _spread(holdings, block_bytes)
@@ -81,9 +81,9 @@ def _spread(holdings: Sequence[Sequence[Holding]], block_bytes: int) -> list[tup
     for pool in shared:
         (_cut if pool.divisible else _hand_out)(holders, pool, excess, parts)
     pieces = sum(map(len, parts))
-    if pieces > MAX_PIECES:
+    if pieces > MAX_TABLE_PIECES:
         raise UsageError(
-            f"{len(holdings)} ranks would write {pieces:,} pieces, more than the {MAX_PIECES:,} that a manifest can have: "
+            f"{len(holdings)} ranks would write {pieces:,} pieces, more than the {MAX_TABLE_PIECES:,} of a checkpoint: "
             "shard over fewer ranks and replicate over the rest, or save fewer, larger tensors"
         )
     return [tuple(sorted(some, key=attrgetter("holding", "start"))) for some in parts]

@@ -172,7 +172,7 @@ def test_many_ranks_are_named_by_the_first_five() -> None:
 def test_more_pieces_than_a_manifest_can_have_are_refused_before_they_are_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(spread_module, "MAX_PIECES", 3)
+    monkeypatch.setattr(spread_module, "MAX_TABLE_PIECES", 3)
     assert sum(map(len, spread([[whole("w", 3, 1)]] * 3, block_bytes=1))) == 3
     with pytest.raises(UsageError, match="4 ranks would write 4 pieces, more than the 3"):
         spread([[whole("w", 4, 1)]] * 4, block_bytes=1)

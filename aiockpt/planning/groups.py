@@ -1,0 +1,36 @@
+"""Which ranks have their receipts gathered into one object, and in which worlds?
+
+Two levels, of about √N each: whoever gathers reads the receipts of its group, rank 0 reads one object a group. So at
+10,000 ranks no process reads more than 128 + 79 of them. A third level would spare reads that run 32 at once anyway, and
+cost a write, a wake-up and a listing in line (`python -m benchmarks.gathering` shows what is waited for).
+
+Pure; the same on every rank, because it follows from the size of the world alone. A group's object names its ranks, so
+that a reader needs none of this.
+"""
+
+from __future__ import annotations
+
+from math import isqrt
+
+GATHER_ABOVE = 256
+"""Ranks; up to here rank 0 has read all receipts, 32 at once, before a group could have written its own."""
+MIN_GROUP = 64
+
+
+def group_size(world_size: int) -> int:
+    """Return how many consecutive ranks make a group: the power of two at or above √N, at least `MIN_GROUP`."""
+    return max(MIN_GROUP, 1 << (isqrt(world_size - 1)).bit_length())
+
+
+def groups_of(world_size: int) -> list[range]:
+    """Return the groups of a world; none of one that is too small to gather anything."""
+    if world_size <= GATHER_ABOVE:
+        return []
+    size = group_size(world_size)
+    return [range(first, min(first + size, world_size)) for first in range(0, world_size, size)]
+
+
+def group_of(rank: int, world_size: int) -> range | None:
+    """Return the group of *rank*, if it has one."""
+    groups = groups_of(world_size)
+    return groups[rank // group_size(world_size)] if groups else None
