@@ -15,13 +15,14 @@ from typing import Any, Self, TypeVar, TypeVarTuple
 import anyio
 import anyio.to_thread
 import msgspec
+import numpy as np
 import torch
 
 from aiockpt.engine import keep
 from aiockpt.engine.context import Engine
 from aiockpt.engine.failures import raise_failures, report_failures, undelivered
 from aiockpt.engine.keep import Description, Pruned, StepInfo, Verified
-from aiockpt.engine.launch import Launcher
+from aiockpt.engine.launch import Launcher, check_step
 from aiockpt.engine.load import Filled, LoadRequest, load
 from aiockpt.engine.load_together import load_together
 from aiockpt.engine.read import read
@@ -189,6 +190,7 @@ class Checkpointer:
             NoValidCheckpointError: steps exist and none is valid.
             CorruptionError, StepNotFoundError: the step asked for is damaged, or not there.
         """
+        step = _number(step)
         self._check_call()
         self._barrier.wait()
         raise_failures(self._engine)
@@ -225,11 +227,11 @@ class Checkpointer:
             StateMismatchError: the step has no tensor of that name; said is what it is instead, or close names.
             UsageError: *rows* do not fit its shape.
         """
-        return self._operation(f"read of {name}", read, self._engine, step, name, rows)
+        return self._operation(f"read of {name}", read, self._engine, _number(step), name, rows)
 
     def describe(self, step: int | None = None) -> Future[Description]:
         """List what a step holds (the newest valid one for None), without reading data."""
-        return self._operation("describe", keep.describe, self._engine, step)
+        return self._operation("describe", keep.describe, self._engine, _number(step))
 
     def steps(self) -> Future[tuple[StepInfo, ...]]:
         """List the committed steps, the newest first; damaged ones carry their problem."""
@@ -245,7 +247,7 @@ class Checkpointer:
         Args:
             on_read: told the bytes of each read, on the loop thread; for progress.
         """
-        return self._operation("verify", keep.verify, self._engine, step, on_read)
+        return self._operation("verify", keep.verify, self._engine, _number(step), on_read)
 
     def prune(self, rules: Retention | None = None, *, dry_run: bool = False) -> Future[Pruned]:
         """Delete what the rules (its own ``retention`` for None) do not keep, and the garbage of dead saves."""
@@ -258,6 +260,7 @@ class Checkpointer:
 
     def delete(self, step: int) -> Future[None]:
         """Delete one step, manifests first."""
+        check_step(step)
         return self._operation(f"delete of step {step}", keep.delete, self._engine, step)
 
     # ------------------------------------------------------------------ the policy form
@@ -408,6 +411,13 @@ class Checkpointer:
     def __repr__(self) -> str:
         running = len(self._launcher.in_flight)
         return f"<Checkpointer {self._engine.backend.url} {running} saves in flight, {self._loop!r}>"
+
+
+def _number(step: object) -> int | None:
+    """Return *step*, an integer of numpy as a plain one; raise UsageError for what numbers no step."""
+    if step is None:
+        return None
+    return check_step(int(step) if isinstance(step, np.integer) else step)
 
 
 async def _prune(engine: Engine, rules: Retention, dry_run: bool) -> Pruned:
