@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import anyio
 import numpy as np
@@ -150,10 +152,17 @@ def test_a_state_in_the_place_of_the_step_is_refused_and_not_printed(run: Run) -
     with aiockpt.Checkpointer(MemoryBackend("swapped")) as ckpt:
         with pytest.raises(aiockpt.UsageError, match=r"^step=a dict: give an int of 0 or more$"):
             ckpt.save(run.state, 1)  # type: ignore[arg-type]
-        for call in (ckpt.load, ckpt.describe, ckpt.verify, ckpt.delete, lambda step: ckpt.read(step, "x")):
-            arguments = (run.state, "newest") if call == ckpt.load else ("newest",)
+        newest: Any = "newest"
+        calls: list[Callable[[], object]] = [
+            lambda: ckpt.load(run.state, newest),
+            lambda: ckpt.describe(newest),
+            lambda: ckpt.verify(newest),
+            lambda: ckpt.delete(newest),
+            lambda: ckpt.read(newest, "x"),
+        ]
+        for call in calls:
             with pytest.raises(aiockpt.UsageError, match="step='newest': give an int"):
-                call(*arguments)
+                call()
 
 
 def test_a_step_may_be_an_integer_of_numpy_to_look_at_and_load(run: Run) -> None:
