@@ -15,13 +15,14 @@ from typing import Any, Self, TypeVar, TypeVarTuple
 import anyio
 import anyio.to_thread
 import msgspec
+import numpy as np
 import torch
 
 from aiockpt.engine import keep
 from aiockpt.engine.context import Engine
 from aiockpt.engine.failures import raise_failures, report_failures, undelivered
 from aiockpt.engine.keep import Copied, Description, Pruned, StepInfo, Verified
-from aiockpt.engine.launch import Launcher
+from aiockpt.engine.launch import Launcher, check_step
 from aiockpt.engine.load import Filled, LoadRequest, load
 from aiockpt.engine.load_together import LoadTogether
 from aiockpt.engine.read import read
@@ -202,6 +203,7 @@ class Checkpointer:
             NoValidCheckpointError: steps exist and none is valid.
             CorruptionError, StepNotFoundError: the step asked for is damaged, or not there.
         """
+        step = _number(step)
         self._check_call()
         self._barrier.wait()
         raise_failures(self._engine)
@@ -238,11 +240,11 @@ class Checkpointer:
             StateMismatchError: the step has no tensor of that name; said is what it is instead, or close names.
             UsageError: *rows* do not fit its shape.
         """
-        return self._operation(f"read of {name}", read, self._engine, step, name, rows)
+        return self._operation(f"read of {name}", read, self._engine, _number(step), name, rows)
 
     def describe(self, step: int | None = None) -> Future[Description]:
         """List what a step holds (the newest valid one for None), without reading data."""
-        return self._operation("describe", keep.describe, self._engine, step)
+        return self._operation("describe", keep.describe, self._engine, _number(step))
 
     def steps(self) -> Future[tuple[StepInfo, ...]]:
         """List the committed steps, the newest first; damaged ones carry their problem."""
@@ -258,7 +260,7 @@ class Checkpointer:
         Args:
             on_read: told the bytes of each read, on the loop thread; for progress.
         """
-        return self._operation("verify", keep.verify, self._engine, step, on_read)
+        return self._operation("verify", keep.verify, self._engine, _number(step), on_read)
 
     def copy(
         self, step: int | None, to: Place, *, on_copied: Callable[[int], object] = lambda _: None
@@ -271,7 +273,7 @@ class Checkpointer:
             to: a path, a URL, or a backend, which stays open.
             on_copied: told the bytes of each window, on the loop thread; for progress.
         """
-        return self._operation("copy", self._copy, step, to, on_copied)
+        return self._operation("copy", self._copy, _number(step), to, on_copied)
 
     async def _copy(self, step: int | None, to: Place, on_copied: Callable[[int], object]) -> Copied:
         target = open_backend(to, world=self._engine.world)
@@ -292,6 +294,7 @@ class Checkpointer:
 
     def delete(self, step: int) -> Future[None]:
         """Delete one step, manifests first."""
+        check_step(step)
         return self._operation(f"delete of step {step}", keep.delete, self._engine, step)
 
     # ------------------------------------------------------------------ the policy form
@@ -451,6 +454,13 @@ def _as_tiers(url: Place | Sequence[Tier | Place], retention: Retention | None) 
         raise UsageError("an empty list names no place; give a path, a URL, or at least one Tier(…)")
     tiers = [place if isinstance(place, Tier) else Tier(place) for place in places]
     return [tier if tier.keep is not None else msgspec.structs.replace(tier, keep=retention) for tier in tiers]
+
+
+def _number(step: object) -> int | None:
+    """Return *step*, an integer of numpy as a plain one; raise UsageError for what numbers no step."""
+    if step is None:
+        return None
+    return check_step(int(step) if isinstance(step, np.integer) else step)
 
 
 async def _prune(engine: Engine, rules: Retention, dry_run: bool) -> Pruned:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
@@ -181,6 +181,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if type(value) is not int and not (name == "every" and value is None):
                 raise UsageError(f"{name}={value!r}: give an int")
+        for name, words in (("when_full", WhenFull), ("on_exists", OnExists), ("on_error", get_args(OnError)[0])):
+            value = getattr(self, name)
+            if value not in get_args(words) and not (name == "on_error" and callable(value)):
+                raise UsageError(f"{name}={value!r}: give one of {', '.join(map(repr, get_args(words)))}")
         if self.max_in_flight < 1:
             raise UsageError(f"max_in_flight={self.max_in_flight}: give at least 1")
         if self.every is not None and self.every < 1:

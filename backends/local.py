@@ -99,11 +99,11 @@ class LocalBackend:
         )
 
     async def put(self, key: str, data: bytes) -> None:
-        with self._tree.errors("writing", check_key(key)):
+        with self._tree.errors(f"writing {len(data):,} bytes to", check_key(key)):
             await run_blocking(self._small, self._store, key, data, self._replace)
 
     async def put_new(self, key: str, data: bytes) -> None:
-        with self._tree.errors("creating", check_key(key)):
+        with self._tree.errors(f"creating ({len(data):,} bytes)", check_key(key)):
             await run_blocking(self._small, self._store, key, data, self._publish_new)
 
     async def get(self, key: str, max_bytes: int) -> bytes:

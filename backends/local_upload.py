@@ -77,7 +77,7 @@ class LocalUpload:
         size = sum(run.nbytes for run in runs)
         if offset < 0 or offset + size > self._size:
             raise UsageError(f"{self._key!r}: bytes {offset}..{offset + size} are not within its {self._size}")
-        with self._handle.use(), self._tree.errors("writing", self._key):
+        with self._handle.use(), self._tree.errors(f"writing {size:,} bytes of", self._key):
             await run_blocking(self._limiter, self._write_all, offset, runs, seen)
         self._written_bytes += size
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Iterator, Mapping
 
+from aiockpt.errors import UsageError
 from aiockpt.format.names import join_name, prefixes
 from aiockpt.state.tree import Path
 
@@ -24,6 +25,8 @@ class Renaming:
     """
 
     def __init__(self, rename: Rename | None) -> None:
+        if not (rename is None or callable(rename) or isinstance(rename, Mapping)):
+            raise UsageError(f"map= takes a dict, or a function of a name, and not a {type(rename).__name__}")
         self._mapping = rename if isinstance(rename, Mapping) else None
         self._function = rename if callable(rename) else None
         self._met: set[str] = set()

@@ -56,7 +56,7 @@ class Launcher:
         """Start a save, or skip it where the policy says so. Raises as `aiockpt.Checkpointer.save`."""
         turn = self._engine.next_turn(step)
         try:
-            _check_step(step)
+            check_step(step)
             if not self._tiers.takes(step):
                 return self._skip(step, turn, "no tier takes it (Tier(every=…))")
             if self._engine.options.when_full == "skip" and self._is_full():
@@ -158,9 +158,12 @@ class Launcher:
         self._walker.forget()
 
 
-def _check_step(step: int) -> None:
+def check_step(step: object) -> int:
+    """Return *step* when it numbers one; raise UsageError else, without printing a state in its place."""
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise UsageError(f"step={step!r}: give an int of 0 or more")
+        given = repr(step) if isinstance(step, int | float | str) else f"a {type(step).__name__}"
+        raise UsageError(f"step={given}: give an int of 0 or more")
+    return step
 
 
 def _tensor_bytes(walked: ShardedState) -> int:

@@ -76,6 +76,8 @@ def _rows(name: str, shape: tuple[int, ...], rows: slice | None) -> Box:
         return Box.whole(shape)
     if not shape:
         raise UsageError(f"{name} is a scalar: it has no rows")
+    if not isinstance(rows, slice):
+        raise UsageError(f"rows={rows!r}: give a slice, such as slice(0, 10)")
     if rows.step not in (None, 1):
         raise UsageError(f"rows={rows}: give a slice without a step")
     start, stop, _ = rows.indices(shape[0])

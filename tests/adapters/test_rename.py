@@ -77,3 +77,8 @@ def test_a_function_may_leave_names_as_they_are(save: Any) -> None:
     found = {"step": 0}
     save({"step": 3}).load(found, rename=lambda name: name.replace("no such", "thing"))
     assert found == {"step": 3}
+
+
+def test_what_is_neither_a_mapping_nor_a_function_is_refused(save: Any) -> None:
+    with pytest.raises(UsageError, match="not a list"):
+        save({"step": 3}).open({"step": 0}, rename=["step"])

@@ -7,9 +7,12 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 import torch
 
@@ -143,6 +146,30 @@ def test_a_state_that_cannot_be_saved_is_refused_by_its_path_before_anything_is_
 def test_a_step_that_is_no_number_is_refused(step: object, run: Run) -> None:
     with aiockpt.Checkpointer(MemoryBackend("steps")) as ckpt, pytest.raises(aiockpt.UsageError, match="step="):
         ckpt.save(step, run.state)  # type: ignore[arg-type]
+
+
+def test_a_state_in_the_place_of_the_step_is_refused_and_not_printed(run: Run) -> None:
+    with aiockpt.Checkpointer(MemoryBackend("swapped")) as ckpt:
+        with pytest.raises(aiockpt.UsageError, match=r"^step=a dict: give an int of 0 or more$"):
+            ckpt.save(run.state, 1)  # type: ignore[arg-type]
+        newest: Any = "newest"
+        calls: list[Callable[[], object]] = [
+            lambda: ckpt.load(run.state, newest),
+            lambda: ckpt.describe(newest),
+            lambda: ckpt.verify(newest),
+            lambda: ckpt.delete(newest),
+            lambda: ckpt.read(newest, "x"),
+        ]
+        for call in calls:
+            with pytest.raises(aiockpt.UsageError, match="step='newest': give an int"):
+                call()
+
+
+def test_a_step_may_be_an_integer_of_numpy_to_look_at_and_load(run: Run) -> None:
+    with aiockpt.Checkpointer(MemoryBackend("numpy"), io=SMALL) as ckpt:
+        ckpt.save(3, run.state).result(30)
+        assert ckpt.describe(np.int64(3)).result(30).info.step == 3  # type: ignore[arg-type]
+        assert ckpt.load(run.state, np.int64(3)).result(30) is not None  # type: ignore[arg-type]
 
 
 def test_options_that_cannot_work_are_refused_with_their_names() -> None:

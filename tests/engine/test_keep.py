@@ -79,7 +79,18 @@ def test_a_step_that_was_found_damaged_is_not_kept_in_place_of_one_that_loads(tm
         assert [info.step for info in ckpt.steps().result(30)] == [3]
 
 
-@pytest.mark.parametrize("wrong", [{"retention": 3}, {"retention": {"last": 1}}, {"every": "10"}, {"io": 8}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"retention": 3},
+        {"retention": {"last": 1}},
+        {"every": "10"},
+        {"io": 8},
+        {"on_exists": "overwrite"},
+        {"when_full": "drop"},
+        {"on_error": "ignore"},
+    ],
+)
 def test_an_option_of_the_wrong_kind_is_refused_and_not_ignored(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(aiockpt.UsageError, match=next(iter(wrong))):
         aiockpt.Checkpointer(tmp_path, **wrong)

@@ -192,6 +192,8 @@ def test_one_tensor_or_some_of_its_rows_are_read(ckpt: aiockpt.Checkpointer, run
     assert ckpt.read(1, "model.0.weight", rows=slice(4, 2)).result(30).shape == (0, 33)
     with pytest.raises(aiockpt.StateMismatchError, match=r"model\.0\.weight"):
         ckpt.read(1, "model.0.weigth").result(30)
+    with pytest.raises(aiockpt.UsageError, match=r"give a slice, such as slice\(0, 10\)"):
+        ckpt.read(1, "model.0.weight", rows=3).result(30)  # type: ignore[arg-type]
     with pytest.raises(aiockpt.UsageError, match="no rows"):
         ckpt.read(1, "optimizer.state.model.0.weight.step", rows=slice(1)).result(30)
 
