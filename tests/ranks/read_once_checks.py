@@ -169,7 +169,7 @@ def a_damaged_block_is_found_and_all_go_on_to_the_next_step_with_the_same_group(
 
 @check(4)
 def what_is_no_group_of_ours_alone_is_refused() -> None:
-    other = dist.new_group([0, 1], backend="gloo")
+    other: Any = dist.new_group([0, 1], backend="gloo")
     with pytest.raises(UsageError, match="training uses"):
         aiockpt.Checkpointer("memory://refused", load_group=dist.group.WORLD)
     with pytest.raises(UsageError, match="no process group"):

@@ -40,16 +40,25 @@ async def test_a_silent_rank_is_named_at_the_deadline_and_all_others_learn_it_at
     with anyio.fail_after(30):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_lost, other, 0)  # waits for one that is about to give up
-            with pytest.raises(PeersLostError, match="lost rank 1") as caught:
+            with pytest.raises(PeersLostError, match="lost rank 1"):
                 await receive(one, 1, deadline_s=0.2)
-    assert caught.value.ranks == (1,)
     with anyio.fail_after(10):
         await _lost(silent, 0)
 
 
+async def test_who_waits_for_a_rank_that_lost_another_learns_it_too() -> None:
+    one, gone, other = connect((0, 1, 2))
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_lost, other, 0)
+            await gone.hang_up("a test")
+            await _lost(one, 1)
+
+
 async def _lost(mine: Peers, source: int) -> None:
-    with pytest.raises(PeersLostError):
+    with pytest.raises(PeersLostError) as caught:
         await receive(mine, source)
+    assert caught.value.ranks == (source,)
 
 
 async def test_a_cancelled_trade_ends_at_once_at_both_ends() -> None:
