@@ -96,7 +96,7 @@ def without_a_group_every_replica_is_read_by_each() -> None:
 @check(4)
 def replicas_of_shards_are_read_once_by_the_group_of_each_shard() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    groups = [dist.new_group([0, 2], backend="gloo"), dist.new_group([1, 3], backend="gloo")]
+    groups: list[Any] = [dist.new_group([0, 2], backend="gloo"), dist.new_group([1, 3], backend="gloo")]
     assert dist.get_process_group_ranks(mesh.get_group("replicate")) == dist.get_process_group_ranks(
         groups[dist.get_rank() % 2]
     )
