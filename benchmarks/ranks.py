@@ -4,7 +4,9 @@
 
 Processes are started by torchrun and meet over gloo. Contenders take turns; each saves on 2 ranks (and aiockpt on one,
 the same bytes, to see what sharing a disk costs), then loads on 2 ranks and on 4, from the disk and not from the page
-cache. Times are those of the slowest rank, to durable; bytes read are those of the processes, whatever they read.
+cache. Four replicas of the state (DDP) load it too, each alone and with a ``load_group`` that reads once and sends: from
+the disk, from the page cache, and from a slow storage. Times are those of the slowest rank, to durable; bytes read are
+those of the processes, whatever they read; of replicas, those that the loads report.
 """
 
 from __future__ import annotations
@@ -24,15 +26,19 @@ from benchmarks.__main__ import CHECKOUT, size
 from benchmarks.ranks_visit import WIDTH, Answer, Order
 
 CONTENDERS = ("aiockpt", "dcp", "dcp-async")
+REPLICAS = 4
+SLOW_BYTES_S = 0.4e9
+"""What a shared storage may give to all of them together."""
 VISIT_DEADLINE_S = 900.0
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """All samples of one run, by contender and question."""
+    """All samples of one run, by contender and question; *replicas* by whether they had a group."""
 
     machine: machine.Machine
     size_bytes: int
     samples: dict[str, dict[str, list[float]]]
+    replicas: dict[str, dict[str, list[float]]] = {}
 
 
 def visit(order: Order, ranks: int, work: Path) -> Answer:
@@ -80,7 +86,38 @@ def run(size_bytes: int, rounds: int, repetitions: int, work: Path) -> Result:
                     samples.setdefault(f"load on {ranks} ranks", []).extend(loaded.seconds)
                     samples.setdefault(f"read ÷ needed on {ranks}", []).extend(loaded.over_read)
             shutil.rmtree(folder)
+        note(f"round {number + 1}: replicas")
+        load_replicas(result.replicas, layers, repetitions, work)
     return result
+
+
+def load_replicas(samples: dict[str, dict[str, list[float]]], layers: int, repetitions: int, work: Path) -> None:
+    """Measure how REPLICAS ranks load a state that each of them wants whole, alone and with a group."""
+    order = Order(
+        action="save",
+        contender="aiockpt",
+        folder=str(work / "replicas"),
+        layers=layers,
+        repetitions=0,
+        answer=str(work / "answer.json"),
+        replicated=True,
+    )
+    visit(order, REPLICAS, work)
+    places = {
+        "from the disk": order,
+        "from the page cache": msgspec.structs.replace(order, warm=True),
+        f"from a storage of {SLOW_BYTES_S / 1e9:g} GB/s": msgspec.structs.replace(
+            order, warm=True, storage_bytes_s=SLOW_BYTES_S
+        ),
+    }
+    for place, trip in places.items():
+        for load_group in (False, True):
+            load = msgspec.structs.replace(trip, action="load", repetitions=repetitions, load_group=load_group)
+            answer = visit(load, REPLICAS, work)
+            found = samples.setdefault("load_group" if load_group else "each alone", {})
+            found.setdefault(place, []).extend(answer.seconds)
+            found.setdefault("bytes read ÷ unique", []).extend(answer.read_once)
+    shutil.rmtree(work / "replicas")
 
 
 def note(text: str) -> None:
@@ -89,13 +126,18 @@ def note(text: str) -> None:
 
 
 def table(result: Result) -> str:
-    """Return the medians as a Markdown table, and the ratios that the targets are about."""
-    questions = list(dict.fromkeys(question for samples in result.samples.values() for question in samples))
-    lines = ["| | " + " | ".join(questions) + " |", "| --- |" + " --- |" * len(questions)]
-    for contender, samples in result.samples.items():
+    """Return the medians as Markdown tables, and the ratios that the targets are about."""
+    replicas = _medians(f"load of {REPLICAS} replicas", result.replicas)
+    return "\n".join([*_medians("", result.samples), "", *_targets(result), "", *replicas])
+
+
+def _medians(title: str, by_contender: dict[str, dict[str, list[float]]]) -> list[str]:
+    questions = list(dict.fromkeys(question for samples in by_contender.values() for question in samples))
+    lines = [f"| {title} | " + " | ".join(questions) + " |", "| --- |" + " --- |" * len(questions)]
+    for contender, samples in by_contender.items():
         cells = [_cell(question, samples.get(question)) for question in questions]
         lines.append(f"| {contender} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", *_targets(result)])
+    return lines
 
 
 def _cell(question: str, samples: list[float] | None) -> str:

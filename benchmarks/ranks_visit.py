@@ -27,9 +27,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import aiockpt
 from benchmarks import pages
+from benchmarks.slow_storage import SlowStorage
 
 WIDTH = 1024
 
@@ -43,6 +45,10 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
         layers: of WIDTH × WIDTH float32; each is saved three times, as parameter and as two moments.
         repetitions: timed saves (or cold loads).
         answer: the file for rank 0's answer.
+        replicated: every rank holds the whole state, as with DDP, instead of its shards.
+        load_group: ranks read once and send to each other (aiockpt only).
+        warm: the page cache keeps what it has between the loads.
+        storage_bytes_s: the rate at which all ranks together may read (aiockpt only); None: that of the disk.
     """
 
     action: str
@@ -51,24 +57,34 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     layers: int
     repetitions: int
     answer: str
+    replicated: bool = False
+    load_group: bool = False
+    warm: bool = False
+    storage_bytes_s: float | None = None
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """Samples: seconds of each operation, and of the caller's being held; bytes read over bytes needed, all ranks."""
+    """Samples: seconds of each operation, and of the caller's being held; bytes read over bytes needed, all ranks.
+
+    Attributes:
+        read_once: bytes read by all ranks over the bytes of the tensors that they want, each counted once; of replicas.
+    """
 
     seconds: list[float] = []
     held_s: list[float] = []
     over_read: list[float] = []
+    read_once: list[float] = []
 
 
-def build(layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a sharded model and an optimizer that has its moments."""
+def build(layers: int, *, replicated: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a sharded or replicated model and an optimizer that has its moments."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    if not replicated:
+        mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -78,17 +94,24 @@ def build(layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 class Ours:
-    """aiockpt by its defaults."""
+    """aiockpt by its defaults, with a load_group or without."""
 
-    def __init__(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, order: Order, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._state = {"model": model, "optimizer": optimizer}
-        self._checkpointer = aiockpt.Checkpointer(folder)
+        group: Any = distributed.new_group(backend="gloo") if order.load_group else None
+        place: Any = Path(order.folder)
+        if order.storage_bytes_s is not None:
+            place = SlowStorage(place, order.storage_bytes_s / distributed.get_world_size())
+        self._checkpointer = aiockpt.Checkpointer(place, load_group=group)
+        self.read_bytes = 0
 
     def save(self, step: int) -> Callable[[], object]:
         return self._checkpointer.save(step, self._state).result
 
     def load(self, step: int) -> None:
-        self._checkpointer.load(self._state, step).result()
+        loaded = self._checkpointer.load(self._state, step).result()
+        assert loaded is not None
+        self.read_bytes = loaded.read_bytes
 
     def close(self) -> None:
         self._checkpointer.close()
@@ -157,9 +180,9 @@ def bytes_read() -> int:
 
 def locals_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return this rank's tensors, large ones only."""
-    tensors = [parameter.to_local() for parameter in model.parameters()]  # type: ignore[attr-defined]
-    tensors += [state[key].to_local() for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-    return [tensor.detach() for tensor in tensors]
+    tensors: list[Any] = list(model.parameters())
+    tensors += [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    return [(tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach() for tensor in tensors]
 
 
 def value_of(step: int, number: int) -> float:
@@ -188,13 +211,13 @@ def do_saves(order: Order, contender: Any, tensors: list[torch.Tensor]) -> Answe
 
 
 def do_loads(order: Order, contender: Any, tensors: list[torch.Tensor]) -> Answer:
-    """Load the last step, its pages dropped before each time, and compare."""
+    """Load the last step, its pages dropped before each time (unless they are to be warm), and compare."""
     answer = Answer()
     steps = sorted(int(folder.name.removeprefix("step-")) for folder in Path(order.folder).glob("step-*"))
     for _ in range(order.repetitions):
         for tensor in tensors:
             tensor.zero_()
-        if distributed.get_rank() == 0:
+        if distributed.get_rank() == 0 and not order.warm:
             pages.drop(Path(order.folder) / f"step-{steps[-1]:08d}")
         distributed.barrier()
         before = bytes_read()
@@ -203,6 +226,8 @@ def do_loads(order: Order, contender: Any, tensors: list[torch.Tensor]) -> Answe
         answer.seconds.append(slowest(time.perf_counter() - begun))
         read = total(bytes_read() - before)
         answer.over_read.append(read / total(sum(tensor.nbytes for tensor in tensors)))
+        if order.replicated:
+            answer.read_once.append(total(contender.read_bytes) / sum(tensor.nbytes for tensor in tensors))
         wrong = sum(bool((tensor != value_of(steps[-1], number)).any()) for number, tensor in enumerate(tensors))
         if total(wrong):
             raise RuntimeError(f"{wrong} tensors differ from what was saved")
@@ -214,11 +239,11 @@ def main() -> None:
     order = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Order)
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
-    model, optimizer = build(order.layers)
+    model, optimizer = build(order.layers, replicated=order.replicated)
     folder = Path(order.folder)
     contender: Any
     if order.contender == "aiockpt":
-        contender = Ours(folder, model, optimizer)
+        contender = Ours(order, model, optimizer)
     else:
         contender = Dcp(folder, model, optimizer, background=order.contender == "dcp-async")
     work = do_saves if order.action == "save" else do_loads

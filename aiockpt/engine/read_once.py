@@ -7,9 +7,10 @@ What ranks want travels as notes (`aiockpt.engine.load_notes`), the bytes over a
 - Where the group is or gets broken, each rank reads by itself what it still lacks: a load needs no group to succeed.
 - The step's agreement (`aiockpt.engine.load_together`) decides all the same: no rank is done before all are.
 
-A group is used when it is given, and only then. Making one by ourselves would be a collective call that nobody asked
-for, and on one host with the page cache reading alone is faster: 4 replicas of 256 MiB on 2 cores took MEASURED_WARM
-(benchmarks/README.md). It wins where storage is slower than the network between ranks.
+A group is used when one is given, and only then. Making one here would be a collective call that nobody asked for, and
+one that hangs where gloo is told the wrong network interface. On one host it does not win: 4 replicas of 192 MiB on 2
+cores took 0.47 s from the disk and 0.25 s from the page cache, each alone, and 0.46 s and 0.44 s with a group. From a
+storage that gives 0.4 GB/s to all of them it was 2.1 s alone and 0.67 s with a group (``python -m benchmarks.ranks``).
 """
 
 from __future__ import annotations

@@ -29,8 +29,9 @@ from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.peers import Peers, PeersLostError
 from aiockpt.runtime.tasks import open_tasks
 
-BUFFER_BYTES = 256 << 20
-MOST_PARCEL_BYTES = 16 << 20
+BUFFER_BYTES = 128 << 20
+MOST_PARCEL_BYTES = 4 << 20
+"""Small, so that buffers are soon used again: the first use of new memory costs more than the hop to a thread."""
 ROUNDS_AHEAD = 4
 """Own parcels that are read or wait for their turn: object stores need several requests under way."""
 ROUNDS_RECEIVED = 2

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import anyio
 import numpy as np
 import torch
+from anyio.lowlevel import checkpoint_if_cancelled
 from torch import distributed
 
 from aiockpt.errors import RankFailedError, UsageError
@@ -92,6 +93,9 @@ class Peers:
             tasks.start_soon(hang_up_when_cancelled)
             try:
                 await run_blocking(self._trading, self._trade, sends, receives, tag, deadline_s)
+            except PeersLostError:
+                await checkpoint_if_cancelled()  # then it was this rank that hung up, and lost nobody
+                raise
             finally:
                 done = True
             tasks.cancel_scope.cancel()

@@ -96,7 +96,7 @@ def without_a_group_every_replica_is_read_by_each() -> None:
 @check(4)
 def replicas_of_shards_are_read_once_by_the_group_of_each_shard() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    groups = [dist.new_group([0, 2], backend="gloo"), dist.new_group([1, 3], backend="gloo")]
+    groups: list[Any] = [dist.new_group([0, 2], backend="gloo"), dist.new_group([1, 3], backend="gloo")]
     assert dist.get_process_group_ranks(mesh.get_group("replicate")) == dist.get_process_group_ranks(
         groups[dist.get_rank() % 2]
     )
@@ -169,9 +169,10 @@ def a_damaged_block_is_found_and_all_go_on_to_the_next_step_with_the_same_group(
 
 @check(4)
 def what_is_no_group_of_ours_alone_is_refused() -> None:
-    other = dist.new_group([0, 1], backend="gloo")
+    other: Any = dist.new_group([0, 1], backend="gloo")
+    everyone: Any = dist.group.WORLD
     with pytest.raises(UsageError, match="training uses"):
-        aiockpt.Checkpointer("memory://refused", load_group=dist.group.WORLD)
+        aiockpt.Checkpointer("memory://refused", load_group=everyone)
     with pytest.raises(UsageError, match="no process group"):
         aiockpt.Checkpointer("memory://refused", load_group=3)  # type: ignore[arg-type]
     if dist.get_rank() > 1:  # torch gives a rank outside a group something else

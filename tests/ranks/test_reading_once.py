@@ -156,6 +156,31 @@ def test_a_rank_that_cannot_read_stops_all_and_the_group_lives(root: Path) -> No
         assert all(result.received_bytes > 0 for result in load_all(crew, states, 1))
 
 
+def test_what_a_rank_could_not_read_is_not_read_by_the_others_instead(root: Path) -> None:
+    backends = [LocalBackend(root, world=World()) for _ in range(3)]
+    broken = Fault(do="fail", verb="reader.read", match="step-00000002/*", error=24, times=None)
+
+    def backend(rank: int) -> Any:
+        return FaultyBackend(backends[rank], [broken]) if rank == 1 else backends[rank]
+
+    with crew_with_groups(3, backend) as crew:
+        assert all(crew.errors(lambda rank, ckpt: ckpt.load(empty()).result(30)))
+    for inner in (backends[0], backends[2]):
+        statistics = inner.statistics()
+        assert statistics.cached_read_bytes + statistics.direct_read_bytes <= (2 << 20) + 3 * 4096
+
+
+def test_the_header_of_a_file_is_compared_though_its_tensors_are_read_in_parcels(root: Path) -> None:
+    data = next(root.glob("step-00000002/a-*/d/*.safetensors"))
+    content = bytearray(data.read_bytes())
+    last = 7 + int.from_bytes(content[:8], "little")
+    assert content[last] == ord(" ")
+    content[last] = ord("\n")  # means the same to a JSON decoder
+    data.write_bytes(content)
+    with crew_with_groups(3, root) as crew:
+        assert [result.step for result in load_all(crew, [empty() for _ in range(3)])] == [1, 1, 1]
+
+
 class Garbling(Peers):
     """A rank on whose way bytes are damaged: of each of its messages, one byte."""
 
