@@ -8,7 +8,7 @@ Guarantees:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain
 from operator import attrgetter, mul
 from typing import Any
@@ -23,17 +23,20 @@ from aiockpt.format.parts import PieceTable, lay_out
 Ints = NDArray[np.int64]
 
 
-def make_table(votes: Sequence[Receipt], entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+def make_table(
+    votes: Sequence[Receipt], entries: Mapping[str, TensorEntry], counts: Mapping[str, int]
+) -> dict[str, TensorEntry]:
     """Return the tensors with the pieces of all *votes* in one table.
 
     Args:
         votes: by rank.
         entries: what the votes agree on: dtype and shape of every tensor that they have.
+        counts: how many pieces all of them have of it.
 
     Raises:
         CommitError: a piece lies in no file of its rank, or has other dimensions than its tensor.
     """
-    filling = _Filling(votes, entries)
+    filling = _Filling(entries, [counts[name] for name in entries])
     base = 0
     for vote in votes:
         filling.add(vote, base)
@@ -44,13 +47,9 @@ def make_table(votes: Sequence[Receipt], entries: dict[str, TensorEntry]) -> dic
 class _Filling:
     """Columns with a place for every piece of every vote, tensor by tensor."""
 
-    def __init__(self, votes: Sequence[Receipt], entries: dict[str, TensorEntry]) -> None:
+    def __init__(self, entries: Mapping[str, TensorEntry], counts: Sequence[int]) -> None:
         self._names = {name: index for index, name in enumerate(entries)}
         self._dimensions = [len(entry.shape) for entry in entries.values()]
-        counts = [0] * len(entries)
-        for vote in votes:
-            for name, entry in vote.tensors.items():
-                counts[self._names[name]] += len(entry.pieces)
         self._bounds = list(accumulate(counts, initial=0))
         self._box_bounds = list(accumulate(map(mul, counts, self._dimensions), initial=0))
         self._next = np.array(self._bounds[:-1], np.int64)
