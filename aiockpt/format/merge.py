@@ -128,23 +128,23 @@ def _merge_files(votes: Sequence[Receipt]) -> tuple[FileEntry, ...]:
 
 def _merge_tensors(votes: Sequence[Receipt]) -> dict[str, TensorEntry]:
     """Collect the pieces of each tensor, by their offsets, so that a load finds its own by bisection."""
-    entries, counts = _survey(votes)
-    if sum(counts.values()) <= MAX_PIECES:
+    entries = _describe(votes)
+    pieces_of = attrgetter("pieces")
+    if sum(sum(map(len, map(pieces_of, vote.tensors.values()))) for vote in votes) <= MAX_PIECES:
         return _merge_pieces(votes, entries)
-    tensors = make_table(votes, entries, counts)
+    tensors = make_table(votes, entries)
     if sum(len(entry.pieces) for entry in tensors.values()) > MAX_PIECES:
         return tensors
     return {name: TensorEntry(one.dtype, one.shape, tuple(one.pieces)) for name, one in tensors.items()}
 
 
-def _survey(votes: Sequence[Receipt]) -> tuple[dict[str, TensorEntry], dict[str, int]]:
-    """Return of each tensor what the first rank says that has it, and how many pieces all have. Hot, as the merge is.
+def _describe(votes: Sequence[Receipt]) -> dict[str, TensorEntry]:
+    """Return of each tensor what the first rank says that has it. Hot, as the merge is.
 
     Raises:
         CommitError: ranks describe a tensor differently.
     """
     entries: dict[str, TensorEntry] = {}
-    counts: dict[str, int] = {}
     for vote in votes:
         for name, entry in vote.tensors.items():
             first = entries.setdefault(name, entry)
@@ -154,8 +154,7 @@ def _survey(votes: Sequence[Receipt]) -> tuple[dict[str, TensorEntry], dict[str,
                     f"{vote.id}: {name!r} is {first.dtype} {first.shape} on rank {rank} and {entry.dtype} {entry.shape} "
                     f"on rank {vote.rank}"
                 )
-            counts[name] = counts.get(name, 0) + len(entry.pieces)
-    return entries, counts
+    return entries
 
 
 def _merge_pieces(votes: Sequence[Receipt], entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
