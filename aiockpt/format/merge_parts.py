@@ -8,9 +8,9 @@ Guarantees:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import accumulate, chain
-from operator import attrgetter, mul
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,10 @@ from aiockpt.format.manifest import Receipt, TensorEntry
 from aiockpt.format.parts import PieceTable, lay_out
 
 Ints = NDArray[np.int64]
+_pieces = attrgetter("pieces")
 
 
-def make_table(votes: Sequence[Receipt], entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+def make_table(votes: Sequence[Receipt], entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Return the tensors with the pieces of all *votes* in one table.
 
     Args:
@@ -44,24 +45,27 @@ def make_table(votes: Sequence[Receipt], entries: dict[str, TensorEntry]) -> dic
 class _Filling:
     """Columns with a place for every piece of every vote, tensor by tensor."""
 
-    def __init__(self, votes: Sequence[Receipt], entries: dict[str, TensorEntry]) -> None:
+    def __init__(self, votes: Sequence[Receipt], entries: Mapping[str, TensorEntry]) -> None:
         self._names = {name: index for index, name in enumerate(entries)}
-        self._dimensions = [len(entry.shape) for entry in entries.values()]
-        counts = [0] * len(entries)
+        self._dimensions = np.array([len(entry.shape) for entry in entries.values()], np.int64)
+        counts = np.zeros(len(entries), np.int64)
         for vote in votes:
-            for name, entry in vote.tensors.items():
-                counts[self._names[name]] += len(entry.pieces)
-        self._bounds = list(accumulate(counts, initial=0))
-        self._box_bounds = list(accumulate(map(mul, counts, self._dimensions), initial=0))
-        self._next = np.array(self._bounds[:-1], np.int64)
+            tensors, lengths = self._held(vote)
+            counts[tensors] += lengths
+        self._bounds, self._box_bounds = _bounds(counts), _bounds(counts * self._dimensions)
+        self._next = self._bounds[:-1].copy()
         self.file, self.start, self.end = (np.empty(self._bounds[-1], np.int64) for _ in range(3))
         self.offsets, self.sizes = (np.empty(self._box_bounds[-1], np.int64) for _ in range(2))
 
+    def _held(self, vote: Receipt) -> tuple[Ints, Ints]:
+        """Return the numbers of the tensors in a vote, each once, and how many pieces it has of them."""
+        tensors = _numbers(map(self._names.__getitem__, vote.tensors), len(vote.tensors))
+        return tensors, _numbers(map(len, map(_pieces, vote.tensors.values())), len(vote.tensors))
+
     def add(self, vote: Receipt, first_file: int) -> None:
         """Put the pieces of one vote into their places."""
-        tensors = np.fromiter((self._names[name] for name in vote.tensors), np.int64, len(vote.tensors))
-        lengths = np.fromiter((len(entry.pieces) for entry in vote.tensors.values()), np.int64, len(vote.tensors))
-        pieces = list(chain.from_iterable(entry.pieces for entry in vote.tensors.values()))
+        tensors, lengths = self._held(vote)
+        pieces = list(chain.from_iterable(map(_pieces, vote.tensors.values())))
         owners = np.repeat(tensors, lengths)
         rows = np.repeat(self._next[tensors], lengths) + _steps(lengths)
         self._next[tensors] += lengths
@@ -72,14 +76,14 @@ class _Filling:
         self.file[rows] = file + first_file
         self.start[rows] = _numbers(map(attrgetter("start"), pieces), len(pieces))
         self.end[rows] = _numbers(map(attrgetter("end"), pieces), len(pieces))
-        dimensions = np.asarray(self._dimensions)[owners]
+        dimensions = self._dimensions[owners]
+        first = self._box_bounds[owners] + (rows - self._bounds[owners]) * dimensions
+        places = np.repeat(first, dimensions) + _steps(dimensions)
         for side, column in (("offsets", self.offsets), ("sizes", self.sizes)):
             boxes = list(map(attrgetter(side), pieces))
             bad = _numbers(map(len, boxes), len(boxes)) != dimensions
             if bad.any():
                 self._refuse(vote, owners[bad.argmax()], "with other dimensions than it has")
-            first = np.asarray(self._box_bounds)[owners] + (rows - np.asarray(self._bounds)[owners]) * dimensions
-            places = np.repeat(first, dimensions) + _steps(dimensions)
             column[places] = _numbers(chain.from_iterable(boxes), len(places))
 
     def _refuse(self, vote: Receipt, tensor: int, reason: str) -> None:
@@ -89,10 +93,11 @@ class _Filling:
     def settle(self) -> PieceTable:
         """Sort the pieces of each tensor by their boxes, drop all but the first of equal ones, and return the table."""
         kept: dict[str, list[Ints]] = {name: [] for name in ("file", "start", "end", "offsets", "sizes")}
-        counts = []
-        for index, rank in enumerate(self._dimensions):
-            rows = slice(*self._bounds[index : index + 2])
-            box = slice(*self._box_bounds[index : index + 2])
+        counts: list[int] = []
+        bounds, box_bounds = self._bounds.tolist(), self._box_bounds.tolist()
+        for index, rank in enumerate(self._dimensions.tolist()):
+            rows = slice(*bounds[index : index + 2])
+            box = slice(*box_bounds[index : index + 2])
             shape = rows.stop - rows.start, rank
             columns = {
                 "file": self.file[rows],
@@ -106,11 +111,15 @@ class _Filling:
             for name, column in columns.items():
                 kept[name].append((column if order is None else column[order]).ravel())
         joined = {name: _join(columns) for name, columns in kept.items()}
-        return PieceTable(self._dimensions, counts, **joined)
+        return PieceTable(self._dimensions.tolist(), counts, **joined)
 
 
 def _numbers(values: Iterable[int], count: int) -> Ints:
     return np.fromiter(values, np.int64, count)
+
+
+def _bounds(lengths: Ints) -> Ints:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
 
 
 def _steps(lengths: Ints) -> Ints:

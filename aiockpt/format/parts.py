@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from operator import mul
 from typing import Any, TypeAlias, overload
 
 import msgspec
@@ -62,7 +63,7 @@ class PieceTable:
     ) -> None:
         self.dimensions = tuple(dimensions)
         self.bounds = tuple(accumulate(counts, initial=0))
-        self.box_bounds = tuple(accumulate(map(int.__mul__, dimensions, counts), initial=0))
+        self.box_bounds = tuple(accumulate(map(mul, dimensions, counts), initial=0))
         self.file, self.start, self.end, self.offsets, self.sizes = file, start, end, offsets, sizes
 
     def __len__(self) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from aiockpt.format import merge
 from benchmarks import planning
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -34,10 +35,18 @@ def test_replicas_do_not_add_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert planning.measure("HSDP", 6, 10).pieces == 20
 
 
-def test_more_pieces_than_a_manifest_may_have_are_said_to_be_left_out(
+def test_more_pieces_than_a_checkpoint_may_have_are_said_to_be_left_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(planning, "MAX_PIECES", 20)
+    monkeypatch.setattr(planning, "MAX_TABLE_PIECES", 20)
     report = planning.run([4], 10, tmp_path)
     assert [row.tensors for row in report.rows] == [10, 5]
     assert "40 pieces are more than the 20" in planning.render(report)
+
+
+def test_a_world_of_many_pieces_is_measured_in_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = planning.measure("FSDP", 4, 10)
+    monkeypatch.setattr(merge, "MAX_PIECES", 0)
+    columns = planning.measure("FSDP", 4, 10)
+    assert columns.pieces == plain.pieces == 40
+    assert columns.manifest_bytes != plain.manifest_bytes
