@@ -1,7 +1,7 @@
 """Do all the ways in which torch spreads tensors over ranks come to the neutral language and back, through the whole engine
 too? With real processes.
 
-All checks of one world share its processes; `tests.ranks.adapters_checks` and `tests.ranks.engine_checks` have them.
+All checks of one world share its processes; they are in the modules that `tests.ranks.adapters_worker.MODULES` names.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from typing import Any
 
 import pytest
 
+from tests.ranks.adapters_worker import MODULES
+
 ROOT = Path(__file__).parents[2]
 CHECKS = [
     (ast.literal_eval(decorator.args[0]), function.name)
-    for module in ("adapters_checks.py", "engine_checks.py")
-    for function in ast.parse((Path(__file__).parent / module).read_text()).body
+    for module in MODULES
+    for function in ast.parse((Path(__file__).parent / f"{module}.py").read_text()).body
     if isinstance(function, ast.FunctionDef)
     for decorator in function.decorator_list
     if isinstance(decorator, ast.Call)
