@@ -19,6 +19,8 @@ import pytest
 from tests.ranks.adapters_worker import MODULES
 
 ROOT = Path(__file__).parents[2]
+WORLD_S = 200
+"""For all checks of a world: eight processes on two busy cores take a minute to start."""
 CHECKS = [
     (ast.literal_eval(decorator.args[0]), function.name)
     for module in MODULES
@@ -51,7 +53,7 @@ def _run_world(world: int, folder: Path) -> list[tuple[dict[str, str], str]]:
             ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
     try:
         for process in ranks:
-            process.wait(100)
+            process.wait(WORLD_S)
     finally:
         for process in ranks:
             process.kill()
@@ -64,6 +66,7 @@ def _read(folder: Path, rank: int) -> tuple[dict[str, str], str]:
     return json.loads(found.read_text()) if found.exists() else {}, (folder / f"{rank}.log").read_text()
 
 
+@pytest.mark.timeout(WORLD_S + 40)
 @pytest.mark.parametrize(("world", "name"), CHECKS, ids=[f"{world}-{name}" for world, name in CHECKS])
 def test_spread_over_ranks(run_world: Any, world: int, name: str) -> None:
     for rank, (outcomes, printed) in enumerate(run_world(world)):
