@@ -27,7 +27,7 @@ from aiockpt.state.shards import ShardedState, TensorShard
 
 CHECKS: dict[str, tuple[int, Callable[[], None]]] = {}
 """Name → (world size, check)."""
-MODULES = ("adapters_checks", "engine_checks", "fsdp1_checks", "loader_checks", "mesh_checks")
+MODULES = ("adapters_checks", "engine_checks", "fsdp1_checks", "loader_checks", "mesh_checks", "odd_checks")
 """Where the checks are."""
 
 
