@@ -19,8 +19,8 @@ import pytest
 from tests.ranks.adapters_worker import MODULES
 
 ROOT = Path(__file__).parents[2]
-WORLD_S = 200
-"""For all checks of a world: eight processes on two busy cores take a minute to start."""
+WORLD_S = 300
+"""For all checks of a world: eight processes on two busy cores take more than a minute to start."""
 CHECKS = [
     (ast.literal_eval(decorator.args[0]), function.name)
     for module in MODULES
