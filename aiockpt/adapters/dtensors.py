@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 
 from aiockpt.adapters.held import Held, Piece
-from aiockpt.state.geometry import Run, boxes_follow, chunk_runs, runs_to_boxes
+from aiockpt.state.geometry import Box, Run, boxes_follow, chunk_runs, runs_to_boxes
 from aiockpt.state.tree import Path, refuse
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
@@ -49,7 +50,7 @@ def hold_dtensor(tensor: DTensor, path: Path) -> Held:
         UnsupportedStateError: a placement is Partial or unknown, or the local tensor has not the shape it should have.
     """
     shape, local = tuple(tensor.shape), local_of(tensor)
-    axes = _held_runs(tensor, path)
+    axes = _held_runs(tensor._spec, path)
     held = tuple(sum(size for _, size in runs) for runs in axes) if axes is not None else (0,)
     if 0 in held and not local.numel():
         return Held(shape, (Piece((), local),))
@@ -66,43 +67,57 @@ def hold_dtensor(tensor: DTensor, path: Path) -> Held:
     return Held(shape, tuple(Piece((box,), _part(local, own.offsets, own.sizes)) for box, own in blocks))
 
 
+def part_of_spec(spec: DTensorSpec, path: Path) -> Box | None:
+    """Return the one box that this rank has of a tensor spread as *spec* says; None when it has none.
+
+    Raises:
+        UnsupportedStateError: it has several boxes, or as for `hold_dtensor`.
+    """
+    axes = _held_runs(spec, path)
+    if axes is None or not all(axes):
+        return None
+    if any(len(runs) > 1 for runs in axes):
+        refuse(path, f"a tensor placed as {spec.placements} was flattened, and this rank has several boxes of it")
+    return Box(tuple(first for ((first, _),) in axes), tuple(size for ((_, size),) in axes))
+
+
 def _part(local: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
     for axis, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         local = local.narrow(axis, offset, size)
     return local
 
 
-def _held_runs(tensor: DTensor, path: Path) -> list[list[Run]] | None:
+def _held_runs(spec: DTensorSpec, path: Path) -> list[list[Run]] | None:
     """Return the runs of indices that this rank has on each axis; None when it is not in the mesh."""
-    coordinate = tensor.device_mesh.get_coordinate()
-    axes: list[list[Run]] = [[(0, size)] if size else [] for size in tensor.shape]
-    for mesh_axis in _cutting_order(tensor, path):
+    coordinate = spec.device_mesh.get_coordinate()
+    axes: list[list[Run]] = [[(0, size)] if size else [] for size in spec.shape]
+    for mesh_axis in _cutting_order(spec, path):
         if coordinate is None:
             return None
-        placement: Any = tensor.placements[mesh_axis]
-        count, index = tensor.device_mesh.size(mesh_axis), coordinate[mesh_axis]
+        placement: Any = spec.placements[mesh_axis]
+        count, index = spec.device_mesh.size(mesh_axis), coordinate[mesh_axis]
         pieces = int(getattr(placement, "split_factor", 1))
         axes[placement.dim] = chunk_runs(axes[placement.dim], count, index, pieces)
     return axes if coordinate is not None else None
 
 
-def _cutting_order(tensor: DTensor, path: Path) -> Iterator[int]:
+def _cutting_order(spec: DTensorSpec, path: Path) -> Iterator[int]:
     """Yield the axes of the mesh over which the tensor is cut: left to right, unless the DTensor says otherwise."""
     from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
     cuts = []
-    for mesh_axis, placement in enumerate(tensor.placements):
+    for mesh_axis, placement in enumerate(spec.placements):
         if placement.is_partial():
             refuse(
                 path,
-                f"a DTensor placed as {tensor.placements} holds partial sums, not its value; "
+                f"a DTensor placed as {spec.placements} holds partial sums, not its value; "
                 "reduce it first: redistribute(placements=[Replicate() or Shard(...), ...])",
             )
         if isinstance(placement, Shard | _StridedShard):
             cuts.append(mesh_axis)
         elif not isinstance(placement, Replicate):
             refuse(path, f"a DTensor with an unknown placement, {placement!r}; redistribute it to Shard or Replicate")
-    order = getattr(tensor._spec, "shard_order", None)
+    order = getattr(spec, "shard_order", None)
     if order is not None:
         cuts = [mesh_axis for entry in order for mesh_axis in entry.mesh_dims]
     yield from cuts

@@ -2,7 +2,8 @@
 
 FSDP1 puts the parameters of a module one after the other into a flat one (with padding between them) and gives each rank
 an equal share. With ``use_orig_params=True`` each parameter is then a 1-D view of this share, empty on the ranks that have
-nothing of it; so is the optimizer's state of it.
+nothing of it; so is the optimizer's state of it. What was flattened may be a part of the parameter (tensor parallelism
+under FSDP1), and its axes lie as they lay in memory (``channels_last``).
 
 FSDP1's private ``FlatParamHandle`` is the only place that says which elements these are; the tests pin its source.
 """
@@ -10,13 +11,15 @@ FSDP1's private ``FlatParamHandle`` is the only place that says which elements t
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from aiockpt.adapters.dtensors import part_of_spec
 from aiockpt.adapters.held import FlatRange
+from aiockpt.state.geometry import Box
 from aiockpt.state.tree import Path, refuse
 
 
@@ -47,6 +50,37 @@ def find_slices(module: nn.Module, path: Path) -> Iterator[tuple[torch.Tensor, F
                 "the parameters are gathered at the moment; save and load outside summon_full_params(), and after a "
                 "forward pass under SHARD_GRAD_OP do the backward pass first",
             )
-        for parameter, info, shape in zip(flat._params, flat._shard_param_infos, flat._shapes, strict=True):
-            start, count = (info.intra_param_start_idx, info.numel_in_shard) if info.in_shard else (0, 0)
-            yield parameter, FlatRange(tuple(shape), start, start + count)
+        for number, parameter in enumerate(flat._params):
+            yield parameter, _range_of(flat, number, path)
+
+
+def _range_of(flat: Any, number: int, path: Path) -> FlatRange:
+    """Return what this rank has of original parameter *number* of a flat one."""
+    info, sizes = flat._shard_param_infos[number], tuple(flat._shapes[number])
+    start, count = (info.intra_param_start_idx, info.numel_in_shard) if info.in_shard else (0, 0)
+    axes = None if flat._contiguities[number] else _axes_in_memory(flat._strides[number], sizes, path)
+    spec = flat._param_extensions[number]
+    if spec is None:
+        return FlatRange(sizes, start, start + count, axes=axes)
+    part, shape = _part_of(spec, path)
+    if part is not None and part.sizes != sizes:
+        refuse(path, f"FSDP1 flattened a tensor of shape {sizes} of a parameter placed as {spec.placements}")
+    return FlatRange(shape, start, start + count, part, axes)
+
+
+def _axes_in_memory(strides: Sequence[int], sizes: tuple[int, ...], path: Path) -> tuple[int, ...]:
+    """Return the axes from the slowest to the fastest: FSDP1 flattens what is not contiguous as it lies in memory."""
+    axes = sorted(range(len(sizes)), key=lambda axis: -strides[axis])
+    step = 1
+    for axis in reversed(axes):
+        if sizes[axis] > 1 and strides[axis] != step:
+            refuse(path, f"FSDP1 flattened a parameter of shape {sizes} with gaps; give it its own memory (clone())")
+        step *= sizes[axis]
+    return tuple(axes)
+
+
+def _part_of(spec: Any, path: Path) -> tuple[Box | None, tuple[int, ...]]:
+    """Return which box tensor parallelism gave to this rank before FSDP1 flattened it, and the global shape."""
+    if not hasattr(spec, "device_mesh"):
+        refuse(path, f"FSDP1 over a parameter that is spread in its own way, {type(spec)!r}; use FSDP2")
+    return part_of_spec(spec, path), tuple(spec.shape)

@@ -26,14 +26,41 @@ class Held(msgspec.Struct, frozen=True, eq=False):
 
 
 class FlatRange(msgspec.Struct, frozen=True):
-    """Elements [*start*, *end*) of a flattened tensor of *shape*, that is what a flat-parameter shard holds of it."""
+    """Elements [*start*, *end*) of a flattened tensor, that is what a flat-parameter shard holds of it.
+
+    Attributes:
+        shape: of the global tensor.
+        start, end: elements of what was flattened.
+        part: the box of the global tensor that was flattened, where tensor parallelism cut it before; None is all of it.
+        axes: its axes as they lay in memory when it was flattened, slowest first (``channels_last``); None is in order.
+    """
 
     shape: tuple[int, ...]
     start: int
     end: int
+    part: Box | None = None
+    axes: tuple[int, ...] | None = None
 
     def hold(self, tensor: torch.Tensor) -> Held:
         """Return what a rank holds whose 1-D *tensor* has these elements."""
-        boxes = tuple(flat_range_boxes(self.shape, self.start, self.end))
+        part = self.part or Box.whole(self.shape)
+        axes = self.axes or tuple(range(part.ndim))
+        laid_out = flat_range_boxes([part.sizes[axis] for axis in axes], self.start, self.end)
+        boxes = tuple(_place(box, axes, part.offsets) for box in laid_out)
         local = tensor.detach()
-        return Held(self.shape, (Piece(boxes, local.view(boxes[0].sizes) if len(boxes) == 1 else local),))
+        if self.axes is None:
+            return Held(self.shape, (Piece(boxes, local.view(boxes[0].sizes) if len(boxes) == 1 else local),))
+        back = [axes.index(axis) for axis in range(part.ndim)]
+        shares = torch.split(local, [box.volume for box in laid_out])
+        strided = (share.view(box.sizes).permute(back) for share, box in zip(shares, laid_out, strict=False))
+        pieces = tuple(Piece((box,), share) for box, share in zip(boxes, strided, strict=True))
+        return Held(self.shape, pieces or (Piece((), local),))
+
+
+def _place(box: Box, axes: tuple[int, ...], offsets: tuple[int, ...]) -> Box:
+    """Return a box of what was flattened as one of the global tensor, in which it begins at *offsets*."""
+    back = [axes.index(axis) for axis in range(box.ndim)]
+    return Box(
+        tuple(box.offsets[place] + offset for place, offset in zip(back, offsets, strict=True)),
+        tuple(box.sizes[place] for place in back),
+    )

@@ -10,6 +10,8 @@ import pytest
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 
 PINNED = {
+    "_init_flat_param_and_metadata": "3915f2fcb15b82dc",
+    "flatten_tensors": "3cb6e823d7bde0f2",
     "_get_shard_metadata": "09bbceff964373eb",
     "_use_sharded_views": "d85522069fc6dfd7",
     "is_sharded": "3dd699fb40f6431e",

@@ -141,6 +141,25 @@ def test_a_state_that_is_kept_does_not_change_while_the_source_reads_ahead() -> 
         assert loader.held().own["state"] == {"given": number + 1}
 
 
+class Asked(Counting):
+    """A source that notes how often it was asked for its state, as one with workers would have to wait for them."""
+
+    asked_count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        self.asked_count += 1
+        return super().state_dict()
+
+
+def test_a_save_asks_nobody_where_states_are_collected_one_step_ahead() -> None:
+    source = Asked()
+    loader = Loader(source, ahead_count=1)
+    for number in loader:
+        asked_count = source.asked_count
+        World([{"loader": loader}])
+        assert source.asked_count == asked_count == min(number + 2, 9)
+
+
 def test_after_an_epoch_the_next_one_is_another_order_and_a_load_finds_it() -> None:
     loader = sampled(ahead_count=1)
     first, saved = rest(loader), World([{"loader": loader}])

@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,16 @@ from aiockpt.state.shards import ShardedState, TensorShard
 
 CHECKS: dict[str, tuple[int, Callable[[], None]]] = {}
 """Name → (world size, check)."""
+MODULES = (
+    "adapters_checks",
+    "engine_checks",
+    "fsdp1_checks",
+    "loader_checks",
+    "mesh_checks",
+    "odd_checks",
+    "read_once_checks",
+)
+"""Where the checks are."""
 
 
 def check(world: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
@@ -140,8 +151,8 @@ def main(rank: int, world: int, folder: Path) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
-    from tests.ranks import adapters_checks, engine_checks, read_once_checks  # noqa: F401
-
+    for module in MODULES:
+        import_module(f"tests.ranks.{module}")
     outcomes: dict[str, str] = {}
     for name, (size, run) in CHECKS.items():
         if size != world:

@@ -1,7 +1,7 @@
 """Do all the ways in which torch spreads tensors over ranks come to the neutral language and back, through the whole engine
 too? With real processes.
 
-All checks of one world share its processes; `tests.ranks.adapters_checks`, `engine_checks` and `read_once_checks` have them.
+All checks of one world share its processes; they are in the modules that `tests.ranks.adapters_worker.MODULES` names.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ from typing import Any
 
 import pytest
 
+from tests.ranks.adapters_worker import MODULES
+
 ROOT = Path(__file__).parents[2]
+WORLD_S = 300
+"""For all checks of a world: eight processes on two busy cores take more than a minute to start."""
 CHECKS = [
     (ast.literal_eval(decorator.args[0]), function.name)
-    for module in ("adapters_checks.py", "engine_checks.py", "read_once_checks.py")
-    for function in ast.parse((Path(__file__).parent / module).read_text()).body
+    for module in MODULES
+    for function in ast.parse((Path(__file__).parent / f"{module}.py").read_text()).body
     if isinstance(function, ast.FunctionDef)
     for decorator in function.decorator_list
     if isinstance(decorator, ast.Call)
@@ -49,7 +53,7 @@ def _run_world(world: int, folder: Path) -> list[tuple[dict[str, str], str]]:
             ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
     try:
         for process in ranks:
-            process.wait(100)
+            process.wait(WORLD_S)
     finally:
         for process in ranks:
             process.kill()
@@ -62,6 +66,7 @@ def _read(folder: Path, rank: int) -> tuple[dict[str, str], str]:
     return json.loads(found.read_text()) if found.exists() else {}, (folder / f"{rank}.log").read_text()
 
 
+@pytest.mark.timeout(WORLD_S + 40)
 @pytest.mark.parametrize(("world", "name"), CHECKS, ids=[f"{world}-{name}" for world, name in CHECKS])
 def test_spread_over_ranks(run_world: Any, world: int, name: str) -> None:
     for rank, (outcomes, printed) in enumerate(run_world(world)):
