@@ -29,6 +29,7 @@ from aiockpt.runtime.slabs import SlabPool
 from aiockpt.runtime.world import World
 from aiockpt.state.shards import ShardedState, TensorShard
 from aiockpt.storage.backend import Backend
+from aiockpt.storage.retry import Retrying
 
 logger = logging.getLogger("aiockpt")
 
@@ -68,6 +69,8 @@ class Engine:
         self.busy_attempts: set[str] = set()
         self.failed: deque[SaveFuture] = deque()
         self._observers = list(observers)
+        if isinstance(backend, Retrying):
+            backend.tell(self.emit)
         self._run = self.token(6)
         self._parent: str | None = None
         self._clock: int | None = None
