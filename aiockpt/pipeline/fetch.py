@@ -5,12 +5,15 @@ Guarantees:
 - Every block that is read is compared with the manifest's checksum before ``fetch_file`` returns; a difference raises
   `CorruptionError` naming file, block, offset and tensors. Memory that was filled before is then partly overwritten.
 - Nothing of a file is read before its size and its safetensors header agree with the manifest.
+- What came over a network and is not what was saved may have been damaged on its way: it is read once more, that block or
+  header alone, before it counts as corruption.
 - Memory beyond the targets: the gaps of the reads under way.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Callable, Sequence
 
 import anyio
@@ -24,6 +27,9 @@ from aiockpt.planning.load import GAP, BlockRead, Landing, plan_reads
 from aiockpt.runtime.limits import Limiter
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend, Reader
+from aiockpt.storage.views import cut_views
+
+logger = logging.getLogger("aiockpt")
 
 
 class BlockCheck:
@@ -89,6 +95,7 @@ class Fetcher:
         self._verify = verify
         self._on_read = on_read
         self._placed = pieces_by_file(manifest)
+        self._remote = backend.traits.scope == "shared" and not backend.url.startswith("file:")
         self._reading = Limiter("read", backend.traits.block_reads)
 
     async def fetch_file(self, index: int, landings: Sequence[Landing]) -> None:
@@ -131,7 +138,13 @@ class Fetcher:
         try:
             if reader.size != file.size:
                 raise CorruptionError(f"{key}: {reader.size} bytes in storage, {file.size} were saved", key=key)
-            return reader, await self._check_header(reader, index, file)
+            try:
+                return reader, await self._check_header(reader, index, file)
+            except CorruptionError as error:
+                if not self._remote:
+                    raise
+                logger.warning("%s; it is read once more", error)
+                return reader, await self._check_header(reader, index, file)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await reader.close()
@@ -161,16 +174,35 @@ class Fetcher:
     async def _read(self, reader: Reader, index: int, file: FileEntry, read: BlockRead) -> None:
         try:
             into = [self._memory(segment.target, segment.target_offset, segment.size) for segment in read.segments]
-            check = BlockCheck(file, read.offset) if self._verify else None
             try:
-                await reader.read(read.offset, into, check)
+                bad_block = await self._read_checked(reader, file, read.offset, into)
             except StorageError as error:
                 raise self._unreadable(file, read.offset, error) from error
-            if check is not None and check.bad_blocks:
-                raise self._corruption(index, file, check.bad_blocks[0])
+            if bad_block is not None:
+                raise self._corruption(index, file, bad_block)
         finally:
             await self._reading.__aexit__()
         self._on_read(read.size)
+
+    async def _read_checked(
+        self, reader: Reader, file: FileEntry, offset: int, into: Sequence[memoryview]
+    ) -> int | None:
+        """Fill *into* from *offset*; return the first block that is not what was saved, if there is one."""
+        if not self._verify:
+            await reader.read(offset, into)
+            return None
+        check = BlockCheck(file, offset)
+        await reader.read(offset, into, check)
+        for block in check.bad_blocks:
+            if not self._remote:
+                return block
+            logger.warning("%s: block %d came damaged and is read once more", self._key(file), block)
+            start, end = block_range(block, file.size, file.block)
+            again = BlockCheck(file, start)
+            await reader.read(start, cut_views(into, start - offset, end - offset), again)
+            if again.bad_blocks:
+                return block
+        return None
 
     def _unreadable(self, file: FileEntry, offset: int, error: StorageError) -> CheckpointError:
         """A device that cannot give the bytes back has lost them; any other trouble is not the checkpoint's fault."""

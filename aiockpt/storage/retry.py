@@ -27,6 +27,7 @@ from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend, Listing, Reader, Seen, Space, Stat, Traits, Upload
 from aiockpt.storage.retry_calls import Caller, OnRetry, RetryStatistics
 from aiockpt.storage.retry_policy import RetryPolicy
+from aiockpt.storage.views import cut_views
 
 __all__ = ["OnRetry", "RetryPolicy", "RetryStatistics", "Retrying"]
 
@@ -146,13 +147,14 @@ class _RetryingReader:
 
     async def read(self, offset: int, into: Sequence[memoryview], seen: Seen | None = None) -> None:
         once = _Once(seen)
+        size = sum(view.nbytes for view in into)
         start = 0
 
         async def read(_: bool) -> None:
             nonlocal start
             once.begin(start)
             try:
-                await self._inner.read(offset + start, _after(into, start), once)
+                await self._inner.read(offset + start, cut_views(into, start, size) if start else into, once)
             except StorageTransferError:
                 start = 0  # what came may be what was damaged: all of it is read again
                 raise
@@ -160,7 +162,7 @@ class _RetryingReader:
                 start = once.shown_bytes
                 raise
 
-        await self._caller.call("reader.read", self._key, read, sum(view.nbytes for view in into))
+        await self._caller.call("reader.read", self._key, read, size)
 
     async def close(self) -> None:
         await self._inner.close()
@@ -242,15 +244,3 @@ class _Once:
         self.shown_bytes = max(self.shown_bytes, self._at)
         if self._seen is not None:
             self._seen(view if new_bytes >= view.nbytes else view.cast("B")[view.nbytes - new_bytes :])
-
-
-def _after(views: Sequence[memoryview], start: int) -> Sequence[memoryview]:
-    """Return *views* without their first *start* bytes."""
-    if not start:
-        return views
-    rest = []
-    for view in views:
-        if start < view.nbytes:
-            rest.append(view.cast("B")[start:] if start else view)
-        start = max(0, start - view.nbytes)
-    return rest

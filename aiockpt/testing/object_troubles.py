@@ -38,11 +38,12 @@ Trouble = Literal[
 ]
 """What happens; "…_after_effect" to the answer only.
 
-internal_error 500 · slow_down 503 · too_many_requests 429 · expired, denied 403 · reset: the connection breaks, in the
-middle of a body · answer_lost: it breaks after the effect · timeout: no answer for as long as the client waits · hang: none,
-ever · partial_body: fewer bytes than announced · wrong_body: a flipped bit · other_writer: 409, somebody else is writing that
-key · resent: the answer is lost and the HTTP library sends the request again, so a conditional one meets its own effect (412)
-· error_body: 200, and the error in the body · no_such_upload: the store has dropped the upload · crash: of the client.
+- internal_error 500, slow_down 503, too_many_requests 429, expired, denied 403; other_writer 409: somebody else is writing
+  that key; error_body: 200, and the error in the body; no_such_upload 404: the store has dropped the upload.
+- reset: the connection breaks, in the middle of a body; answer_lost: it breaks after the effect; resent: it does, and the
+  HTTP library sends the request again, so that a conditional one meets its own effect (412).
+- timeout: no answer for as long as the client waits; hang: none, ever.
+- partial_body: fewer bytes than announced; wrong_body: a flipped bit. crash: of the client.
 """
 
 EVERYWHERE: frozenset[RequestVerb] = frozenset(
@@ -157,11 +158,13 @@ class PlannedTroubles:
         self.met: list[tuple[Trouble, Request]] = []
 
     def meet(self, request: Request) -> Trouble | None:
+        due: Trouble | None = None
         for index, planned in enumerate(self._plan):
             if not (fnmatchcase(request.verb, planned.verb) and fnmatchcase(request.key, planned.match)):
                 continue
             self._counts[index] += 1
-            if planned.at <= self._counts[index] < planned.at + planned.times:
-                self.met.append((planned.trouble, request))
-                return planned.trouble
-        return None
+            if due is None and planned.at <= self._counts[index] < planned.at + planned.times:
+                due = planned.trouble
+        if due is not None:
+            self.met.append((due, request))
+        return due

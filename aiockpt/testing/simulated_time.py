@@ -45,10 +45,11 @@ def run_in_leaps(main: Callable[[], Coroutine[Any, Any, T]], clock: SimulatedClo
 class _LeapingLoop(asyncio.SelectorEventLoop):
     def __init__(self, selector: _LeapingSelector, clock: SimulatedClock) -> None:
         self._simulated_clock = clock
+        self._began_ns = clock.monotonic_ns()  # small numbers: a float of the wall clock is too coarse for a timer
         super().__init__(selector)
 
     def time(self) -> float:
-        return self._simulated_clock.monotonic_ns() / 1e9
+        return (self._simulated_clock.monotonic_ns() - self._began_ns) / 1e9
 
     def call_at(
         self,
