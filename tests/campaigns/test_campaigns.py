@@ -20,6 +20,7 @@ from tests.campaigns import (
     decoders,
     failing_calls,
     hostile_manifests,
+    object_store,
     power_cuts,
 )
 from tests.campaigns.campaign import MAX_FINDINGS, Campaign, Outcomes, run
@@ -32,6 +33,7 @@ INLINE = [
     hostile_manifests.CAMPAIGN,
     failing_calls.CAMPAIGN,
     cancellations.CAMPAIGN,
+    object_store.CAMPAIGN,
     decoders.MUTATED,
 ]
 

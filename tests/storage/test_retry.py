@@ -635,4 +635,4 @@ def test_observers_of_a_checkpointer_hear_of_retries() -> None:
 def test_a_policy_without_an_attempt_or_a_deadline_is_refused() -> None:
     for given in ({"attempts": 0}, {"deadline_s": 0.0}, {"failures_to_open": -1}):
         with pytest.raises(UsageError, match=next(iter(given))):
-            RetryPolicy(**given)  # type: ignore[arg-type]
+            RetryPolicy(**given)
