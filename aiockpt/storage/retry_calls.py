@@ -108,7 +108,10 @@ class Caller:
         self._retries += 1
         logger.info("%s %r failed and is tried again in %.2f s: %s", event.verb, event.key, event.wait_s, event.error)
         for listener in self.listeners:
-            listener(event)
+            try:
+                listener(event)
+            except Exception:
+                logger.exception("%r raised when it was told of a retry", listener)
 
     def statistics(self) -> RetryStatistics:
         return RetryStatistics(

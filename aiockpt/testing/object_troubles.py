@@ -121,13 +121,13 @@ class DrawnTroubles:
     def __init__(self, seed: int, *, fraction: float, kinds: Collection[Trouble] = TRANSIENT) -> None:
         self._dice = random.Random(seed)
         self._fraction = fraction
-        self._kinds = sorted(kinds)
+        self._kinds: list[Trouble] = sorted(kinds)  # a set has no order to draw from
         self.met: list[tuple[Trouble, Request]] = []
 
     def meet(self, request: Request) -> Trouble | None:
         if self._dice.random() >= self._fraction:
             return None
-        fitting = [kind for kind in self._kinds if can_meet(kind, request.verb)]
+        fitting: list[Trouble] = [kind for kind in self._kinds if can_meet(kind, request.verb)]
         if not fitting:
             return None
         trouble = self._dice.choice(fitting)

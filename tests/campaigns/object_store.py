@@ -253,4 +253,4 @@ def case(seed: int) -> Outcomes:
     return Counter({told: 1})
 
 
-CAMPAIGN = Campaign(name="object-store", counts="saves and loads", prepare=lambda: case, smoke_count=60)
+CAMPAIGN = Campaign(name="object-store", counts="saves and loads", prepare=lambda: case, smoke_count=40)

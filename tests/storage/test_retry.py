@@ -477,6 +477,7 @@ def test_a_finish_whose_answer_was_lost_is_a_success(trouble: Trouble) -> None:
     place.run(main)
     assert place.store.objects["a"].body == DATA
     assert "stat" in place.calls
+    assert "upload.abort" not in place.calls, "that might remove what is whole"
 
 
 @pytest.mark.parametrize("there", [None, b"another, of another size"])
@@ -632,7 +633,25 @@ def test_observers_of_a_checkpointer_hear_of_retries() -> None:
     assert place.events == [retried]
 
 
+def test_a_listener_that_raises_harms_no_call(caplog: pytest.LogCaptureFixture) -> None:
+    place = Place(Planned(trouble="internal_error", times=2))
+
+    def raise_it(event: StorageRetried) -> None:
+        raise ArithmeticError("mine")
+
+    place.backend.tell(raise_it)
+    place.run(lambda: place.backend.put("a", b""))
+    assert len(place.events) == 2
+    assert "mine" in caplog.text
+
+
 def test_a_policy_without_an_attempt_or_a_deadline_is_refused() -> None:
-    for given in ({"attempts": 0}, {"deadline_s": 0.0}, {"failures_to_open": -1}):
-        with pytest.raises(UsageError, match=next(iter(given))):
-            RetryPolicy(**given)
+    makes: dict[str, Callable[[], RetryPolicy]] = {
+        "attempts": lambda: RetryPolicy(attempts=0),
+        "deadline_s": lambda: RetryPolicy(deadline_s=0),
+        "slowest_bytes_per_s": lambda: RetryPolicy(slowest_bytes_per_s=0),
+        "failures_to_open": lambda: RetryPolicy(failures_to_open=-1),
+    }
+    for name, make in makes.items():
+        with pytest.raises(UsageError, match=name):
+            make()
