@@ -29,6 +29,7 @@ from aiockpt.runtime.slabs import SlabPool
 from aiockpt.runtime.world import World
 from aiockpt.state.shards import ShardedState, TensorShard
 from aiockpt.storage.backend import Backend
+from aiockpt.storage.retry import Retrying
 
 logger = logging.getLogger("aiockpt")
 
@@ -83,6 +84,8 @@ class Engine:
         self.uploader = Uploader(backend, self.pool, block_bytes)
         self.state_work = Limiter("state", 2)
         self.cleaning = anyio.Lock()
+        if isinstance(backend, Retrying):
+            backend.tell(self.emit)
         self._plan: tuple[str, SavePlan] | None = None
         self._program: tuple[SavePlan, CopyProgram] | None = None
         self._reading: dict[str, int] = {}

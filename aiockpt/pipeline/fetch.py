@@ -5,7 +5,9 @@ Guarantees:
 - Every block that is read is compared with the manifest's checksum before ``fetch_file`` returns; a difference raises
   `CorruptionError` naming file, block, offset and tensors. Memory that was filled before is then partly overwritten.
 - Nothing of a file is read before its size and its safetensors header agree with the manifest.
-- A block, or a file, that cannot be had here is read from another copy of the same save, where there is one.
+- What is not what was saved may have been damaged on its way: it is read once more, that block or header alone, before it
+  counts as corruption.
+- A block, or a file, that cannot be had here is then read from another copy of the same save, where there is one.
 - Memory beyond the targets: the gaps of the reads under way.
 """
 
@@ -28,6 +30,7 @@ from aiockpt.planning.load import GAP, Landing, plan_reads
 from aiockpt.runtime.limits import Limiter
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend, Reader
+from aiockpt.storage.views import cut_views
 
 logger = logging.getLogger("aiockpt")
 
@@ -198,7 +201,11 @@ class Fetcher:
         try:
             if reader.size != file.size:
                 raise CorruptionError(f"{key}: {reader.size} bytes in storage, {file.size} were saved", key=key)
-            return reader, await self._check_header(reader, index, file)
+            try:
+                return reader, await self._check_header(reader, index, file)
+            except CorruptionError as error:
+                logger.warning("%s; it is read once more", error)
+                return reader, await self._check_header(reader, index, file)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await reader.close()
@@ -245,14 +252,20 @@ class Fetcher:
         self._on_read(sum(map(len, into)))
 
     async def _read_checked(self, reader: Reader, index: int, offset: int, into: Sequence[memoryview]) -> None:
+        """Fill *into* from *offset*; a block that came damaged is read once more."""
         file = self._manifest.files[index]
         check = BlockCheck(file, offset) if self._verify else None
         try:
             await reader.read(offset, into, check)
+            for block in check.bad_blocks if check else ():
+                logger.warning("%s: block %d came damaged and is read once more", self._key(file), block)
+                start, end = block_range(block, file.size, file.block)
+                again = BlockCheck(file, start)
+                await reader.read(start, cut_views(into, start - offset, end - offset), again)
+                if again.bad_blocks:
+                    raise self._corruption(index, file, block)
         except StorageError as error:
             raise self._unreadable(file, offset, error) from error
-        if check is not None and check.bad_blocks:
-            raise self._corruption(index, file, check.bad_blocks[0])
 
     async def _read_elsewhere(
         self, index: int, offset: int, into: Sequence[memoryview], error: CheckpointError

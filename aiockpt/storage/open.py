@@ -5,7 +5,8 @@ Guarantees:
 - A path is never made of a URL that was misread: ``s3:/bucket`` is an error, not a folder named ``s3:``.
 - A backend is imported when its URL is opened, not before. Third parties register theirs by an entry point of the
   group ``aiockpt.backends``: its name is the URL scheme, it loads a factory called as ``factory(url, world=world)``.
-- An instance is returned as it is, so a wrapper or a backend of your own can stand wherever a URL can.
+- What is opened by its URL and lies beyond this machine's file system is `Retrying`; an instance is returned as it is, so
+  a wrapper or a backend of your own can stand wherever a URL can.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def open_backend(where: str | os.PathLike[str] | Backend, *, world: World | None
         return _open_local(_file_path(text, url[3]), world)
     if scheme == "memory":
         return _open_memory(url[3], world)
-    return _find_factory(scheme, text)(text, world=world)
+    return _retrying(_find_factory(scheme, text)(text, world=world), world)
 
 
 def _open_local(path: str, world: World | None) -> Backend:
@@ -72,6 +73,13 @@ def _open_memory(name: str, world: World | None) -> Backend:
     from aiockpt.backends.memory import MemoryBackend
 
     return MemoryBackend(name, world=world)
+
+
+def _retrying(backend: Backend, world: World | None) -> Backend:
+    """Wrap a backend whose calls pass a network. (Its module loads tenacity, which `aiockpt ls /path` need not.)"""
+    from aiockpt.storage.retry import Retrying
+
+    return Retrying(backend, world=world)
 
 
 def _file_path(url: str, rest: str) -> str:

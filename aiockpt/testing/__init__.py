@@ -5,6 +5,9 @@
 - `faults`: the same two, failing on schedule.
 - `simulated_files`, `simulation`: a file system in memory that knows what a power cut would leave, a clock that
   stands still, random bytes with a seed, and whole programs run on one thread.
+- `simulated_objects`, `objects_client`, `object_troubles`: an object store in memory, the backend for it, and what can
+  happen to each request, by plan or by seed.
+- `simulated_time`: an event loop whose time leaps, so that deadlines and waits of hours are tested in no time.
 
 Import the modules by name; `backend_suite` needs pytest (``pip install 'aiockpt[testing]'``).
 """

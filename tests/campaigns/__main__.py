@@ -22,6 +22,7 @@ from tests.campaigns import (
     decoders,
     failing_calls,
     hostile_manifests,
+    object_store,
     power_cuts,
     sigkill,
     sigkill_ranks,
@@ -38,6 +39,7 @@ CAMPAIGNS = {
         hostile_manifests.CAMPAIGN,
         failing_calls.CAMPAIGN,
         cancellations.CAMPAIGN,
+        object_store.CAMPAIGN,
         decoders.MUTATED,
         decoders.GUIDED,
     )

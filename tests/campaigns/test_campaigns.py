@@ -13,13 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from aiockpt.storage.retry import RetryPolicy
 from aiockpt.testing.simulated_files import SimulatedFiles
+from aiockpt.testing.simulated_objects import ObjectStore
 from tests.campaigns import (
     bit_flips,
     cancellations,
     decoders,
     failing_calls,
     hostile_manifests,
+    object_store,
     power_cuts,
 )
 from tests.campaigns.campaign import MAX_FINDINGS, Campaign, Outcomes, run
@@ -32,6 +35,7 @@ INLINE = [
     hostile_manifests.CAMPAIGN,
     failing_calls.CAMPAIGN,
     cancellations.CAMPAIGN,
+    object_store.CAMPAIGN,
     decoders.MUTATED,
 ]
 
@@ -81,6 +85,7 @@ def test_a_campaign_that_finds_the_same_everywhere_stops() -> None:
 def test_a_seed_gives_the_same_case_again() -> None:
     assert power_cuts.case(3) == power_cuts.case(3)
     assert failing_calls.case(3) == failing_calls.case(3)
+    assert object_store.case(3) == object_store.case(3)
 
 
 @pytest.mark.parametrize("lost", ["fsync_dir:*/step-0000000?", "fdatasync:*.safetensors", "fdatasync:*/.tmp-*"])
@@ -90,6 +95,23 @@ def test_power_cuts_find_a_disk_that_does_not_flush(monkeypatch: pytest.MonkeyPa
         power_cuts, "SimulatedFiles", lambda: SimulatedFiles(ignore=lambda label: fnmatchcase(label, lost))
     )
     assert run(power_cuts.CAMPAIGN, 2000).findings
+
+
+class ForgetfulStore(ObjectStore):
+    """A store that takes every conditional write for a plain one."""
+
+    def put(self, key: str, body: bytes, *, only_new: bool = False) -> None:
+        super().put(key, body)
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"), [("ObjectStore", ForgetfulStore), ("POLICY", RetryPolicy(attempts=1, failures_to_open=10**9))]
+)
+def test_the_object_store_campaign_finds_a_store_that_overwrites_and_a_client_that_gives_up(
+    monkeypatch: pytest.MonkeyPatch, name: str, broken: object
+) -> None:
+    monkeypatch.setattr(object_store, name, broken)
+    assert run(object_store.CAMPAIGN, 300).findings
 
 
 def test_a_decoder_that_lets_a_foreign_error_out_is_found() -> None:

@@ -16,6 +16,7 @@ from aiockpt.errors import UsageError
 from aiockpt.runtime.world import World
 from aiockpt.storage import open as opening
 from aiockpt.storage.open import open_backend
+from aiockpt.storage.retry import Retrying
 from aiockpt.testing.recording import RecordingBackend
 from aiockpt.testing.simulation import simulated_world
 
@@ -95,7 +96,8 @@ def test_an_installed_package_brings_its_scheme(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or sys.modules[make_backend.__module__])
     monkeypatch.setattr(opening, "entry_points", registered(entry))
     backend = open_backend("mine://place")
-    assert isinstance(backend, RecordingBackend)
+    assert isinstance(backend, Retrying)
+    assert isinstance(backend.inner, RecordingBackend)
     assert backend.url == "memory://mine-place"
     with pytest.raises(UsageError, match=r"file://, .*memory://, mine://"):
         open_backend("other://place")
@@ -114,7 +116,10 @@ def test_built_in_schemes_cannot_be_taken_over(monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(open_backend("memory://x"), MemoryBackend)
 
 
-def test_importing_it_imports_no_backend() -> None:
-    script = "import sys, aiockpt.storage.open; print([m for m in sys.modules if m.startswith('aiockpt.backends')])"
+def test_importing_it_imports_no_backend_and_no_retry() -> None:
+    script = (
+        "import sys, aiockpt.storage.open;"
+        "print([m for m in sys.modules if m.startswith(('aiockpt.backends', 'tenacity'))])"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -1,0 +1,170 @@
+"""What can happen to a request on its way to an object store and back? A list, and who draws from it.
+
+Whoever makes requests asks its `Troubles` once for each of them. `DrawnTroubles` throws dice with a seed, so a run is
+repeated by its seed; `PlannedTroubles` makes one thing happen at one request.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Literal, Protocol
+
+import msgspec
+
+RequestVerb = Literal["PUT", "PUT-NEW", "GET", "HEAD", "LIST", "DELETE", "START", "PART", "COMPLETE", "ABORT"]
+Trouble = Literal[
+    "internal_error",
+    "internal_error_after_effect",
+    "slow_down",
+    "too_many_requests",
+    "expired",
+    "denied",
+    "reset",
+    "answer_lost",
+    "timeout",
+    "timeout_after_effect",
+    "hang",
+    "partial_body",
+    "wrong_body",
+    "other_writer",
+    "resent",
+    "error_body",
+    "error_body_after_effect",
+    "no_such_upload",
+    "crash",
+    "crash_after_effect",
+]
+"""What happens; "…_after_effect" to the answer only.
+
+- internal_error 500, slow_down 503, too_many_requests 429, expired, denied 403; other_writer 409: somebody else is writing
+  that key; error_body: 200, and the error in the body; no_such_upload 404: the store has dropped the upload.
+- reset: the connection breaks, in the middle of a body; answer_lost: it breaks after the effect; resent: it does, and the
+  HTTP library sends the request again, so that a conditional one meets its own effect (412).
+- timeout: no answer for as long as the client waits; hang: none, ever.
+- partial_body: fewer bytes than announced; wrong_body: a flipped bit. crash: of the client.
+"""
+
+EVERYWHERE: frozenset[RequestVerb] = frozenset(
+    {"PUT", "PUT-NEW", "GET", "HEAD", "LIST", "DELETE", "START", "PART", "COMPLETE", "ABORT"}
+)
+_ONLY: Mapping[Trouble, frozenset[RequestVerb]] = {
+    "partial_body": frozenset({"GET"}),
+    "wrong_body": frozenset({"GET", "PUT", "PUT-NEW", "PART"}),
+    "other_writer": frozenset({"PUT-NEW", "COMPLETE"}),
+    "resent": frozenset({"PUT", "PUT-NEW", "GET", "HEAD", "DELETE"}),  # what aiohttp sends again by itself: no POST
+    "error_body": frozenset({"COMPLETE"}),
+    "error_body_after_effect": frozenset({"COMPLETE"}),
+    "no_such_upload": frozenset({"PART", "COMPLETE"}),
+}
+TRANSIENT: frozenset[Trouble] = frozenset(
+    {
+        "internal_error",
+        "internal_error_after_effect",
+        "slow_down",
+        "too_many_requests",
+        "expired",
+        "reset",
+        "answer_lost",
+        "timeout",
+        "timeout_after_effect",
+        "partial_body",
+        "wrong_body",
+        "other_writer",
+        "resent",
+        "error_body",
+        "error_body_after_effect",
+    }
+)
+"""Those after which the same request may succeed."""
+LASTING: frozenset[Trouble] = frozenset({"denied", "hang", "no_such_upload"})
+"""Those after which it will not: no client makes a success of them."""
+CRASHES: frozenset[Trouble] = frozenset({"crash", "crash_after_effect"})
+
+
+def can_meet(trouble: Trouble, verb: RequestVerb) -> bool:
+    """Say whether a request of that kind can meet that trouble."""
+    return verb in _ONLY.get(trouble, EVERYWHERE)
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A request: which, for which key, and the how-manieth of its client, from 1."""
+
+    verb: RequestVerb
+    key: str
+    number: int
+
+
+class Troubles(Protocol):
+    """Decides what happens to requests."""
+
+    def meet(self, request: Request) -> Trouble | None:
+        """Return what happens to *request*; None: nothing. Called once for each, in order."""
+        ...
+
+
+class NoTroubles:
+    """Nothing ever happens."""
+
+    def meet(self, request: Request) -> None:
+        del request
+
+
+class DrawnTroubles:
+    """Troubles drawn at random: to *fraction* of the requests, one of *kinds* that such a request can meet.
+
+    Attributes:
+        met: what has happened so far.
+    """
+
+    def __init__(self, seed: int, *, fraction: float, kinds: Collection[Trouble] = TRANSIENT) -> None:
+        self._dice = random.Random(seed)
+        self._fraction = fraction
+        self._kinds: list[Trouble] = sorted(kinds)  # a set has no order to draw from
+        self.met: list[tuple[Trouble, Request]] = []
+
+    def meet(self, request: Request) -> Trouble | None:
+        if self._dice.random() >= self._fraction:
+            return None
+        fitting: list[Trouble] = [kind for kind in self._kinds if can_meet(kind, request.verb)]
+        if not fitting:
+            return None
+        trouble = self._dice.choice(fitting)
+        self.met.append((trouble, request))
+        return trouble
+
+
+class Planned(msgspec.Struct, frozen=True, kw_only=True):
+    """*trouble* comes to *times* requests of *verb* for keys like *match*, from the how-manieth of them on, from 1."""
+
+    trouble: Trouble
+    verb: str = "*"
+    match: str = "*"
+    at: int = 1
+    times: int = 1
+
+
+class PlannedTroubles:
+    """Just these troubles.
+
+    Attributes:
+        met: what has happened so far.
+    """
+
+    def __init__(self, plan: Sequence[Planned]) -> None:
+        self._plan = plan
+        self._counts = [0] * len(plan)
+        self.met: list[tuple[Trouble, Request]] = []
+
+    def meet(self, request: Request) -> Trouble | None:
+        due: Trouble | None = None
+        for index, planned in enumerate(self._plan):
+            if not (fnmatchcase(request.verb, planned.verb) and fnmatchcase(request.key, planned.match)):
+                continue
+            self._counts[index] += 1
+            if due is None and planned.at <= self._counts[index] < planned.at + planned.times:
+                due = planned.trouble
+        if due is not None:
+            self.met.append((due, request))
+        return due

@@ -1,0 +1,103 @@
+"""When does a bad block count as corruption? Not before it was read twice, where a network lies between."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+import aiockpt
+from aiockpt.errors import CorruptionError
+from aiockpt.storage.backend import Backend
+from aiockpt.testing.faults import Fault, FaultyBackend
+from aiockpt.testing.object_troubles import Planned, PlannedTroubles
+from aiockpt.testing.objects_client import ObjectsBackend
+from aiockpt.testing.recording import RecordingBackend
+from aiockpt.testing.simulated_objects import ObjectStore
+from aiockpt.testing.simulation import SimulatedClock, run_inline, simulated_world
+from tests.inline_engine import local, make_engine, run_load, run_save, saved_files, states_equal, tiny_state
+
+DATA = "*.safetensors"
+BLOCK = 4096
+WIDE = aiockpt.IO(pool_bytes=1 << 16, slab_bytes=BLOCK, block_bytes=BLOCK, read_bytes=1 << 20)
+"""All of a tiny data file is one read of several blocks."""
+
+Ranges = list[tuple[int, int]]
+
+
+def store_with_a_step() -> tuple[ObjectStore, str, int]:
+    """Return a store that holds step 1, and the key and size of its one data file."""
+    store = ObjectStore(SimulatedClock())
+
+    async def main() -> None:
+        (await run_save(make_engine(ObjectsBackend(store), simulated_world()), 1, tiny_state(1))).result()
+
+    run_inline(main)
+    (key,) = (key for key in store.objects if key.endswith(".safetensors"))
+    return store, key, len(store.objects[key].body)
+
+
+def load(backend: Backend) -> tuple[Ranges, Exception | None]:
+    """Load step 1 and look at every tensor; return the ranges read of data files, and how the load failed."""
+    recording = RecordingBackend(backend)
+    state = tiny_state(-1)
+
+    async def main() -> None:
+        await run_load(make_engine(recording, simulated_world(9), io=WIDE), state, 1)
+
+    failure: Exception | None = None
+    try:
+        run_inline(main)
+        assert states_equal(state, tiny_state(1))
+    except CorruptionError as error:
+        failure = error
+    reads = [(done.offset, done.size) for done in recording.operations if done.verb == "reader.read"]
+    return reads, failure
+
+
+def test_a_block_damaged_on_its_way_is_read_once_more_and_it_alone() -> None:
+    store, _, size = store_with_a_step()
+    whole, failure = load(ObjectsBackend(store))
+    assert failure is None
+    assert whole[-1] == (0, size)
+    troubles = PlannedTroubles([Planned(trouble="wrong_body", verb="GET", match=DATA, at=len(whole))])
+    reads, failure = load(ObjectsBackend(store, troubles))
+    assert len(troubles.met) == 1
+    assert failure is None
+    assert reads == [*whole, (size // 2 // BLOCK * BLOCK, BLOCK)]
+
+
+def test_a_block_damaged_in_the_store_is_corruption_after_a_second_look() -> None:
+    store, key, size = store_with_a_step()
+    body = bytearray(store.objects[key].body)
+    body[-1] ^= 1
+    store.objects[key] = msgspec.structs.replace(store.objects[key], body=bytes(body))
+    reads, failure = load(ObjectsBackend(store))
+    assert isinstance(failure, CorruptionError)
+    last = (size - 1) // BLOCK * BLOCK
+    assert failure.offset == last
+    assert reads.count((last, size - last)) == 1
+
+
+def test_a_block_damaged_on_its_way_again_and_again_is_corruption() -> None:
+    store, _, _ = store_with_a_step()
+    troubles = PlannedTroubles([Planned(trouble="wrong_body", verb="GET", match=DATA, at=3, times=100)])
+    _, failure = load(ObjectsBackend(store, troubles))
+    assert isinstance(failure, CorruptionError)
+    assert len(troubles.met) == 2
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_header_damaged_on_its_way_is_read_once_more(at: int) -> None:
+    store, _, _ = store_with_a_step()
+    troubles = FaultyBackend(ObjectsBackend(store), [Fault(do="flip", verb="reader.read", match=DATA, at=at, bit=60)])
+    _, failure = load(troubles)
+    assert troubles.schedule.fired
+    assert failure is None
+
+
+def test_what_a_local_disk_gives_is_read_once_more_too() -> None:
+    backend, _ = local(saved_files(1))
+    faulty = FaultyBackend(backend, [Fault(do="flip", verb="reader.read", match=DATA, at=3, bit=9)])
+    reads, failure = load(faulty)
+    assert failure is None
+    assert len(reads) == 4

@@ -1,0 +1,75 @@
+"""Does simulated time leap, in order, and does a program that hangs end?"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from aiockpt.runtime.limits import Limiter, run_blocking
+from aiockpt.testing.simulated_time import NothingCanHappenError, run_in_leaps
+from aiockpt.testing.simulation import SimulatedClock
+
+
+def test_timers_fire_in_order_at_their_times_and_a_year_is_short() -> None:
+    clock = SimulatedClock()
+    began_ns = clock.now_ns
+    fired: list[tuple[str, float]] = []
+
+    async def wait(name: str, seconds: float) -> None:
+        await anyio.sleep(seconds)
+        fired.append((name, round((clock.now_ns - began_ns) / 1e9, 3)))
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            for name, seconds in (("year", 365 * 86_400.0), ("now", 0.0), ("day", 86_400.0), ("ms", 0.001)):
+                tasks.start_soon(wait, name, seconds)
+
+    began_s = time.monotonic()
+    run_in_leaps(main, clock)
+    assert fired == [("now", 0.0), ("ms", 0.001), ("day", 86_400.0), ("year", 365 * 86_400.0)]
+    assert time.monotonic() - began_s < 60
+
+
+def test_a_deadline_passes_where_nothing_else_happens() -> None:
+    clock = SimulatedClock()
+    began_ns = clock.now_ns
+
+    async def main() -> bool:
+        with anyio.move_on_after(600) as scope:
+            await anyio.sleep_forever()
+        return scope.cancelled_caught
+
+    assert run_in_leaps(main, clock)
+    assert (clock.now_ns - began_ns) / 1e9 == pytest.approx(600, abs=1e-3)
+
+
+def test_time_that_work_takes_counts() -> None:
+    clock = SimulatedClock()
+
+    async def main() -> bool:
+        with anyio.move_on_after(10) as scope:
+            clock.advance(11)
+            await anyio.lowlevel.checkpoint()
+            await anyio.lowlevel.checkpoint()
+        return scope.cancelled_caught
+
+    assert run_in_leaps(main, clock)
+
+
+def test_work_for_threads_is_done_at_once() -> None:
+    clock = SimulatedClock()
+    assert run_in_leaps(lambda: run_blocking(Limiter("test", 1), lambda: 7), clock) == 7
+
+
+@pytest.mark.parametrize("forever", [anyio.sleep_forever, lambda: asyncio.Event().wait()], ids=["timer", "event"])
+def test_a_program_that_hangs_is_told_so(forever: Callable[[], Awaitable[object]]) -> None:
+    async def main() -> None:
+        await forever()
+
+    with pytest.raises(NothingCanHappenError, match="hangs"):
+        run_in_leaps(main, SimulatedClock())
