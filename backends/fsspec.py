@@ -167,7 +167,10 @@ class FsspecBackend:
 
     def _connect(self) -> Place:
         fs, root = fsspec.core.url_to_fs(self._url, **self._options)
-        return Place(fs, root)
+        remove_folder = fs.rmdir
+        if self._kind.rmdir is fsspec.AbstractFileSystem.rmdir and hasattr(fs, "_rmdir"):
+            remove_folder = fsspec.asyn.sync_wrapper(fs._rmdir, obj=fs)  # fsspec's list of verbs to wrap forgot it
+        return Place(fs, root, remove_folder)
 
     async def _exclusive_create(self) -> Create:
         """Return what creates files here; find it out first.

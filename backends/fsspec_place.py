@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from aiockpt.errors import CheckpointError, StorageError, UsageError, from_os_error
+from aiockpt.errors import CheckpointError, ObjectNotFoundError, StorageError, UsageError, from_os_error
 from aiockpt.storage.backend import Listing, Stat, check_key
 
 _ATTEMPTS = 16  # how often a folder may be removed under a writer before it gives up
@@ -43,7 +43,6 @@ class FileSystem(Protocol):
     def exists(self, path: str, /) -> bool: ...
     def makedirs(self, path: str, /, exist_ok: bool) -> object: ...
     def rm_file(self, path: str, /) -> object: ...
-    def rmdir(self, path: str, /) -> object: ...
     def invalidate_cache(self) -> object: ...
 
 
@@ -101,10 +100,15 @@ def _raise_if_taken(fs: FileSystem, path: str) -> None:
 
 
 class Place:
-    """The files below *root* in a file system. Blocking; raises what the file system raises."""
+    """The files below *root* in a file system. Blocking; raises what the file system raises.
 
-    def __init__(self, fs: FileSystem, root: str) -> None:
+    Args:
+        remove_folder: removes an empty folder, given its path.
+    """
+
+    def __init__(self, fs: FileSystem, root: str, remove_folder: Callable[[str], object]) -> None:
         self.fs = fs
+        self._remove_folder = remove_folder
         self._root = root.rstrip("/")
         self._made: set[str] = set()
 
@@ -211,10 +215,11 @@ class Place:
         while folder and not self._entries(folder):
             self._made.clear()
             try:
-                self.fs.rmdir(self.path(folder))
-            except FileNotFoundError:
+                with fsspec_errors("removing", folder):
+                    self._remove_folder(self.path(folder))
+            except ObjectNotFoundError:
                 pass
-            except OSError:
+            except StorageError:
                 return  # somebody has put something there
             folder = folder.rpartition("/")[0]
 
