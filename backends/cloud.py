@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import AzureStore, GCSStore, from_url
 
 from aiockpt.backends.buffers import Buffers, check_range
@@ -217,12 +217,12 @@ class CloudBackend:
         probe = f".exclusive-{self._world.token(8).hex()}"
         try:
             await obstore.put_async(self._store, probe, b"1", mode="create")
-            with cloud_errors("probing", probe):
-                await obstore.put_async(self._store, probe, b"2", mode="create")
-        except ObjectExistsError:
-            return True
         except NotImplementedError:
             return False
+        try:
+            await obstore.put_async(self._store, probe, b"2", mode="create")
+        except (AlreadyExistsError, PreconditionError):
+            return True
         finally:
             with anyio.CancelScope(shield=True):
                 await self._delete_batch([probe])
