@@ -9,7 +9,7 @@ Guarantees:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -61,12 +61,15 @@ class CloudStream:
 
     async def abort(self) -> None:
         error = StorageError(f"{self._key!r} was aborted", key=self._key)
-        for giving_up in (lambda: self._writer.__aexit__(type(error), error, None), self._release):
-            try:
-                with cloud_errors("aborting", self._key):
-                    await giving_up()
-            except StorageError as failed:
-                logger.info("what was sent of %s is left to the store's own cleaning: %s", self._key, failed)
+        await self._try("its parts", self._writer.__aexit__(type(error), error, None))
+        await self._try("its claim", self._release())
+
+    async def _try(self, what: str, removing: Awaitable[object]) -> None:
+        try:
+            with cloud_errors("aborting", self._key):
+                await removing
+        except StorageError as error:
+            logger.info("%s: %s will stay for the store's own cleaning: %s", self._key, what, error)
 
     async def _release(self) -> None:
         with suppress(FileNotFoundError):

@@ -119,7 +119,7 @@ async def test_a_planted_folder_is_refused_by_every_verb(
         home.mkdir(0o700)
     backend = ShmBackend("run", mount=str(tmp_path))
     if planted == "somebody else's":
-        monkeypatch.setattr(shm.os, "geteuid", lambda: os.getuid() + 1)
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     for verb in (
         lambda: backend.put("a", b""),
         lambda: backend.put_new("a", b""),
