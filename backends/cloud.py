@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _BLOCK_WRITES = 1  # the parts of one stream are sent at once by the client; more writers would only wait in line
 _BLOCK_READS = 4
-_PIECE_BYTES = 8 << 20
+_PIECE_BYTES = 16 << 20
 _INLINE_BYTES = 1 << 16  # a thread hop costs more than copying and hashing this
 _COPIES = 4
 _DELETE_BATCH = 256  # what Azure takes in one request

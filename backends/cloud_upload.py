@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+import numpy as np
 import obstore
 
 from aiockpt.backends.cloud_errors import cloud_errors
@@ -47,11 +48,12 @@ class CloudStream:
         self._store = store
         self._key = key
         self._limiter = limiter
+        self._memory = PartMemory()
         self._writer = obstore.open_writer_async(uploading, key, buffer_size=part_bytes(size), max_concurrency=PARTS)
 
     async def send(self, runs: Sequence[memoryview], seen: Seen | None) -> None:
         for run in runs:  # one at a time, so that no more is copied than can be sent
-            part = await run_blocking(self._limiter, copy_runs, run.nbytes, [run], seen)
+            part = await run_blocking(self._limiter, copy_runs, [run], self._memory.lend(run.nbytes), seen)
             with _lost("writing", self._key):
                 await self._writer.write(part)
 
@@ -74,6 +76,34 @@ class CloudStream:
     async def _release(self) -> None:
         with suppress(FileNotFoundError):
             await obstore.delete_async(self._store, self._key)
+
+
+class PartMemory:
+    """Memory for the parts under way, used again once the client has let go of it.
+
+    The client keeps a reference to what it is given and does not say when it drops it; but a view that somebody refers
+    to cannot be released. (A copy into new memory instead costs twice the processor time: pages are faulted in.)
+    """
+
+    def __init__(self) -> None:
+        self._lent: list[tuple[memoryview, memoryview]] = []
+
+    def lend(self, size_bytes: int) -> memoryview:
+        """Return *size_bytes* that nobody refers to any more."""
+        memory = self._take_back(size_bytes) or np.empty(size_bytes, np.uint8).data
+        view = memory[:size_bytes]
+        self._lent.append((memory, view))
+        return view
+
+    def _take_back(self, size_bytes: int) -> memoryview | None:
+        for index, (memory, view) in enumerate(self._lent):
+            if memory.nbytes < size_bytes:
+                continue
+            with suppress(BufferError):
+                view.release()
+                del self._lent[index]
+                return memory
+        return None
 
 
 @contextmanager

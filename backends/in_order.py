@@ -103,7 +103,7 @@ class InOrderUpload:
 
     async def _keep(self, offset: int, size: int, runs: Sequence[memoryview], seen: Seen | None) -> None:
         """Copy *runs* until it is their turn, which may have come when the copy is made."""
-        held = await run_blocking(self._limiter, copy_runs, size, runs, seen)
+        held = await run_blocking(self._limiter, copy_runs, runs, np.empty(size, np.uint8).data, seen)
         if offset == self._claimed:
             await self._send(size, [held], None)
         else:
@@ -125,14 +125,13 @@ class InOrderUpload:
             ) from self._failed
 
 
-def copy_runs(size: int, runs: Sequence[memoryview], seen: Seen | None) -> memoryview:
-    """Return a copy of *runs*, of *size* bytes in all, each shown to *seen* first. Blocking; without the GIL."""
-    copy = np.empty(size, np.uint8)
+def copy_runs(runs: Sequence[memoryview], into: memoryview, seen: Seen | None) -> memoryview:
+    """Copy *runs*, each shown to *seen* first, to *into*, and return it. Blocking; without the GIL."""
     start = 0
     for run in runs:
         if seen is not None:
             seen(run)
         if run.nbytes:
-            np.copyto(copy[start : start + run.nbytes], np.frombuffer(run, np.uint8))
+            np.copyto(np.frombuffer(into[start : start + run.nbytes], np.uint8), np.frombuffer(run, np.uint8))
         start += run.nbytes
-    return copy.data
+    return into

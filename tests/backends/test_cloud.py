@@ -9,10 +9,11 @@ import pytest
 
 pytest.importorskip("obstore", reason="the extra aiockpt[cloud] is not installed")
 
+from obstore import Bytes
 from obstore.store import MemoryStore
 
 from aiockpt.backends.cloud import CloudBackend
-from aiockpt.backends.cloud_upload import PARTS, part_bytes
+from aiockpt.backends.cloud_upload import PARTS, PartMemory, part_bytes
 from aiockpt.errors import (
     ObjectExistsError,
     StorageError,
@@ -253,3 +254,19 @@ async def test_an_upload_holds_no_more_than_its_parts_and_the_one_being_written(
         await writing
         await upload.finish()
         assert len(server.objects["run/d/file"]) == 2 * PARTS * data.nbytes
+
+
+def test_memory_of_a_part_is_used_again_only_when_nobody_refers_to_it() -> None:
+    memory = PartMemory()
+    first = memory.lend(1000)
+    first[:] = b"a" * 1000
+    held = [Bytes(first)]  # what the client does
+    second = memory.lend(1000)
+    second[:] = b"b" * 1000
+    assert held[0] == b"a" * 1000
+    held.clear()
+    third = memory.lend(500)
+    third[:] = b"c" * 500
+    assert second == b"b" * 1000
+    with pytest.raises(ValueError, match="released"):
+        first[0]  # it is the third's now
