@@ -12,6 +12,7 @@ pytest.importorskip("obstore", reason="the extra aiockpt[cloud] is not installed
 from obstore import Bytes
 from obstore.store import MemoryStore
 
+from aiockpt.backends import cloud_upload
 from aiockpt.backends.cloud import CloudBackend
 from aiockpt.backends.cloud_upload import PARTS, PartMemory, part_bytes
 from aiockpt.errors import (
@@ -210,7 +211,7 @@ async def test_a_part_that_keeps_failing_fails_the_file_for_good_and_leaves_noth
     data = patterned(40 * MIB)
     async with run_naive_s3() as server:
         backend = open_naive(server, monkeypatch)
-        server.interfere = lambda request: 403 if request.kind == "part" else None
+        server.interfere = lambda request: 503 if request.kind == "part" else None
         upload = await backend.create("d/file", data.nbytes)
         await upload.write(0, [data])
         with pytest.raises(StorageError) as caught:
@@ -230,30 +231,44 @@ def test_parts_are_whole_blocks_and_few_enough(size: int, part: int) -> None:
     assert -(-size // part_bytes(size)) <= 10_000
 
 
+async def test_an_aborted_file_leaves_no_parts_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = patterned(40 * MIB)
+    async with run_naive_s3() as server:
+        backend = open_naive(server, monkeypatch)
+        upload = await backend.create("d/file", 2 * data.nbytes)
+        await upload.write(0, [data])
+        assert server.seen["begin upload"] == 1
+        await upload.abort()
+        assert server.seen["abort upload"] == 1
+        assert server.objects == {}
+
+
 async def test_an_upload_holds_no_more_than_its_parts_and_the_one_being_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    data = patterned(16 * MIB)
+    monkeypatch.setattr(cloud_upload, "_PART_BYTES", 1 << 14)
+    data = patterned(1 << 14)
+    count = 4 * PARTS
     async with run_naive_s3() as server:
         backend = open_naive(server, monkeypatch)
-        upload = await backend.create("d/file", 2 * PARTS * data.nbytes)
+        upload = await backend.create("d/file", count * data.nbytes)
         accepted = 0
 
         async def write() -> None:
             nonlocal accepted
-            for start in range(0, 2 * PARTS * data.nbytes, data.nbytes):
-                await upload.write(start, [data])
+            for block in range(count):
+                await upload.write(block * data.nbytes, [data])
                 accepted += 1
 
         server.open_for_parts.clear()
         writing = asyncio.ensure_future(write())
-        await asyncio.wait([writing], timeout=1)
+        await asyncio.wait([writing], timeout=2)  # unbounded it would be done by then
         assert accepted <= PARTS + 1
         assert server.seen["part"] <= PARTS
         server.open_for_parts.set()
         await writing
         await upload.finish()
-        assert len(server.objects["run/d/file"]) == 2 * PARTS * data.nbytes
+        assert server.objects["run/d/file"] == bytes(data) * count
 
 
 def test_memory_of_a_part_is_used_again_only_when_nobody_refers_to_it() -> None:

@@ -158,6 +158,15 @@ async def test_what_a_file_system_remembers_is_not_believed(tmp_path: Path) -> N
     assert (await backend.stat("a")).size == 3
 
 
+async def test_a_folder_that_another_process_removed_is_made_again(tmp_path: Path) -> None:
+    ours, theirs = (FsspecBackend(f"file://{tmp_path}/run") for _ in range(2))
+    await ours.put("d/x", b"1")
+    await theirs.delete(["d/x"])
+    assert (await theirs.list("")).folders == ()
+    await ours.put_new("d/y", b"2")
+    assert await ours.get("d/y", 1) == b"2"
+
+
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
