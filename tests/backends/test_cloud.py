@@ -246,7 +246,7 @@ async def test_an_aborted_file_leaves_no_parts_behind(monkeypatch: pytest.Monkey
 async def test_an_upload_holds_no_more_than_its_parts_and_the_one_being_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cloud_upload, "_PART_BYTES", 1 << 14)
+    monkeypatch.setattr(cloud_upload, "part_bytes", lambda size: 1 << 14)
     data = patterned(1 << 14)
     count = 4 * PARTS
     async with run_naive_s3() as server:

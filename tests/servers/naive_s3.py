@@ -44,6 +44,7 @@ class NaiveS3:
     interfere: Callable[[Request], int | None] = field(default=lambda request: None)
     open_for_parts: asyncio.Event = field(default_factory=asyncio.Event)
     objects: dict[str, bytes] = field(default_factory=dict)
+    connections: set[asyncio.StreamWriter] = field(default_factory=set)
     parts: dict[int, bytes] = field(default_factory=dict)
     seen: Counter[str] = field(default_factory=Counter)
     endpoint: str = ""
@@ -78,6 +79,7 @@ class NaiveS3:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the requests of one connection."""
+        self.connections.add(writer)
         try:
             while (request := await _read_request(reader)) is not None:
                 self.seen[request.kind] += 1
@@ -96,6 +98,7 @@ class NaiveS3:
         except (ConnectionError, asyncio.IncompleteReadError):
             pass  # the client hung up
         finally:
+            self.connections.remove(writer)
             writer.close()
 
 
@@ -128,4 +131,11 @@ async def run_naive_s3(*, conditional: bool = True) -> AsyncIterator[NaiveS3]:
     store.open_for_parts.set()
     async with await asyncio.start_server(store.serve, "127.0.0.1", 0) as server:
         store.endpoint = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        yield store
+        try:
+            yield store
+        finally:
+            store.open_for_parts.set()
+            while store.connections:  # the client would keep them for its next request
+                for connection in store.connections:
+                    connection.close()
+                await asyncio.sleep(0)
