@@ -208,14 +208,19 @@ async def test_a_part_that_fails_is_sent_again_by_the_client(monkeypatch: pytest
 async def test_a_part_that_keeps_failing_fails_the_file_for_good_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    data = patterned(40 * MIB)
+    monkeypatch.setattr(cloud_upload, "part_bytes", lambda size: 1 << 14)
+    data = patterned(1 << 14)
     async with run_naive_s3() as server:
         backend = open_naive(server, monkeypatch)
         server.interfere = lambda request: 503 if request.kind == "part" else None
-        upload = await backend.create("d/file", data.nbytes)
-        await upload.write(0, [data])
-        with pytest.raises(StorageError) as caught:
-            await upload.finish()
+        upload = await backend.create("d/file", 4 * PARTS * data.nbytes)
+
+        async def write() -> None:
+            for block in range(4 * PARTS):
+                await upload.write(block * data.nbytes, [data])
+
+        with pytest.raises(StorageThrottledError) as caught:
+            await write()
         assert not caught.value.retryable
         await upload.abort()
         assert server.objects == {}
