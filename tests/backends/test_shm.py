@@ -104,7 +104,7 @@ async def test_the_folder_lets_nobody_else_in(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in (home, home / "run", home / "run" / "a")} == {0o700}
 
 
-@pytest.mark.parametrize("planted", ["open to all", "a link", "somebody else's"])
+@pytest.mark.parametrize("planted", ["open to all", "a link", "a file", "somebody else's"])
 async def test_a_planted_folder_is_refused_by_every_verb(
     planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +115,8 @@ async def test_a_planted_folder_is_refused_by_every_verb(
     elif planted == "a link":
         (tmp_path / "target").mkdir(0o700)
         home.symlink_to(tmp_path / "target")
+    elif planted == "a file":
+        home.touch(0o600)
     else:
         home.mkdir(0o700)
     backend = ShmBackend("run", mount=str(tmp_path))
@@ -132,7 +134,7 @@ async def test_a_planted_folder_is_refused_by_every_verb(
     ):
         with pytest.raises(StorageAccessError, match="not a private folder"):
             await verb()
-    assert os.listdir(home) == []
+    assert planted == "a file" or os.listdir(home) == []
 
 
 async def test_looking_makes_no_folder(tmp_path: Path) -> None:
