@@ -5,6 +5,7 @@ Guarantees:
 - A path is never made of a URL that was misread: ``s3:/bucket`` is an error, not a folder named ``s3:``.
 - A backend is imported when its URL is opened, not before. Third parties register theirs by an entry point of the
   group ``aiockpt.backends``: its name is the URL scheme, it loads a factory called as ``factory(url, world=world)``.
+- A scheme that neither we nor an entry point know goes to fsspec, where that is installed and knows it.
 - What is opened by its URL and lies beyond this machine's file system is `Retrying`; an instance is returned as it is, so
   a wrapper or a backend of your own can stand wherever a URL can.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import cast
@@ -38,7 +39,8 @@ def open_backend(where: str | os.PathLike[str] | Backend, *, world: World | None
     """Return the backend for *where*: a path, a URL, or a backend, which is returned as it is.
 
     Args:
-        where: ``/path`` or ``relative/path``, ``file:///path``, ``memory://name``, or a URL of an installed backend.
+        where: ``/path`` or ``relative/path``, ``file:///path``, ``memory://name``, ``shm://name``, or a URL of an
+            installed backend.
         world: the seam to the outside that the backend is to use.
 
     Raises:
@@ -60,6 +62,8 @@ def open_backend(where: str | os.PathLike[str] | Backend, *, world: World | None
         return _open_local(_file_path(text, url[3]), world)
     if scheme == "memory":
         return _open_memory(url[3], world)
+    if scheme == "shm":
+        return _open_shm(url[3], world)
     return _retrying(_find_factory(scheme, text)(text, world=world), world)
 
 
@@ -73,6 +77,12 @@ def _open_memory(name: str, world: World | None) -> Backend:
     from aiockpt.backends.memory import MemoryBackend
 
     return MemoryBackend(name, world=world)
+
+
+def _open_shm(name: str, world: World | None) -> Backend:
+    from aiockpt.backends.shm import ShmBackend
+
+    return ShmBackend(name, world=world)
 
 
 def _retrying(backend: Backend, world: World | None) -> Backend:
@@ -91,20 +101,45 @@ def _file_path(url: str, rest: str) -> str:
 
 
 def _find_factory(scheme: str, url: str) -> Callable[..., Backend]:
-    """Return what makes backends of *scheme*: a class of ours, or what an installed package registered."""
+    """Return what makes backends of *scheme*: a class of ours, what a package registered, or fsspec's for the rest."""
     if scheme in _OURS:
         return _import_ours(scheme, url)
     found = {entry.name: entry for entry in entry_points(group=GROUP)}
     if scheme not in found:
-        known = ", ".join(f"{name}://" for name in sorted({"file", "memory", *_OURS, *found}))
-        raise UsageError(
-            f"{url!r}: no backend for {scheme}:// is installed (there are: a path, {known}); install a package with an"
-            f" entry point {scheme!r} in the group {GROUP!r}, or pass a backend instance"
-        )
+        others = _fsspec_schemes()
+        if scheme in others:
+            return _import_fsspec()
+        raise _unknown(scheme, url, found, others)
     try:
         return cast("Callable[..., Backend]", found[scheme].load())
     except ImportError as error:
         raise UsageError(f"{url!r}: the backend for {scheme}:// cannot be imported: {error}; reinstall it") from error
+
+
+def _import_fsspec() -> Callable[..., Backend]:
+    from aiockpt.backends.fsspec import FsspecBackend
+
+    return FsspecBackend
+
+
+def _fsspec_schemes() -> Collection[str]:
+    """Return the schemes that fsspec knows, some of which need a package more; none where it is not installed."""
+    try:
+        return cast("Collection[str]", import_module("fsspec").available_protocols())
+    except ImportError:
+        return ()
+
+
+def _unknown(scheme: str, url: str, registered: Collection[str], others: Collection[str]) -> UsageError:
+    """Say which schemes there are, and how to get more."""
+    extras = {name: f" (extra {extra})" for name, (_, _, extra) in _OURS.items()}
+    names = sorted({"file", "memory", "shm", *_OURS, *registered})
+    known = ", ".join(f"{name}://{extras.get(name, '')}" for name in names)
+    more = f"{len(others)} more are fsspec's" if others else "fsspec's are more: pip install 'aiockpt[fsspec]'"
+    return UsageError(
+        f"{url!r}: no backend for {scheme}:// is installed (there are: a path, {known}; {more}); install a package with"
+        f" an entry point {scheme!r} in the group {GROUP!r}, or pass a backend instance"
+    )
 
 
 def _import_ours(scheme: str, url: str) -> Callable[..., Backend]:

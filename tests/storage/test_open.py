@@ -12,6 +12,7 @@ import pytest
 
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
+from aiockpt.backends.shm import ShmBackend
 from aiockpt.errors import UsageError
 from aiockpt.runtime.world import World
 from aiockpt.storage import open as opening
@@ -45,6 +46,35 @@ def test_memory_urls_name_their_store() -> None:
     assert backend.url == "memory://run-7"
 
 
+@pytest.mark.parametrize("url", ["gs://bucket/run", "az://container/run"])
+def test_a_cloud_url_without_its_client_names_the_extra(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "aiockpt.backends.cloud", raising=False)
+    with pytest.raises(UsageError, match=r"pip install 'aiockpt\[cloud\]'"):
+        open_backend(url)
+
+
+def test_shm_urls_name_their_folder() -> None:
+    backend = open_backend("shm://run-7/a")
+    assert isinstance(backend, ShmBackend)
+    assert backend.url == "shm://run-7/a"
+
+
+def test_what_nobody_else_knows_goes_to_fsspec(tmp_path: Path) -> None:
+    fsspec_backend = pytest.importorskip("aiockpt.backends.fsspec", reason="the extra fsspec is not installed")
+    backend = open_backend(f"local://{tmp_path}")
+    assert isinstance(backend, Retrying)
+    assert isinstance(backend.inner, fsspec_backend.FsspecBackend)
+
+
+def test_a_refusal_names_the_schemes_and_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fsspec", None)  # as if it were not installed
+    with pytest.raises(UsageError) as caught:
+        open_backend("sftp://host/run")
+    for named in ("gs:// (extra cloud)", "s3:// (extra s3)", "shm://", "pip install 'aiockpt[fsspec]'"):
+        assert named in str(caught.value)
+
+
 def test_a_backend_passes_through() -> None:
     backend = RecordingBackend(MemoryBackend())
     assert open_backend(backend) is backend
@@ -62,7 +92,6 @@ def test_the_world_is_handed_on() -> None:
     [
         ("", "names no place"),
         ("s3://bucket/run", r"pip install 'aiockpt\[s3\]'"),
-        ("gs://bucket/run", r"pip install 'aiockpt\[cloud\]'"),
         ("S3://bucket/run", r"pip install 'aiockpt\[s3\]'"),
         ("s3:/bucket/run", "write s3://"),
         (Path("s3://bucket/run"), "write s3://"),

@@ -1,0 +1,230 @@
+"""Where do checkpoints go when nothing else here knows the place? Through fsspec, to whatever has a file system for it.
+
+Guarantees, and where this last resort is weaker than the contract:
+
+- ``put_new`` has one winner where the file system can create exclusively. That is not asked but tried: before the
+  first create several threads race for one name, and exactly one must win. Else the place is refused, unless
+  *unsafe_commit* is given. It cannot be proved by trying; of two methods that fsspec has for it, those that are known
+  to look first and write then are not considered.
+- ``put`` and ``put_new`` are as atomic as the file system's own. On plain file protocols (SFTP, SMB) a reader or a
+  crash may see a part of a small object; its digest tells, and it counts as absent (FORMAT §6).
+- ``durable`` means that the far side has acknowledged the bytes; whether it has flushed them, fsspec does not know.
+- Symbolic links are the far side's business.
+
+All calls run on worker threads, also those of asynchronous file systems, which then use fsspec's own loop: each of them
+has its own idea of sessions and loops, and this way there is one path for all. fsspec owns its file systems and keeps
+them for the next user, so `close` leaves them alone.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import anyio
+
+from aiockpt.backends.fsspec_files import FsspecReader, FsspecStream
+from aiockpt.backends.fsspec_place import (
+    Create,
+    Place,
+    create_by_open,
+    create_by_pipe,
+    create_unsafely,
+    fsspec_errors,
+)
+from aiockpt.backends.in_order import InOrderUpload
+from aiockpt.errors import ObjectNotFoundError, StorageError, UsageError
+from aiockpt.runtime.limits import Limiter, run_blocking
+from aiockpt.runtime.tasks import open_tasks
+from aiockpt.runtime.world import World
+from aiockpt.storage.backend import Listing, Space, Stat, Traits, check_key
+
+fsspec: Any = import_module("fsspec")  # it has no types, and is not there where the extra is not installed
+
+_CALLS = 8
+_BLOCK_WRITES = 1  # a file is one stream
+_BLOCK_READS = 4
+_RACERS = 8
+_NOT_DURABLE = {"memory", "file", "local"}
+
+
+class FsspecBackend:
+    """Objects below the path of *url*.
+
+    Args:
+        url: of any protocol that fsspec knows, for example ``sftp://host/path``; what it needs besides fsspec is named
+            when it is missing.
+        unsafe_commit: also use a file system that cannot create exclusively. Two writers of one step may both believe
+            that they committed it, and the later one wins.
+        storage_options: arguments for the file system (credentials, endpoints), as its documentation has them.
+        world: the seam to the random source, which names the probe.
+
+    Raises:
+        UsageError: fsspec does not know the protocol, or its package is not installed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        unsafe_commit: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+        world: World | None = None,
+    ) -> None:
+        self._url = url.rstrip("/")
+        self._protocol = url.partition("://")[0]
+        try:
+            self._kind = fsspec.get_filesystem_class(self._protocol)
+        except (ImportError, ValueError) as error:
+            raise UsageError(f"{url!r} cannot be opened through fsspec: {error}") from error
+        self._options = dict(storage_options or {})
+        self._unsafe_commit = unsafe_commit
+        self._token = (world or World()).token
+        # Files of fsspec's memory are one object for all who open them, with one position: one call at a time.
+        self._calls = Limiter("fsspec calls", 1 if self._protocol == "memory" else _CALLS)
+        self._preparing = anyio.Lock()
+        self._found: Place | None = None
+        self._create: Create | None = None
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(
+            scope="process" if self._protocol == "memory" else "shared",
+            durable=self._protocol not in _NOT_DURABLE,
+            block_writes=_BLOCK_WRITES,
+            block_reads=_BLOCK_READS,
+        )
+
+    async def put(self, key: str, data: bytes) -> None:
+        with fsspec_errors("writing", check_key(key)):
+            await run_blocking(self._calls, (await self._place()).put, key, data)
+
+    async def put_new(self, key: str, data: bytes) -> None:
+        with fsspec_errors("creating", check_key(key)):
+            place, create = await self._place(), await self._exclusive_create()
+            await run_blocking(self._calls, place.put_new, key, data, create)
+
+    async def get(self, key: str, max_bytes: int) -> bytes:
+        with fsspec_errors("reading", check_key(key)):
+            return await run_blocking(self._calls, (await self._place()).get, key, max_bytes)
+
+    async def open(self, key: str) -> FsspecReader:
+        size = (await self.stat(key)).size
+        return FsspecReader(await self._place(), key, size, self._calls)
+
+    async def create(self, key: str, size: int) -> InOrderUpload:
+        if size < 0:
+            raise UsageError(f"{key!r}: a file of {size} bytes cannot be created")
+        with fsspec_errors("creating", check_key(key)):
+            stream = FsspecStream(await self._place(), key, self._calls)
+            create = await self._exclusive_create()
+        try:
+            await run_blocking(self._calls, stream.begin, create)
+        except BaseException:
+            await stream.abort()
+            raise
+        return InOrderUpload(key, size, stream, self._calls)
+
+    async def stat(self, key: str) -> Stat:
+        with fsspec_errors("looking for", check_key(key)):
+            return await run_blocking(self._calls, (await self._place()).stat, key)
+
+    async def list(self, prefix: str) -> Listing:
+        if prefix:
+            check_key(prefix)
+        with fsspec_errors("listing", prefix):
+            return await run_blocking(self._calls, (await self._place()).list, prefix)
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            check_key(key)
+        with fsspec_errors("deleting below", self._url):
+            await run_blocking(self._calls, (await self._place()).delete, tuple(keys))
+
+    async def space(self) -> Space:
+        return Space(None, None)
+
+    async def close(self) -> None:
+        """Do nothing: file systems belong to fsspec."""
+
+    def __repr__(self) -> str:
+        create = "untried" if self._create is None else self._create.__name__
+        return f"<FsspecBackend {self._url!r} {create}>"
+
+    async def _place(self) -> Place:
+        """Return the place; connect to it first."""
+        async with self._preparing:
+            if self._found is None:
+                with fsspec_errors("connecting to", self._url):
+                    self._found = await run_blocking(self._calls, self._connect)
+            return self._found
+
+    def _connect(self) -> Place:
+        fs, root = fsspec.core.url_to_fs(self._url, **self._options)
+        remove_folder = fs.rmdir
+        if self._kind.rmdir is fsspec.AbstractFileSystem.rmdir and hasattr(fs, "_rmdir"):
+            remove_folder = fsspec.asyn.sync_wrapper(fs._rmdir, obj=fs)  # fsspec's list of verbs to wrap forgot it
+        return Place(fs, root, remove_folder)
+
+    async def _exclusive_create(self) -> Create:
+        """Return what creates files here; find it out first.
+
+        Raises:
+            StorageError: nothing creates exclusively, and that was not allowed.
+        """
+        place = await self._place()
+        async with self._preparing:
+            if self._create is None:
+                self._create = await self._find_create(place)
+            return self._create
+
+    async def _find_create(self, place: Place) -> Create:
+        ways = [create_by_open]
+        if self._kind.pipe_file is not fsspec.AbstractFileSystem.pipe_file:  # that one looks first and writes then
+            ways.append(create_by_pipe)
+        for way in ways:
+            if await self._is_exclusive(place, way):
+                return way
+        what = f"{self._url}: this file system of fsspec ({self._kind.__name__}) cannot create a file exclusively"
+        if not self._unsafe_commit:
+            raise StorageError(
+                f"{what}, so a commit on it has no one winner; use another place, or give unsafe_commit=True when there"
+                " is only ever one writer"
+            )
+        warnings.warn(
+            f"{what}: of two writers of one step both may believe that they committed it (unsafe_commit=True)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return create_unsafely
+
+    async def _is_exclusive(self, place: Place, way: Create) -> bool:
+        """Let threads race to create one file; return whether exactly one won and its bytes are there."""
+        probe = f".exclusive-{self._token(8).hex()}"
+        won: list[bytes] = []
+
+        async def race(data: bytes) -> None:
+            try:
+                with fsspec_errors("probing", probe):
+                    await run_blocking(self._calls, place.put_new, probe, data, way)
+            except StorageError:
+                return
+            won.append(data)
+
+        try:
+            async with open_tasks() as tasks:
+                for racer in range(_RACERS):
+                    tasks.start_soon(race, b"%d" % racer)
+            with fsspec_errors("probing", probe):
+                return won == [await run_blocking(self._calls, place.get, probe, _RACERS)]
+        except ObjectNotFoundError:
+            return False
+        finally:
+            with anyio.CancelScope(shield=True):
+                await run_blocking(self._calls, place.delete, (probe,))

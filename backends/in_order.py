@@ -1,0 +1,137 @@
+"""How does a data file whose blocks come in any order get into a place that takes one stream of bytes?
+
+Guarantees, besides those of `aiockpt.storage.backend.Upload`:
+
+- The stream gets every byte once, from the first to the last.
+- A block whose turn has come is sent from the caller's memory. One that comes early waits as a copy, so that no order
+  of calls can deadlock; the engine's windows come in file order, or nearly.
+- A stream cannot go back: after the first block that failed or was cancelled the upload refuses everything but `abort`,
+  and none of its errors is retryable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import anyio
+import numpy as np
+
+from aiockpt.errors import StorageError, UsageError
+from aiockpt.runtime.limits import Limiter, run_blocking
+from aiockpt.storage.backend import Seen
+
+
+class Stream(Protocol):
+    """Where the bytes go, in order. Its errors are ours."""
+
+    async def send(self, runs: Sequence[memoryview], seen: Seen | None) -> None:
+        """Show each of *runs* to *seen*, then take it over; none of them is used after this returned."""
+
+    async def finish(self) -> None:
+        """Make what was sent an object, durably."""
+
+    async def abort(self) -> None:
+        """Forget what was sent. Never raises a StorageError."""
+
+
+class InOrderUpload:
+    """One data file of *size* bytes under *key*, sent through *stream*; see `aiockpt.storage.backend.Upload`.
+
+    Args:
+        limiter: for the threads that copy and hash the blocks which come early.
+    """
+
+    def __init__(self, key: str, size: int, stream: Stream, limiter: Limiter) -> None:
+        self._key = key
+        self._size = size
+        self._stream = stream
+        self._limiter = limiter
+        self._turn = anyio.Lock(fast_acquire=True)  # first come, first served: the order of the claims
+        self._claimed = 0
+        self._early: dict[int, memoryview] = {}
+        self._written_bytes = 0
+        self._failed: BaseException | None = None
+        self._over = False
+
+    async def write(self, offset: int, runs: Sequence[memoryview], seen: Seen | None = None) -> None:
+        self._check_open()
+        size = sum(run.nbytes for run in runs)
+        if offset < 0 or offset + size > self._size:
+            raise UsageError(f"{self._key!r}: bytes {offset}..{offset + size} are not within its {self._size}")
+        if not size:
+            return
+        flat = [run.cast("B") for run in runs]
+        try:
+            if offset == self._claimed:
+                await self._send(size, flat, seen)
+            else:
+                await self._keep(offset, size, flat, seen)
+        except BaseException as error:
+            self._failed = self._failed or error
+            raise
+        self._written_bytes += size
+
+    async def finish(self) -> None:
+        self._check_open()
+        if self._written_bytes != self._size:
+            raise UsageError(f"{self._key!r}: {self._written_bytes} of {self._size} bytes were written before finish()")
+        self._over = True
+        try:
+            await self._stream.finish()
+        except BaseException:
+            await self._discard()
+            raise
+
+    async def abort(self) -> None:
+        if not self._over:
+            self._over = True
+            await self._discard()
+
+    async def _send(self, size: int, runs: Sequence[memoryview], seen: Seen | None) -> None:
+        """Send *runs*, whose turn it is, and the blocks that were waiting for them."""
+        self._claimed += size
+        following = []
+        while (held := self._early.pop(self._claimed, None)) is not None:
+            following.append(held)
+            self._claimed += held.nbytes
+        async with self._turn:
+            self._check_open()  # somebody before us in the line may have failed
+            await self._stream.send(runs, seen)
+            if following:
+                await self._stream.send(following, None)
+
+    async def _keep(self, offset: int, size: int, runs: Sequence[memoryview], seen: Seen | None) -> None:
+        """Copy *runs* until it is their turn, which may have come when the copy is made."""
+        held = await run_blocking(self._limiter, copy_runs, runs, np.empty(size, np.uint8).data, seen)
+        if offset == self._claimed:
+            await self._send(size, [held], None)
+        else:
+            self._early[offset] = held
+
+    async def _discard(self) -> None:
+        self._early.clear()
+        with anyio.CancelScope(shield=True):
+            async with self._turn:
+                await self._stream.abort()
+
+    def _check_open(self) -> None:
+        if self._over:
+            raise UsageError(f"{self._key!r} was finished or aborted; create it again")
+        if self._failed is not None:
+            raise StorageError(
+                f"{self._key!r}: an earlier block was not written ({self._failed!r}); abort it and create it again",
+                key=self._key,
+            ) from self._failed
+
+
+def copy_runs(runs: Sequence[memoryview], into: memoryview, seen: Seen | None) -> memoryview:
+    """Copy *runs*, each shown to *seen* first, to *into*, and return it. Blocking; without the GIL."""
+    start = 0
+    for run in runs:
+        if seen is not None:
+            seen(run)
+        if run.nbytes:
+            np.copyto(np.frombuffer(into[start : start + run.nbytes], np.uint8), np.frombuffer(run, np.uint8))
+        start += run.nbytes
+    return into

@@ -1,0 +1,192 @@
+"""How does a checkpoint survive the death of its trainer at the speed of memory? Files in the host's shared memory.
+
+Guarantees, besides those of the contract:
+
+- What was written survives the process that wrote it, by SIGKILL too, until the host restarts: ``durable`` is False.
+  (Where systemd's RemoveIPC is on, it also goes when a person's last login session ends; jobs of a scheduler and of
+  system users are not concerned.)
+- Everything lies below one folder of the user with mode 0700. A folder of that name that belongs to somebody else, is
+  a link, or lets others in is refused, by readers too: /dev/shm is open to all, and its names can be squatted on.
+- ``create`` refuses a file that the memory which is free now cannot hold: the alternative is the kernel killing training.
+
+It is the local backend with two things left out that cost and give nothing here, flushes and O_DIRECT, and with
+folders that are the user's alone.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Sequence
+from contextlib import suppress
+
+from aiockpt.backends.local import LocalBackend
+from aiockpt.backends.local_reader import LocalReader
+from aiockpt.backends.local_upload import LocalUpload
+from aiockpt.errors import StorageAccessError, StorageError, StorageFullError, from_os_error
+from aiockpt.runtime.limits import Limiter, run_blocking
+from aiockpt.runtime.memory import available_bytes
+from aiockpt.runtime.world import Files, World
+from aiockpt.storage.backend import Listing, Space, Stat, Traits, check_key
+
+SHARED_MEMORY = "/dev/shm"
+
+
+class ShmBackend:
+    """Objects in the shared memory of this host, kept for this user under *name*.
+
+    Args:
+        name: backends of one name share their objects, in all processes of the user; relative, parts joined by ``/``.
+        world: the seam to the operating system.
+        mount: where the host's shared memory is mounted; a directory that others may write to needs its sticky bit.
+    """
+
+    def __init__(self, name: str, *, world: World | None = None, mount: str = SHARED_MEMORY) -> None:
+        world = world or World()
+        self._name = check_key(name.strip("/")) if name.strip("/") else "default"
+        self._files = ShmFiles(world.files)
+        self._mount = mount
+        self._home = os.path.join(mount, f"aiockpt-{os.geteuid()}")
+        in_memory = World(files=self._files, clock=world.clock, token=world.token)
+        self._local = LocalBackend(os.path.join(self._home, self._name), world=in_memory, direct=False)
+        self._guards = Limiter("shared memory guard", 1)
+        self._ours = False
+
+    @property
+    def url(self) -> str:
+        return f"shm://{self._name}"
+
+    @property
+    def traits(self) -> Traits:
+        local = self._local.traits
+        return Traits(scope="node", durable=False, block_writes=local.block_writes, block_reads=local.block_reads)
+
+    async def put(self, key: str, data: bytes) -> None:
+        await self._guard(check_key(key), make=True)
+        await self._local.put(key, data)
+
+    async def put_new(self, key: str, data: bytes) -> None:
+        await self._guard(check_key(key), make=True)
+        await self._local.put_new(key, data)
+
+    async def get(self, key: str, max_bytes: int) -> bytes:
+        await self._guard(check_key(key))
+        return await self._local.get(key, max_bytes)
+
+    async def open(self, key: str) -> LocalReader:
+        await self._guard(check_key(key))
+        return await self._local.open(key)
+
+    async def create(self, key: str, size: int) -> LocalUpload:
+        await self._guard(check_key(key), make=True)
+        free_bytes = (await self.space()).free_bytes
+        if free_bytes is not None and size > free_bytes:
+            raise StorageFullError(
+                f"{key!r}: {size} bytes do not fit into the {free_bytes} of shared memory that are free; lower what is"
+                " kept here, or give the container more (docker: --shm-size)",
+                key=key,
+            )
+        return await self._local.create(key, size)
+
+    async def stat(self, key: str) -> Stat:
+        await self._guard(check_key(key))
+        return await self._local.stat(key)
+
+    async def list(self, prefix: str) -> Listing:
+        await self._guard(check_key(prefix) if prefix else prefix)
+        return await self._local.list(prefix)
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            check_key(key)
+        await self._guard("")
+        await self._local.delete(keys)
+
+    async def space(self) -> Space:
+        """Say what the mount has left, or the host where that is less: the mount promises what others may have taken."""
+        mounted = await self._local.space()
+        if mounted.free_bytes is None:
+            return mounted
+        return Space(min(mounted.free_bytes, available_bytes()), mounted.total_bytes)
+
+    async def close(self) -> None:
+        """Release what no reader needs; the objects stay."""
+        await self._local.close()
+
+    def __repr__(self) -> str:
+        return f"<ShmBackend {self.url!r} in {self._home!r}>"
+
+    async def _guard(self, key: str, make: bool = False) -> None:
+        """Check once that the user's folder is the user's. Once is enough: in a sticky directory it then stays so."""
+        if not self._ours:
+            try:
+                self._ours = await run_blocking(self._guards, self._check_home, make)
+            except StorageError:
+                raise
+            except OSError as error:
+                raise from_os_error(error, "looking into the shared memory for", key) from error
+
+    # What follows runs on a worker thread.
+
+    def _check_home(self, make: bool) -> bool:
+        """Return whether the user's folder is there, and *make* it if wanted.
+
+        Raises:
+            StorageError: there is no shared memory here.
+            StorageAccessError: the folder is not, or not only, the user's.
+        """
+        if make:
+            self._make_home()
+        try:
+            found = self._files.lstat(self._home)
+        except FileNotFoundError:
+            return False
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+            raise StorageAccessError(
+                f"{self._home} is not a private folder of user {os.geteuid()} (owner {found.st_uid}, mode"
+                f" {stat.filemode(found.st_mode)}): somebody else could read or change what is saved; remove it, or"
+                " let an administrator do so"
+            )
+        return True
+
+    def _make_home(self) -> None:
+        try:
+            with suppress(FileExistsError):
+                self._files.mkdir(self._home)
+        except FileNotFoundError as error:
+            raise StorageError(
+                f"{self._mount} is not there: this host has no shared memory of that kind; use a path on a RAM disk"
+            ) from error
+
+
+class ShmFiles:
+    """*files* as memory needs them: nothing is flushed, and a new folder lets nobody else in.
+
+    (A mode is more than the seam's ``mkdir`` can say, so that one call goes to the operating system itself.)
+    """
+
+    def __init__(self, files: Files) -> None:
+        self.open = files.open
+        self.close = files.close
+        self.pwrite = files.pwrite
+        self.preadv = files.preadv
+        self.fallocate = files.fallocate
+        self.fadvise = files.fadvise
+        self.fstat = files.fstat
+        self.lstat = files.lstat
+        self.rmdir = files.rmdir
+        self.link = files.link
+        self.rename = files.rename
+        self.unlink = files.unlink
+        self.listdir = files.listdir
+        self.statvfs = files.statvfs
+
+    def mkdir(self, path: str, /) -> None:
+        """Create a folder of the user alone."""
+        os.mkdir(path, 0o700)
+
+    def fdatasync(self, fd: int, /) -> None:
+        """Do nothing: memory has nothing to flush to."""
+
+    def fsync(self, fd: int, /) -> None:
+        """Do nothing."""
