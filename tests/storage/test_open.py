@@ -12,6 +12,7 @@ import pytest
 
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
+from aiockpt.backends.s3 import S3Backend
 from aiockpt.errors import UsageError
 from aiockpt.runtime.world import World
 from aiockpt.storage import open as opening
@@ -44,6 +45,19 @@ def test_memory_urls_name_their_store() -> None:
     assert backend.url == "memory://run-7"
 
 
+@pytest.mark.parametrize("where", ["s3://bucket/run", "S3://bucket/run/", "s3://bucket"])
+def test_an_s3_url_names_a_bucket_and_a_prefix(where: str) -> None:
+    backend = open_backend(where)
+    assert isinstance(backend, S3Backend)
+    assert backend.url == where.lower().rstrip("/")
+
+
+def test_a_scheme_whose_library_is_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "aiockpt.backends.s3", None)
+    with pytest.raises(UsageError, match=r"pip install 'aiockpt\[s3\]'"):
+        open_backend("s3://bucket/run")
+
+
 def test_a_backend_passes_through() -> None:
     backend = RecordingBackend(MemoryBackend())
     assert open_backend(backend) is backend
@@ -60,9 +74,11 @@ def test_the_world_is_handed_on() -> None:
     ("where", "says"),
     [
         ("", "names no place"),
-        ("s3://bucket/run", r"pip install 'aiockpt\[s3\]'"),
+        ("s3://", "names no bucket"),
+        ("s3:///run", "names no bucket"),
+        ("s3://key:secret@bucket/run", "AWS_ENDPOINT_URL"),
+        ("s3://bucket/a/../b", "is not a storage key"),
         ("gs://bucket/run", r"pip install 'aiockpt\[cloud\]'"),
-        ("S3://bucket/run", r"pip install 'aiockpt\[s3\]'"),
         ("s3:/bucket/run", "write s3://"),
         (Path("s3://bucket/run"), "write s3://"),
         ("file:/tmp/run", "write file://"),
