@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from aiockpt.errors import UsageError
+
 try:
     from awscrt import checksums as crt  # type: ignore[import-untyped,unused-ignore]
 except ImportError:  # optional: it is a compiled package
@@ -66,7 +68,7 @@ def find_summing(wanted: Checksum | Literal["auto"] | None) -> Summing | None:
     if wanted == "crc32" or (crt is None and wanted == "auto"):
         return Summing("CRC32", 4, zlib.crc32, crt.combine_crc32 if crt is not None else None)
     if crt is None:
-        raise ImportError("checksum='crc64nvme' needs the package awscrt: pip install awscrt")
+        raise UsageError("checksum='crc64nvme' needs the package awscrt: pip install awscrt, or leave checksum='auto'")
     add: Any = crt.crc64nvme  # takes any buffer, and is declared to take bytes
     return Summing("CRC64NVME", 8, add, crt.combine_crc64nvme)
 

@@ -12,8 +12,8 @@ Guarantees:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import AbstractContextManager
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -25,7 +25,7 @@ from aiobotocore.session import AioSession
 from botocore.loaders import Loader, create_loader
 
 from aiockpt.backends.s3_errors import says_expired, storage_errors
-from aiockpt.errors import UsageError
+from aiockpt.errors import StorageTimeoutError, UsageError
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.storage.backend import check_key
 
@@ -92,13 +92,11 @@ class Bucket:
 
     Attributes:
         name, prefix: the bucket, and what every key of ours begins with there ("" or without a slash at the end).
-        stall_s: how long a transfer may stand still.
     """
 
     def __init__(self, name: str, prefix: str, settings: Settings) -> None:
         self.name = name
         self.prefix = prefix
-        self.stall_s = settings.stall_s
         self._settings = settings
         self._loading = Limiter("s3 client", 1)
         self._opening = anyio.Lock()
@@ -129,15 +127,35 @@ class Bucket:
         """Raise ours for what goes wrong in the block; see `s3_errors`."""
         return storage_errors(doing, key, self.where, self._notice)
 
+    @contextmanager
+    def sending(self, doing: str, key: str) -> Iterator[Callable[[], None]]:
+        """Give up the block when nothing moves for a while; yield what says that something moved. Else as `errors`.
+
+        The client's read timeout does not see a store that takes no more bytes.
+        """
+        with anyio.CancelScope() as scope:
+
+            def moved() -> None:
+                scope.deadline = anyio.current_time() + self._settings.stall_s
+
+            moved()
+            with self.errors(doing, key):
+                yield moved
+        if scope.cancelled_caught:
+            raise StorageTimeoutError(
+                f"{doing} {key!r} in {self.where}: nothing moved for {self._settings.stall_s:g} s", key=key
+            )
+
     async def client(self) -> S3Client:
         """Return the client of the running loop, made now if there is none.
 
         Raises:
-            UsageError: another loop that still runs made the one there is.
+            UsageError: another loop that still runs made the one there is, or the endpoint is no URL.
         """
         if self._client is None or self._expired or self._loop is not asyncio.get_running_loop():
             async with self._opening:
-                await self._open()
+                with self.errors("opening", self.name):
+                    await self._open()
         assert self._client is not None
         return self._client
 
@@ -161,7 +179,10 @@ class Bucket:
             session = AioSession(profile=self._settings.profile)
             session.register_component("data_loader", await run_blocking(self._loading, _load_descriptions))
             client = self._hold(session)
-            self._client = await anext(client)  # calls under way keep the one they have
+            try:
+                self._client = await anext(client)  # calls under way keep the one they have
+            except ValueError as error:
+                raise UsageError(f"s3://{self.name}: {error}; check AWS_ENDPOINT_URL or endpoint_url=…") from error
             self._clients.append(client)
             self._expired = False
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import anyio
 
-from aiockpt.backends.s3_body import Summing
+from aiockpt.backends.s3_body import Body, Summing
 from aiockpt.backends.s3_client import Bucket
 from aiockpt.errors import (
     ObjectExistsError,
@@ -84,8 +84,9 @@ class Creator:
             {} if self._summing is None else self._summing.field(self._summing.of([memoryview(data)]))
         )
         client = await self._bucket.client()
-        with self._bucket.errors("writing", key):
-            await client.put_object(**self._bucket.address(key), Body=data, **check, **more)
+        with self._bucket.sending("writing", key) as moved:
+            body = Body([memoryview(data)], moved) if data else b""
+            await client.put_object(**self._bucket.address(key), Body=body, **check, **more)
 
     async def was_ours(self, key: str, write_id: str, error: StorageError) -> bool:
         """Return whether the write that failed with *error* took effect all the same.

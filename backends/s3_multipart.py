@@ -19,7 +19,7 @@ import msgspec
 from aiockpt.backends.s3_body import Body, Summing
 from aiockpt.backends.s3_client import Bucket
 from aiockpt.backends.s3_create import WRITE_ID, Creator
-from aiockpt.errors import StorageError, StorageTimeoutError
+from aiockpt.errors import StorageError
 from aiockpt.runtime.limits import Limiter
 
 
@@ -77,27 +77,15 @@ class Multipart:
         """Send one part; *views* must not change until this returns."""
         client = await self._bucket.client()
         async with self._sending:
-            with anyio.CancelScope() as scope:  # the client's read timeout does not see a store that takes no bytes
-
-                def moved() -> None:
-                    scope.deadline = anyio.current_time() + self._bucket.stall_s
-
-                moved()
-                with self._bucket.errors(f"writing part {part + 1} of", self._key):
-                    answer = await client.upload_part(
-                        **self._bucket.address(self._key),
-                        **self._check(checksum),
-                        UploadId=self._upload_id,
-                        PartNumber=part + 1,
-                        Body=Body(views, moved) if views else b"",
-                    )
+            with self._bucket.sending(f"writing part {part + 1} of", self._key) as moved:
+                answer = await client.upload_part(
+                    **self._bucket.address(self._key),
+                    **self._check(checksum),
+                    UploadId=self._upload_id,
+                    PartNumber=part + 1,
+                    Body=Body(views, moved) if views else b"",
+                )
                 self._sent[part] = SentPart(answer["ETag"], checksum, sum(len(view) for view in views))
-        if scope.cancelled_caught:
-            raise StorageTimeoutError(
-                f"writing part {part + 1} of {self._key!r} in {self._bucket.where}: nothing moved for"
-                f" {self._bucket.stall_s:g} s",
-                key=self._key,
-            )
 
     async def complete(self) -> None:
         """Make the key of the parts sent, in their order."""

@@ -18,6 +18,7 @@ from aiockpt.errors import ObjectExistsError, StorageError, StorageTransferError
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.storage.backend import Seen
 
+_READ_AHEAD_BYTES = 1 << 20
 _INLINE_BYTES = 1 << 20  # a hop to a thread costs about as much as hashing this
 
 
@@ -102,7 +103,9 @@ async def fill(body: StreamingBody, views: Sequence[memoryview]) -> int:
     """Copy what comes into *views*, one after the other, and return how many bytes came, also beyond their ends.
 
     The pieces are those that the socket gave (up to 256 KiB): asking for more would join them, which is one more copy.
+    With aiohttp's 64 KiB of read-ahead each of them would pause and resume the socket: a third more processor time.
     """
+    body.raw_stream.content.set_read_chunk_size(_READ_AHEAD_BYTES)
     rest = iter(views)
     room = next(rest, memoryview(b""))
     came = 0
