@@ -42,7 +42,7 @@ class Drain(socketserver.ThreadingTCPServer):
 class Connection(socketserver.StreamRequestHandler):
     """One client's connection: requests until it closes."""
 
-    server: Drain
+    server: Drain  # pyright: ignore[reportIncompatibleVariableOverride]
     rbufsize = 1 << 16
     disable_nagle_algorithm = True
 
