@@ -12,6 +12,7 @@ import pytest
 
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
+from aiockpt.backends.s3 import S3Backend
 from aiockpt.backends.shm import ShmBackend
 from aiockpt.errors import UsageError
 from aiockpt.runtime.world import World
@@ -75,6 +76,20 @@ def test_a_refusal_names_the_schemes_and_what_to_install(monkeypatch: pytest.Mon
         assert named in str(caught.value)
 
 
+@pytest.mark.parametrize("where", ["s3://bucket/run", "S3://bucket/run/", "s3://bucket"])
+def test_an_s3_url_names_a_bucket_and_a_prefix(where: str) -> None:
+    backend = open_backend(where)
+    assert isinstance(backend, Retrying)
+    assert isinstance(backend.inner, S3Backend)
+    assert backend.url == where.lower().rstrip("/")
+
+
+def test_a_scheme_whose_library_is_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "aiockpt.backends.s3", None)
+    with pytest.raises(UsageError, match=r"pip install 'aiockpt\[s3\]'"):
+        open_backend("s3://bucket/run")
+
+
 def test_a_backend_passes_through() -> None:
     backend = RecordingBackend(MemoryBackend())
     assert open_backend(backend) is backend
@@ -91,8 +106,10 @@ def test_the_world_is_handed_on() -> None:
     ("where", "says"),
     [
         ("", "names no place"),
-        ("s3://bucket/run", r"pip install 'aiockpt\[s3\]'"),
-        ("S3://bucket/run", r"pip install 'aiockpt\[s3\]'"),
+        ("s3://", "names no bucket"),
+        ("s3:///run", "names no bucket"),
+        ("s3://key:secret@bucket/run", "AWS_ENDPOINT_URL"),
+        ("s3://bucket/a/../b", "is not a storage key"),
         ("s3:/bucket/run", "write s3://"),
         (Path("s3://bucket/run"), "write s3://"),
         ("file:/tmp/run", "write file://"),

@@ -1,0 +1,270 @@
+"""How are checkpoints kept in S3 and what speaks its language? The ``s3://`` backend, on aiobotocore.
+
+Guarantees, besides those of the contract:
+
+- Data files are multipart uploads straight from the caller's memory and ranged GETs straight into it (`s3_upload`,
+  `s3_reader`); nothing is staged on a local disk.
+- No key is ever overwritten but by ``put``: data files, receipts and manifests are created exclusively (`s3_create`).
+- Nothing is retried here; errors say in ``retryable`` what a retry could mend (`aiockpt.storage.retry`).
+
+``list`` shows no multipart upload under way; what a crash left of them is found by ``leftover_uploads``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import datetime
+from typing import Any, Literal
+
+import msgspec
+from botocore.exceptions import ClientError
+
+from aiockpt.backends.s3_body import Checksum, find_summing
+from aiockpt.backends.s3_client import Addressing, Bucket, Settings, split_url
+from aiockpt.backends.s3_create import Creator
+from aiockpt.backends.s3_errors import says_empty
+from aiockpt.backends.s3_multipart import Multipart, abort_uploads
+from aiockpt.backends.s3_reader import S3Reader
+from aiockpt.backends.s3_upload import S3Upload
+from aiockpt.errors import ObjectExistsError, UsageError
+from aiockpt.runtime.limits import Limiter, LimiterStatistics
+from aiockpt.runtime.world import World
+from aiockpt.storage.backend import Listing, Space, Stat, Traits, check_key
+
+PART_BYTES = 16 << 20
+_PART_UNIT_BYTES = 8 << 20
+_DELETES_AT_ONCE = 1000
+
+
+class LeftoverUpload(msgspec.Struct, frozen=True):
+    """A multipart upload that was neither finished nor aborted: its key, its id, and when it began by S3's clock."""
+
+    key: str
+    upload_id: str
+    started_ns: int
+
+
+class S3Statistics(msgspec.Struct, frozen=True):
+    """An S3 backend at one instant: whether conditional writes work (None: not known yet), and who runs and waits."""
+
+    conditional: bool | None
+    limiters: tuple[LimiterStatistics, ...]
+
+
+class S3Backend:
+    """Objects in one bucket, below the prefix of *url*.
+
+    Endpoint, region, profile and addressing left None are found as by the AWS tools: ``AWS_ENDPOINT_URL``,
+    ``AWS_REGION``, ``AWS_PROFILE``, ``~/.aws/config``, …; so are the credentials, always.
+
+    Args:
+        url: ``s3://bucket/prefix``.
+        endpoint_url: of a store that is not AWS.
+        region: where the bucket is.
+        profile: of the AWS configuration files.
+        addressing: "path" (``host/bucket``), "virtual" (``bucket.host``), or "auto".
+        part_bytes: of one part of a multipart upload, a multiple of 8 MiB, and so of one request. 16 MiB is what the
+            engine writes at once, and enough to hide a round trip. Files of more than 10,000 parts get larger ones.
+        concurrency: parts, and reads, under way at once. One connection to AWS gives 50–100 MB/s: raise it where the
+            network is faster than eight of these.
+        checksum: what the store is to check the bytes it gets with: CRC64NVME or CRC32; "auto" takes the first where
+            awscrt is installed; None sends none, for stores that know neither.
+        connect_timeout_s, stall_s: seconds for a connection, and without a byte moving, before a call is given up.
+        unsafe_commit: use a store without conditional writes all the same, with a warning.
+        world: the seam to random bytes.
+
+    Raises:
+        UsageError: the URL names no bucket, or an option cannot be used.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        endpoint_url: str | None = None,
+        region: str | None = None,
+        profile: str | None = None,
+        addressing: Addressing | None = None,
+        part_bytes: int = PART_BYTES,
+        concurrency: int = 8,
+        checksum: Checksum | Literal["auto"] | None = "auto",
+        connect_timeout_s: float = 10.0,
+        stall_s: float = 60.0,
+        unsafe_commit: bool = False,
+        world: World | None = None,
+    ) -> None:
+        if part_bytes < _PART_UNIT_BYTES or part_bytes % _PART_UNIT_BYTES:
+            raise UsageError(f"part_bytes={part_bytes}: give a multiple of {_PART_UNIT_BYTES} (FORMAT §7)")
+        if concurrency < 1:
+            raise UsageError(f"concurrency={concurrency}: give at least 1")
+        name, prefix = split_url(url)
+        settings = Settings(
+            endpoint_url=endpoint_url,
+            region=region,
+            profile=profile,
+            addressing=addressing,
+            connect_timeout_s=connect_timeout_s,
+            stall_s=stall_s,
+        )
+        self._bucket = Bucket(name, prefix, settings)
+        self._part_bytes = part_bytes
+        self._concurrency = concurrency
+        self._summing = find_summing(checksum)
+        token = (world or World()).token
+        self._creator = Creator(self._bucket, self._summing, unsafe_commit=unsafe_commit, token=token)
+        self._sending = Limiter("s3 parts", concurrency)
+        self._hashing = Limiter("s3 checksums", 4)
+        self._creating: set[str] = set()
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self._bucket.name}" + (f"/{self._bucket.prefix}" if self._bucket.prefix else "")
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(scope="shared", durable=True, block_writes=self._concurrency, block_reads=self._concurrency)
+
+    async def put(self, key: str, data: bytes) -> None:
+        await self._creator.put(check_key(key), data)
+
+    async def put_new(self, key: str, data: bytes) -> None:
+        await self._creator.put_new(check_key(key), data)
+
+    async def get(self, key: str, max_bytes: int) -> bytes:
+        if not max_bytes:
+            await self.stat(key)
+            return b""
+        client = await self._bucket.client()
+        with self._bucket.errors("reading", check_key(key)):
+            try:
+                answer = await client.get_object(**self._bucket.address(key), Range=f"bytes=0-{max_bytes - 1}")
+            except ClientError as error:
+                if says_empty(error):
+                    return b""
+                raise
+            async with answer["Body"] as body:
+                data: bytes = await body.read()
+        return data[:max_bytes]
+
+    async def open(self, key: str) -> S3Reader:
+        found = await self._head(key)
+        return S3Reader(self._bucket, key, found["ContentLength"], found["ETag"], self._hashing)
+
+    async def create(self, key: str, size: int) -> S3Upload:
+        if size < 0:
+            raise UsageError(f"{key!r}: a file of {size} bytes cannot be created")
+        if check_key(key) in self._creating:
+            raise ObjectExistsError(f"creating {key!r}: it is being created by this process already", key=key)
+        self._creating.add(key)
+        try:
+            if await self._creator.owner(key) is not None:
+                raise ObjectExistsError(f"creating {key!r}: it is there already, in {self._bucket.where}", key=key)
+            multipart = Multipart(self._bucket, self._creator, key, self._summing, self._sending)
+            await multipart.begin()
+        except BaseException:
+            self._creating.discard(key)
+            raise
+        return S3Upload(multipart, key, size, self._part_bytes, self._hashing, self._creating.discard)
+
+    async def stat(self, key: str) -> Stat:
+        found = await self._head(key)
+        return Stat(key, found["ContentLength"], _whole_seconds_ns(found["LastModified"]))
+
+    async def list(self, prefix: str) -> Listing:
+        start = self._bucket.path(check_key(prefix) if prefix else "")
+        start += "/" if start else ""
+        objects: list[Stat] = []
+        folders: set[str] = set()
+        client = await self._bucket.client()
+        pages = client.get_paginator("list_objects_v2")
+        with self._bucket.errors("listing", prefix):
+            async for page in pages.paginate(Bucket=self._bucket.name, Prefix=start, Delimiter="/"):
+                objects.extend(
+                    Stat(key, found["Size"], _whole_seconds_ns(found["LastModified"]))
+                    for found in page.get("Contents", ())
+                    if (key := self._key_of(found["Key"])) is not None
+                )
+                below = [self._key_of(found["Prefix"].removesuffix("/")) for found in page.get("CommonPrefixes", ())]
+                folders.update(folder for folder in below if folder is not None)
+        return Listing(tuple(sorted(objects, key=lambda stat: stat.key)), tuple(sorted(folders)))
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            check_key(key)
+        for start in range(0, len(keys), _DELETES_AT_ONCE):
+            await self._delete(keys[start : start + _DELETES_AT_ONCE])
+
+    async def space(self) -> Space:
+        return Space(None, None)
+
+    async def close(self) -> None:
+        await self._bucket.close()
+
+    async def leftover_uploads(self, prefix: str = "") -> tuple[LeftoverUpload, ...]:
+        """Return the multipart uploads below the folder *prefix* that were neither finished nor aborted, by key.
+
+        Those of saves under way are among them: decide by ``started_ns`` and a date of the same clock.
+        """
+        start = self._bucket.path(check_key(prefix) if prefix else "")
+        start += "/" if start else ""
+        client = await self._bucket.client()
+        pages = client.get_paginator("list_multipart_uploads")
+        found: list[LeftoverUpload] = []
+        with self._bucket.errors("listing the uploads below", prefix):
+            async for page in pages.paginate(Bucket=self._bucket.name, Prefix=start):
+                found.extend(
+                    LeftoverUpload(key, upload["UploadId"], _whole_seconds_ns(upload["Initiated"]))
+                    for upload in page.get("Uploads", ())
+                    if (key := self._key_of(upload["Key"])) is not None
+                )
+        return tuple(sorted(found, key=lambda upload: (upload.key, upload.started_ns)))
+
+    async def abort_uploads(self, uploads: Sequence[LeftoverUpload]) -> None:
+        """Remove multipart uploads; those that are gone meanwhile are fine."""
+        for upload in uploads:
+            await abort_uploads(self._bucket, upload.key, upload.upload_id)
+
+    def statistics(self) -> S3Statistics:
+        """Return the counts of this instant."""
+        return S3Statistics(self._creator.conditional, (self._sending.statistics(), self._hashing.statistics()))
+
+    async def _head(self, key: str) -> Any:
+        client = await self._bucket.client()
+        with self._bucket.errors("looking for", check_key(key)):
+            return await client.head_object(**self._bucket.address(key))
+
+    def _key_of(self, path: str) -> str | None:
+        """Return our key for *path*; None for what is no object of ours: folder markers and impossible names."""
+        with suppress(UsageError):
+            return check_key(self._bucket.key(path))
+        return None
+
+    async def _delete(self, keys: Sequence[str]) -> None:
+        client = await self._bucket.client()
+        paths = [self._bucket.path(key) for key in keys]
+        with self._bucket.errors("deleting", keys[0]):
+            if len(paths) == 1:  # needs no checksum over a list, which some stores want in another way than others
+                await client.delete_object(Bucket=self._bucket.name, Key=paths[0])
+                return
+            answer = await client.delete_objects(
+                Bucket=self._bucket.name, Delete={"Objects": [{"Key": path} for path in paths], "Quiet": True}
+            )
+            for failed in answer.get("Errors", ()):
+                self._raise_undeleted(failed)
+
+    def _raise_undeleted(self, failed: dict[str, str]) -> None:
+        """Raise what one key of a batch met, unless it was absent."""
+        code = failed.get("Code", "InternalError")
+        if code != "NoSuchKey":
+            raise ClientError(
+                {"Error": {"Code": code, "Message": f"{failed.get('Key')}: {failed.get('Message')}"}}, "DeleteObjects"
+            )
+
+    def __repr__(self) -> str:
+        return f"<S3Backend {self._bucket.where} prefix={self._bucket.prefix!r} {self._sending!r}>"
+
+
+def _whole_seconds_ns(date: datetime) -> int:
+    """Return *date* in ns, cut to seconds: a HEAD has no more than that, and what says the same must be equal."""
+    return int(date.timestamp()) * 1_000_000_000

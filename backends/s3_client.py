@@ -1,0 +1,214 @@
+"""How does one talk to a bucket? Its address, the settings of the client, and the client's life.
+
+Guarantees:
+
+- Endpoint, region, credentials and addressing are taken as the AWS tools take them (arguments first, then environment,
+  profile and configuration files). Nothing is read and no connection is made before the first call.
+- One client, made on first use on the running loop. It is closed by ``close``, or when that loop ends.
+- The client never retries (`aiockpt.storage.retry` does), signs no payload, and adds no checksum of its own.
+- Credentials that the store calls expired are read anew for the next call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import anyio
+import msgspec
+from aiobotocore.config import AioConfig
+from aiobotocore.session import AioSession
+from botocore.loaders import Loader, create_loader
+
+from aiockpt.backends.s3_errors import says_expired, storage_errors
+from aiockpt.errors import StorageTimeoutError, UsageError
+from aiockpt.runtime.limits import Limiter, run_blocking
+from aiockpt.storage.backend import check_key
+
+S3Client = Any
+"""aiobotocore makes the class of its clients when it runs."""
+
+Addressing = Literal["auto", "path", "virtual"]
+_CONNECTIONS = 64
+_SERVICE_FILES = (("s3", "service-2"), ("s3", "endpoint-rule-set-1"))
+_SHARED_FILES = ("endpoints", "partitions", "sdk-default-configuration")
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """How to reach a store; None leaves the choice to the environment and the AWS configuration files.
+
+    Attributes:
+        connect_timeout_s: for a connection to be made.
+        stall_s: without a byte in either direction before a call is given up.
+    """
+
+    endpoint_url: str | None = None
+    region: str | None = None
+    profile: str | None = None
+    addressing: Addressing | None = None
+    connect_timeout_s: float = 10.0
+    stall_s: float = 60.0
+
+    def config(self) -> AioConfig:
+        """Return the client's configuration."""
+        addressing = {"addressing_style": self.addressing} if self.addressing else {}
+        return AioConfig(
+            connect_timeout=self.connect_timeout_s,
+            read_timeout=self.stall_s,
+            max_pool_connections=_CONNECTIONS,
+            retries={"total_max_attempts": 1, "mode": "standard"},
+            s3={"payload_signing_enabled": False, **addressing},
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+            parameter_validation=False,  # ours are right, and it costs more than signing
+        )
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """Return the bucket and the prefix, without slashes around it, that ``s3://bucket/prefix`` means.
+
+    Raises:
+        UsageError: it names no bucket, or the prefix is no key.
+    """
+    scheme, _, rest = url.partition("://")
+    bucket, _, prefix = rest.partition("/")
+    if scheme.lower() != "s3" or not bucket:
+        raise UsageError(f"{url!r} names no bucket: write s3://bucket/prefix")
+    if any(mark in bucket for mark in "@:?# "):
+        raise UsageError(
+            f"{url!r}: {bucket!r} is no bucket's name. Credentials and endpoint are not part of the URL: set"
+            " AWS_ENDPOINT_URL, AWS_PROFILE, … as for the AWS tools"
+        )
+    prefix = prefix.strip("/")
+    return bucket, check_key(prefix) if prefix else ""
+
+
+class Bucket:
+    """One bucket below one prefix, and the client that talks to it.
+
+    Attributes:
+        name, prefix: the bucket, and what every key of ours begins with there ("" or without a slash at the end).
+    """
+
+    def __init__(self, name: str, prefix: str, settings: Settings) -> None:
+        self.name = name
+        self.prefix = prefix
+        self._settings = settings
+        self._loading = Limiter("s3 client", 1)
+        self._opening = anyio.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._clients: list[AsyncGenerator[S3Client, None]] = []
+        self._client: S3Client | None = None
+        self._expired = False
+
+    @property
+    def where(self) -> str:
+        """The bucket and its endpoint, for messages."""
+        endpoint = self._client.meta.endpoint_url if self._client is not None else self._settings.endpoint_url
+        return f"s3://{self.name} at {urlsplit(endpoint).netloc if endpoint else 'the AWS endpoint'}"
+
+    def path(self, key: str) -> str:
+        """Return the bucket's name for *key*; of "" it is that of the root folder."""
+        return f"{self.prefix}/{key}" if self.prefix and key else self.prefix or key
+
+    def address(self, key: str) -> dict[str, Any]:
+        """Return the parameters of a call that say which object it is about."""
+        return {"Bucket": self.name, "Key": self.path(key)}
+
+    def key(self, path: str) -> str:
+        """Return our name for *path*, which begins with the prefix."""
+        return path[len(self.prefix) + 1 :] if self.prefix else path
+
+    def errors(self, doing: str, key: str) -> AbstractContextManager[None]:
+        """Raise ours for what goes wrong in the block; see `s3_errors`."""
+        return storage_errors(doing, key, self.where, self._notice)
+
+    @contextmanager
+    def sending(self, doing: str, key: str) -> Iterator[Callable[[], None]]:
+        """Give up the block when nothing moves for a while; yield what says that something moved. Else as `errors`.
+
+        The client's read timeout does not see a store that takes no more bytes.
+        """
+        with anyio.CancelScope() as scope:
+
+            def moved() -> None:
+                scope.deadline = anyio.current_time() + self._settings.stall_s
+
+            moved()
+            with self.errors(doing, key):
+                yield moved
+        if scope.cancelled_caught:
+            raise StorageTimeoutError(
+                f"{doing} {key!r} in {self.where}: nothing moved for {self._settings.stall_s:g} s", key=key
+            )
+
+    async def client(self) -> S3Client:
+        """Return the client of the running loop, made now if there is none.
+
+        Raises:
+            UsageError: another loop that still runs made the one there is, or the endpoint is no URL.
+        """
+        if self._client is None or self._expired or self._loop is not asyncio.get_running_loop():
+            async with self._opening:
+                with self.errors("opening", self.name):
+                    await self._open()
+        assert self._client is not None
+        return self._client
+
+    async def close(self) -> None:
+        """Close the connections. The next call makes new ones."""
+        clients, self._clients = self._clients, []
+        self._client = None
+        for held in clients:
+            await held.aclose()
+
+    def _notice(self, error: Exception) -> None:
+        self._expired = self._expired or says_expired(error)
+
+    async def _open(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            if self._client is not None and self._loop is not None and not self._loop.is_closed():
+                raise UsageError(f"{self.where} is in use on another event loop; open a backend for each")
+            self._loop, self._client, self._clients = loop, None, []
+        if self._client is None or self._expired:
+            session = AioSession(profile=self._settings.profile)
+            session.register_component("data_loader", await run_blocking(self._loading, _load_descriptions))
+            client = self._hold(session)
+            try:
+                self._client = await anext(client)  # calls under way keep the one they have
+            except ValueError as error:
+                raise UsageError(f"s3://{self.name}: {error}; check AWS_ENDPOINT_URL or endpoint_url=…") from error
+            self._clients.append(client)
+            self._expired = False
+
+    async def _hold(self, session: AioSession) -> AsyncGenerator[S3Client, None]:
+        """Yield a client that is closed with this generator: by us, or by the loop when that ends."""
+        async with session.create_client(
+            "s3",
+            endpoint_url=self._settings.endpoint_url,
+            region_name=self._settings.region,
+            config=self._settings.config(),
+        ) as client:
+            client.meta.events.register_last("before-call.s3", _send_at_once)
+            yield client
+
+
+@cache
+def _load_descriptions() -> Loader:
+    """Read and parse what botocore knows of S3, once in a process: 0.3 s that the event loop does not have."""
+    loader = create_loader()
+    for name in _SHARED_FILES:
+        loader.load_data(name)
+    for service, name in _SERVICE_FILES:
+        loader.load_service_model(service, name)
+    return loader
+
+
+def _send_at_once(params: dict[str, Any], **_: object) -> None:
+    """Take back the wait for ``100 Continue`` that botocore adds to a body with ``read``: a round trip for each part."""
+    params["headers"].pop("Expect", None)

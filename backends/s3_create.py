@@ -1,0 +1,152 @@
+"""How is a key created exactly once? Conditional writes, and a write id to recognise our own when the answer is lost.
+
+Guarantees (FORMAT §7):
+
+- Of any number of callers, in any processes, one creates the key: ``If-None-Match: *`` decides.
+- An answer that was lost after its effect, or a request that HTTP sent twice, never turns our own success into a
+  conflict: who wrote what is there is told by the write id in its metadata.
+- A store that ignores the condition is found out before anything relies on it, and refused.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import anyio
+
+from aiockpt.backends.s3_body import Body, Summing
+from aiockpt.backends.s3_client import Bucket
+from aiockpt.errors import (
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StorageError,
+    StorageThrottledError,
+    UsageError,
+)
+
+WRITE_ID = "aiockpt-write-id"
+_ONLY_NEW: dict[str, Any] = {"IfNoneMatch": "*"}
+
+
+class Creator:
+    """Creates keys of one bucket exclusively.
+
+    Args:
+        unsafe_commit: go on, with a warning, where the store ignores the condition. Two writers may then both believe
+            that they created a key, if they do so within one round trip.
+        token: random bytes.
+    """
+
+    def __init__(
+        self, bucket: Bucket, summing: Summing | None, *, unsafe_commit: bool, token: Callable[[int], bytes]
+    ) -> None:
+        self._bucket = bucket
+        self._summing = summing
+        self._unsafe_commit = unsafe_commit
+        self._token = token
+        self._probing = anyio.Lock()
+        self._conditional: bool | None = None
+
+    @property
+    def conditional(self) -> bool | None:
+        """Whether the store keeps the condition; None before the first look."""
+        return self._conditional
+
+    @property
+    def condition(self) -> dict[str, Any]:
+        """The parameter that makes a write exclusive, unless the store is known to ignore it."""
+        return {} if self._conditional is False else _ONLY_NEW
+
+    def new_write_id(self) -> str:
+        """Return what tells one write from all others."""
+        return self._token(16).hex()
+
+    async def put_new(self, key: str, data: bytes) -> None:
+        """Create *key*; see `aiockpt.storage.backend.Backend.put_new`."""
+        await self._find_out()
+        write_id = self.new_write_id()
+        if not self._conditional and await self.owner(key) is not None:
+            raise ObjectExistsError(f"creating {key!r}: it is there already, in {self._bucket.where}", key=key)
+        try:
+            await self.put(key, data, Metadata={WRITE_ID: write_id}, **self.condition)
+        except StorageError as error:
+            if not await self.was_ours(key, write_id, error):
+                raise
+        if not self._conditional and await self.owner(key) != write_id:
+            raise ObjectExistsError(f"creating {key!r}: another writer was as fast", key=key)
+
+    async def put(self, key: str, data: bytes, **more: Any) -> None:
+        """Write a small object, with its checksum."""
+        check: dict[str, Any] = (
+            {} if self._summing is None else self._summing.field(self._summing.of([memoryview(data)]))
+        )
+        client = await self._bucket.client()
+        with self._bucket.sending("writing", key) as moved:
+            body = Body([memoryview(data)], moved) if data else b""
+            await client.put_object(**self._bucket.address(key), Body=body, **check, **more)
+
+    async def was_ours(self, key: str, write_id: str, error: StorageError) -> bool:
+        """Return whether the write that failed with *error* took effect all the same.
+
+        Only a conflict or a lost answer leaves that open. Where the second look fails too, *error* stands.
+        """
+        taken = isinstance(error, ObjectExistsError)
+        if isinstance(error, StorageThrottledError) or not (taken or error.retryable):
+            return False
+        try:
+            owner = await self.owner(key)
+        except StorageError:
+            return False
+        if owner not in (None, write_id) and not taken:
+            raise ObjectExistsError(f"{error}; what another writer created is there now", key=key) from error
+        return owner == write_id
+
+    async def owner(self, key: str) -> str | None:
+        """Return the write id of what is at *key*; "" where it has none, None where nothing is there."""
+        client = await self._bucket.client()
+        try:
+            with self._bucket.errors("looking for", key):
+                found = await client.head_object(**self._bucket.address(key))
+        except ObjectNotFoundError:
+            return None
+        return str(found["Metadata"].get(WRITE_ID, ""))
+
+    async def _find_out(self) -> None:
+        """Look once, before anything relies on it, whether the store keeps the condition.
+
+        Raises:
+            UsageError: it does not, and ``unsafe_commit`` was not given.
+        """
+        async with self._probing:
+            if self._conditional is None:
+                self._conditional = await self._probe()
+                if not self._conditional and self._unsafe_commit:
+                    warnings.warn(
+                        f"{self._bucket.where} ignores If-None-Match: two jobs that save one step at once may both"
+                        " believe that they committed it (unsafe_commit=True)",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+        if not self._conditional and not self._unsafe_commit:
+            raise UsageError(
+                f"{self._bucket.where} ignores If-None-Match, so two jobs could commit one step at once. Use a store"
+                " with conditional writes, or pass S3Backend(…, unsafe_commit=True) where one job only ever saves."
+            )
+
+    async def _probe(self) -> bool:
+        """Create a key twice; return whether the second time was refused."""
+        key = f".aiockpt-probe-{self._token(8).hex()}"
+        try:
+            for _ in range(2):
+                await self.put(key, b"", **_ONLY_NEW)
+        except ObjectExistsError:
+            return True
+        else:
+            return False
+        finally:
+            with anyio.CancelScope(shield=True), suppress(StorageError), self._bucket.errors("removing", key):
+                client = await self._bucket.client()
+                await client.delete_object(**self._bucket.address(key))

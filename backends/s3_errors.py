@@ -1,0 +1,185 @@
+"""What did S3 mean by that? Every failure of the client and of the store, as one of our errors, in one place.
+
+Guarantee: whatever leaves `storage_errors` is a `StorageError` that names the key, the bucket and the endpoint, says
+what to do next, and tells in ``retryable`` whether the same call may succeed a moment later. Cancellation, and errors
+that are already ours, pass untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import aiohttp
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    ConnectionClosedError,
+    ConnectTimeoutError,
+    EndpointConnectionError,
+    FlexibleChecksumError,
+    HTTPClientError,
+    NoCredentialsError,
+    PartialCredentialsError,
+    ProfileNotFound,
+    ProxyConnectionError,
+    ReadTimeoutError,
+    SSLError,
+)
+from botocore.parsers import ResponseParserError
+
+from aiockpt.errors import (
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StorageAccessError,
+    StorageError,
+    StorageFullError,
+    StorageThrottledError,
+    StorageTimeoutError,
+    StorageTransferError,
+)
+
+EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"})
+"""Codes that say: ask again with fresh credentials."""
+
+_GONE = {"NoSuchKey", "NotFound", "404"}
+_NO_BUCKET = {"NoSuchBucket"}
+_TAKEN = {"PreconditionFailed", "412"}
+_BUSY = {"ConditionalRequestConflict", "OperationAborted"}
+_THROTTLED = {"SlowDown", "SlowDownRead", "SlowDownWrite", "Throttling", "ThrottlingException", "RequestLimitExceeded"}
+_THROTTLED |= {"TooManyRequests", "TooManyRequestsException", "RequestThrottled", "ServiceUnavailable", "503", "429"}
+_TIMED_OUT = {"RequestTimeout", "RequestTimeoutException"}
+_DAMAGED = {"BadDigest", "InvalidDigest", "IncompleteBody", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"}
+_FULL = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "507"}
+_OTHER_REGION = {
+    "PermanentRedirect",
+    "301",
+    "307",
+    "AuthorizationHeaderMalformed",
+    "IllegalLocationConstraintException",
+}
+_CLOCK = {"RequestTimeTooSkewed"}
+_RETRYABLE_STATUS = {500, 502, 504}
+_ACCESS_STATUS = {401, 403}
+
+_NO_CREDENTIALS = "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or what else the AWS tools read."
+
+
+def says_expired(error: BaseException) -> bool:
+    """Return whether *error* says that the credentials were good and are not any more."""
+    return isinstance(error, ClientError) and error.response.get("Error", {}).get("Code") in EXPIRED
+
+
+def says_empty(error: ClientError) -> bool:
+    """Return whether *error* says that the range asked for begins where the object ends."""
+    return error.response.get("Error", {}).get("Code") in ("InvalidRange", "416")
+
+
+@contextmanager
+def storage_errors(doing: str, key: str, where: str, noticed: Callable[[Exception], object]) -> Iterator[None]:
+    """Raise ours for what goes wrong in the block, ``from`` the client's own, and tell *noticed* first.
+
+    Args:
+        doing: a verb form, as in "reading".
+        key: relative to the backend's root.
+        where: the bucket and the endpoint, for messages.
+    """
+    try:
+        yield
+    except ClientError as error:
+        noticed(error)
+        raise _from_answer(error, f"{doing} {key!r} in {where}", where, key) from error
+    except (BotoCoreError, aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+        noticed(error)
+        if isinstance(error, StorageError):
+            raise
+        raise _from_client(error, f"{doing} {key!r} in {where}", key) from error
+
+
+def _from_answer(error: ClientError, doing: str, where: str, key: str) -> StorageError:
+    """Return ours for an answer of the store."""
+    code = str(error.response.get("Error", {}).get("Code", ""))
+    said = error.response.get("Error", {}).get("Message", "")
+    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    message = f"{doing}: {code}" + (f": {said}" if said and said != code else "") + f" (HTTP {status})"
+    for codes, make in _MEANINGS:
+        if code in codes:
+            return make(message, where, key)
+    if status == 404 and not code.startswith("NoSuch"):
+        return ObjectNotFoundError(message, key=key)
+    if status in _ACCESS_STATUS:
+        return _denied(message, where, key)
+    if status in (429, 503):
+        return StorageThrottledError(message, key=key)
+    return StorageError(message, key=key, retryable=status in _RETRYABLE_STATUS)
+
+
+def _denied(message: str, where: str, key: str) -> StorageError:
+    return StorageAccessError(f"{message}. Check that these credentials may read, write and list {where}.", key=key)
+
+
+def _expired(message: str, where: str, key: str) -> StorageError:
+    return StorageAccessError(
+        f"{message}. The credentials expired; they are read again for the next call: renew them if they stay old.",
+        key=key,
+        retryable=True,
+    )
+
+
+_MEANINGS: list[tuple[set[str] | frozenset[str], Callable[[str, str, str], StorageError]]] = [
+    (_GONE, lambda message, where, key: ObjectNotFoundError(message, key=key)),
+    (
+        _NO_BUCKET,
+        lambda message, where, key: StorageError(
+            f"{message}. Create the bucket, or check its name and AWS_ENDPOINT_URL: this was asked of {where}.", key=key
+        ),
+    ),
+    (_TAKEN, lambda message, where, key: ObjectExistsError(message, key=key)),
+    (_BUSY, lambda message, where, key: StorageError(message, key=key, retryable=True)),
+    (_THROTTLED, lambda message, where, key: StorageThrottledError(message, key=key)),
+    (_TIMED_OUT, lambda message, where, key: StorageTimeoutError(message, key=key)),
+    (_DAMAGED, lambda message, where, key: StorageTransferError(message, key=key)),
+    (_FULL, lambda message, where, key: StorageFullError(f"{message}. Free space or raise the quota.", key=key)),
+    (EXPIRED, _expired),
+    (
+        _CLOCK,
+        lambda message, where, key: StorageAccessError(f"{message}. Set this machine's clock: S3 wants it.", key=key),
+    ),
+    (
+        _OTHER_REGION,
+        lambda message, where, key: StorageError(
+            f"{message}. The bucket is in another region: set AWS_REGION, or region=… .", key=key
+        ),
+    ),
+    (
+        {"NoSuchUpload"},
+        lambda message, where, key: StorageError(
+            f"{message}. The multipart upload was aborted, by a lifecycle rule or a clean-up: save again.", key=key
+        ),
+    ),
+    (
+        {"NotImplemented", "501"},
+        lambda message, where, key: StorageError(
+            f"{message}. The store lacks a part of S3 that was asked for; for checksums pass checksum=None.", key=key
+        ),
+    ),
+]
+
+
+def _from_client(error: Exception, doing: str, key: str) -> StorageError:
+    """Return ours for a failure of the client: there was no answer, or none that makes sense."""
+    message = f"{doing}: {error or type(error).__name__}"
+    if isinstance(error, NoCredentialsError | PartialCredentialsError):
+        return StorageAccessError(f"{message}. {_NO_CREDENTIALS}", key=key)
+    if isinstance(error, ProfileNotFound):
+        return StorageAccessError(f"{message}. Check AWS_PROFILE and the AWS configuration files.", key=key)
+    if isinstance(error, ConnectTimeoutError | ReadTimeoutError | TimeoutError):
+        return StorageTimeoutError(message, key=key)
+    if isinstance(error, aiohttp.ClientPayloadError | FlexibleChecksumError):
+        return StorageTransferError(message, key=key)
+    if isinstance(error, EndpointConnectionError | ProxyConnectionError):
+        return StorageError(f"{message}. Is the store up, and AWS_ENDPOINT_URL right?", key=key, retryable=True)
+    if isinstance(error, SSLError):
+        return StorageError(f"{message}. Check the certificate (AWS_CA_BUNDLE) and https or http.", key=key)
+    again = (ConnectionClosedError, HTTPClientError, ResponseParserError, aiohttp.ClientError, ConnectionError)
+    return StorageError(message, key=key, retryable=isinstance(error, again))

@@ -1,0 +1,133 @@
+"""How do bytes of an object get into place? Ranged GETs, copied into the caller's memory as they arrive.
+
+Guarantees, besides those of the contract:
+
+- All reads of one reader are of one object: each asks for the ETag that ``open`` saw.
+- An answer that is cut short, or is not the range that was asked for, is a `StorageTransferError`; ``seen`` has been
+  called by then with nothing of it, so that the read can be repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from aiobotocore.response import StreamingBody
+
+from aiockpt.backends.s3_client import Bucket
+from aiockpt.errors import ObjectExistsError, StorageError, StorageTransferError, UsageError
+from aiockpt.runtime.limits import Limiter, run_blocking
+from aiockpt.storage.backend import Seen
+
+_READ_AHEAD_BYTES = 1 << 20
+_INLINE_BYTES = 1 << 20  # a hop to a thread costs about as much as hashing this
+
+
+class S3Reader:
+    """An object as it was when it was opened; see `aiockpt.storage.backend.Reader`."""
+
+    def __init__(self, bucket: Bucket, key: str, size: int, etag: str, hashing: Limiter) -> None:
+        self._bucket = bucket
+        self._key = key
+        self._size = size
+        self._etag = etag
+        self._hashing = hashing
+        self._closed = False
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    async def read(self, offset: int, into: Sequence[memoryview], seen: Seen | None = None) -> None:
+        if self._closed:
+            raise UsageError(f"{self._key!r} was closed; open it again")
+        if offset < 0:
+            raise UsageError(f"{self._key!r}: there is no byte {offset}")
+        views = [view.cast("B") for view in into if view.nbytes]
+        wanted = sum(len(view) for view in views)
+        if offset + wanted > self._size:
+            raise StorageError(
+                f"{self._key!r} ends at byte {self._size}, and more was asked for: it is truncated", key=self._key
+            )
+        if not wanted:
+            return
+        await self._get(offset, wanted, views)
+        if seen is not None:
+            await self._show(views, wanted, seen)
+
+    async def close(self) -> None:
+        self._closed = True
+
+    async def _get(self, offset: int, wanted: int, views: Sequence[memoryview]) -> None:
+        client = await self._bucket.client()
+        try:
+            with self._bucket.errors("reading", self._key):
+                answer = await client.get_object(
+                    Bucket=self._bucket.name,
+                    Key=self._bucket.path(self._key),
+                    Range=f"bytes={offset}-{offset + wanted - 1}",
+                    IfMatch=self._etag,
+                )
+                async with answer["Body"] as body:
+                    self._check_range(answer.get("ContentRange", ""), offset, wanted)
+                    got = await fill(body, views)
+        except ObjectExistsError as error:  # a condition was not met: the one that we gave
+            raise StorageError(f"{self._key!r} was replaced while it was read; open it again", key=self._key) from error
+        if got != wanted:
+            raise StorageTransferError(f"{self._key!r}: {got} bytes came and {wanted} were asked for", key=self._key)
+
+    def _check_range(self, said: str, offset: int, wanted: int) -> None:
+        """Refuse another range than the one asked for; a store that ignores the header sends the whole object."""
+        if said.removeprefix("bytes ").partition("/")[0] == f"{offset}-{offset + wanted - 1}":
+            return
+        if not (said or offset or wanted != self._size):
+            return
+        raise StorageTransferError(
+            f"{self._key!r}: asked for bytes {offset}..{offset + wanted - 1}, the answer says {said or 'everything'!r}",
+            key=self._key,
+        )
+
+    async def _show(self, views: Sequence[memoryview], size: int, seen: Seen) -> None:
+        """Show all bytes: after they came, and in one hop, as each hop costs training a wait for the GIL."""
+        if size < _INLINE_BYTES:
+            _show_all(views, seen)
+        else:
+            await run_blocking(self._hashing, _show_all, views, seen)
+
+
+def _show_all(views: Sequence[memoryview], seen: Seen) -> None:
+    for view in views:
+        seen(view)
+
+
+async def fill(body: StreamingBody, views: Sequence[memoryview]) -> int:
+    """Copy what comes into *views*, one after the other, and return how many bytes came, also beyond their ends.
+
+    The pieces are those that the socket gave (up to 256 KiB): asking for more would join them, which is one more copy.
+    With aiohttp's 64 KiB of read-ahead each of them would pause and resume the socket: a third more processor time.
+    """
+    body.raw_stream.content.set_read_chunk_size(_READ_AHEAD_BYTES)
+    rest = iter(views)
+    room = next(rest, memoryview(b""))
+    came = 0
+    async for piece, _ in body.raw_stream.content.iter_chunks():
+        came += len(piece)
+        if len(piece) <= len(room):  # nearly always
+            room[: len(piece)] = piece
+            room = room[len(piece) :]
+            continue
+        room = _spread(memoryview(piece), room, rest)
+    return came
+
+
+def _spread(piece: memoryview, room: memoryview, rest: Iterator[memoryview]) -> memoryview:
+    """Copy a piece that ends beyond *room*, going on in *rest*; return the room that is left."""
+    while len(piece):
+        if not len(room):
+            following = next(rest, None)
+            if following is None:
+                break
+            room = following
+        count = min(len(piece), len(room))
+        room[:count] = piece[:count]
+        piece, room = piece[count:], room[count:]
+    return room

@@ -1,0 +1,150 @@
+"""How fast can an S3 client be, with no store in the way? A server that throws away what it gets and sends zeros.
+
+It speaks as much S3 as a client needs to put, get and head objects and to make them of parts; it keeps names and sizes
+only, checks no signature, and uses little of the processor, so that what is measured is the client.
+
+    with draining() as endpoint_url: …
+
+It is another process: ``python -m benchmarks.drain`` prints its endpoint and serves until killed.
+"""
+
+from __future__ import annotations
+
+import re
+import socketserver
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from urllib.parse import parse_qs, unquote, urlsplit
+
+_WINDOW_BYTES = 4 << 20
+_ZEROS = memoryview(bytes(_WINDOW_BYTES))
+_STARTED = "<InitiateMultipartUploadResult><UploadId>drain</UploadId></InitiateMultipartUploadResult>"
+_COMPLETED = "<CompleteMultipartUploadResult><ETag>&quot;0&quot;</ETag></CompleteMultipartUploadResult>"
+_TAKEN = "<Error><Code>PreconditionFailed</Code></Error>"
+_ABSENT = "<Error><Code>NoSuchKey</Code></Error>"
+
+
+class Drain(socketserver.ThreadingTCPServer):
+    """The server: sizes of objects, and of the parts of those that are being made, by path."""
+
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Connection)
+        self.sizes: dict[str, int] = {}
+        self.parts: dict[str, dict[str, int]] = {}
+
+
+class Connection(socketserver.StreamRequestHandler):
+    """One client's connection: requests until it closes."""
+
+    server: Drain  # pyright: ignore[reportIncompatibleVariableOverride]
+    rbufsize = 1 << 16
+    disable_nagle_algorithm = True
+
+    def handle(self) -> None:
+        """Answer until the client has no more to ask."""
+        sink = memoryview(bytearray(_WINDOW_BYTES))
+        try:
+            while line := self.rfile.readline():
+                method, target, _ = line.decode("latin-1").split(" ", 2)
+                headers = self._headers()
+                self._drain(int(headers.get("content-length", 0)), headers, sink)
+                self._answer(method, target, headers)
+        except ConnectionError:
+            return
+
+    def _headers(self) -> dict[str, str]:
+        found = {}
+        while line := self.rfile.readline().decode("latin-1").strip():
+            name, _, value = line.partition(":")
+            found[name.lower()] = value.strip()
+        return found
+
+    def _drain(self, size: int, headers: Mapping[str, str], sink: memoryview) -> None:
+        if headers.get("expect", "").lower() == "100-continue":
+            self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if headers.get("transfer-encoding", "") == "chunked":
+            while count := int(self.rfile.readline().split(b";")[0], 16):
+                self._drain(count, {}, sink)
+                self.rfile.readline()
+            while self.rfile.readline().strip():
+                pass
+        if not size:
+            return
+        left = size - len(self.rfile.read(min(size, len(self.rfile.peek()))))  # type: ignore[attr-defined]
+        while left:
+            count = self.connection.recv_into(sink[: min(left, len(sink))])
+            if not count:
+                raise ConnectionResetError
+            left -= count
+
+    def _answer(self, method: str, target: str, headers: Mapping[str, str]) -> None:
+        path, query = unquote(urlsplit(target).path), parse_qs(urlsplit(target).query, keep_blank_values=True)
+        size = int(headers.get("x-amz-decoded-content-length", headers.get("content-length", 0)))
+        if method == "PUT" and "partNumber" in query:
+            self.server.parts.setdefault(path, {})[query["partNumber"][0]] = size
+            self._send(200)
+        elif method == "PUT":
+            taken = "if-none-match" in headers and path in self.server.sizes
+            self.server.sizes.setdefault(path, size)
+            self._send(412, _TAKEN) if taken else self._send(200)
+        elif method == "POST" and "uploads" in query:
+            self._send(200, _STARTED)
+        elif method == "POST" and "uploadId" in query:
+            self.server.sizes[path] = sum(self.server.parts.pop(path, {}).values())
+            self._send(200, _COMPLETED)
+        elif method == "DELETE":
+            self.server.sizes.pop(path, None)
+            self._send(204)
+        elif path not in self.server.sizes:
+            self._send(404, _ABSENT if method == "GET" else "")
+        else:
+            self._send_zeros(method, self.server.sizes[path], headers.get("range", ""))
+
+    def _send(self, status: int, body: str = "") -> None:
+        self.wfile.write(
+            f'HTTP/1.1 {status} Answer\r\nContent-Length: {len(body)}\r\nETag: "0"\r\n\r\n{body}'.encode("latin-1")
+        )
+
+    def _send_zeros(self, method: str, size: int, wanted: str) -> None:
+        start, end, status, said = 0, size - 1, 200, ""
+        if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", wanted):
+            start, end = int(asked[1]), min(int(asked[2] or end), end)
+            status, said = 206, f"Content-Range: bytes {start}-{end}/{size}\r\n"
+        left = end - start + 1
+        self.wfile.write(
+            f'HTTP/1.1 {status} Answer\r\nContent-Length: {left}\r\nETag: "0"\r\n{said}'
+            "Last-Modified: Thu, 01 Jan 1970 00:00:00 GMT\r\n\r\n".encode("latin-1")
+        )
+        while left and method == "GET":
+            count = min(left, _WINDOW_BYTES)
+            self.connection.sendall(_ZEROS[:count])
+            left -= count
+
+
+@contextmanager
+def draining() -> Iterator[str]:
+    """Run the server for the length of the block; yield its endpoint."""
+    command = [sys.executable, "-m", "benchmarks.drain"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+def main() -> None:
+    """Serve, and say where."""
+    with Drain() as server:
+        print(f"http://127.0.0.1:{server.server_address[1]}", flush=True)
+        server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()
