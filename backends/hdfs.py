@@ -85,6 +85,7 @@ class HdfsBackend:
         self._world = world or World()
         self._client = connect(url, config)
         self._webhdfs = _choose_webhdfs(url, webhdfs_url)
+        self._webhdfs_is_guessed = webhdfs_url is None and not place.query
         self._joining = False
         self._swept = False
         self._small = Limiter("hdfs small verbs", _SMALL_VERBS)
@@ -119,9 +120,7 @@ class HdfsBackend:
     async def create(self, key: str, size: int) -> HdfsUpload:
         if size < 0:
             raise UsageError(f"{key!r}: a file of {size} bytes cannot be created")
-        upload = HdfsUpload(
-            self._client, self._writes, self._find_webhdfs, self._path(check_key(key)), key, size
-        )
+        upload = HdfsUpload(self._client, self._writes, self._find_webhdfs, self._path(check_key(key)), key, size)
         try:
             with hdfs_errors("creating", key):
                 await run_blocking(self._small, upload.begin)
@@ -169,9 +168,14 @@ class HdfsBackend:
 
     def _find_webhdfs(self, path: str, modified_ms: int, owner: str) -> WebHdfs | None:
         """Return what joins the parts of the new file at *path*: a server that sees it. (A comma would split its name.)"""
-        usable = self._webhdfs is not None and "," not in path and self._webhdfs.sees(path, modified_ms, owner)
-        self._joining = usable
-        return self._webhdfs if usable else None
+        webhdfs = self._webhdfs
+        if webhdfs is None or "," in path:
+            self._joining = False
+            return None
+        self._joining = webhdfs.sees(path, modified_ms, owner)
+        if not self._joining and self._webhdfs_is_guessed:
+            self._webhdfs = None  # a port that answers nobody may take its time to say so: ask once
+        return webhdfs if self._joining else None
 
     def _publish(self, key: str, data: bytes, overwrite: bool) -> None:
         """Rename a temporary file with *data* to *key*; once more when its folder is removed meanwhile."""
@@ -192,8 +196,7 @@ class HdfsBackend:
                     return
         finally:
             if temporary:
-                with suppress(OSError, RuntimeError):  # a leftover, which is swept later
-                    self._client.delete(temporary)
+                self._remove_temporary(temporary)
         raise StorageError(
             f"{key!r}: its folder was removed {_ATTEMPTS} times while it was written; "
             "stop the program that cleans up there",
@@ -204,12 +207,20 @@ class HdfsBackend:
     def _write_temporary(self, data: bytes) -> str:
         path = self._path(f"{_TEMPORARY}/{self._world.token(8).hex()}")
         writer = self._client.create(path)
-        status = self._client.get_file_info(path)
-        flushed = FlushedWriter(writer, status.blocksize or 1)
-        flushed.write(memoryview(data))
-        flushed.close()
-        self._sweep_leftovers(status.modification_time)
+        try:
+            status = self._client.get_file_info(path)
+            flushed = FlushedWriter(writer, status)
+            flushed.write(memoryview(data))
+            flushed.close()
+            self._sweep_leftovers(status.modification_time)
+        except BaseException:
+            self._remove_temporary(path)
+            raise
         return path
+
+    def _remove_temporary(self, path: str) -> None:
+        with suppress(OSError, RuntimeError):  # it stays as a leftover, which is swept later
+            self._client.delete(path)
 
     def _sweep_leftovers(self, now_ms: int) -> None:
         """Remove, once, what writers that were killed left behind a day ago or earlier."""

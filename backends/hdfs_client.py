@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
-from hdfs_native import Client, FileWriter
+from hdfs_native import Client, FileStatus, FileWriter
 
 from aiockpt.errors import (
     CheckpointError,
@@ -154,12 +154,13 @@ class FlushedWriter:
 
     Args:
         writer: the library's, of a file that was just created.
-        block_bytes: the file's HDFS block size.
+        status: of that file, for its block size.
     """
 
-    def __init__(self, writer: FileWriter, block_bytes: int) -> None:
+    def __init__(self, writer: FileWriter, status: FileStatus) -> None:
+        assert status.blocksize, "only folders have no block size"
         self._writer = writer
-        self._block_bytes = block_bytes
+        self._block_bytes = status.blocksize
         self._unflushed_bytes = 0
         self.size = 0
 

@@ -16,7 +16,8 @@ import msgspec
 from aiockpt.errors import StorageError, UsageError
 
 _TIMEOUT_S = 30.0
-_PROBE_TIMEOUT_S = 3.0
+_PROBE_TIMEOUT_S = 10.0
+"""The first request of its life takes a NameNode some seconds."""
 _SOURCES_BYTES = 6000
 """Servers and gateways take request lines of 8 KiB; longer lists are sent in turns."""
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from typing import Protocol
 
 import anyio
-from hdfs_native import Client, FileWriter, WriteOptions
+from hdfs_native import Client, WriteOptions
 
 from aiockpt.backends.hdfs_client import FlushedWriter, hdfs_errors
 from aiockpt.backends.hdfs_concat import WebHdfs
@@ -36,6 +36,9 @@ class _Way(Protocol):
 
     async def write(self, offset: int, runs: Sequence[memoryview], seen: Seen | None) -> None:
         """Write non-empty *runs* from *offset*."""
+
+    def stop(self) -> None:
+        """Send away those who wait for their turn."""
 
     def close(self) -> None:
         """Make the file at the key whole. Blocking."""
@@ -93,7 +96,7 @@ class HdfsUpload:
         status = self._client.get_file_info(self._path)
         webhdfs = self._find_webhdfs(self._path, status.modification_time, status.owner)
         if webhdfs is None or not self._size:
-            stream = FlushedWriter(writer, status.blocksize or 1)
+            stream = FlushedWriter(writer, status)
             self._way = _Stream(stream, self._limiter, self._key, self._turn_timeout_s)
         else:
             writer.close()
@@ -127,6 +130,8 @@ class HdfsUpload:
         if self._over:
             return
         self._over = True
+        if self._way is not None:
+            self._way.stop()
         with anyio.CancelScope(shield=True):
             if self._writing:
                 await self._idle.wait()
@@ -142,8 +147,9 @@ class HdfsUpload:
             yield self._way
         finally:
             self._writing -= 1
-            if not self._writing and self._over:
+            if not self._writing:
                 self._idle.set()
+                self._idle = anyio.Event()
 
     async def _discard(self) -> None:
         """Remove the file and its parts, also when cancelled. What cannot be removed is left to a collector."""
@@ -177,6 +183,9 @@ class _Parts:
         with hdfs_errors("writing", self._key):
             await run_blocking(self._limiter, self._write_part, offset, runs, seen)
 
+    def stop(self) -> None:
+        """Do nothing: no part waits for another."""
+
     def close(self) -> None:
         whole, *others = [self._parts[offset] for offset in sorted(self._parts)]
         if others:
@@ -198,7 +207,7 @@ class _Parts:
         path = f"{self._folder}/{offset:016x}"  # names sort as offsets do
         # A part that failed is written again from its start, if it is: nobody else has its name.
         created = self._client.create(path, WriteOptions(overwrite=True))
-        writer = FlushedWriter(created, self._client.get_file_info(path).blocksize or 1)
+        writer = FlushedWriter(created, self._client.get_file_info(path))
         _write_runs(writer, runs, seen)
         writer.close()
         self._parts[offset] = path
@@ -220,7 +229,7 @@ class _Stream:
         self._key = key
         self._turn_timeout_s = turn_timeout_s
         self._moved = anyio.Event()
-        self._broken: BaseException | None = None
+        self._broken = ""
 
     async def write(self, offset: int, runs: Sequence[memoryview], seen: Seen | None) -> None:
         await self._wait_turn(offset)
@@ -228,13 +237,14 @@ class _Stream:
             with hdfs_errors("writing", self._key):
                 await run_blocking(self._limiter, _write_runs, self._writer, runs, seen)
         except BaseException as error:
-            self._broken = error
+            self._break(f"an earlier block failed: {error!r}")
             if isinstance(error, StorageError):
                 error.retryable = False  # some of it may be in the stream: it cannot be sent again
             raise
-        finally:
-            self._moved.set()
-            self._moved = anyio.Event()
+        self._move()
+
+    def stop(self) -> None:
+        self._break("it was aborted")
 
     def close(self) -> None:
         self._writer.close()
@@ -243,9 +253,9 @@ class _Stream:
         """Do nothing: the stream is all there is."""
 
     async def _wait_turn(self, offset: int) -> None:
-        while self._writer.size != offset or self._broken is not None:
-            if self._broken is not None:
-                raise StorageError(f"{self._key!r}: an earlier block failed: {self._broken}", key=self._key)
+        while self._writer.size != offset or self._broken:
+            if self._broken:
+                raise StorageError(f"{self._key!r} takes no more: {self._broken}; create it again", key=self._key)
             with anyio.move_on_after(self._turn_timeout_s) as waited:
                 await self._moved.wait()
             if waited.cancelled_caught:
@@ -255,6 +265,15 @@ class _Stream:
                     key=self._key,
                     retryable=False,
                 )
+
+    def _break(self, why: str) -> None:
+        self._broken = self._broken or why
+        self._move()
+
+    def _move(self) -> None:
+        """Wake those who wait, to look again."""
+        self._moved.set()
+        self._moved = anyio.Event()
 
 
 def _write_runs(writer: FlushedWriter, runs: Sequence[memoryview], seen: Seen | None) -> None:
