@@ -4,7 +4,8 @@ The sdist of pyspark 2.4.8 is the last that holds hadoop-hdfs 2.7.3 with its ser
 WebHDFS are Debian packages. Java 17 runs them (`server.py` has the flags).
 
 The jars are kept in ``$AIOCKPT_HDFS_CACHE`` (by default ``~/.cache/aiockpt/hdfs``), 33 MB. Getting them takes a download
-of 220 MB, so that is done only when ``AIOCKPT_HDFS=1`` asks for it; `Unavailable` says what is missing, and what to do.
+of 220 MB, so that is done only when ``AIOCKPT_HDFS=1`` asks for it; ``AIOCKPT_HDFS=0`` runs none even where they are there.
+`UnavailableError` says what is missing, and what to do.
 """
 
 from __future__ import annotations
@@ -77,6 +78,9 @@ def find_jars() -> Path:
     Raises:
         UnavailableError: Java, a package or the download is missing.
     """
+    asked = os.environ.get("AIOCKPT_HDFS")
+    if asked == "0":
+        raise UnavailableError("AIOCKPT_HDFS=0")
     if shutil.which("java") is None:
         raise UnavailableError("no java: apt-get install openjdk-17-jre-headless")
     missing = [package for jar, package in _FROM_DEBIAN.items() if not (_DEBIAN_JARS / f"{jar}.jar").exists()]
@@ -84,7 +88,7 @@ def find_jars() -> Path:
         raise UnavailableError(f"jars are missing: apt-get install {' '.join(missing)}")
     folder = _cache() / "lib"
     if not folder.is_dir():
-        if os.environ.get("AIOCKPT_HDFS") != "1":
+        if asked != "1":
             raise UnavailableError(f"{folder} is not there: AIOCKPT_HDFS=1 fills it (a download of 220 MB)")
         _fill(folder)
     return folder

@@ -1,0 +1,209 @@
+"""Data files reach HDFS in parts that are joined, or as one stream, and leave nothing behind when they fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+
+pytest.importorskip("hdfs_native", reason="hdfs-native is not installed: pip install 'aiockpt[hdfs]'")
+
+from hdfs_native import Client, WriteOptions
+
+from aiockpt.backends.hdfs import HdfsBackend
+from aiockpt.backends.hdfs_concat import WebHdfs
+from aiockpt.backends.hdfs_upload import HdfsUpload
+from aiockpt.errors import (
+    ObjectNotFoundError,
+    StorageError,
+    StorageTimeoutError,
+)
+from aiockpt.runtime.limits import Limiter
+from aiockpt.storage.open import open_backend
+from aiockpt.testing.backend_suite import patterned, upload
+from tests.servers.hdfs.fixture import files, folder, hdfs, names, parts, raw, stream, write_shuffled
+from tests.servers.hdfs.server import HdfsServer
+
+__all__ = ["folder", "hdfs", "parts", "raw", "stream"]
+
+_BLOCK_BYTES = 1 << 20
+
+
+async def test_parts_become_one_plain_file_and_nothing_else_stays(
+    parts: HdfsBackend, raw: Client, folder: str, hdfs: HdfsServer
+) -> None:
+    data = patterned(5 * _BLOCK_BYTES + 17)
+    await write_shuffled(parts, "d/file", data, _BLOCK_BYTES)
+    assert parts.statistics().webhdfs == hdfs.webhdfs_url
+    assert raw.read(f"{folder}/d/file").read() == bytes(data)
+    assert files(raw, folder) == [f"{folder}/d/file"]
+    assert names(raw, folder) == ["d", "d/file"]
+
+
+async def test_parts_whose_names_fill_more_than_one_request_are_joined(parts: HdfsBackend) -> None:
+    deep = "/".join(character * 220 for character in "abc")
+    data = patterned(1500)
+    await write_shuffled(parts, f"{deep}/file", data, 100)
+    assert await parts.get(f"{deep}/file", 1 << 20) == bytes(data)
+
+
+async def test_the_parts_of_a_file_are_seen_below_its_key_until_it_is_whole(parts: HdfsBackend) -> None:
+    file = await parts.create("d/file", 10)
+    await file.write(5, [memoryview(b"56789")])
+    assert [(found.key, found.size) for found in (await parts.list("d")).objects] == [("d/file", 0)]
+    assert [found.size for found in (await parts.list("d/file.parts")).objects] == [5]
+    await file.write(0, [memoryview(b"01234")])
+    await file.finish()
+    assert (await parts.list("d")).folders == ()
+    assert await parts.get("d/file", 100) == b"0123456789"
+
+
+async def test_a_part_that_vanished_fails_the_file_and_leaves_nothing(
+    parts: HdfsBackend, raw: Client, folder: str
+) -> None:
+    file = await parts.create("d/file", 15)
+    for offset in (0, 5, 10):
+        await file.write(offset, [memoryview(b"abcde")])
+    raw.delete(sorted(files(raw, f"{folder}/d/file.parts"))[1])
+    with pytest.raises(StorageError, match="joining 2 files"):
+        await file.finish()
+    assert files(raw, folder) == []
+
+
+async def test_a_part_that_is_too_short_fails_the_file(parts: HdfsBackend, raw: Client, folder: str) -> None:
+    file = await parts.create("d/file", 15)
+    for offset in (0, 5, 10):
+        await file.write(offset, [memoryview(b"abcde")])
+    writer = raw.create(sorted(files(raw, f"{folder}/d/file.parts"))[1], WriteOptions(overwrite=True))
+    writer.write(b"abcd")
+    writer.close()
+    with pytest.raises(StorageError, match="have 14 bytes together, not 15"):
+        await file.finish()
+    assert files(raw, folder) == []
+
+
+async def test_a_failed_part_can_be_written_again(parts: HdfsBackend) -> None:
+    def refuse(run: memoryview) -> None:
+        raise ArithmeticError("on the way")
+
+    file = await parts.create("file", 10)
+    with pytest.raises(ArithmeticError):
+        await file.write(0, [memoryview(b"01234")], refuse)
+    await file.write(5, [memoryview(b"56789")])
+    await file.write(0, [memoryview(b"01234")])
+    await file.finish()
+    assert await parts.get("file", 100) == b"0123456789"
+
+
+async def test_a_name_with_a_comma_is_written_as_one_stream(parts: HdfsBackend) -> None:
+    await write_shuffled(parts, "one,two", memoryview(b"0123456789"), 3)
+    assert parts.statistics().webhdfs is None
+    assert await parts.get("one,two", 100) == b"0123456789"
+
+
+@contextmanager
+def answering(status: int, answer: bytes) -> Iterator[str]:
+    """Serve *answer* to every request, and lend the address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("status", "answer"),
+    [
+        (200, json.dumps({"FileStatus": {"modificationTime": 1}}).encode()),
+        (200, b"<html>a proxy's page</html>"),
+        (200, b"{}"),
+        (401, b"log in first"),
+        (403, json.dumps({"RemoteException": {"exception": "StandbyException"}}).encode()),
+    ],
+    ids=["another cluster", "no WebHDFS", "nonsense", "kerberos", "standby"],
+)
+async def test_a_server_that_does_not_see_the_same_files_is_not_used(
+    hdfs: HdfsServer, folder: str, status: int, answer: bytes
+) -> None:
+    with answering(status, answer) as url:
+        backend = HdfsBackend(f"{hdfs.url}{folder}", webhdfs_url=url)
+        await write_shuffled(backend, "file", memoryview(b"0123456789"), 3)
+        assert backend.statistics().webhdfs is None
+        assert await backend.get("file", 100) == b"0123456789"
+
+
+async def test_the_url_says_where_webhdfs_is(hdfs: HdfsServer, folder: str) -> None:
+    backend = open_backend(f"{hdfs.url}{folder}?webhdfs={hdfs.webhdfs_url}")
+    assert isinstance(backend, HdfsBackend)
+    await write_shuffled(backend, "file", memoryview(b"0123456789"), 3)
+    assert backend.statistics().webhdfs == hdfs.webhdfs_url
+    assert await HdfsBackend(backend.url).get("file", 100) == b"0123456789"
+
+
+async def test_a_block_whose_turn_never_comes_is_an_error(hdfs: HdfsServer, raw: Client, folder: str) -> None:
+    file = HdfsUpload(raw, Limiter("writes", 2), lambda *_: None, f"{folder}/file", "file", 10, turn_timeout_s=0.05)
+    file.begin()
+    with pytest.raises(StorageTimeoutError, match="byte 0 was not written") as caught:
+        await file.write(5, [memoryview(b"56789")])
+    assert not caught.value.retryable
+    await file.abort()
+    assert files(raw, folder) == []
+
+
+async def test_a_failed_block_ends_the_stream_for_those_that_wait(stream: HdfsBackend) -> None:
+    def refuse(run: memoryview) -> None:
+        raise ArithmeticError("bad block")
+
+    file = await stream.create("file", 10)
+    waiting = asyncio.ensure_future(file.write(5, [memoryview(b"56789")]))
+    with pytest.raises(ArithmeticError):
+        await file.write(0, [memoryview(b"01234")], refuse)
+    with pytest.raises(StorageError, match=r"takes no more.*bad block"):
+        await waiting
+    await file.abort()
+    with pytest.raises(ObjectNotFoundError):
+        await stream.stat("file")
+
+
+async def test_an_abort_sends_away_those_who_wait_for_their_turn(stream: HdfsBackend) -> None:
+    file = await stream.create("file", 10)
+    waiting = asyncio.ensure_future(file.write(5, [memoryview(b"56789")]))
+    await asyncio.sleep(0)
+    await file.abort()
+    with pytest.raises(StorageError, match="aborted"):
+        await waiting
+
+
+async def test_a_webhdfs_that_was_only_guessed_is_asked_once(hdfs: HdfsServer, folder: str) -> None:
+    asked: list[str] = []
+
+    class Deaf(WebHdfs, frozen=True):
+        def sees(self, path: str, modified_ms: int, user: str) -> bool:
+            asked.append(path)
+            return False
+
+    backend = HdfsBackend(f"{hdfs.url}{folder}")
+    assert backend._webhdfs == WebHdfs("http://127.0.0.1:9870")
+    backend._webhdfs = Deaf("http://127.0.0.1:9870")
+    for key in ("a", "b"):
+        await upload(backend, key, memoryview(b"x"))
+    assert asked == [f"{folder}/a"]
