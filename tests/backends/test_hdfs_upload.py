@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("hdfs_native", reason="hdfs-native is not installed: pip install 'aiockpt[hdfs]'")
 
-from hdfs_native import Client, WriteOptions
+from hdfs_native import Client, FileWriter, WriteOptions
 
 from aiockpt.backends.hdfs import HdfsBackend
 from aiockpt.backends.hdfs_concat import WebHdfs
@@ -47,7 +47,7 @@ async def test_parts_become_one_plain_file_and_nothing_else_stays(
 
 
 async def test_parts_whose_names_fill_more_than_one_request_are_joined(parts: HdfsBackend) -> None:
-    deep = "/".join(character * 220 for character in "abc")
+    deep = "/".join([*(character * 200 for character in "abc"), "ü '%41+?#&=;\""])
     data = patterned(1500)
     await write_shuffled(parts, f"{deep}/file", data, 100)
     assert await parts.get(f"{deep}/file", 1 << 20) == bytes(data)
@@ -207,3 +207,61 @@ async def test_a_webhdfs_that_was_only_guessed_is_asked_once(hdfs: HdfsServer, f
     for key in ("a", "b"):
         await upload(backend, key, memoryview(b"x"))
     assert asked == [f"{folder}/a"]
+
+
+class WatchedClient:
+    """A client that keeps the order of things: "delete" when it is called; its writers fail when they are told to."""
+
+    def __init__(self, client: Client, writing_fails: bool = False) -> None:
+        self._client = client
+        self._writing_fails = writing_fails
+        self.order: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def create(self, path: str, options: WriteOptions | None = None) -> FileWriter:
+        writer = self._client.create(path, options)
+        return BrokenPipeline(writer.inner) if self._writing_fails else writer
+
+    def delete(self, path: str, recursive: bool = False) -> bool:
+        self.order.append("delete")
+        return self._client.delete(path, recursive)
+
+
+class BrokenPipeline(FileWriter):
+    def write(self, buf: object) -> int:
+        raise OSError("Connection reset by peer (os error 104)")
+
+
+@pytest.mark.parametrize(("webhdfs", "retryable"), [(True, True), (False, False)])
+async def test_a_block_that_broke_off_may_be_sent_again_as_a_part_and_not_in_a_stream(
+    parts: HdfsBackend, stream: HdfsBackend, webhdfs: bool, retryable: bool
+) -> None:
+    backend = parts if webhdfs else stream
+    backend._client = WatchedClient(backend._client, writing_fails=True)  # type: ignore[assignment]
+    file = await backend.create("file", 5)
+    with pytest.raises(StorageError, match="Connection reset") as caught:
+        await file.write(0, [memoryview(b"01234")])
+    assert caught.value.retryable is retryable
+    await file.abort()
+
+
+async def test_an_abort_waits_for_the_threads_that_write(parts: HdfsBackend, raw: Client, folder: str) -> None:
+    parts._client = watched = WatchedClient(parts._client)  # type: ignore[assignment]
+    reached, aborting = threading.Event(), threading.Event()
+
+    def wait_for_abort(run: memoryview) -> None:
+        reached.set()
+        assert aborting.wait(30)
+
+    file = await parts.create("file", 10)
+    writing = asyncio.ensure_future(file.write(0, [memoryview(b"01234")], wait_for_abort))
+    writing.add_done_callback(lambda _: watched.order.append("written"))
+    await asyncio.to_thread(reached.wait, 30)
+    aborted = asyncio.ensure_future(file.abort())
+    await asyncio.sleep(0)
+    aborting.set()
+    await asyncio.gather(writing, aborted)
+    assert watched.order[0] == "written"
+    assert files(raw, folder) == []
