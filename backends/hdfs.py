@@ -26,7 +26,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 import msgspec
 from hdfs_native import FileStatus
 
-from aiockpt.backends.hdfs_client import FlushedWriter, connect, hdfs_errors
+from aiockpt.backends.hdfs_client import FlushedWriter, connect, create_file, hdfs_errors
 from aiockpt.backends.hdfs_concat import WebHdfs, parse_webhdfs
 from aiockpt.backends.hdfs_reader import HdfsReader
 from aiockpt.backends.hdfs_upload import HdfsUpload
@@ -206,7 +206,7 @@ class HdfsBackend:
 
     def _write_temporary(self, data: bytes) -> str:
         path = self._path(f"{_TEMPORARY}/{self._world.token(8).hex()}")
-        writer = self._client.create(path)
+        writer = create_file(self._client, path)
         try:
             status = self._client.get_file_info(path)
             flushed = FlushedWriter(writer, status)

@@ -17,9 +17,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from hdfs_native import Client, FileStatus, FileWriter
+from hdfs_native import Client, FileStatus, WriteOptions
 
 from aiockpt.errors import (
     CheckpointError,
@@ -33,6 +34,9 @@ from aiockpt.errors import (
     StorageTransferError,
     UsageError,
 )
+
+if TYPE_CHECKING:
+    from hdfs_native._internal import RawFileWriter
 
 PIECE_BYTES = 1 << 20
 """One call to the library takes so much: more costs more CPU (new memory), less more turns of the GIL [measured]."""
@@ -87,6 +91,15 @@ def connect(url: str, config: Mapping[str, str] | None = None) -> Client:
             f"{url!r} leads to no NameNode: {error}; write hdfs://host:port/path, or set HADOOP_CONF_DIR to the folder of"
             " the cluster's core-site.xml and hdfs-site.xml"
         ) from error
+
+
+def create_file(client: Client, path: str, *, overwrite: bool = False) -> RawFileWriter:
+    """Make a file and return its writer, which does nothing when it is dropped. Blocking.
+
+    (`Client.create` wraps it in an `io.RawIOBase`, whose finalizer closes the file: on whatever thread the collector runs,
+    for 15 s when a DataNode is dead, and a torn file becomes a whole one.)
+    """
+    return client.inner.create(path, WriteOptions(overwrite=overwrite))
 
 
 @contextmanager
@@ -153,11 +166,11 @@ class FlushedWriter:
     """A new file that is written from its start to its end, and flushed block by block. Blocking.
 
     Args:
-        writer: the library's, of a file that was just created.
+        writer: of `create_file`.
         status: of that file, for its block size.
     """
 
-    def __init__(self, writer: FileWriter, status: FileStatus) -> None:
+    def __init__(self, writer: RawFileWriter, status: FileStatus) -> None:
         assert status.blocksize, "only folders have no block size"
         self._writer = writer
         self._block_bytes = status.blocksize

@@ -19,9 +19,9 @@ from contextlib import contextmanager, suppress
 from typing import Protocol
 
 import anyio
-from hdfs_native import Client, WriteOptions
+from hdfs_native import Client
 
-from aiockpt.backends.hdfs_client import FlushedWriter, hdfs_errors
+from aiockpt.backends.hdfs_client import FlushedWriter, create_file, hdfs_errors
 from aiockpt.backends.hdfs_concat import WebHdfs
 from aiockpt.errors import CheckpointError, StorageError, StorageTimeoutError, StorageTransferError, UsageError
 from aiockpt.runtime.limits import Limiter, run_blocking
@@ -91,16 +91,18 @@ class HdfsUpload:
         Raises:
             OSError, RuntimeError: it is taken, or HDFS refuses; call `abort` then.
         """
-        writer = self._client.create(self._path)
+        writer = create_file(self._client, self._path)
         self._created = True
         status = self._client.get_file_info(self._path)
         webhdfs = self._find_webhdfs(self._path, status.modification_time, status.owner)
         if webhdfs is None or not self._size:
             stream = FlushedWriter(writer, status)
-            self._way = _Stream(stream, self._limiter, self._key, self._turn_timeout_s)
+            self._way = OrderedStream(stream, self._limiter, self._key, self._turn_timeout_s)
         else:
             writer.close()
-            self._way = _Parts(self._client, self._limiter, webhdfs, status.owner, self._path, self._key, self._size)
+            self._way = JoinedParts(
+                self._client, self._limiter, webhdfs, status.owner, self._path, self._key, self._size
+            )
 
     async def write(self, offset: int, runs: Sequence[memoryview], seen: Seen | None = None) -> None:
         size = sum(run.nbytes for run in runs)
@@ -163,7 +165,7 @@ class HdfsUpload:
             self._way.discard()
 
 
-class _Parts:
+class JoinedParts:
     """A file for each block, joined at the end."""
 
     def __init__(
@@ -206,7 +208,7 @@ class _Parts:
     def _write_part(self, offset: int, runs: Sequence[memoryview], seen: Seen | None) -> None:
         path = f"{self._folder}/{offset:016x}"  # names sort as offsets do
         # A part that failed is written again from its start, if it is: nobody else has its name.
-        created = self._client.create(path, WriteOptions(overwrite=True))
+        created = create_file(self._client, path, overwrite=True)
         writer = FlushedWriter(created, self._client.get_file_info(path))
         _write_runs(writer, runs, seen)
         writer.close()
@@ -220,7 +222,7 @@ class _Parts:
                 raise
 
 
-class _Stream:
+class OrderedStream:
     """One stream, to which blocks are added in the order of their offsets."""
 
     def __init__(self, writer: FlushedWriter, limiter: Limiter, key: str, turn_timeout_s: float) -> None:
@@ -228,6 +230,7 @@ class _Stream:
         self._limiter = limiter
         self._key = key
         self._turn_timeout_s = turn_timeout_s
+        self._position = 0  # not the writer's own size, which grows before its thread is done
         self._moved = anyio.Event()
         self._broken = ""
 
@@ -241,6 +244,7 @@ class _Stream:
             if isinstance(error, StorageError):
                 error.retryable = False  # some of it may be in the stream: it cannot be sent again
             raise
+        self._position = offset + sum(run.nbytes for run in runs)
         self._move()
 
     def stop(self) -> None:
@@ -253,14 +257,14 @@ class _Stream:
         """Do nothing: the stream is all there is."""
 
     async def _wait_turn(self, offset: int) -> None:
-        while self._writer.size != offset or self._broken:
+        while self._position != offset or self._broken:
             if self._broken:
                 raise StorageError(f"{self._key!r} takes no more: {self._broken}; create it again", key=self._key)
             with anyio.move_on_after(self._turn_timeout_s) as waited:
                 await self._moved.wait()
             if waited.cancelled_caught:
                 raise StorageTimeoutError(
-                    f"{self._key!r}: byte {self._writer.size} was not written for {self._turn_timeout_s:g} s, and byte"
+                    f"{self._key!r}: byte {self._position} was not written for {self._turn_timeout_s:g} s, and byte"
                     f" {offset} waits for it; write blocks that follow each other, or give WebHDFS (?webhdfs=http://…)",
                     key=self._key,
                     retryable=False,

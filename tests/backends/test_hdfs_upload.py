@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
 pytest.importorskip("hdfs_native", reason="hdfs-native is not installed: pip install 'aiockpt[hdfs]'")
 
-from hdfs_native import Client, FileWriter, WriteOptions
+from hdfs_native import Client, WriteOptions
 
 from aiockpt.backends.hdfs import HdfsBackend
+from aiockpt.backends.hdfs_client import FlushedWriter, create_file
 from aiockpt.backends.hdfs_concat import WebHdfs
-from aiockpt.backends.hdfs_upload import HdfsUpload
+from aiockpt.backends.hdfs_upload import HdfsUpload, OrderedStream
 from aiockpt.errors import (
     ObjectNotFoundError,
     StorageError,
@@ -108,14 +112,18 @@ async def test_a_name_with_a_comma_is_written_as_one_stream(parts: HdfsBackend) 
 
 
 @contextmanager
-def answering(status: int, answer: bytes) -> Iterator[str]:
-    """Serve *answer* to every request, and lend the address."""
+def answering(status: int, answer: bytes, asked: list[str] | None = None) -> Iterator[str]:
+    """Serve *answer* to every request, note in *asked* what was asked for, and lend the address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if asked is not None:
+                asked.append(self.path)
             self.send_response(status)
             self.end_headers()
             self.wfile.write(answer)
+
+        do_POST = do_GET
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
@@ -220,18 +228,32 @@ class WatchedClient:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
-    def create(self, path: str, options: WriteOptions | None = None) -> FileWriter:
-        writer = self._client.create(path, options)
-        return BrokenPipeline(writer.inner) if self._writing_fails else writer
+    @property
+    def inner(self) -> Any:
+        return FailingCreate(self._client.inner) if self._writing_fails else self._client.inner
 
     def delete(self, path: str, recursive: bool = False) -> bool:
         self.order.append("delete")
         return self._client.delete(path, recursive)
 
 
-class BrokenPipeline(FileWriter):
-    def write(self, buf: object) -> int:
+class FailingCreate:
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def create(self, path: str, options: WriteOptions) -> Any:
+        return BrokenPipeline(self._inner.create(path, options))
+
+
+class BrokenPipeline:
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def write(self, data: bytes) -> None:
         raise OSError("Connection reset by peer (os error 104)")
+
+    def close(self) -> None:
+        self._inner.close()
 
 
 @pytest.mark.parametrize(("webhdfs", "retryable"), [(True, True), (False, False)])
@@ -265,3 +287,50 @@ async def test_an_abort_waits_for_the_threads_that_write(parts: HdfsBackend, raw
     await asyncio.gather(writing, aborted)
     assert watched.order[0] == "written"
     assert files(raw, folder) == []
+
+
+class SlowToFlush:
+    """A writer whose flushes wait until they are let go."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.flushing, self.go_on = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def hsync(self) -> None:
+        self.flushing.set()
+        assert self.go_on.wait(30)
+
+
+async def test_a_block_does_not_begin_while_the_one_before_it_is_still_flushed(raw: Client, folder: str) -> None:
+    writer = SlowToFlush(create_file(raw, f"{folder}/file"))
+    limiter = Limiter("writes", 2)
+    stream = OrderedStream(FlushedWriter(writer, SimpleNamespace(blocksize=4)), limiter, "file", 30)  # type: ignore[arg-type]
+    first = asyncio.ensure_future(stream.write(0, [memoryview(b"0123")], None))
+    await asyncio.to_thread(writer.flushing.wait, 30)
+    second = asyncio.ensure_future(stream.write(4, [memoryview(b"4567")], None))
+    await asyncio.sleep(0)
+    assert limiter.statistics().running == 1
+    writer.go_on.set()
+    await asyncio.gather(first, second)
+    stream.close()
+    assert raw.read(f"{folder}/file").read() == b"01234567"
+
+
+async def test_a_writer_that_is_dropped_leaves_its_file_open(raw: Client, folder: str) -> None:
+    create_file(raw, f"{folder}/torn").write(b"some of it")
+    gc.collect()
+    assert raw.get_file_info(f"{folder}/torn").length == 0
+
+
+def test_a_long_list_of_parts_is_joined_in_order_by_requests_of_less_than_8_kib() -> None:
+    parts = [f"/run/ü {number:03d}" for number in range(1000)]
+    asked: list[str] = []
+    with answering(200, b"", asked) as url:
+        WebHdfs(url).concat("/run/first", parts, "somebody")
+    assert len(asked) > 1
+    assert max(map(len, asked)) < 8000
+    joined = [parse_qs(urlsplit(line).query)["sources"][0].split(",") for line in asked]
+    assert [part for some in joined for part in some] == parts
