@@ -72,7 +72,7 @@ class _Filling:
         file = _numbers(map(attrgetter("file"), pieces), len(pieces))
         bad = (file < 0) | (file >= len(vote.files))
         if bad.any():
-            self._refuse(vote, owners[bad.argmax()], "in a file that it does not have")
+            self._refuse(vote, int(owners[bad.argmax()]), "in a file that it does not have")
         self.file[rows] = file + first_file
         self.start[rows] = _numbers(map(attrgetter("start"), pieces), len(pieces))
         self.end[rows] = _numbers(map(attrgetter("end"), pieces), len(pieces))
@@ -83,7 +83,7 @@ class _Filling:
             boxes = list(map(attrgetter(side), pieces))
             bad = _numbers(map(len, boxes), len(boxes)) != dimensions
             if bad.any():
-                self._refuse(vote, owners[bad.argmax()], "with other dimensions than it has")
+                self._refuse(vote, int(owners[bad.argmax()]), "with other dimensions than it has")
             column[places] = _numbers(chain.from_iterable(boxes), len(places))
 
     def _refuse(self, vote: Receipt, tensor: int, reason: str) -> None:

@@ -190,7 +190,7 @@ def attach(manifest: Manifest, blobs: Mapping[str, bytes]) -> Manifest:
 
 def _check_entries(manifest: Manifest) -> tuple[PartEntry, ...]:
     """Return the description of the columns when it can be one."""
-    parts = manifest.parts or ()
+    parts = tuple(manifest.parts or ())
     if REQUIRED not in manifest.requires or tuple(entry.column for entry in parts) != COLUMNS:
         raise _refusal(manifest, f"are not {', '.join(COLUMNS)}, or are not announced")
     if any(entry.pieces for entry in manifest.tensors.values()):

@@ -306,10 +306,11 @@ class _TableByFile(Sequence[list[Placed]]):
         rows = np.flatnonzero(self._table.file == range(self._file_count)[index])
         rows = rows[np.argsort(self._table.start[rows], kind="stable")]
         tensors = np.searchsorted(self._table.bounds, rows, side="right") - 1
-        return [
-            (self._names[tensor], PieceRows(self._table, tensor)[row - self._table.bounds[tensor]])
-            for tensor, row in zip(tensors.tolist(), rows.tolist(), strict=True)
-        ]
+        found: list[Placed] = []
+        for tensor, row in zip(tensors.tolist(), rows.tolist(), strict=True):
+            place = int(row - self._table.bounds[tensor])
+            found.append((self._names[int(tensor)], PieceRows(self._table, tensor)[place]))
+        return found
 
 
 def check_header(file_index: int, m: Manifest, header: Header, placed: Sequence[Placed] | None = None) -> None:

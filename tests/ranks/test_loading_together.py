@@ -192,10 +192,10 @@ def test_the_store_holds_the_notes_of_one_load_however_many_there_were(tmp_path:
         assert sharing is not None
         store: Any = sharing.meeting._store
         counts = []
-        for _ in range(6):
+        for _ in range(18):
             crew.on_all(lambda rank, ckpt: ckpt.load(empty()).result(30))
             counts.append(store.num_keys())
-        assert counts[-1] < 3 * counts[0], counts
+        assert max(counts[12:]) < 2 * max(counts[:6]), counts  # how many are left over at an instant varies
 
 
 def test_a_load_that_fails_on_one_rank_begins_no_new_branch_on_any(tmp_path: Path) -> None:

@@ -1,0 +1,317 @@
+"""How are checkpoints kept in HDFS? The backend for ``hdfs://namenode:port/path``, on hdfs-native.
+
+Guarantees, besides those of the contract:
+
+- A key is absent or whole: small objects are written to a temporary file and renamed, which the NameNode does in one
+  step; without overwriting for ``put_new``, so one racer wins. Temporary files are in ``.tmp`` below the root, are never
+  listed, and go after a day by the NameNode's clock.
+- **Durable** means: the NameNode has the name in its edit log, and every byte was flushed (``hsync``) on every DataNode of
+  its pipeline before the file was closed. That survives the death of this process, of its host, and of DataNodes as far as
+  there are replicas. A power cut of all replicas at once is survived only where the DataNodes also flush their folders:
+  set ``dfs.datanode.synconclose=true`` for that.
+- No call to a server runs on the event loop (see `hdfs_client`).
+
+A file is closed when a DataNode has told the NameNode of its last block; the client looks again after 0.5 s when it was
+not told yet, so a small object often costs that long. ``dfs.namenode.file.close.num-committed-allowed=1`` (Hadoop 2.9)
+does away with it.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import msgspec
+from hdfs_native import FileStatus
+
+from aiockpt.backends.hdfs_client import FlushedWriter, connect, create_file, hdfs_errors
+from aiockpt.backends.hdfs_concat import WebHdfs, parse_webhdfs
+from aiockpt.backends.hdfs_reader import HdfsReader
+from aiockpt.backends.hdfs_upload import HdfsUpload
+from aiockpt.errors import StorageError, UsageError
+from aiockpt.runtime.limits import Limiter, LimiterStatistics, run_blocking
+from aiockpt.runtime.world import World
+from aiockpt.storage.backend import Listing, Space, Stat, Traits, check_key
+
+_BLOCK_WRITES = 4
+_BLOCK_READS = 4
+_SMALL_VERBS = 8
+_ATTEMPTS = 16  # how often a folder may be removed under a writer before it gives up
+_NS_PER_MS = 1_000_000
+_TEMPORARY = ".tmp"
+_LEFTOVER_AFTER_MS = 24 * 3600 * 1000
+_WEBHDFS_PORT = 9870
+_NO_WEBHDFS = "off"
+
+
+class HdfsStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """An HDFS backend at one instant.
+
+    Attributes:
+        webhdfs: the server that joins parts; None while, or where, data files are written as one stream.
+        limiters: who runs and waits, by kind of work.
+    """
+
+    webhdfs: str | None
+    limiters: tuple[LimiterStatistics, ...]
+
+
+class HdfsBackend:
+    """Objects as files below a folder of HDFS, which is made when the first one is written.
+
+    Args:
+        url: ``hdfs://namenode:port/path``; ``hdfs://nameservice/path`` and ``hdfs:///path`` read ``HADOOP_CONF_DIR``.
+            ``?webhdfs=…`` at its end says what *webhdfs_url* would.
+        world: the seam to the random source.
+        webhdfs_url: ``http://host:port`` of the NameNode's WebHDFS, or of a gateway, which joins files that are written
+            in parallel parts; "off" for one stream a file. None tries port 9870 of the NameNode. A server that does not
+            see the same files, or asks for Kerberos, is not used.
+        config: Hadoop settings for the client, above those of the configuration files.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        world: World | None = None,
+        webhdfs_url: str | None = None,
+        config: Mapping[str, str] | None = None,
+    ) -> None:
+        place = urlsplit(url)
+        self._url = url
+        self._root = "/" + unquote(place.path).strip("/")
+        self._world = world or World()
+        self._client = connect(url, config)
+        self._webhdfs = _choose_webhdfs(url, webhdfs_url)
+        self._webhdfs_is_guessed = webhdfs_url is None and not place.query
+        self._joining = False
+        self._swept = False
+        self._small = Limiter("hdfs small verbs", _SMALL_VERBS)
+        self._writes = Limiter("hdfs block writes", _BLOCK_WRITES)
+        self._reads = Limiter("hdfs block reads", _BLOCK_READS)
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(scope="shared", durable=True, block_writes=_BLOCK_WRITES, block_reads=_BLOCK_READS)
+
+    async def put(self, key: str, data: bytes) -> None:
+        with hdfs_errors("writing", check_key(key)):
+            await run_blocking(self._small, self._publish, key, data, True)
+
+    async def put_new(self, key: str, data: bytes) -> None:
+        with hdfs_errors("creating", check_key(key)):
+            await run_blocking(self._small, self._publish, key, data, False)
+
+    async def get(self, key: str, max_bytes: int) -> bytes:
+        with hdfs_errors("reading", check_key(key)):
+            return await run_blocking(self._small, self._read_whole, key, max_bytes)
+
+    async def open(self, key: str) -> HdfsReader:
+        with hdfs_errors("opening", check_key(key)):
+            reader = await run_blocking(self._small, self._client.read, self._path(key))
+        return HdfsReader(reader, key, self._reads)
+
+    async def create(self, key: str, size: int) -> HdfsUpload:
+        if size < 0:
+            raise UsageError(f"{key!r}: a file of {size} bytes cannot be created")
+        upload = HdfsUpload(self._client, self._writes, self._find_webhdfs, self._path(check_key(key)), key, size)
+        try:
+            with hdfs_errors("creating", key):
+                await run_blocking(self._small, upload.begin)
+        except BaseException:
+            await upload.abort()
+            raise
+        return upload
+
+    async def stat(self, key: str) -> Stat:
+        with hdfs_errors("looking for", check_key(key)):
+            return await run_blocking(self._small, self._stat, key)
+
+    async def list(self, prefix: str) -> Listing:
+        if prefix:
+            check_key(prefix)
+        with hdfs_errors("listing", prefix):
+            return await run_blocking(self._small, self._list, prefix)
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            check_key(key)
+        await run_blocking(self._small, self._delete, tuple(keys))
+
+    async def space(self) -> Space:
+        """Say nothing: the client has no verb for it; a full cluster or quota is a `StorageFullError` of the write."""
+        return Space(None, None)
+
+    async def close(self) -> None:
+        """Do nothing: connections are the library's, which closes them with the last user of the client."""
+
+    def statistics(self) -> HdfsStatistics:
+        """Return the counts of this instant."""
+        return HdfsStatistics(
+            webhdfs=self._webhdfs.url if self._joining and self._webhdfs else None,
+            limiters=tuple(limiter.statistics() for limiter in (self._small, self._writes, self._reads)),
+        )
+
+    def __repr__(self) -> str:
+        return f"<HdfsBackend {self._url!r} joining={self.statistics().webhdfs or 'no'}>"
+
+    def _path(self, key: str) -> str:
+        return posixpath.join(self._root, key) if key else self._root
+
+    # What follows runs on worker threads.
+
+    def _find_webhdfs(self, path: str, modified_ms: int, owner: str) -> WebHdfs | None:
+        """Return what joins the parts of the new file at *path*: a server that sees it. (A comma would split its name.)"""
+        webhdfs = self._webhdfs
+        if webhdfs is None or "," in path:
+            self._joining = False
+            return None
+        self._joining = webhdfs.sees(path, modified_ms, owner)
+        if not self._joining and self._webhdfs_is_guessed:
+            self._webhdfs = None  # a port that answers nobody may take its time to say so: ask once
+        return webhdfs if self._joining else None
+
+    def _publish(self, key: str, data: bytes, overwrite: bool) -> None:
+        """Rename a temporary file with *data* to *key*; once more when its folder is removed meanwhile."""
+        path = self._path(key)
+        temporary = ""
+        try:
+            for _ in range(_ATTEMPTS):
+                temporary = temporary or self._write_temporary(data)
+                self._client.mkdirs(posixpath.dirname(path), create_parent=True)
+                try:
+                    self._client.rename(temporary, path, overwrite)
+                except FileNotFoundError:
+                    # The folder is gone. Or the temporary file is: renamed by a call whose answer was lost, which the
+                    # client sent again. Then a new one finds our own object at the key, and `put_once` recognises it.
+                    temporary = temporary if self._exists(temporary) else ""
+                else:
+                    temporary = ""
+                    return
+        finally:
+            if temporary:
+                self._remove_temporary(temporary)
+        raise StorageError(
+            f"{key!r}: its folder was removed {_ATTEMPTS} times while it was written; "
+            "stop the program that cleans up there",
+            key=key,
+            retryable=True,
+        )
+
+    def _write_temporary(self, data: bytes) -> str:
+        path = self._path(f"{_TEMPORARY}/{self._world.token(8).hex()}")
+        writer = create_file(self._client, path)
+        try:
+            status = self._client.get_file_info(path)
+            flushed = FlushedWriter(writer, status)
+            flushed.write(memoryview(data))
+            flushed.close()
+            self._sweep_leftovers(status.modification_time)
+        except BaseException:
+            self._remove_temporary(path)
+            raise
+        return path
+
+    def _remove_temporary(self, path: str) -> None:
+        with suppress(OSError, RuntimeError):  # it stays as a leftover, which is swept later
+            self._client.delete(path)
+
+    def _sweep_leftovers(self, now_ms: int) -> None:
+        """Remove, once, what writers that were killed left behind a day ago or earlier."""
+        if self._swept:
+            return
+        self._swept = True
+        for found in self._client.list_status(self._path(_TEMPORARY)):
+            if found.modification_time < now_ms - _LEFTOVER_AFTER_MS:
+                self._client.delete(found.path)
+
+    def _exists(self, path: str) -> bool:
+        try:
+            self._client.get_file_info(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _read_whole(self, key: str, max_bytes: int) -> bytes:
+        reader = self._client.read(self._path(key))
+        return reader.read_range(0, min(len(reader), max_bytes))
+
+    def _stat(self, key: str) -> Stat:
+        found = self._client.get_file_info(self._path(key))
+        if found.isdir:
+            raise FileNotFoundError(f"{key!r} is a folder")
+        return _to_stat(key, found)
+
+    def _list(self, prefix: str) -> Listing:
+        folder = self._path(prefix)
+        objects: list[Stat] = []
+        folders: list[str] = []
+        with suppress(FileNotFoundError):
+            for found in self._client.list_status(folder):
+                if (key := self._listed_key(prefix, folder, found.path)) is None:
+                    continue
+                if found.isdir:
+                    folders.append(key)
+                else:
+                    objects.append(_to_stat(key, found))
+        return Listing(tuple(sorted(objects, key=lambda stat: stat.key)), tuple(sorted(folders)))
+
+    def _listed_key(self, prefix: str, folder: str, path: str) -> str | None:
+        """Return the key of *path*; None for what is no object: temporary files, impossible names, the folder itself."""
+        name = posixpath.basename(path)
+        if path == folder or (not prefix and name == _TEMPORARY):
+            return None
+        try:
+            return check_key(f"{prefix}/{name}" if prefix else name)
+        except UsageError:
+            return None
+
+    def _delete(self, keys: tuple[str, ...]) -> None:
+        emptied: dict[str, None] = {}
+        for key in keys:
+            with hdfs_errors("deleting", key):
+                self._remove(self._path(key))
+            emptied[posixpath.dirname(key)] = None
+        for folder in emptied:
+            with hdfs_errors("removing the folder", folder):
+                self._prune(folder)
+
+    def _prune(self, folder: str) -> None:
+        """Remove *folder* and those above it while they are empty. The root stays."""
+        while folder and self._remove(self._path(folder)):
+            folder = posixpath.dirname(folder)
+
+    def _remove(self, path: str) -> bool:
+        """Remove a file or an empty folder; return False where a folder holds something."""
+        try:
+            self._client.delete(path)
+        except RuntimeError as error:
+            if "PathIsNotEmptyDirectoryException" in str(error):
+                return False
+            raise
+        return True
+
+
+def _choose_webhdfs(url: str, given: str | None) -> WebHdfs | None:
+    """Return the server to try for joining: what was given, what *url* says, or the usual port of its NameNode."""
+    place = urlsplit(url)
+    query = dict(parse_qsl(place.query))
+    if unknown := query.keys() - {"webhdfs"}:
+        raise UsageError(f"{url!r}: unknown option {sorted(unknown)[0]!r}; there is ?webhdfs=http://host:port or =off")
+    wanted = given if given is not None else query.get("webhdfs")
+    if wanted == _NO_WEBHDFS:
+        return None
+    if wanted is not None:
+        return parse_webhdfs(wanted)
+    # Without a port the host is the name of a nameservice, which no HTTP client can resolve.
+    return parse_webhdfs(f"http://{place.hostname}:{_WEBHDFS_PORT}") if place.port else None
+
+
+def _to_stat(key: str, found: FileStatus) -> Stat:
+    return Stat(key, found.length, found.modification_time * _NS_PER_MS)
