@@ -1,4 +1,4 @@
-"""How do bytes of an object get into place? Ranged GETs, copied into the caller's memory as they arrive.
+"""How do bytes of an object get into place? Ranged GETs, read into the caller's memory as they arrive.
 
 Guarantees, besides those of the contract:
 
@@ -9,16 +9,14 @@ Guarantees, besides those of the contract:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
-from aiobotocore.response import StreamingBody
+from collections.abc import Sequence
 
 from aiockpt.backends.s3_client import Bucket
+from aiockpt.backends.s3_wire import Sink, receive
 from aiockpt.errors import ObjectExistsError, StorageError, StorageTransferError, UsageError
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.storage.backend import Seen
 
-_READ_AHEAD_BYTES = 1 << 20
 _INLINE_BYTES = 1 << 20  # a hop to a thread costs about as much as hashing this
 
 
@@ -59,8 +57,9 @@ class S3Reader:
 
     async def _get(self, offset: int, wanted: int, views: Sequence[memoryview]) -> None:
         client = await self._bucket.client()
+        sink = Sink(views)
         try:
-            with self._bucket.errors("reading", self._key):
+            with self._bucket.sending("reading", self._key) as moved:
                 answer = await client.get_object(
                     Bucket=self._bucket.name,
                     Key=self._bucket.path(self._key),
@@ -69,11 +68,12 @@ class S3Reader:
                 )
                 async with answer["Body"] as body:
                     self._check_range(answer.get("ContentRange", ""), offset, wanted)
-                    got = await fill(body, views)
+                    await receive(body.raw_stream, sink, moved)
         except ObjectExistsError as error:  # a condition was not met: the one that we gave
             raise StorageError(f"{self._key!r} was replaced while it was read; open it again", key=self._key) from error
-        if got != wanted:
-            raise StorageTransferError(f"{self._key!r}: {got} bytes came and {wanted} were asked for", key=self._key)
+        if sink.came_bytes != wanted:
+            came = sink.came_bytes
+            raise StorageTransferError(f"{self._key!r}: {came} bytes came and {wanted} were asked for", key=self._key)
 
     def _check_range(self, said: str, offset: int, wanted: int) -> None:
         """Refuse another range than the one asked for; a store that ignores the header sends the whole object."""
@@ -97,37 +97,3 @@ class S3Reader:
 def _show_all(views: Sequence[memoryview], seen: Seen) -> None:
     for view in views:
         seen(view)
-
-
-async def fill(body: StreamingBody, views: Sequence[memoryview]) -> int:
-    """Copy what comes into *views*, one after the other, and return how many bytes came, also beyond their ends.
-
-    The pieces are those that the socket gave (up to 256 KiB): asking for more would join them, which is one more copy.
-    With aiohttp's 64 KiB of read-ahead each of them would pause and resume the socket: a third more processor time.
-    """
-    body.raw_stream.content.set_read_chunk_size(_READ_AHEAD_BYTES)
-    rest = iter(views)
-    room = next(rest, memoryview(b""))
-    came = 0
-    async for piece, _ in body.raw_stream.content.iter_chunks():
-        came += len(piece)
-        if len(piece) <= len(room):  # nearly always
-            room[: len(piece)] = piece
-            room = room[len(piece) :]
-            continue
-        room = _spread(memoryview(piece), room, rest)
-    return came
-
-
-def _spread(piece: memoryview, room: memoryview, rest: Iterator[memoryview]) -> memoryview:
-    """Copy a piece that ends beyond *room*, going on in *rest*; return the room that is left."""
-    while len(piece):
-        if not len(room):
-            following = next(rest, None)
-            if following is None:
-                break
-            room = following
-        count = min(len(piece), len(room))
-        room[:count] = piece[:count]
-        piece, room = piece[count:], room[count:]
-    return room

@@ -1,0 +1,183 @@
+"""How the body of an answer reaches the caller's memory: off the socket itself, and through aiohttp where that cannot be."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import ssl
+import subprocess
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import ClientPayloadError, web
+
+from aiockpt.backends import s3_wire
+from aiockpt.backends.s3_wire import Sink, receive
+from aiockpt.testing.backend_suite import patterned
+
+SIZE = 3 << 20
+BODY = bytes(patterned(SIZE))
+
+
+class Served:
+    """A server of one body.
+
+    Attributes:
+        connections: the client's addresses, in the order of the requests.
+        chunked: send it without its length.
+        sent: bytes after which the connection breaks.
+    """
+
+    def __init__(self) -> None:
+        self.connections: list[object] = []
+        self.chunked = False
+        self.sent = SIZE
+        self.body = BODY
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        self.connections.append(request.transport.get_extra_info("peername"))
+        response = web.StreamResponse()
+        if self.chunked:
+            response.enable_chunked_encoding()
+        else:
+            response.content_length = len(self.body)
+        await response.prepare(request)
+        for start in range(0, self.sent, 200_000):
+            await response.write(self.body[start : min(start + 200_000, self.sent)])
+        if self.sent < SIZE:
+            request.transport.abort()
+        return response
+
+
+@pytest.fixture
+def served() -> Served:
+    return Served()
+
+
+@pytest.fixture
+async def url(served: Served) -> AsyncIterator[str]:
+    async for one in _run(served, None):
+        yield one
+
+
+async def _run(served: Served, context: ssl.SSLContext | None) -> AsyncIterator[str]:
+    application = web.Application()
+    application.router.add_get("/", served.handle)
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
+        yield f"http{'s' if context else ''}://127.0.0.1:{runner.addresses[0][1]}/"
+    finally:
+        await runner.cleanup()
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each attempt to take the socket itself found one."""
+    tried: list[bool] = []
+
+    def open_plain(transport: Any) -> Any:
+        tried.append((plain := original(transport)) is not None)
+        return plain
+
+    original = s3_wire.open_plain
+    monkeypatch.setattr(s3_wire, "open_plain", open_plain)
+    return tried
+
+
+async def get(session: aiohttp.ClientSession, url: str, into: Sequence[memoryview]) -> Sink:
+    sink = Sink(into)
+    async with session.get(url, ssl=False) as response:
+        await receive(response, sink, lambda: None)
+    return sink
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (100_000, 100_001, 2 << 20)])
+async def test_a_body_lands_in_the_buffers_and_the_connection_is_used_again(
+    served: Served, url: str, opened: list[bool], cuts: Sequence[int]
+) -> None:
+    async with aiohttp.ClientSession() as session:
+        for _ in range(3):
+            memory = memoryview(bytearray(SIZE))
+            edges = [0, *cuts, SIZE]
+            sink = await get(session, url, [memory[a:b] for a, b in itertools.pairwise(edges)])
+            assert memory == BODY
+            assert sink.came_bytes == SIZE
+    assert len(set(served.connections)) == 1
+    assert opened == [True] * 3
+
+
+async def test_a_body_that_does_not_say_its_length_goes_through_aiohttp(
+    served: Served, url: str, opened: list[bool]
+) -> None:
+    served.chunked = True
+    async with aiohttp.ClientSession() as session:
+        memory = memoryview(bytearray(SIZE))
+        await get(session, url, [memory])
+        assert memory == BODY
+    assert not opened
+
+
+async def test_more_than_there_is_room_for_is_counted_and_harms_no_later_answer(
+    served: Served, url: str, opened: list[bool]
+) -> None:
+    async with aiohttp.ClientSession() as session:
+        memory = memoryview(bytearray(SIZE - 5))
+        assert (await get(session, url, [memory])).came_bytes == SIZE
+        assert memory == BODY[:-5]
+        whole = memoryview(bytearray(SIZE))
+        await get(session, url, [whole])
+        assert whole == BODY
+    assert opened == [True]
+
+
+async def test_a_small_body_that_came_with_its_headers_needs_no_socket(served: Served, url: str) -> None:
+    served.body = b"small"
+    async with aiohttp.ClientSession() as session:
+        memory = memoryview(bytearray(5))
+        await get(session, url, [memory])
+        assert memory == b"small"
+
+
+async def test_a_connection_that_ends_early_is_an_error_and_not_used_again(
+    served: Served, url: str, opened: list[bool]
+) -> None:
+    served.sent = 2_000_000
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(ClientPayloadError):
+            await get(session, url, [memoryview(bytearray(SIZE))])
+        served.sent = SIZE
+        memory = memoryview(bytearray(SIZE))
+        await get(session, url, [memory])
+        assert memory == BODY
+    assert len(set(served.connections)) == 2
+    assert opened == [True, True]
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> ssl.SSLContext:
+    """A server's side of TLS, with a certificate of its own making."""
+    if (openssl := shutil.which("openssl")) is None:
+        pytest.skip("openssl is not installed")
+    key, certificate = tmp_path / "key", tmp_path / "certificate"
+    make = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=127.0.0.1"]
+    subprocess.run([*make, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    return context
+
+
+async def test_what_is_encrypted_goes_through_aiohttp(
+    served: Served, opened: list[bool], certificate: ssl.SSLContext
+) -> None:
+    async for url in _run(served, certificate):
+        async with aiohttp.ClientSession() as session:
+            memory = memoryview(bytearray(SIZE))
+            await get(session, url, [memory])
+            assert memory == BODY
+    assert opened == [False]
