@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import base64
 import zlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import aiohttp
 import msgspec
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http import StreamWriter
 
 from aiockpt.errors import UsageError
 
@@ -73,33 +76,48 @@ def find_summing(wanted: Checksum | Literal["auto"] | None) -> Summing | None:
     return Summing("CRC64NVME", 8, add, crt.combine_crc64nvme)
 
 
-class Body:
-    """Memory as a request body: aiohttp iterates over it, botocore measures it and rewinds it for a redirect.
+class Body(aiohttp.Payload):
+    """Memory as a request body: aiohttp sends it, botocore measures it and rewinds it for a redirect.
 
-    Not an ``io.IOBase``, which aiohttp would copy. It has ``read`` because awscrt refuses to sign for a body without it.
+    It has ``read`` because awscrt refuses to sign for a body without it. A connection that the body is not sent through to
+    its end is cut: merely closed it would wait, with its buffers, for a store that takes no more.
 
     Args:
         views: one after the other; they must not change until the answer is there.
         moved: called before each slice.
     """
 
+    _autoclose = True  # there is nothing to close
+
     def __init__(self, views: Sequence[memoryview], moved: Callable[[], object]) -> None:
+        super().__init__(views)
         self._views = views
         self._moved = moved
+        self._size = sum(len(view) for view in views)
 
     def __len__(self) -> int:
-        return sum(len(view) for view in self._views)
+        return self._size or 0
 
     def read(self, *_: object) -> bytes:
         """Refuse: nothing may read the body but the connection."""
         raise AssertionError("the body of a part was read to be signed or summed; the client is configured not to")
 
+    def decode(self, *_: object) -> str:
+        """Refuse, as `read`."""
+        raise AssertionError("the body of a part is no text")
+
     def seek(self, position: int) -> None:
-        """Do nothing: every iteration begins at the start."""
+        """Do nothing: every sending begins at the start."""
         assert position == 0
 
-    async def __aiter__(self) -> AsyncIterator[memoryview]:
-        for view in self._views:
-            for start in range(0, len(view), SLICE_BYTES):
-                self._moved()
-                yield view[start : start + SLICE_BYTES]
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        """Send it, slice by slice."""
+        try:
+            for view in self._views:
+                for start in range(0, len(view), SLICE_BYTES):
+                    self._moved()
+                    await writer.write(view[start : start + SLICE_BYTES])
+        except BaseException:
+            if isinstance(writer, StreamWriter) and writer.transport is not None:
+                writer.transport.abort()
+            raise
