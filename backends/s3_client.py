@@ -64,6 +64,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             s3={"payload_signing_enabled": False, **addressing},
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
+            user_agent="aiockpt",  # else it is put together anew for each call, a fifth of what that costs
             parameter_validation=False,  # ours are right, and it costs more than signing
         )
 
@@ -154,7 +155,7 @@ class Bucket:
         """
         if self._client is None or self._expired or self._loop is not asyncio.get_running_loop():
             async with self._opening:
-                with self.errors("opening", self.name):
+                with self.errors("opening", ""):
                     await self._open()
         assert self._client is not None
         return self._client
@@ -182,7 +183,9 @@ class Bucket:
             try:
                 self._client = await anext(client)  # calls under way keep the one they have
             except ValueError as error:
-                raise UsageError(f"s3://{self.name}: {error}; check AWS_ENDPOINT_URL or endpoint_url=…") from error
+                raise UsageError(
+                    f"s3://{self.name}: {error}; check AWS_ENDPOINT_URL or endpoint_url=…: http://host:port"
+                ) from error
             self._clients.append(client)
             self._expired = False
 

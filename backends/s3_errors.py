@@ -59,6 +59,7 @@ _OTHER_REGION = {
     "IllegalLocationConstraintException",
 }
 _CLOCK = {"RequestTimeTooSkewed"}
+_UNKNOWN_KEY = {"InvalidAccessKeyId", "SignatureDoesNotMatch"}
 _RETRYABLE_STATUS = {500, 502, 504}
 _ACCESS_STATUS = {401, 403}
 
@@ -81,19 +82,20 @@ def storage_errors(doing: str, key: str, where: str, noticed: Callable[[Exceptio
 
     Args:
         doing: a verb form, as in "reading".
-        key: relative to the backend's root.
+        key: relative to the backend's root; "" is the root.
         where: the bucket and the endpoint, for messages.
     """
+    doing = f"{doing} {key!r} in {where}" if key else f"{doing} {where}"
     try:
         yield
     except ClientError as error:
         noticed(error)
-        raise _from_answer(error, f"{doing} {key!r} in {where}", where, key) from error
+        raise _from_answer(error, doing, where, key) from error
     except (BotoCoreError, aiohttp.ClientError, TimeoutError, ConnectionError) as error:
         noticed(error)
         if isinstance(error, StorageError):
             raise
-        raise _from_client(error, f"{doing} {key!r} in {where}", key) from error
+        raise _from_client(error, doing, key) from error
 
 
 def _from_answer(error: ClientError, doing: str, where: str, key: str) -> StorageError:
@@ -131,7 +133,7 @@ _MEANINGS: list[tuple[set[str] | frozenset[str], Callable[[str, str, str], Stora
     (
         _NO_BUCKET,
         lambda message, where, key: StorageError(
-            f"{message}. Create the bucket, or check its name and AWS_ENDPOINT_URL: this was asked of {where}.", key=key
+            f"{message}. Create the bucket, or check its name and AWS_ENDPOINT_URL.", key=key
         ),
     ),
     (_TAKEN, lambda message, where, key: ObjectExistsError(message, key=key)),
@@ -141,6 +143,13 @@ _MEANINGS: list[tuple[set[str] | frozenset[str], Callable[[str, str, str], Stora
     (_DAMAGED, lambda message, where, key: StorageTransferError(message, key=key)),
     (_FULL, lambda message, where, key: StorageFullError(f"{message}. Free space or raise the quota.", key=key)),
     (EXPIRED, _expired),
+    (
+        _UNKNOWN_KEY,
+        lambda message, where, key: StorageAccessError(
+            f"{message}. Check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE: they are not this store's.",
+            key=key,
+        ),
+    ),
     (
         _CLOCK,
         lambda message, where, key: StorageAccessError(f"{message}. Set this machine's clock: S3 wants it.", key=key),

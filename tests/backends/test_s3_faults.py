@@ -346,3 +346,20 @@ async def test_no_client_retries_behind_our_back(s3: S3Backend, proxy: Proxy) ->
     with warnings.catch_warnings(), pytest.raises(StorageError):
         await s3.list("")
     assert len(proxy.seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "says"), [("InvalidAccessKeyId", "not this store's"), ("SignatureDoesNotMatch", "AWS_SECRET_ACCESS_KEY")]
+)
+async def test_credentials_of_another_store_are_told_from_a_missing_right(
+    s3: S3Backend, proxy: Proxy, code: str, says: str
+) -> None:
+    proxy.misbehave(Fault(do="answer", status=403, code=code))
+    with pytest.raises(StorageAccessError, match=says):
+        await s3.get("key", 10)
+
+
+async def test_a_message_about_the_root_names_the_bucket_and_no_empty_key(s3: S3Backend, proxy: Proxy) -> None:
+    proxy.misbehave(Fault(do="answer", status=500, code="InternalError"))
+    with pytest.raises(StorageError, match="listing s3://test at "):
+        await s3.list("")
