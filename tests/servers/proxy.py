@@ -17,7 +17,9 @@ import msgspec
 from aiohttp import web
 from yarl import URL
 
-Action = Literal["answer", "reset", "lose_answer", "twice", "truncate", "flip", "hang", "unconditional", "whole"]
+Action = Literal[
+    "answer", "reset", "lose_answer", "twice", "truncate", "flip", "delay", "hang", "unconditional", "whole"
+]
 _NOT_PASSED_ON = {"connection", "keep-alive", "transfer-encoding", "content-length"}
 
 
@@ -27,8 +29,9 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         do: "answer" with *status* and *code* instead of the store; "reset" the connection before it is asked;
             "lose_answer": reset it after; "twice": send the request twice and give the second answer; "truncate" the
-            answer's body; "flip" a bit of the request's body; "hang" without reading the request; "unconditional":
-            take the condition off; "whole": take the range off (both only before a store that checks no signature).
+            answer's body; "flip" a bit of the request's body; "delay" the request by *delay_s*; "hang" without reading
+            it; "unconditional": take the condition off; "whole": take the range off (both only before a store that
+            checks no signature).
         method, match: which requests: their method, and a part of their path with query.
         at: at which of these it comes, from 1. *times*: at how many in a row; None for all from then on.
         status, code: of the answer; a status of 200 has the error in its body all the same.
@@ -41,6 +44,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     times: int | None = 1
     status: int = 503
     code: str = "SlowDown"
+    delay_s: float = 0.0
 
     def meets(self, request: web.Request) -> bool:
         """Return whether it is about *request*."""
@@ -53,6 +57,7 @@ class Proxy:
     Attributes:
         endpoint_url: its own address.
         seen: "METHOD path?query" of every request, in order.
+        met: those that a fault came to, since `misbehave`.
     """
 
     def __init__(self, upstream: str, session: aiohttp.ClientSession) -> None:
@@ -63,26 +68,32 @@ class Proxy:
         self._faults: tuple[Fault, ...] = ()
         self.endpoint_url = ""
         self.seen: list[str] = []
+        self.met: list[str] = []
 
     def misbehave(self, *faults: Fault) -> None:
         """Do *faults* from now on, and no others; with none, behave."""
         self._faults = faults
         self._counts.clear()
+        self.met.clear()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer one request."""
         self.seen.append(f"{request.method} {request.raw_path}")
         fault = self._due(request)
+        if fault is not None:
+            self.met.append(self.seen[-1])
         if fault is not None and fault.do == "hang":
             await self._ending.wait()
             return _reset(request)
+        if fault is not None and fault.do == "delay":
+            await asyncio.sleep(fault.delay_s)
         body = await request.read()
         if fault is not None and fault.do == "answer":
             said = f"<Error><Code>{fault.code}</Code><Message>by the proxy</Message></Error>"
             return web.Response(status=fault.status, body=b"" if request.method == "HEAD" else said.encode())
         if fault is not None and fault.do == "reset":
             return _reset(request)
-        if fault is not None and fault.do == "flip":
+        if fault is not None and fault.do == "flip" and body:
             body = bytes([body[0] ^ 1]) + body[1:]
         do = fault.do if fault is not None else None
         if do == "twice":

@@ -127,11 +127,15 @@ class Seaweed:
 
 
 @contextlib.contextmanager
-def seaweed_server(program: str) -> Iterator[Seaweed]:
-    """Run a server of its own for the length of the block, in a folder that goes with it."""
-    folder = Path(
-        tempfile.mkdtemp(prefix="aiockpt-seaweed-", dir=_IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None)
-    )
+def seaweed_server(program: str, place: Path | None = None) -> Iterator[Seaweed]:
+    """Run a server of its own for the length of the block, in a folder that goes with it.
+
+    Args:
+        place: where that folder is; None takes memory, where the system has some to write to.
+    """
+    if place is None and os.access(_IN_MEMORY, os.W_OK):
+        place = Path(_IN_MEMORY)
+    folder = Path(tempfile.mkdtemp(prefix="aiockpt-seaweed-", dir=place))
     server = Seaweed(program, folder)
     try:
         server.start()
