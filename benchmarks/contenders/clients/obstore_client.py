@@ -10,6 +10,8 @@ from obstore.store import S3Store
 from benchmarks.contenders.clients import Place
 from benchmarks.contenders.clients.parts import each_part
 
+_PIECE_BYTES = 1 << 20
+
 
 class Obstore:
     """Its own threads move the bytes."""
@@ -41,9 +43,10 @@ class Obstore:
         """Get ranges."""
 
         async def fetch(_: int, start: int, end: int) -> None:
-            into[start:end] = memoryview(
-                await obstore.get_range_async(self._store, self._place.path(key), start=start, end=end)
-            )
+            answer = await obstore.get_async(self._store, self._place.path(key), options={"range": (start, end)})
+            async for piece in answer.stream(min_chunk_size=_PIECE_BYTES):  # whole ranges at once: half the speed
+                into[start : start + len(piece)] = memoryview(piece)
+                start += len(piece)
 
         await each_part(self._place, into.nbytes, fetch)
 
