@@ -64,6 +64,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         if not 0 <= self.faults < 1:
             raise UsageError(f"--faults {self.faults:g}: give a fraction of the calls, from 0 to below 1")
 
+    @property
+    def point_count(self) -> int:
+        """How many points and other parts there are, of which each is announced."""
+        small_operations = 2 * len(SMALL_SIZES) + 4
+        floors_and_checks = 2
+        sweeps = 2 * len(self.sizes) + small_operations
+        return sweeps * len(self.concurrency) + floors_and_checks + (self.soak_s > 0)
+
 
 def _check_rising(name: str, values: Sequence[int], least: int, most: int | None) -> None:
     """Check that *values* are different, in rising order, and within bounds."""
