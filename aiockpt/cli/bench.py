@@ -15,7 +15,6 @@ from urllib.parse import unquote
 import anyio
 import msgspec
 import typer
-from anyio.abc import CancelScope
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -109,7 +108,7 @@ async def _measure(backend: Backend, plan: Plan) -> Report:
     return report
 
 
-async def _cancel_on_signal(scope: CancelScope, caught: list[int]) -> None:
+async def _cancel_on_signal(scope: anyio.CancelScope, caught: list[int]) -> None:
     """Cancel *scope* at the first signal; the next one finds the interpreter's own handler."""
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async for number in signals:

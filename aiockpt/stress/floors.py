@@ -5,7 +5,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Literal
 from urllib.parse import unquote
 
 import numpy as np
@@ -34,16 +36,13 @@ async def measure_floors(lab: Lab) -> None:
         return
     size = min(_DISK_BYTES, lab.plan.most_bytes)
     try:
-        for kind in ("write", "read"):
-            found = await run_blocking(working, lambda kind=kind: measure_disk(_folder(path), size, 2, kind=kind))
+        kinds: tuple[Literal["write", "read"], ...] = ("write", "read")
+        for kind in kinds:
+            found = await run_blocking(working, partial(measure_disk, Path(unquote(path)), size, 2, kind=kind))
             name = f"raw disk, {kind} ({'O_DIRECT' if found.direct else 'page cache'}, one thread)"
             lab.report.floors.append(Floor(name, max(found.bytes_per_s)))
     except OSError as error:
         lab.skip("raw disk", str(error))
-
-
-def _folder(path: str) -> Path:
-    return Path(unquote(path))
 
 
 def _copy_bytes_per_s() -> float:

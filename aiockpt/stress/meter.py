@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from aiockpt.errors import StorageError
 from aiockpt.runtime.world import Clock
-from aiockpt.storage.retry_policy import ErrorClass, classify
+from aiockpt.storage.retry_policy import classify
 from aiockpt.stress.report import Point
 
 GIB = 1 << 30
@@ -29,7 +29,7 @@ class Meter:
         self._clock = clock
         self._taken_ns: list[int] = []
         self.moved_bytes = 0
-        self.errors: Counter[ErrorClass] = Counter()
+        self.errors: Counter[str] = Counter()
         self.last_error: StorageError | None = None
         self.wrong: list[str] = []
 

@@ -140,9 +140,10 @@ def _label_ends(axes: Any, ends: Sequence[tuple[tuple[int, float | None], str, s
     """Write each line's name beside its end; labels that would overlap are moved apart, and led back by a thin line."""
     axes.autoscale_view()  # else the limits, and so the transformation, are made when it is drawn
     to_panel = axes.transData + axes.transAxes.inverted()
-    at = [(*map(float, to_panel.transform(end)), text, colour) for end, text, colour in ends]
-    at.sort(key=lambda one: one[1])
-    for (right, wanted, text, colour), height in zip(at, _spread([one[1] for one in at]), strict=True):
+    at = [(float(to_panel.transform(end)[1]), text, colour) for end, text, colour in ends]
+    right = float(to_panel.transform(ends[0][0])[0])
+    at.sort()
+    for (wanted, text, colour), height in zip(at, _spread([one[0] for one in at]), strict=True):
         axes.annotate(
             text,
             xy=(right, wanted),

@@ -19,6 +19,7 @@ from aiockpt.storage.backend import Backend
 from aiockpt.storage.transfer import walk
 
 CLEANING_DEADLINE_S = 300.0
+_SHOWN = 300
 
 
 @asynccontextmanager
@@ -33,16 +34,15 @@ async def own_folder(backend: Backend, token: bytes, say: Callable[[str], object
         StorageError: what is written here cannot be removed, or was not all removed at the end.
     """
     prefix = f"aiockpt-bench-{token.hex()}"
-    where = f"{backend.url.rstrip('/')}/{prefix}"
+    where = backend.url + ("" if backend.url.endswith("/") else "/") + prefix
     await _prove_cleanable(backend, prefix, where)
     say(f"everything goes below {where}, and is removed at the end")
     try:
         yield prefix
     finally:
-        with anyio.move_on_after(CLEANING_DEADLINE_S, shield=True) as cleaning:
+        left = f"it was not done after {CLEANING_DEADLINE_S:g} s"
+        with anyio.move_on_after(CLEANING_DEADLINE_S, shield=True):
             left = await _clean(backend, prefix)
-        if cleaning.cancelled_caught:
-            left = f"it was not done after {CLEANING_DEADLINE_S:g} s"
         if left:
             raise StorageError(f"{where} could not be emptied: {left}. Remove it by hand.", key=prefix)
         say(f"removed all that was below {where}")
@@ -72,17 +72,29 @@ async def _prove_cleanable(backend: Backend, prefix: str, where: str) -> None:
 
 
 async def _clean(backend: Backend, prefix: str) -> str:
-    """Remove everything below *prefix*; return what is wrong, or nothing."""
-    try:
-        folders = [prefix]
-        for folder in folders:
+    """Remove everything below *prefix*, as far as that can be done; return what is wrong, or nothing."""
+    problems: list[str] = []
+    folders = [prefix]
+    for folder in folders:
+        try:
             listing = await backend.list(folder)
             folders.extend(listing.folders)
             await backend.delete([stat.key for stat in listing.objects])
-        await backend.delete(
-            [f"{folder}/-" for folder in reversed(folders)]
-        )  # takes empty folders along, where there are any
+        except CheckpointError as error:
+            problems.append(_short(error))
+    try:
         left = [stat.key async for stat in walk(backend, prefix)]
+        if not left:
+            await backend.delete(
+                [f"{folder}/-" for folder in reversed(folders)]
+            )  # takes empty folders where they exist
+            return ""
     except CheckpointError as error:
-        return str(error)
-    return f"{len(left)} objects are left, such as {left[0]}" if left else ""
+        return _short(error)
+    return "; ".join([*problems, f"{len(left)} objects are left, such as {left[0]}"])
+
+
+def _short(error: CheckpointError) -> str:
+    """Return the message of *error*, which may name a thousand keys, cut in its middle."""
+    text = str(error)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} … {text[-_SHOWN // 2 :]}"

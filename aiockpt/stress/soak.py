@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import anyio
 import msgspec
@@ -125,9 +126,9 @@ class _Worker:
         while is_time():
             await self._try(self._dice.choices(makes, weights)[0])
         for key in list(self._files):
-            await self._try(lambda key=key: self._read_file(key))
+            await self._try(partial(self._read_file, key))
         for key in list(self._objects):
-            await self._try(lambda key=key: self._get(key))
+            await self._try(partial(self._get, key))
 
     async def _try(self, action: Callable[[], Awaitable[None]]) -> None:
         """Do something; an error is counted, and missing what must be there is wrong."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import obstore
 from obstore.store import S3Store
 
 from benchmarks.contenders.clients import Place
 from benchmarks.contenders.clients.parts import each_part
+
+if TYPE_CHECKING:
+    from obstore.store import S3Config
 
 _PIECE_BYTES = 1 << 20
 
@@ -21,11 +25,10 @@ class Obstore:
     async def open(self, place: Place) -> None:
         """Make the store; it finds credentials and region in the environment."""
         self._place = place
+        endpoint = place.endpoint_url or os.environ.get("AWS_ENDPOINT_URL")
+        config: S3Config = {"endpoint": endpoint} if endpoint else {}
         self._store = S3Store(
-            place.bucket,
-            endpoint=place.endpoint_url or os.environ.get("AWS_ENDPOINT_URL"),
-            unsigned_payload=self.UNSIGNED,
-            client_options={"allow_http": True},
+            place.bucket, config=config, unsigned_payload=self.UNSIGNED, client_options={"allow_http": True}
         )
 
     async def put(self, key: str, data: bytes) -> None:
