@@ -112,12 +112,13 @@ class Body(aiohttp.Payload):
 
     async def write(self, writer: AbstractStreamWriter) -> None:
         """Send it, slice by slice."""
+        transport = writer.transport if isinstance(writer, StreamWriter) else None  # it is gone from there once closed
         try:
             for view in self._views:
                 for start in range(0, len(view), SLICE_BYTES):
                     self._moved()
                     await writer.write(view[start : start + SLICE_BYTES])
         except BaseException:
-            if isinstance(writer, StreamWriter) and writer.transport is not None:
-                writer.transport.abort()
+            if transport is not None:
+                transport.abort()
             raise

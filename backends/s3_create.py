@@ -19,6 +19,7 @@ import anyio
 
 from aiockpt.backends.s3_body import Body, Summing
 from aiockpt.backends.s3_client import Bucket
+from aiockpt.backends.s3_errors import says_no_upload
 from aiockpt.errors import (
     ObjectExistsError,
     ObjectNotFoundError,
@@ -91,15 +92,24 @@ class Creator:
     async def was_ours(self, key: str, write_id: str, error: StorageError) -> bool:
         """Return whether the write that failed with *error* took effect all the same.
 
-        Only a conflict or a lost answer leaves that open. Where the second look fails too, *error* stands.
+        Only a conflict, a lost answer, or an upload that is not there any more leave that open.
+
+        Raises:
+            ObjectExistsError: another writer's is there.
+            StorageError: *error* sounds final and is not: the second look failed, and may succeed later.
         """
         taken = isinstance(error, ObjectExistsError)
-        if isinstance(error, StorageThrottledError) or not (taken or error.retryable):
+        finished = says_no_upload(error.__cause__)
+        if isinstance(error, StorageThrottledError) or not (taken or finished or error.retryable):
             return False
         try:
             owner = await self.owner(key)
-        except StorageError:
-            return False
+        except StorageError as unseen:
+            if error.retryable or not unseen.retryable:
+                return False
+            raise StorageError(
+                f"{error}; whose {key!r} is cannot be seen: {unseen}", key=key, retryable=True
+            ) from error
         if owner not in (None, write_id) and not taken:
             raise ObjectExistsError(f"{error}; what another writer created is there now", key=key) from error
         return owner == write_id

@@ -71,6 +71,11 @@ def says_expired(error: BaseException) -> bool:
     return isinstance(error, ClientError) and error.response.get("Error", {}).get("Code") in EXPIRED
 
 
+def says_no_upload(error: BaseException | None) -> bool:
+    """Return whether *error* says that there is no such multipart upload, which may mean that it was finished."""
+    return isinstance(error, ClientError) and error.response.get("Error", {}).get("Code") == "NoSuchUpload"
+
+
 def says_empty(error: ClientError) -> bool:
     """Return whether *error* says that the range asked for begins where the object ends."""
     return error.response.get("Error", {}).get("Code") in ("InvalidRange", "416")

@@ -142,6 +142,35 @@ async def test_the_answer_to_the_last_request_of_an_upload_may_be_lost(s3: S3Bac
     assert (await s3.stat("file")).size == len(data)
 
 
+async def test_an_upload_that_was_finished_unseen_is_found_when_it_is_finished_again(
+    s3: S3Backend, proxy: Proxy
+) -> None:
+    data = patterned(PART)
+    file = await s3.create("file", PART)
+    await file.write(0, [data])
+    unseen = Fault(do="reset", method="HEAD", match="/file", times=None)
+    proxy.misbehave(Fault(do="lose_answer", method="POST", match="uploadId"), unseen)
+    with pytest.raises(StorageError) as caught:
+        await file.finish()
+    assert caught.value.retryable
+    with pytest.raises(StorageError) as again:  # NoSuchUpload: it sounds final
+        await file.finish()
+    assert again.value.retryable
+    proxy.misbehave()
+    await file.finish()
+    assert (await s3.stat("file")).size == len(data)
+
+
+async def test_a_conflict_whose_owner_cannot_be_seen_is_not_decided(s3: S3Backend, proxy: Proxy) -> None:
+    await s3.put_new("probed", b"")
+    unseen = Fault(do="reset", method="HEAD", match="/key", times=None)
+    proxy.misbehave(Fault(do="twice", method="PUT", match="/key"), unseen)
+    with pytest.raises(StorageError) as caught:
+        await s3.put_new("key", b"ours")
+    assert caught.value.retryable
+    assert not isinstance(caught.value, ObjectExistsError)
+
+
 async def test_an_error_in_an_answer_that_says_200_is_an_error(s3: S3Backend, proxy: Proxy) -> None:
     data = patterned(PART)
     file = await s3.create("file", PART)
