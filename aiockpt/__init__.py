@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         StateMismatchError,
         StepNotFoundError,
         StorageError,
+        TornSnapshotError,
         UnsupportedStateError,
         UsageError,
     )
@@ -70,6 +71,7 @@ __all__ = [
     "StreamLoader",
     "TensorInfo",
     "Tier",
+    "TornSnapshotError",
     "UnsupportedStateError",
     "UsageError",
     "Verified",

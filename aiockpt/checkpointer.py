@@ -29,9 +29,9 @@ from aiockpt.engine.read import read
 from aiockpt.engine.sharing import WARM_UP
 from aiockpt.engine.tiers import Tiers
 from aiockpt.errors import BackgroundSaveError, SaveCancelledError, UsageError
-from aiockpt.events import Companion, Observer
-from aiockpt.options import IO, Deadlines, OnError, OnExists, Options, Retention, Tier, WhenFull
-from aiockpt.runtime.barrier import MutationBarrier
+from aiockpt.events import BarrierWaited, Companion, Observer
+from aiockpt.options import IO, Deadlines, Debug, OnError, OnExists, Options, Retention, Snapshot, Tier, WhenFull
+from aiockpt.runtime.barrier import Mutating, MutationBarrier
 from aiockpt.runtime.companion import accompany
 from aiockpt.runtime.future import Future, LoadFuture, LoadResult, SaveFuture
 from aiockpt.runtime.limits import LimiterStatistics, run_blocking
@@ -71,9 +71,16 @@ class Checkpointer:
             ``s3://bucket/prefix``, …, or a `aiockpt.storage.backend.Backend`; or several `Tier`, the nearest first:
             ``[Tier("shm://run"), Tier("/local"), Tier("s3://bucket/run", every=10)]``.
         retention: what to keep, applied after each commit; None keeps all.
+        snapshot: when ``save`` copies the state: ``"eager"``, before it returns, or ``"lazy"``, beside the next forward and
+            backward; the next step of any optimizer waits for what is left. A call may say otherwise.
+        mutable: names of tensors, or what they begin with, that a lazy save copies in the call although an optimizer owns
+            them. What no optimizer owns (buffers, bare tensors, an EMA, frozen parameters) is copied there anyway.
+        immutable: the same of tensors that a lazy save may leave in place although no optimizer owns them: frozen weights.
+        debug: ``"digest"`` compares the state before and after each snapshot, and fails a save whose state has changed.
         every: ``step()`` saves when the step is a multiple of it; None leaves the decision to you.
         max_in_flight: saves that may run at once.
-        when_full: ``"wait"`` for the oldest when that many run, or ``"skip"`` the new one (its future says so).
+        when_full: ``"wait"`` for the oldest when that many run, or ``"skip"`` the new one (its future says so). A lazy save
+            waits in the background, and holds the optimizers meanwhile; ``"eager"`` makes it wait in the call.
         on_exists: what to do when a step is committed already: add a ``"new_generation"`` of it, which readers take from
             then on, ``"skip"``, or ``"raise"``.
         on_error: a failed background save is raised by the next call (``"raise"``), warned of, or given to a callable.
@@ -95,6 +102,10 @@ class Checkpointer:
         self,
         url: Place | Sequence[Tier | Place],
         *,
+        snapshot: Snapshot = "eager",
+        mutable: Sequence[str] = (),
+        immutable: Sequence[str] = (),
+        debug: Debug | None = None,
         retention: Retention | None = None,
         every: int | None = None,
         max_in_flight: int = 2,
@@ -109,6 +120,10 @@ class Checkpointer:
         world: World | None = None,
     ) -> None:
         self._options = Options(
+            snapshot=snapshot,
+            mutable=_as_names("mutable", mutable),
+            immutable=_as_names("immutable", immutable),
+            debug=debug,
             retention=retention,
             every=every,
             max_in_flight=max_in_flight,
@@ -126,7 +141,7 @@ class Checkpointer:
         self._loop = LoopThread("aiockpt", on_exit=self._drain_at_exit)
         self._engine = Engine(backends[0], self._loop, self._options, observers, world, ranks)
         self._tiers = Tiers(tiers, self._engine, backends)
-        self._barrier = MutationBarrier(deadlines.slab_s)
+        self._barrier = MutationBarrier(deadlines.slab_s, self._tell_waited)
         self._launcher = Launcher(self._tiers, self._barrier)
         sharing = self._engine.sharing
         self._together = None if sharing is None else LoadTogether(self._engine, sharing.meeting, peers)
@@ -137,16 +152,29 @@ class Checkpointer:
 
     # ------------------------------------------------------------------ save
 
-    def save(self, step: int, state: State, *, metrics: Metrics | None = None, user: object = None) -> SaveFuture:
+    def save(
+        self,
+        step: int,
+        state: State,
+        *,
+        snapshot: Snapshot | None = None,
+        metrics: Metrics | None = None,
+        user: object = None,
+    ) -> SaveFuture:
         """Snapshot *state* and save it as *step* in the background.
 
         When this returns the state may change: its tensors were copied. Inside a running event loop a large state is
         copied on a worker instead; ``await save.snapshotted()`` before you change it (optimizers wait by themselves).
 
+        A lazy save returns at once. What optimizers own is then copied beside forward and backward, and no optimizer of
+        this process steps before that is done; everything else was copied in the call. To change such tensors in another
+        way, wait: `mutating`, `barrier`, ``await save.snapshotted()``.
+
         Args:
             step: its number, 0 or more.
             state: nested dict of modules, optimizers, anything with ``state_dict()/load_state_dict()``, tensors and plain
                 values; see README.
+            snapshot: ``"eager"`` or ``"lazy"``; None takes what the checkpointer was made with.
             metrics: numbers (tensors of one element too) for ``Retention(best=…)`` and for people.
             user: anything JSON can hold; kept in the manifest.
 
@@ -155,7 +183,7 @@ class Checkpointer:
             BackgroundSaveError: an *earlier* save failed (``on_error="raise"``); this one was started and is in ``.future``.
         """
         self._check_call()
-        future = self._launcher.launch(step, state, metrics or {}, user)
+        future = self._launcher.launch(step, state, snapshot, metrics or {}, user)
         report_failures(self._engine, future)
         return future
 
@@ -168,6 +196,21 @@ class Checkpointer:
     def barrier(self) -> None:
         """Block until no snapshot is being copied, before you change the state by hand. Optimizers do it by themselves."""
         self._barrier.wait()
+
+    async def wait_mutable(self) -> None:
+        """The same, for event loops."""
+        await self._barrier.wait_async()
+
+    def mutating(self) -> Mutating:
+        """Return the block to change the state in by hand: ``with ckpt.mutating():``, or ``async with`` in an event loop.
+
+        It begins when no snapshot is being copied; a save inside it is a `UsageError`.
+        """
+        return Mutating(self._barrier)
+
+    def _tell_waited(self, step: int, seconds: float) -> None:
+        event = BarrierWaited(at_ns=self._engine.now_ns(), step=step, seconds=seconds)
+        self._loop.call_soon(self._engine.emit, event)
 
     # ------------------------------------------------------------------ load
 
@@ -454,6 +497,12 @@ def _as_tiers(url: Place | Sequence[Tier | Place], retention: Retention | None) 
         raise UsageError("an empty list names no place; give a path, a URL, or at least one Tier(…)")
     tiers = [place if isinstance(place, Tier) else Tier(place) for place in places]
     return [tier if tier.keep is not None else msgspec.structs.replace(tier, keep=retention) for tier in tiers]
+
+
+def _as_names(option: str, names: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(names, str):
+        raise UsageError(f"{option}={names!r}: give a list of names, [{names!r}]")
+    return tuple(names)
 
 
 def _number(step: object) -> int | None:

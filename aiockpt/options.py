@@ -28,8 +28,15 @@ OnExists = Literal["new_generation", "skip", "raise"]
 Verify = Literal["read", "full", "none"]
 """Check the blocks that are read (default), every block of the checkpoint first, or nothing (benchmarks only)."""
 
-WhenFull = Literal["wait", "skip"]
-"""``max_in_flight`` saves are running: wait for the oldest (default), or skip this save."""
+Snapshot = Literal["eager", "lazy"]
+"""When tensors are copied: before ``save`` returns (default), or beside what follows, until an optimizer steps."""
+
+Debug = Literal["digest"]
+"""Compare digests of the state at the call with those at the end of the copy: a change meanwhile fails the save."""
+
+WhenFull = Literal["wait", "skip", "eager"]
+"""``max_in_flight`` saves are running, or no slab is free for a lazy one: wait (default; a lazy save does so in the
+background, and holds the optimizers meanwhile), skip this save, or wait and copy in the call."""
 
 OnError = Literal["raise", "warn"] | Callable[["SaveFuture"], object]
 """A background save failed: raise at the next call (default), warn, or call this with its future."""
@@ -163,6 +170,10 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """All choices of one checkpointer; `aiockpt.Checkpointer` takes each as a keyword and documents it."""
 
+    snapshot: Snapshot = "eager"
+    mutable: tuple[str, ...] = ()
+    immutable: tuple[str, ...] = ()
+    debug: Debug | None = None
     retention: Retention | None = None
     every: int | None = None
     max_in_flight: int = 2
@@ -181,14 +192,23 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if type(value) is not int and not (name == "every" and value is None):
                 raise UsageError(f"{name}={value!r}: give an int")
-        for name, words in (("when_full", WhenFull), ("on_exists", OnExists), ("on_error", get_args(OnError)[0])):
-            value = getattr(self, name)
-            if value not in get_args(words) and not (name == "on_error" and callable(value)):
-                raise UsageError(f"{name}={value!r}: give one of {', '.join(map(repr, get_args(words)))}")
+        check_choice("snapshot", self.snapshot, Snapshot)
+        check_choice("when_full", self.when_full, WhenFull)
+        check_choice("on_exists", self.on_exists, OnExists)
+        if self.debug is not None:
+            check_choice("debug", self.debug, Debug)
+        if not callable(self.on_error):
+            check_choice("on_error", self.on_error, get_args(OnError)[0])
         if self.max_in_flight < 1:
             raise UsageError(f"max_in_flight={self.max_in_flight}: give at least 1")
         if self.every is not None and self.every < 1:
             raise UsageError(f"every={self.every}: give at least 1, or None to decide each save yourself")
+
+
+def check_choice(name: str, value: object, words: object) -> None:
+    """Raise UsageError when *value* is none of the *words* of a Literal."""
+    if value not in get_args(words):
+        raise UsageError(f"{name}={value!r}: give one of {', '.join(map(repr, get_args(words)))}")
 
 
 def launched_world_size(environment: Mapping[str, str] = os.environ) -> int:

@@ -23,6 +23,7 @@ import anyio
 from aiockpt.errors import CheckpointError, CorruptionError, ObjectNotFoundError, StorageError
 from aiockpt.format.checksum import BlockHasher, block_range
 from aiockpt.format.manifest import FileEntry, Manifest
+from aiockpt.format.names import list_names
 from aiockpt.format.safetensors import MAX_HEADER_BYTES, decode_header
 from aiockpt.format.validate import check_header, pieces_by_file
 from aiockpt.pipeline.discover import StepCopy
@@ -300,10 +301,9 @@ class Fetcher:
         start, end = block_range(block, file.size, file.block)
         names = [name for name, piece in self._placed[index] if piece.start < end and start < piece.end]
         key = self._key(file)
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         return CorruptionError(
-            f"{key}: block {block} (bytes {start}–{end}) is not what was saved; it holds {shown or 'the header'}. "
-            "Load another step, or another copy of this one.",
+            f"{key}: block {block} (bytes {start}–{end}) is not what was saved; it holds "
+            f"{list_names(names) or 'the header'}. Load another step, or another copy of this one.",
             key=key,
             offset=start,
             tensors=names,

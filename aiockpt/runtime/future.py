@@ -79,6 +79,11 @@ class Stage(Generic[T]):
             self._inner.add_done_callback(lambda _: wake())
             await reached.wait()
 
+    async def _settled_within(self, seconds: float) -> None:
+        """Wait until it is settled, or *seconds* have passed."""
+        with anyio.move_on_after(seconds):
+            await self._settled()
+
     def _value(self) -> T:
         self._told = True
         return self._inner.result()
