@@ -412,6 +412,7 @@ class Checkpointer:
         self._loop.close()
         self._engine.release_memory()
         self._launcher.forget()
+        self._barrier.close()
 
     def _drain_at_exit(self) -> None:
         try:

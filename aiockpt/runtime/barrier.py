@@ -3,7 +3,10 @@
 While a snapshot is being copied on another thread, a global optimizer-step pre-hook holds every optimizer of the process
 until the *whole* ticket is copied (DECISIONS 15). Guarantees:
 
-- A snapshot is guarded before ``save()`` returns. The hook is there from the first such snapshot on until none is left.
+- A snapshot is guarded before ``save()`` returns.
+- The hook comes with the first barrier of the process and stays: optimizers walk torch's hooks without a lock, and one
+  that is added or removed meanwhile, by whoever finishes a copy, makes ``step()`` raise on another thread. While nothing
+  is copied it costs a step less than a microsecond.
 - A wait ends: a copy that is stuck fails its save, and training goes on. A torn snapshot is never published.
 - A forked child, whose copy of the hook waits for threads that did not come along, is not held.
 
@@ -14,8 +17,9 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable
-from threading import Lock
+from threading import Lock, RLock
 from types import TracebackType
 from typing import Any
 
@@ -52,17 +56,14 @@ class MutationBarrier:
         self._pid = os.getpid()
         self._lock = Lock()
         self._copying: dict[Stage[None], Guarded] = {}
-        self._handle: RemovableHandle | None = None
         self._mutating = 0
+        _register(self)
 
     def guard(self, save: SaveFuture, give_up: GiveUp) -> None:
         """Hold optimizers from now until *save* is snapshotted; *give_up* fails it when its copy is stuck."""
         snapshotted = save.snapshotted()
-        with self._lock:
-            self._copying[snapshotted] = Guarded(save, give_up)
-            if self._handle is None:
-                self._handle = register_optimizer_step_pre_hook(self._before_step)
-        snapshotted._inner.add_done_callback(lambda _: self._release(snapshotted))
+        self._copying[snapshotted] = Guarded(save, give_up)
+        snapshotted._inner.add_done_callback(lambda _: self._copying.pop(snapshotted, None))
 
     def count_mutating(self, more: int) -> None:
         """Count who is changing the state by hand."""
@@ -78,7 +79,7 @@ class MutationBarrier:
 
     def wait(self) -> None:
         """Block until no snapshot is being copied."""
-        if os.getpid() != self._pid:
+        if not self._copying or os.getpid() != self._pid:
             return
         for snapshotted, guarded in list(self._copying.items()):
             began_s = time.perf_counter()
@@ -100,18 +101,40 @@ class MutationBarrier:
         if seconds >= 0.001:
             self._on_waited(guarded.save.step, seconds)
 
-    def _before_step(self, *_: Any) -> None:
-        self.wait()
-
-    def _release(self, snapshotted: Stage[None]) -> None:
-        with self._lock:
-            self._copying.pop(snapshotted, None)
-            if not self._copying and self._handle is not None:
-                self._handle.remove()
-                self._handle = None
+    def close(self) -> None:
+        """Hold nobody any more. Idempotent."""
+        _forget(self)
 
     def __repr__(self) -> str:
         return f"<MutationBarrier {len(self._copying)} snapshots being copied>"
+
+
+_registering = RLock()  # the collector may forget one barrier in the middle of registering another
+_barriers: tuple[weakref.ref[MutationBarrier], ...] = ()
+"""Of this process. Replaced and never changed: steps read it on any thread."""
+_hook: RemovableHandle | None = None
+
+
+def _register(barrier: MutationBarrier) -> None:
+    global _barriers, _hook
+    with _registering:
+        _barriers = (*_barriers, weakref.ref(barrier, _forget))
+        if _hook is None:
+            _hook = register_optimizer_step_pre_hook(_before_step)
+
+
+def _forget(gone: object) -> None:
+    """Take a barrier, or a reference to one that is no more, from the list."""
+    global _barriers
+    with _registering:
+        _barriers = tuple(known for known in _barriers if known is not gone and known() not in (gone, None))
+
+
+def _before_step(*_: Any) -> None:
+    for known in _barriers:
+        barrier = known()
+        if barrier is not None:
+            barrier.wait()
 
 
 class Mutating:

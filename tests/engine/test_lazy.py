@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 import aiockpt
+from aiockpt.backends.memory import MemoryBackend
 from aiockpt.events import BarrierWaited, Event, SaveSkipped, SnapshotTaken
 from aiockpt.options import MIB
 from aiockpt.pipeline import snapshot as copying
+from aiockpt.runtime import barrier
 from aiockpt.runtime.slabs import SlabPool
 
 SMALL = aiockpt.IO(pool_bytes=64 * 1024, slab_bytes=64 * 1024, block_bytes=64 * 1024, read_bytes=64 * 1024)
@@ -139,12 +146,21 @@ def test_what_is_saved_is_the_state_at_the_call_though_the_copy_is_slow(
     assert not equal(run.copied(), before)
 
 
+@contextmanager
+def removed_hook() -> Iterator[None]:
+    assert barrier._hook is not None
+    barrier._hook.remove()
+    try:
+        yield
+    finally:
+        barrier._hook = register_optimizer_step_pre_hook(barrier._before_step)
+
+
 def test_without_the_hook_the_same_save_is_torn_and_the_digests_say_so(
     tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aiockpt.runtime.barrier.MutationBarrier._before_step", lambda *_: None)
     run = Run()
-    with aiockpt.Checkpointer(tmp_path, snapshot="lazy", debug="digest", on_error="warn") as ckpt:
+    with removed_hook(), aiockpt.Checkpointer(tmp_path, snapshot="lazy", debug="digest", on_error="warn") as ckpt:
         save = ckpt.save(1, run.state)
         run.forward_and_backward()
         run.optimizer.step()
@@ -167,16 +183,34 @@ def test_the_digests_find_nothing_in_an_honest_save(tmp_path: Path) -> None:
         assert ckpt.latest().result(30) == 2
 
 
-def test_the_hook_is_there_only_while_a_snapshot_is_copied(tmp_path: Path, gate: Gate) -> None:
-    run = Run()
-    there_before = len(_global_optimizer_pre_hooks)
+def test_one_hook_serves_all_checkpointers_and_holds_nobody_for_a_closed_one(tmp_path: Path) -> None:
+    hooks, known = dict(_global_optimizer_pre_hooks), barrier._barriers
+    for number in range(3):
+        with aiockpt.Checkpointer(tmp_path / str(number)):
+            assert len(barrier._barriers) == len(known) + 1
+    assert barrier._barriers == known
+    assert dict(_global_optimizer_pre_hooks) == hooks
+
+
+def test_a_barrier_that_is_dropped_is_forgotten() -> None:
+    known = barrier._barriers
+    dropped = barrier.MutationBarrier(1)
+    assert len(barrier._barriers) == len(known) + 1
+    del dropped
+    gc.collect()
+    assert barrier._barriers == known
+
+
+def test_hooks_of_others_are_walked_to_their_end_while_a_copy_ends(tmp_path: Path, gate: Gate) -> None:
+    run, called = Run(), []
+    handles = [register_optimizer_step_pre_hook(lambda *_: called.append(1)) for _ in range(3)]
     with aiockpt.Checkpointer(tmp_path, snapshot="lazy") as ckpt:
-        saves = [ckpt.save(step, run.state) for step in (1, 2)]
-        assert len(_global_optimizer_pre_hooks) == there_before + 1
-        gate.open.set()
-        for save in saves:
-            save.result(60)
-        assert len(_global_optimizer_pre_hooks) == there_before
+        ckpt.save(1, run.state)
+        threading.Timer(0.2, gate.open.set).start()
+        run.optimizer.step()
+    for handle in handles:
+        handle.remove()
+    assert len(called) == 3
 
 
 def test_an_optimizer_that_is_not_in_the_state_waits_too(tmp_path: Path, gate: Gate) -> None:
@@ -545,3 +579,46 @@ def test_the_pool_says_when_it_is_full() -> None:
     said.append(pool.is_full)
     pool.give(slab)
     assert [*said, pool.is_full] == [False, True, False]
+
+
+# ------------------------------------------------------------------ many tickets
+
+
+@given(
+    data=st.lists(
+        st.tuples(st.sampled_from(["lazy", "eager", "step", "cancel", "wait"]), st.integers(0, 5)),
+        min_size=1,
+        max_size=14,
+    ),
+    slabs=st.integers(1, 3),
+    in_flight=st.integers(1, 3),
+)
+@settings(max_examples=25, deadline=None)
+def test_tickets_of_any_kind_and_order_share_a_small_pool(
+    data: list[tuple[str, int]], slabs: int, in_flight: int
+) -> None:
+    run = Run("sgd")
+    io = aiockpt.IO(pool_bytes=slabs << 16, slab_bytes=1 << 16, block_bytes=1 << 16, read_bytes=1 << 16)
+    place = MemoryBackend(f"lazy-{uuid.uuid4()}")
+    saves: list[tuple[aiockpt.SaveFuture, dict[str, Any]]] = []
+    with aiockpt.Checkpointer(place, io=io, max_in_flight=in_flight, on_error="warn") as ckpt:
+        for number, (action, which) in enumerate(data):
+            if action in ("lazy", "eager"):
+                saves.append((ckpt.save(number, run.state, snapshot=action), run.copied()))  # type: ignore[arg-type]
+            elif action == "step":
+                run.forward_and_backward()
+                run.optimizer.step()
+            elif saves and action == "cancel":
+                saves[which % len(saves)][0].cancel()
+            elif saves:
+                saves[which % len(saves)][0].exception(60)
+        ckpt.wait()
+        assert ckpt.statistics().pool.used_slabs == 0
+        assert ckpt.statistics().pool.peak_used_slabs <= slabs
+        for save, expected in saves:
+            if save.exception(60) is None:
+                fresh = Run("sgd")
+                ckpt.load(fresh.state, save.step).result(60)
+                assert equal(fresh.copied(), expected)
+            else:
+                assert save.cancelled()
