@@ -19,6 +19,7 @@ from aiockpt.convert.outbound import convert_step
 from aiockpt.convert.source import SUFFIX
 from aiockpt.engine.context import Engine
 from aiockpt.engine.launch import check_step
+from aiockpt.errors import UsageError
 from aiockpt.runtime.future import Future
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
@@ -83,6 +84,8 @@ def to_hugging_face(
         ObjectExistsError: the folder holds weights already.
         StorageError: of either place.
     """
+    if _split_file(folder)[1] is not None:
+        raise UsageError(f"{folder}: weights become a folder of files; name a folder")
     request = _OutboundRequest(
         None if step is None else check_step(step), prefix, parse_dtype(dtype), max_shard_bytes, replace, dry_run
     )

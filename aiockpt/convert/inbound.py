@@ -6,6 +6,7 @@ The step is what a save of ``{"model": model}`` would have written, so ``load`` 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import anyio
@@ -43,6 +44,7 @@ logger = logging.getLogger("aiockpt")
 
 WINDOWS = 8
 CLEAN_UP_DEADLINE_S = 60.0
+_SECRETS = re.compile(r"(?<=://)[^/@]*@|\?.*", re.DOTALL)
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -87,7 +89,7 @@ async def convert_folder(
         )
     async with open_source(folder, request.only) as source:
         state = await run_blocking(engine.state_work, _describe, source, path, request)
-        ticket = Ticket(engine, request.step, state, {}, {"converted_from": folder.url})
+        ticket = Ticket(engine, request.step, state, {}, {"converted_from": _without_secrets(folder.url)})
         ticket.plan = await run_blocking(engine.state_work, engine.plan, state)
         planned = Inbound(source.files, state, join_name(path), ticket.plan.file_bytes, None)
         await check_space(engine, ticket)
@@ -105,6 +107,11 @@ async def convert_folder(
         manifest = await commit_votes(engine, attempt, [receipt])
         await keep.tidy(engine, committed(engine, ticket, manifest.generation))
     return msgspec.structs.replace(planned, manifest=manifest)
+
+
+def _without_secrets(url: str) -> str:
+    """Return *url* without user, password and query: it stays in the manifest for everybody to read."""
+    return _SECRETS.sub("", url)
 
 
 def _describe(source: Source, path: Path, request: Request) -> ShardedState:

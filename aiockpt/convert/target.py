@@ -2,13 +2,13 @@
 
 Guarantees:
 
-- On this machine's file systems files are written into a hidden folder inside the target, flushed, and renamed when all
-  are there; the index last. Elsewhere they are written under their own names: an object store shows them when they are
+- On this machine's file systems files are written and flushed under hidden names, and renamed when all are there; the
+  index last. Elsewhere they are written under their own names: an object store shows them when they are
   whole, and what another place shows before is shorter than its header says, which every reader refuses. The index is
   created last.
 - What is there already is refused, or replaced when that was asked for: on a file system only when all of the new is
   durable, elsewhere before, for a store has no second name for an object.
-- What fails leaves nothing of its own. A crash leaves at most the hidden folder, which the next conversion speaks of.
+- What fails leaves nothing of its own. A crash leaves at most files of hidden names, which the next conversion speaks of.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from urllib.parse import unquote
 
 import anyio
 
-from aiockpt.backends.local import LocalBackend
 from aiockpt.convert.layout import INDEX_NAME, SINGLE_NAME, is_weights
 from aiockpt.convert.streaming import Fill, write_file
 from aiockpt.errors import (
@@ -39,11 +38,11 @@ from aiockpt.pipeline.copy import Windows
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.world import Files, World
 from aiockpt.storage.backend import Backend
-from aiockpt.storage.transfer import delete_below, put_once
+from aiockpt.storage.transfer import put_once
 
 logger = logging.getLogger("aiockpt")
 
-STAGING_PREFIX = ".aiockpt-"
+STAGING_PREFIX, STAGING_SUFFIX = ".aiockpt-", ".part"
 CLEAN_UP_DEADLINE_S = 60.0
 
 
@@ -76,7 +75,7 @@ async def check_target(folder: Backend, replace: bool) -> None:
     there = [stat.key for stat in listing.objects if is_weights(stat.key)]
     if there and not replace:
         raise ObjectExistsError(f"{folder.url} holds {there[0]} already: name another folder, or replace it (--force)")
-    left = [name for name in listing.folders if name.startswith(STAGING_PREFIX)]
+    left = [stat.key for stat in listing.objects if stat.key.startswith(STAGING_PREFIX)]
     if left and not replace:
         raise ObjectExistsError(
             f"{folder.url} holds {left[0]}, of a conversion that runs or was killed: wait, or remove it (--force)"
@@ -113,9 +112,8 @@ async def open_target(folder: Backend, world: World, size: int, replace: bool) -
 
 
 async def _remove_leftovers(folder: Backend) -> None:
-    for name in (await folder.list("")).folders:
-        if name.startswith(STAGING_PREFIX):
-            await delete_below(folder, name)
+    names = [stat.key for stat in (await folder.list("")).objects]
+    await folder.delete([name for name in names if name.startswith(STAGING_PREFIX)])
 
 
 def _in_order_of_loss(names: Sequence[str]) -> list[str]:
@@ -158,15 +156,14 @@ class _StoreTarget:
 
 
 class _FileSystemTarget:
-    """A folder of this machine: files are written beside the others, under no name of theirs, and then renamed."""
+    """A folder of this machine: files are written under names that nobody reads, and then renamed."""
 
     def __init__(self, folder: Backend, world: World) -> None:
         self._folder = folder
         self._root = unquote(folder.url.removeprefix("file://"))
-        self._name = STAGING_PREFIX + world.token(6).hex()
+        self._prefix = f"{STAGING_PREFIX}{world.token(6).hex()}-"
         self._files = world.files
         self._renaming = Limiter("renaming", 1)
-        self._staging = LocalBackend(os.path.join(self._root, self._name), world=world)
         self._written: list[str] = []
         self._made_root = False
 
@@ -175,55 +172,59 @@ class _FileSystemTarget:
     ) -> None:
         if not self._written:
             self._made_root = not await run_blocking(self._renaming, self._has_root)
-        await write_file(self._staging, name, size, windows, fill, on_written=on_written)
+        await write_file(self._folder, self._staged(name), size, windows, fill, on_written=on_written)
         self._written.append(name)
+
+    def _staged(self, name: str) -> str:
+        return f"{self._prefix}{name}{STAGING_SUFFIX}"
 
     def _has_root(self) -> bool:
         try:
             self._files.lstat(self._root)
         except FileNotFoundError:
             return False
+        except OSError as error:
+            raise from_os_error(error, "looking for", self._root) from error
         return True
 
     async def publish(self, index: bytes | None) -> None:
         if index is not None:
-            await self._staging.put(INDEX_NAME, index)
+            await self._folder.put(self._staged(INDEX_NAME), index)
         there = [stat.key for stat in (await self._folder.list("")).objects if is_weights(stat.key)]
-        await run_blocking(self._renaming, self._rename_all, self._written, index is not None, there)
+        await run_blocking(self._renaming, self._rename_all, index is not None, there)
 
-    def _rename_all(self, names: Sequence[str], has_index: bool, there: Sequence[str]) -> None:
+    def _rename_all(self, has_index: bool, there: Sequence[str]) -> None:
         """Replace the weights *there* by the new ones: one file in one step; several while there is no index."""
         try:
             if not has_index:
-                self._move(names)
-            old = [name for name in _in_order_of_loss(there) if has_index or name not in names]
-            for name in old:
-                self._files.unlink(os.path.join(self._root, name))
-                _flush(self._files, self._root)
+                self._move(self._written)
+            for name in _in_order_of_loss(there):
+                if has_index or name not in self._written:
+                    self._files.unlink(os.path.join(self._root, name))
+                    _flush(self._files, self._root)
             if has_index:
-                self._move(names)
+                self._move(self._written)
                 self._move([INDEX_NAME])
-            with suppress(OSError):  # empty; or it stays, and no reader looks into it
-                self._files.rmdir(os.path.join(self._root, self._name))
         except OSError as error:
             raise from_os_error(error, "renaming the converted files in", self._root) from error
 
     def _move(self, names: Sequence[str]) -> None:
         for name in names:
-            self._files.rename(os.path.join(self._root, self._name, name), os.path.join(self._root, name))
+            self._files.rename(os.path.join(self._root, self._staged(name)), os.path.join(self._root, name))
         _flush(self._files, self._root)
 
     async def abandon(self) -> None:
-        await delete_below(self._folder, self._name)
-        await run_blocking(self._renaming, self._remove_empty)
+        names = [stat.key for stat in (await self._folder.list("")).objects]
+        await self._folder.delete([name for name in names if name.startswith(self._prefix)])
+        if self._made_root:
+            await run_blocking(self._renaming, self._remove_root)
 
-    def _remove_empty(self) -> None:
-        for path in [os.path.join(self._root, self._name), *([self._root] if self._made_root else [])]:
-            try:
-                self._files.rmdir(path)
-            except OSError as error:
-                if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
-                    raise from_os_error(error, "removing", path) from error
+    def _remove_root(self) -> None:
+        try:
+            self._files.rmdir(self._root)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                raise from_os_error(error, "removing", self._root) from error
 
 
 def _flush(files: Files, folder: str) -> None:
