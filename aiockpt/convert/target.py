@@ -3,9 +3,9 @@
 Guarantees:
 
 - On this machine's file systems files are written and flushed under hidden names, and renamed when all are there; the
-  index last. Elsewhere they are written under their own names: an object store shows them when they are
-  whole, and what another place shows before is shorter than its header says, which every reader refuses. The index is
-  created last.
+  index last. Elsewhere they are written under their own names: an object store shows them when they are whole, and what
+  HDFS or fsspec shows before is shorter than its header says, which every reader refuses. The index is created last.
+  (Shared memory shows a file at its full size at once; tools read no weights there.)
 - What is there already is refused, or replaced when that was asked for: on a file system only when all of the new is
   durable, elsewhere before, for a store has no second name for an object.
 - What fails leaves nothing of its own. A crash leaves at most files of hidden names, which the next conversion speaks of.
@@ -95,7 +95,7 @@ async def open_target(folder: Backend, world: World, size: int, replace: bool) -
     if free is not None and free < size:
         raise StorageFullError(f"the folder needs {size:,} bytes and {folder.url} has {free:,} free: free space")
     target: Target
-    target = _FileSystemTarget(folder, world) if folder.url.startswith("file://") else _StoreTarget(folder)
+    target = _FileSystemTarget(folder, world, replace) if folder.url.startswith("file://") else _StoreTarget(folder)
     if replace:
         await _remove_leftovers(folder)
         if isinstance(target, _StoreTarget):
@@ -158,13 +158,15 @@ class _StoreTarget:
 class _FileSystemTarget:
     """A folder of this machine: files are written under names that nobody reads, and then renamed."""
 
-    def __init__(self, folder: Backend, world: World) -> None:
+    def __init__(self, folder: Backend, world: World, replace: bool) -> None:
         self._folder = folder
+        self._replace = replace
         self._root = unquote(folder.url.removeprefix("file://"))
         self._prefix = f"{STAGING_PREFIX}{world.token(6).hex()}-"
         self._files = world.files
         self._renaming = Limiter("renaming", 1)
         self._written: list[str] = []
+        self._moved: list[str] = []
         self._made_root = False
 
     async def write(
@@ -191,6 +193,8 @@ class _FileSystemTarget:
         if index is not None:
             await self._folder.put(self._staged(INDEX_NAME), index)
         there = [stat.key for stat in (await self._folder.list("")).objects if is_weights(stat.key)]
+        if there and not self._replace:
+            raise ObjectExistsError(f"{self._folder.url}: another conversion has written {there[0]}; use a new folder")
         await run_blocking(self._renaming, self._rename_all, index is not None, there)
 
     def _rename_all(self, has_index: bool, there: Sequence[str]) -> None:
@@ -211,11 +215,15 @@ class _FileSystemTarget:
     def _move(self, names: Sequence[str]) -> None:
         for name in names:
             self._files.rename(os.path.join(self._root, self._staged(name)), os.path.join(self._root, name))
+            self._moved.append(name)
         _flush(self._files, self._root)
 
     async def abandon(self) -> None:
         names = [stat.key for stat in (await self._folder.list("")).objects]
-        await self._folder.delete([name for name in names if name.startswith(self._prefix)])
+        left = [name for name in names if name.startswith(self._prefix)]
+        if SINGLE_NAME not in self._moved and INDEX_NAME not in self._moved:  # else they are whole already
+            left += self._moved
+        await self._folder.delete(left)
         if self._made_root:
             await run_blocking(self._renaming, self._remove_root)
 
