@@ -363,6 +363,43 @@ def doctor(
         raise typer.Exit(STORAGE_FAILED)
 
 
+@app.command("bench")
+def bench(
+    url: Annotated[str, typer.Argument(help="The place: a folder, or a URL.", show_default=False)],
+    sizes: Annotated[str, typer.Option(help="Of data files, the smallest first.")] = "16MiB,256MiB",
+    concurrency: Annotated[str, typer.Option(help="Requests under way at once, a point for each.")] = "1,2,4,8,16",
+    seconds: Annotated[float, typer.Option(help="Of each point.")] = 2.0,
+    most: Annotated[str, typer.Option("--bytes", help="To move in each point, and to lie there, at most.")] = "1GiB",
+    soak: Annotated[float, typer.Option(help="Seconds of a mixed workload with faults; 0: none.")] = 0.0,
+    faults: Annotated[float, typer.Option(help="Fraction of the soak's calls that fail on purpose.")] = 0.05,
+    seed: Annotated[int, typer.Option(help="Of the bytes, and of the soak's dice.")] = 0,
+    json_to: Annotated[
+        str | None, typer.Option("--json", help="Write the report to a file; - prints it.", show_default=False)
+    ] = None,
+    plot_to: Annotated[
+        Path | None, typer.Option("--plot", help="Draw throughput and p99 into a .png or .svg.", show_default=False)
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", "-a", help="Show every point.")] = False,
+) -> None:
+    """Stress a place before a run is trusted to it: throughput, latency, errors; every byte read is compared.
+
+    It works in a folder of its own that is removed at the end, also after control-C. Exit status 1: something is wrong.
+    """
+    from aiockpt.cli.bench import parse_bytes, parse_count, parse_list, run_bench
+    from aiockpt.stress.plan import Plan
+
+    plan = Plan(
+        sizes=parse_list("--sizes", sizes, parse_bytes),
+        concurrency=parse_list("--concurrency", concurrency, parse_count),
+        seconds=seconds,
+        most_bytes=parse_bytes("--bytes", most),
+        soak_s=soak,
+        faults=faults,
+        seed=seed,
+    )
+    raise typer.Exit(run_bench(url, plan, json_to, plot_to, everything))
+
+
 @app.command("demo")
 def demo(
     folder: Annotated[

@@ -1,0 +1,84 @@
+"""What is measured, and how much of it? A plan, checked before the first request is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from aiockpt.errors import UsageError
+from aiockpt.options import IO, MIB
+
+BLOCK_BYTES = IO().slab_bytes
+"""Bytes of one write and of one read of a data file: what the engine moves at once."""
+
+RECEIPT_BYTES = 4 << 10
+MANIFEST_BYTES = MIB
+SMALL_SIZES = (RECEIPT_BYTES, MANIFEST_BYTES)
+"""Small objects: a receipt of one rank, and a manifest of about ten thousand pieces."""
+
+LISTED_COUNT = 100
+"""Objects in the folder that is listed: the receipts of a step of a hundred ranks."""
+
+MOST_REQUESTS = 2_000
+"""Small requests in one point: requests cost money in some stores, and 99 % of this many is a figure."""
+
+MOST_CONCURRENCY = 256
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure. A *point* is one operation at one size and one concurrency.
+
+    Attributes:
+        sizes: bytes of the data files.
+        concurrency: requests under way at once, one point for each.
+        seconds: of one point; a data file that was begun is finished.
+        most_bytes: moved in one point, and so the most that lies in the place at once.
+        soak_s: seconds of the soak after the points; 0: none.
+        faults: fraction of the soak's calls that fail on purpose.
+        seed: of the bytes, and of the soak's dice.
+    """
+
+    sizes: tuple[int, ...] = (16 * MIB, 256 * MIB)
+    concurrency: tuple[int, ...] = (1, 2, 4, 8, 16)
+    seconds: float = 2.0
+    most_bytes: int = 1024 * MIB
+    soak_s: float = 0.0
+    faults: float = 0.05
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_rising("--sizes", self.sizes, 1, None)
+        _check_rising("--concurrency", self.concurrency, 1, MOST_CONCURRENCY)
+        if not self.seconds > 0:
+            raise UsageError(f"--seconds {self.seconds:g}: give more than 0")
+        if self.most_bytes < MANIFEST_BYTES:
+            raise UsageError(f"--bytes {self.most_bytes}: give at least {MANIFEST_BYTES} (1MiB)")
+        if self.sizes and self.sizes[-1] > self.most_bytes:
+            raise UsageError(
+                f"--sizes names a file of {self.sizes[-1]} bytes, and --bytes allows {self.most_bytes} in one point: raise"
+                " one, or lower the other"
+            )
+        if not self.soak_s >= 0:
+            raise UsageError(f"--soak {self.soak_s:g}: give seconds, or leave it out")
+        if not 0 <= self.faults < 1:
+            raise UsageError(f"--faults {self.faults:g}: give a fraction of the calls, from 0 to below 1")
+
+    @property
+    def point_count(self) -> int:
+        """How many points and other parts there are, of which each is announced."""
+        small_operations = 2 * len(SMALL_SIZES) + 4
+        floors_and_checks = 2
+        sweeps = 2 * len(self.sizes) + small_operations
+        return sweeps * len(self.concurrency) + floors_and_checks + (self.soak_s > 0)
+
+
+def _check_rising(name: str, values: Sequence[int], least: int, most: int | None) -> None:
+    """Check that *values* are different, in rising order, and within bounds."""
+    if not values:
+        raise UsageError(f"{name}: give at least one")
+    if list(values) != sorted(set(values)):
+        raise UsageError(f"{name} {','.join(map(str, values))}: give different values, the lowest first")
+    if values[0] < least or (most is not None and values[-1] > most):
+        bounds = f"at least {least}" + (f" and at most {most}" if most is not None else "")
+        raise UsageError(f"{name} {','.join(map(str, values))}: give {bounds}")

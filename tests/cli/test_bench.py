@@ -1,0 +1,127 @@
+"""`aiockpt bench`: a place measured from the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.cli.small_checkpoints import Command
+
+QUICK = ("--sizes", "64KiB,1MiB", "--concurrency", "1,2", "--seconds", "0.02", "--bytes", "1MiB")
+
+
+def test_bench_shows_throughput_latency_checks_and_that_nothing_is_left(
+    aiockpt_command: Command, tmp_path: Path
+) -> None:
+    outcome = aiockpt_command("bench", tmp_path, *QUICK)
+    assert outcome.status == 0, outcome.err
+    for what in ("data files, MB/s", "small objects, requests/s", "× 1", "× 2", "p99", "CPU s/GiB", "write", "put_new"):
+        assert what in outcome.out
+    assert outcome.out.count("✓") == 4
+    assert "floor: raw disk, write" in outcome.out
+    assert "soak: not measured. not asked for: --soak SECONDS" in outcome.out
+    assert "removed all that was below file://" in outcome.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bench_prints_a_report_for_programs_and_nothing_else(aiockpt_command: Command) -> None:
+    outcome = aiockpt_command("bench", "memory://bench", *QUICK, "--json", "-", "--soak", "0.2", "--faults", "0.2")
+    assert outcome.status == 0, outcome.err
+    report = json.loads(outcome.out)
+    assert report["schema"] == 1
+    assert report["soak"]["fraction"] == 0.2
+    assert report["soak"]["wrong"] == []
+
+
+def test_bench_shows_the_soak_and_every_point(aiockpt_command: Command) -> None:
+    outcome = aiockpt_command("bench", "memory://soak", *QUICK, "--soak", "0.3", "--faults", "0.3", "--all")
+    assert outcome.status == 0, outcome.err
+    assert "faults injected (30% of the calls, seed 0)" in outcome.out
+    assert "0 wrong" in outcome.out
+    assert "every point" in outcome.out
+    assert "finish" in outcome.out
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed: pip install 'aiockpt[plot]'")
+@pytest.mark.parametrize(("name", "begins"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml")])
+def test_bench_draws_a_picture_and_writes_a_report(
+    aiockpt_command: Command, tmp_path: Path, name: str, begins: bytes
+) -> None:
+    picture, report = tmp_path / name, tmp_path / "report.json"
+    outcome = aiockpt_command("bench", "shm://bench-test", *QUICK, "--plot", picture, "--json", report)
+    assert outcome.status == 0, outcome.err
+    assert picture.read_bytes().startswith(begins)
+    assert json.loads(report.read_text())["url"] == "shm://bench-test"
+    assert "data files, MB/s" in outcome.out
+    if name.endswith("svg"):
+        assert "Data files: throughput" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--sizes", "many"), "--sizes: 'many' is no size: write 4KiB"),
+        (("--sizes", "4KiB,"), "--sizes: '' is no size"),
+        (("--sizes", "1GiB,4KiB"), "lowest first"),
+        (("--sizes", "2GiB"), "--bytes allows"),
+        (("--concurrency", "1,x"), "--concurrency: 'x' is no number"),
+        (("--concurrency", "0"), "give at least 1"),
+        (("--seconds", "0"), "--seconds 0"),
+        (("--bytes", "3"), "--bytes 3"),
+        (("--soak", "-2"), "--soak -2"),
+        (("--faults", "1.5"), "--faults 1.5"),
+        (("--plot", "picture.gif"), "--plot picture.gif: name a file that ends with .png"),
+        (("--plot", "/no/such/folder/a.png"), "there is no folder /no/such/folder"),
+        (("--json", "/no/such/folder/a.json"), "there is no folder /no/such/folder"),
+    ],
+)
+def test_bench_refuses_what_it_cannot_do_by_the_option(
+    aiockpt_command: Command, tmp_path: Path, arguments: tuple[str, ...], says: str
+) -> None:
+    outcome = aiockpt_command("bench", tmp_path, *arguments)
+    assert outcome.status == 2
+    assert says in outcome.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("url", "says"), [("s3:/bucket", "is not a URL"), ("nope://x", "no backend for nope://")])
+def test_bench_refuses_a_place_that_is_none(aiockpt_command: Command, url: str, says: str) -> None:
+    outcome = aiockpt_command("bench", url)
+    assert outcome.status == 2
+    assert says in outcome.err
+
+
+def test_bench_makes_no_folder_that_was_mistyped(aiockpt_command: Command, tmp_path: Path) -> None:
+    outcome = aiockpt_command("bench", tmp_path / "none", *QUICK)
+    assert outcome.status == 2
+    assert "no such folder" in outcome.err
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_bench_says_that_a_place_cannot_be_written_to(aiockpt_command: Command, tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    assert aiockpt_command("bench", tmp_path, *QUICK).status == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_bench_that_is_interrupted_cleans_up_and_says_so(tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "aiockpt.cli.main", "bench", str(tmp_path), "--sizes", "16MiB", "--bytes", "64MiB"]
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        assert "everything goes below" in process.stderr.readline()  # the signals are caught from then on
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "removed all that was below" in err
+    assert "stopped before it was all measured" in err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,50 @@
+"""A place to measure, and a plan of a second."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aiockpt.backends.memory import MemoryBackend
+from aiockpt.storage.backend import Backend, Listing
+from aiockpt.stress.plan import BLOCK_BYTES, Plan
+from tests.servers.s3_fixtures import aws_environment, s3_url, seaweed
+
+__all__ = ["aws_environment", "s3_url", "seaweed"]
+
+
+class Changed:
+    """A backend with some verbs replaced."""
+
+    def __init__(self, inner: Backend, **verbs: Any) -> None:
+        self._inner = inner
+        self._verbs = verbs
+
+    def __getattr__(self, name: str) -> Any:
+        return self._verbs.get(name) or getattr(self._inner, name)
+
+
+def left_in(folder: Path) -> list[Path]:
+    """Return what lies in *folder*."""
+    return list(folder.iterdir())
+
+
+async def names_in(backend: Backend) -> Sequence[str]:
+    """Return what lies at the top of *backend*."""
+    listing: Listing = await backend.list("")
+    return [*(stat.key for stat in listing.objects), *listing.folders]
+
+
+@pytest.fixture
+def memory() -> MemoryBackend:
+    return MemoryBackend()
+
+
+@pytest.fixture
+def plan() -> Plan:
+    """Files of one short block, and of two of which the second is short."""
+    sizes = (5000, BLOCK_BYTES + 12345)
+    return Plan(sizes=sizes, concurrency=(1, 3), seconds=0.02, most_bytes=2 * sizes[-1])
