@@ -9,7 +9,7 @@ import aiockpt
 
 PUBLIC = frozenset(
     """
-    BackgroundSaveError Best CheckpointError Checkpointer CommitConflictError CommitTimeoutError Copied CorruptionError
+    BackgroundSaveError Best Cadence CheckpointError Checkpointer CommitConflictError CommitTimeoutError Copied CorruptionError
     Deadlines Description Future IO LoadFuture LoadResult Loader LoaderPart NoValidCheckpointError Pruned RNG
     RankError Ranks
     Retention SaveFuture SaveResult ShardedSampler Span StateMismatchError StepInfo StepNotFoundError StorageError
