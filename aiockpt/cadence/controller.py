@@ -14,8 +14,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from aiockpt.cadence.estimates import SAVES, Recent, StepTimes, WriteTimes
+from aiockpt.cadence.estimates import Recent, StepTimes, WriteTimes
 from aiockpt.cadence.intervals import Interval, Limits, Measured, choose
+from aiockpt.cadence.words import describe
 from aiockpt.events import Committed, Event, SaveFailed, SaveSkipped, SaveStarted, SnapshotTaken
 
 FIRST_STEPS = 3
@@ -46,7 +47,7 @@ class Controller:
         self.interval = Interval("first", FIRST_STEPS, 0.0)
         self.debt_s = 0.0
         self._limits = limits
-        self._blocked, self._writes, self._steps = Recent(), WriteTimes(), StepTimes()
+        self._blocked, self._writes, self._steps = Recent(), WriteTimes(limits.in_flight), StepTimes()
         self._begun_ns: dict[int, tuple[int, float]] = {}
         self._held_s: dict[int, float] = {}
         self._stood_s = 0.0
@@ -183,7 +184,7 @@ class Controller:
         running = 0
         for begun_ns, _ in self._begun_ns.values():
             age_s = (now_ns - begun_ns) / 1e9
-            running += not (0 < ahead_s and age_s < usual_s <= age_s + ahead_s)
+            running += not (ahead_s > 0 and age_s < usual_s <= age_s + ahead_s)
         for other in waiting:
             running += self._ahead_s(step) - self._ahead_s(other) < usual_s
         return running < self._limits.in_flight
@@ -192,57 +193,6 @@ class Controller:
         """Return how long it is until *step*, about."""
         return max(0, step - self._at[0]) * self._steps.step_s if self._at else 0.0
 
-    # ------------------------------------------------------------------ in words
-
     def explain(self) -> str:
         """Say what the interval is, why, and what was measured."""
-        seen, interval = self.measured, self.interval
-        if interval.rule == "first":
-            return (
-                f"Nothing is measured yet [rule: first]: the first save comes after {FIRST_STEPS} steps, and the next "
-                "when it is known what that one cost."
-            )
-        return f"{self._reason(seen)} {_seen(seen)}{self._payback()}"
-
-    def _reason(self, seen: Measured) -> str:
-        it, limits = self.interval, self._limits
-        every = "each step" if it.steps == 1 else f"every {it.steps} steps"
-        head = f"Save {every} ({_duration(it.seconds)}) [rule: {it.rule}]:"
-        match it.rule:
-            case "overhead":
-                return f"{head} a save costs {_duration(seen.cost_s)}, and {100 * limits.max_overhead:.3g} % of the time may go there."
-            case "write":
-                return (
-                    f"{head} a save takes {_duration(seen.write_s)} to be committed, {limits.in_flight} may be in flight, "
-                    f"and the storage takes one in {_duration(max(seen.storage_s, seen.write_s / limits.in_flight))}."
-                )
-            case "failures":
-                return (
-                    f"{head} with a failure every {_duration(limits.mttf_s or math.inf)} and {_duration(seen.cost_s)} a "
-                    "save, this gets most work done."
-                )
-            case _:
-                return f"{head} no rule asks for more."
-
-    def _payback(self) -> str:
-        over_s = self.debt_s - self._blocked.usual
-        if over_s <= 0 or not self._saves:
-            return ""
-        wait_s = over_s / self._limits.max_overhead
-        return f" Saves blocked {_duration(over_s)} more than they may; that takes {_duration(wait_s)} of training to pay back."
-
-
-def _seen(seen: Measured) -> str:
-    saves = "in 1 save" if seen.saves == 1 else f"medians of the last {min(seen.saves, SAVES)} of {seen.saves} saves"
-    return (
-        f"Measured, {saves}: blocked {_duration(seen.blocked_s)}, slowed by {_duration(seen.lost_s)}, "
-        f"committed after {_duration(seen.write_s)}, steps of {_duration(seen.step_s)}."
-    )
-
-
-def _duration(seconds: float) -> str:
-    if seconds >= 3 * 3600:
-        return f"{seconds / 3600:.3g} h"
-    if seconds >= 180:
-        return f"{seconds / 60:.3g} min"
-    return f"{seconds:.3g} s" if seconds >= 1 or not seconds else f"{seconds * 1e3:.3g} ms"
+        return describe(self.interval, self.measured, self._limits, self.debt_s - self._blocked.usual)

@@ -45,22 +45,25 @@ class Recent:
 class WriteTimes:
     """How long saves take until they are committed, and how often the storage can take one.
 
-    A save that has the storage to itself does not tell whether two at once would take twice as long. Once some were
-    written beside others, their time ÷ the number in flight does: a disk at its limit gains nothing from the second one.
+    A save that has the storage to itself does not tell whether two at once would take twice as long each, as on a disk at
+    its limit, or no longer, as where answers are what takes long. Once some were written beside others, they do.
+
+    Args:
+        in_flight: saves that may run at once.
     """
 
-    def __init__(self) -> None:
-        self._all, self._alone, self._together = Recent(), Recent(), Recent()
-        self._newest_alone = True
+    def __init__(self, in_flight: int) -> None:
+        self._in_flight = in_flight
+        self._all, self._alone, self._hindered = Recent(), Recent(), Recent()
 
     def add(self, seconds: float, overlap: float) -> None:
         """Remember a save that took *seconds*, with *overlap* saves in flight on average, itself among them."""
         self._all.add(seconds)
-        self._newest_alone = overlap < OVERLAP
-        if self._newest_alone:
+        alone_s = self._alone.usual
+        if overlap < OVERLAP:
             self._alone.add(seconds)
-        else:
-            self._together.add(seconds / overlap)
+        elif alone_s:
+            self._hindered.add(min(1.0, max(0.0, (seconds / alone_s - 1) / (overlap - 1))))
 
     @property
     def write_s(self) -> float:
@@ -69,13 +72,13 @@ class WriteTimes:
 
     @property
     def storage_s(self) -> float:
-        """What the storage needs per save when it gets one after the other; 0 while no two were written at once.
+        """How often the storage takes a save when as many run as may; 0 until some ran beside others.
 
-        It is no more than one alone takes; only the newest kind of evidence knows how fast the storage is *now*.
+        Each of those others made it longer by a share of what one takes alone: by none of it, or by all.
         """
-        if self._newest_alone and len(self._together):
-            return min(self._together.usual, self._alone.usual)
-        return self._together.usual
+        if not len(self._hindered):
+            return 0.0
+        return self._alone.usual * (1 + (self._in_flight - 1) * self._hindered.usual) / self._in_flight
 
 
 class StepTimes:

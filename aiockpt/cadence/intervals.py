@@ -27,7 +27,7 @@ BAND = 1.5
 MARGIN = 1.1
 """A new interval is so much longer than the shortest allowed, or the noise of the next measurement would move it again."""
 
-MOST_STEPS = 1 << 40
+MOST_STEPS = 1 << 62
 SHORTEST_STEP_S = 1e-9
 """A clock that stands still measures steps of no length; nothing is divided by that."""
 
@@ -54,7 +54,7 @@ class Measured(msgspec.Struct, frozen=True):
         blocked_s: training stood still, per save: in the call of ``save``, and at the barrier before the optimizer.
         lost_s: beside that the steps were slowed by the writing, per save, beyond the noise of steps.
         write_s: from the call of a save until it was committed.
-        storage_s: what the storage needs per save when several are written at once; 0 until that was seen.
+        storage_s: how often the storage takes a save when as many run as may; 0 until some ran beside others.
         step_s: one step, without the time blocked.
     """
 

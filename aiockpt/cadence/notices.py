@@ -71,17 +71,23 @@ class Notices:
             StoreLostError: the store does not answer any more.
             BlockingCallError: this thread runs an event loop.
         """
-        note = self.heard()
-        if note is not None:
-            return note
-        refuse_in_event_loop("waiting for rank 0 to decide whether to save")
-        self.end()  # its deadline began to run before this wait
-        self.ask()
-        assert self._asked is not None
-        asked, self._asked = self._asked, None
-        note = asked.result()
-        self._number += 1
+        while (note := self.heard()) is None:
+            refuse_in_event_loop("waiting for rank 0 to decide whether to save")
+            begun_before = self._asked is not None
+            self.ask()
+            self._wait(begun_before)
         return note
+
+    def _wait(self, begun_before: bool) -> None:
+        """Wait for the end of the look for the next note, and raise what ended it.
+
+        A deadline that began to run before this wait is no reason to give up.
+        """
+        assert self._asked is not None
+        error = self._asked.exception()
+        if error is not None and not (begun_before and isinstance(error, RankTimeoutError)):
+            self._asked = None
+            raise error
 
     def end(self) -> None:
         """Stop looking. Any thread; idempotent."""
