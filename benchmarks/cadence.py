@@ -16,6 +16,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -83,6 +84,11 @@ class Every:
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
+
+    @classmethod
+    def start(cls, steps: int, clock: SimulatedClock) -> Every:
+        """Return the policy of a process that begins."""
+        return cls(steps)
 
     def due(self, step: int) -> bool:
         return step % self._steps == 0
@@ -273,7 +279,7 @@ def measure(scenario: Scenario, seeds: Sequence[int]) -> Row:
     runs = [Run(scenario, lambda clock: make_cadence(scenario, clock), seed) for seed in seeds]
     for run in runs:
         run.go()
-    fixed = [contend(f"every {steps}", scenario, lambda _, steps=steps: Every(steps), seeds) for steps in FIXED]
+    fixed = [contend(f"every {steps}", scenario, partial(Every.start, steps), seeds) for steps in FIXED]
     cadence = runs[0].policy
     assert isinstance(cadence, Cadence)
     return Row(

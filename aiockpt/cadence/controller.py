@@ -22,11 +22,14 @@ from aiockpt.events import Committed, Event, SaveFailed, SaveSkipped, SaveStarte
 FIRST_STEPS = 3
 """Steps that are measured before the first save, and waited for after one that came to nothing."""
 
-LOOK_EVERY = 16
+LOOK_EVERY = 32
 """Steps after which the interval is thought over though no save has ended: steps may have become longer."""
 
 WORST = 10
+"""As so many usual saves counts the worst one when it is paid back."""
+
 LEAST_NOTICE, MOST_NOTICE = 2, 1000
+"""Steps by which rank 0 is ahead with its decisions, however long or short they are."""
 
 LATE = 1.25
 """A save that takes longer than usual by this factor is not expected to end soon."""

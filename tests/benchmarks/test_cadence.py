@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -38,7 +39,7 @@ def test_all_contenders_meet_the_same_failures_and_the_same_seed_gives_the_same_
     scenario = msgspec.structs.replace(cadence.SCENARIOS[0], hours=20)
     rows = [cadence.contend("every 30", scenario, lambda _: cadence.Every(30), [5]) for _ in range(2)]
     assert rows[0] == rows[1]
-    runs = [cadence.Run(scenario, lambda _, steps=steps: cadence.Every(steps), 5) for steps in (10, 100)]  # type: ignore[misc]
+    runs = [cadence.Run(scenario, partial(cadence.Every.start, steps), 5) for steps in (10, 100)]
     for run in runs:
         run.go()
     assert runs[0].failures == runs[1].failures > 3

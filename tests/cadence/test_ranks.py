@@ -138,6 +138,19 @@ def test_a_pause_longer_than_the_deadline_that_nobody_waited_in_does_no_harm() -
         assert crew[1].cadence._schedule.until > until
 
 
+def test_a_wait_has_the_whole_deadline_though_the_look_for_the_note_began_before() -> None:
+    with members(2, deadline_s=0.5) as crew, ThreadPoolExecutor(1) as threads:
+        notices = crew[1].cadence._notices
+        assert notices is not None
+        notices.ask()
+        asked = notices._asked
+        assert asked is not None
+        waiting = threads.submit(crew[1].train, 0)
+        assert isinstance(asked.exception(10), RankTimeoutError)
+        crew[0].train(0)
+        assert waiting.result(10) is False
+
+
 def test_what_is_decided_reaches_the_others_before_they_need_it() -> None:
     with members(2) as crew:
         waits = 0
@@ -176,7 +189,8 @@ def test_notes_that_all_have_read_are_removed() -> None:
         notices = crew[0].cadence._notices
         assert notices is not None
         assert notices._number > 5
-        left = notices._meeting._store.num_keys()
+        store: Any = notices._meeting._store
+        left = store.num_keys()
         assert left <= 3 + 2 * 4  # one name for each rank; and of the last notes some are not read yet
 
 
