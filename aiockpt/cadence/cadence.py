@@ -125,6 +125,7 @@ class Cadence:
         Raises:
             RankTimeoutError: rank 0 has not decided about this step, and the deadline has passed.
             UsageError: there are other ranks, and no checkpointer to meet them through.
+            BlockingCallError: rank 0 has not decided, and this thread runs an event loop: ask on a worker thread there.
         """
         if not self._ready:
             self._stand_alone()

@@ -164,8 +164,8 @@ class Controller:
         waiting = list(planned)
         if not self._saves and (self._begun_ns or waiting):
             return None
-        last = max([*waiting, *([] if self._last is None else [self._last])], default=-1)
-        return last + self.interval.steps
+        last = -1 if self._last is None else self._last
+        return max([last, *waiting]) + self.interval.steps
 
     def is_due(self, step: int, planned: Iterable[int] = ()) -> bool:
         """Say whether to save *step*, which the training has reached or will reach soon."""
