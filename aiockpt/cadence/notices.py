@@ -60,8 +60,9 @@ class Notices:
         self._asked = None
         if isinstance(asked.exception(), RankTimeoutError):
             return None  # both slept through the deadline, in a long evaluation perhaps: nobody needed it so far
+        note = asked.result()
         self._number += 1
-        return asked.result()
+        return note
 
     def wait(self) -> Note:
         """Wait for the next note.
