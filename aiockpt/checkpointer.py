@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
+from aiockpt.cadence import Cadence
 from aiockpt.engine import keep
 from aiockpt.engine.context import Engine
 from aiockpt.engine.failures import raise_failures, report_failures, undelivered
@@ -77,7 +78,8 @@ class Checkpointer:
             them. What no optimizer owns (buffers, bare tensors, an EMA, frozen parameters) is copied there anyway.
         immutable: the same of tensors that a lazy save may leave in place although no optimizer owns them: frozen weights.
         debug: ``"digest"`` compares the state before and after each snapshot, and fails a save whose state has changed.
-        every: ``step()`` saves when the step is a multiple of it; None leaves the decision to you.
+        every: ``step()`` saves when the step is a multiple of it, or when a `Cadence` says so; None leaves the decision
+            to you.
         max_in_flight: saves that may run at once.
         when_full: ``"wait"`` for the oldest when that many run, or ``"skip"`` the new one (its future says so). A lazy save
             waits in the background, and holds the optimizers meanwhile; ``"eager"`` makes it wait in the call.
@@ -107,7 +109,7 @@ class Checkpointer:
         immutable: Sequence[str] = (),
         debug: Debug | None = None,
         retention: Retention | None = None,
-        every: int | None = None,
+        every: int | Cadence | None = None,
         max_in_flight: int = 2,
         when_full: WhenFull = "wait",
         on_exists: OnExists = "new_generation",
@@ -119,13 +121,14 @@ class Checkpointer:
         load_group: torch.distributed.ProcessGroup | None = None,
         world: World | None = None,
     ) -> None:
+        self._cadence = every if isinstance(every, Cadence) else None
         self._options = Options(
             snapshot=snapshot,
             mutable=_as_names("mutable", mutable),
             immutable=_as_names("immutable", immutable),
             debug=debug,
             retention=retention,
-            every=every,
+            every=None if isinstance(every, Cadence) else every,
             max_in_flight=max_in_flight,
             when_full=when_full,
             on_exists=on_exists,
@@ -136,6 +139,7 @@ class Checkpointer:
         ranks = ranks or find_ranks()
         peers = find_peers(load_group, ranks)
         world = world or World()
+        observers = [*observers, *([] if self._cadence is None or self._cadence in observers else [self._cadence])]
         tiers = _as_tiers(url, retention)
         backends = [open_backend(tier.url, world=world) for tier in tiers]
         self._loop = LoopThread("aiockpt", on_exit=self._drain_at_exit)
@@ -149,6 +153,11 @@ class Checkpointer:
         self._companions = [
             accompany(self._loop, observer) for observer in observers if isinstance(observer, Companion)
         ]
+        for cadence in (observer for observer in observers if isinstance(observer, Cadence)):
+            place = backends[0].url
+            self._companions.append(
+                cadence.join(self._loop, ranks, place, world.clock, max_in_flight, deadlines.ranks_s)
+            )
 
     # ------------------------------------------------------------------ save
 
@@ -348,15 +357,20 @@ class Checkpointer:
         return 0 if loaded is None else loaded.step + 1
 
     def step(self, step: int, state: State, *, metrics: Metrics | None = None) -> SaveFuture | None:
-        """Save when *step* is a multiple of ``every``; return the future, or None when this step is not saved.
+        """Save when ``every`` says so of *step*; return the future, or None when this step is not saved.
 
         Nothing is saved on leaving the block: ``save()`` the last step yourself when it is none of them.
         """
-        if self._options.every is None:
-            raise UsageError("step() needs a policy: give Checkpointer(…, every=N), or call save() yourself")
-        if step % self._options.every:
+        if not self._is_due(step):
             return None
         return self.save(step, state, metrics=metrics)
+
+    def _is_due(self, step: int) -> bool:
+        if self._cadence is not None:
+            return self._cadence.due(step)
+        if self._options.every is None:
+            raise UsageError("step() needs a policy: give Checkpointer(…, every=N), or call save() yourself")
+        return step % self._options.every == 0
 
     # ------------------------------------------------------------------ the end
 

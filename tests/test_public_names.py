@@ -9,8 +9,8 @@ import aiockpt
 
 PUBLIC = frozenset(
     """
-    BackgroundSaveError Best CheckpointError Checkpointer CommitConflictError CommitTimeoutError Copied CorruptionError
-    Deadlines Description Future IO LoadFuture LoadResult Loader LoaderPart NoValidCheckpointError Pruned RNG
+    BackgroundSaveError Best Cadence CheckpointError Checkpointer CommitConflictError CommitTimeoutError Copied
+    CorruptionError Deadlines Description Future IO LoadFuture LoadResult Loader LoaderPart NoValidCheckpointError Pruned RNG
     RankError Ranks
     Retention SaveFuture SaveResult ShardedSampler Span StateMismatchError StepInfo StepNotFoundError StorageError
     Stream StreamLoader TensorInfo Tier UnsupportedStateError UsageError Verified per_rank register_codec

@@ -177,6 +177,7 @@ def _figures(options: DemoOptions, recovery: Recovery, cost: Cost) -> dict[str, 
         "recovery": recovery,
         "cost": {
             **msgspec.structs.asdict(cost),
+            "blocked_fraction": cost.blocked_fraction,
             "overhead_fraction": cost.overhead_fraction,
             "overhead_is_noise": cost.overhead_is_noise,
         },
