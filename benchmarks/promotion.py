@@ -228,7 +228,7 @@ def run(work: Path, size_bytes: int, repeat: int, quiet_s: float, chosen: Sequen
 def render(report: Report) -> str:
     """Return the table, as Markdown: medians, and the least and the most of *slowed*."""
     lines = [
-        "| copied to | step slowed, median (all) | at | processor, s/GiB: own · store's | p99 of a step: quiet · beside it |",
+        "| copied to | step slowed, median (all) | at | CPU s/GiB: own · store's | p99 of a step: quiet · beside it |",
         "| --- | --- | --- | --- | --- |",
     ]
     for way in dict.fromkeys(sample.way for sample in report.samples):

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import anyio
 import msgspec
@@ -108,19 +109,19 @@ class Rung:
 
     Args:
         number: its place among the tiers, 0 is the nearest.
-        windows: the memory that copies move through.
         holders: the engines of all tiers; those that have a step keep it while it waits here.
 
     Attributes:
         visibility: whether all ranks see it.
     """
 
-    def __init__(self, number: int, tier: Tier, engine: Engine, windows: Windows, holders: Sequence[Engine]) -> None:
+    def __init__(self, number: int, tier: Tier, engine: Engine, holders: Sequence[Engine]) -> None:
         self.number = number
         self.tier = tier
         self.engine = engine
         self.visibility = Visibility(engine, number)
-        self._windows = windows
+        # Its own: a tier that is stalled holds all of them.
+        self._windows = Windows(engine.backend.traits.block_writes + 1, engine.options.io.read_bytes)
         self._holders = holders
         self._capped = Pace(tier.bandwidth, engine.world.clock)
         self._waiting: list[_Waiting] = []
@@ -178,17 +179,24 @@ class Rung:
                     continue
                 if not self._caught_up:
                     self._caught_up = True
-                    await self._catch_up()
+                    await self._by_deadline("what an earlier process left to copy", self._catch_up)
                 try:
                     result = await self._keep_trying(self._waiting[0].climb)
-                except CheckpointError as error:
+                except Exception as error:  # noqa: BLE001  whatever it is, the next step may get there
                     await self._give_up(0, error)
                 else:
                     self._leave(0).stage._resolve(result)
                     if self.engine.ranks.rank == 0:
-                        await keep.tidy(self.engine, result)
+                        await self._by_deadline("what is to be deleted", partial(keep.tidy, self.engine, result))
         finally:
             self._ended.set()
+
+    async def _by_deadline(self, what: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Do what is not worth waiting for a tier that hangs."""
+        with anyio.move_on_after(self.tier.deadline) as scope:
+            await work()
+        if scope.cancelled_caught:
+            logger.warning("%s, within %g s: %s is left for later", self.url, self.tier.deadline, what)
 
     async def _catch_up(self) -> None:
         """Have the newest step that an earlier process left in a nearer tier copied here, if this tier takes it."""
@@ -257,7 +265,9 @@ class Rung:
         with anyio.move_on_after(max(deadline_s, 1.0)):
             copied = await self._take_with_others(climb, pace)
         if copied is None:
-            raise StorageTimeoutError(f"{self.url}: step {climb.step} did not get there within {deadline_s:.0f} s")
+            raise StorageTimeoutError(
+                f"{self.url}: step {climb.step} did not get there within {self.tier.deadline:g} s"
+            )
         if self.tier.full:
             climb.copies[self.number] = copied
         manifest = copied.manifest
@@ -345,12 +355,12 @@ class Rung:
             elif seen < len(cargo.files):
                 await anyio.sleep(LOOK_S)
 
-    async def _give_up(self, index: int, error: CheckpointError) -> None:
+    async def _give_up(self, index: int, error: Exception) -> None:
         left, engine = self._leave(index), self.engine
         self._tell_failure(left.climb, error, final=True)
         left.stage._fail(error)
         if callable(self.tier.on_error):
-            self.tier.on_error(error)
+            self._call(self.tier.on_error, error)
         elif self.tier.on_error == "raise":
             failed = SaveFuture(left.climb.step)
             failed._fail(error)
@@ -358,13 +368,19 @@ class Rung:
         with suppress(StoreLostError):
             await self._tell_ranks(left.climb, Arrived(failure=str(error), final=True))
 
+    def _call(self, on_error: Callable[[BaseException], object], error: Exception) -> None:
+        try:
+            on_error(error)
+        except Exception:
+            logger.exception("on_error of %s raised; the tier goes on", self.url)
+
     def _leave(self, index: int) -> _Waiting:
         left = self._waiting.pop(index)
         for number in left.held:
             self._holders[number].let_go(left.climb.result.id)
         return left
 
-    def _tell_failure(self, climb: Climb, error: CheckpointError, *, final: bool) -> None:
+    def _tell_failure(self, climb: Climb, error: Exception, *, final: bool) -> None:
         what = "is given up there" if final else "is tried again"
         logger.warning("%s did not take step %d, which %s: %s", self.url, climb.step, what, error)
         engine = self.engine

@@ -26,7 +26,6 @@ from aiockpt.engine.together import save_together
 from aiockpt.errors import CheckpointError, SaveSkippedError
 from aiockpt.events import PromotionFailed
 from aiockpt.options import Tier
-from aiockpt.pipeline.copy import Windows
 from aiockpt.pipeline.discover import StepCopy, read_manifest
 from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
 from aiockpt.runtime.limits import Pace
@@ -50,9 +49,8 @@ class Tiers:
     def __init__(self, tiers: Sequence[Tier], nearest: Engine, backends: Sequence[Backend]) -> None:
         self.engines = (nearest, *[_engine_of(tier, nearest, backends[n]) for n, tier in enumerate(tiers) if n])
         nearest.options = msgspec.structs.replace(nearest.options, retention=tiers[0].retention)
-        windows = Windows(window_bytes=nearest.options.io.read_bytes)
         self._rungs = [
-            Rung(number, tier, engine, windows, self.engines)
+            Rung(number, tier, engine, self.engines)
             for number, (tier, engine) in enumerate(zip(tiers, self.engines, strict=True))
         ]
         self._uncapped = Pace(None, nearest.world.clock)

@@ -73,7 +73,7 @@ class Visibility:
         try:
             await self._look_for(probe, meeting.rank)
         finally:
-            if await meeting.arrive(f"{self._note}/looked") == meeting.world_size:
+            if await meeting.arrive(f"{self._note}/{probe.key}") == meeting.world_size:
                 with suppress(CheckpointError):  # an empty object that stays harms nobody
                     await backend.delete([probe.key])
 

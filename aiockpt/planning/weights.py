@@ -18,7 +18,7 @@ from operator import attrgetter
 
 import msgspec
 
-from aiockpt.errors import UsageError
+from aiockpt.errors import ManifestError, UsageError
 from aiockpt.format.checksum import digest128
 from aiockpt.format.manifest import FileEntry, Manifest, Receipt, TensorEntry
 from aiockpt.format.merge import merge_receipts
@@ -97,9 +97,13 @@ def plan_weights(whole: Manifest, *, window_bytes: int, file_bytes: int) -> Weig
 
     Raises:
         UsageError: no module is in the state, or *whole* is weights alone itself.
+        ManifestError: its tree of values is damaged.
     """
     roots: set[str] = set()
-    tree = _keep_modules(whole.state.get("global"), (), roots)
+    try:
+        tree = _keep_modules(whole.state.get("global"), (), roots)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ManifestError(f"{whole.id}: its tree of values is damaged ({error!r})", key=whole.id) from error
     if has_weights_only(whole) or not roots:
         lacks = "is weights alone itself" if has_weights_only(whole) else "has no module in its state"
         raise UsageError(f"{whole.id} {lacks}: there are no weights to take from it; give the tier content='full'")

@@ -151,7 +151,8 @@ def test_a_bucket_that_hangs_is_given_up_by_its_deadline_when_the_run_ends(
     server: Seaweed, s3_url: str, memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copy, "ABORT_DEADLINE_S", 0.5)
-    run, told = Run(1), []
+    run = Run(1)
+    told: list[BaseException] = []
     hanging = aiockpt.Tier(
         Retrying(S3Backend(s3_url), RetryPolicy(deadline_s=10 * DEADLINE_S)), deadline=2, on_error=told.append
     )

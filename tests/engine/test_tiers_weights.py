@@ -121,6 +121,8 @@ def test_modules_anywhere_in_the_state_are_weights_and_tensors_beside_them_are_n
 class Counting(torch.nn.Module):
     """A module with a value of its own, and a tensor in it."""
 
+    count: dict[str, Any]
+
     def __init__(self, count: int) -> None:
         super().__init__()
         self.linear = torch.nn.Linear(2, 2)

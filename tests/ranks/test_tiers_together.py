@@ -85,6 +85,10 @@ def test_ranks_load_together_from_the_nearest_tier_that_has_the_newest_step(tmp_
         assert crew.on_all(load) == [True] * 3
 
 
+def save_on_all(crew: Crew, step: int, state: dict[str, Any]) -> None:
+    crew.on_all(lambda rank, ckpt: ckpt.save(step, state).result(30))
+
+
 def test_every_rank_makes_the_weights_of_what_it_wrote(tmp_path: Path) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(30, 50) for _ in range(6)))
     state = {"model": model, "moments": torch.zeros(10), "step": 3}
@@ -108,7 +112,7 @@ def test_all_ranks_pass_newer_weights_over_or_all_say_what_lacks(tmp_path: Path)
     near, far = tmp_path / "near", tmp_path / "far"
     with Crew(2, lambda rank: [near, aiockpt.Tier(far, content="weights")]) as crew:
         for step in (1, 2):
-            crew.on_all(lambda rank, ckpt, step=step: ckpt.save(step, state(step)).result(30))
+            save_on_all(crew, step, state(step))
     shutil.rmtree(near / "step-00000002")
     with Crew(2, lambda rank: [near, far]) as crew:
 
@@ -169,6 +173,6 @@ def test_whether_all_ranks_see_a_place_is_asked_once_and_leaves_nothing(tmp_path
 
     with Crew(3, lambda rank: Watched(LocalBackend(str(tmp_path / "run")), [])) as crew:
         for step in (1, 2, 3):
-            crew.on_all(lambda rank, ckpt, step=step: ckpt.save(step, replicated(step)).result(30))
+            save_on_all(crew, step, replicated(step))
     assert len([key for key in put if key.startswith(".seen-")]) == 1
     assert not list(tmp_path.glob("run/.seen-*"))
