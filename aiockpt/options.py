@@ -82,7 +82,8 @@ class Tier(msgspec.Struct, frozen=True):
     Attributes:
         url: a path, a URL, or a backend.
         every: takes the steps that are multiples of it; None takes each.
-        keep: what stays there: so many of the newest steps, or rules; None keeps all.
+        keep: what stays there: so many of the newest steps, or rules; None keeps all, and in a memory tier before a
+            durable one the newest.
         deadline: seconds a step is tried for again and again when the tier does not take it, before it is given up there.
         bandwidth: bytes/s of one process into this tier, when it is not the one that a save waits for. None: no limit. The
             default costs a training step less than 3 % (benchmarks/README.md).

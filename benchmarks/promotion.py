@@ -2,17 +2,19 @@
 
     python -m benchmarks.promotion --size 512MiB --repeat 5 --out benchmarks/results/promotion/512MiB.json
 
-A save is committed on the nearest tier; while it is copied to the next one, in the background and at the tier's
-bandwidth, a loop of small training steps runs (`benchmarks.training`, the kind that suffers most). Before and after it
-the same loop runs in quiet: *slowed* is the mean step beside the copy over the mean of both quiet runs, less one. In
-turn, in one process:
+A save is committed on the nearest tier, and all that follows a save has ended; then it is copied to the next tier, at that
+tier's bandwidth, while a loop of small training steps runs (`benchmarks.training`, the kind that suffers most). Right
+before and after the same loop runs in quiet: *slowed* is the mean step beside the copy over the mean of both quiet runs,
+less one. In turn, in one process:
 
 - *none*: nothing is copied; shows how far two quiet runs differ by chance.
 - *folder*: to another folder of the same disk, at the default bandwidth.
 - *folder, no limit*: the same as fast as it goes.
-- *bucket*, *bucket, no limit*: to SeaweedFS on this machine, which runs at the lowest priority, as it would be elsewhere;
-  what it takes of the processors all the same is told.
+- *bucket*, *bucket, no limit*: over the network of this machine to an S3 server that throws away what it gets
+  (`benchmarks.drain`): a real one is elsewhere and takes nothing of the trainer's processors.
 - *bucket, weights*: as *bucket*, the weights alone (a seventh of the bytes).
+- *SeaweedFS here*: to a real store on the same processors, at the lowest priority. It takes more of them than training
+  does, and that is told; no trainer has its store beside it.
 """
 
 from __future__ import annotations
@@ -23,24 +25,32 @@ import resource
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio.to_thread
 import msgspec
 import torch
 
 import aiockpt
+from aiockpt.backends.s3 import S3Backend
+from aiockpt.events import Event, Promoted
+from aiockpt.storage.backend import Backend, Upload
+from aiockpt.storage.open import open_backend
+from aiockpt.storage.retry import Retrying
 from benchmarks import floors, machine
 from benchmarks import state as states
+from benchmarks.drain_listing import draining
 from benchmarks.pages import MIB
 from benchmarks.training import percentile, small_step
-from tests.servers.seaweed import BUCKET, CREDENTIALS, Seaweed, find_weed, seaweed_server
+from tests.servers.seaweed import BUCKET, CREDENTIALS, find_weed, seaweed_server
 
-SETTLE_S = 0.5
+SETTLE_S = 1.0
 LOWEST_PRIORITY = 19
 DEADLINE_S = 300.0
 _UNITS = {"MiB": MIB, "GiB": 1 << 30}
@@ -61,6 +71,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     copy_s: float
     quiet_s: float
     busy_s: float
+    quiet_p50_s: float
+    busy_p50_s: float
     quiet_p99_s: float
     busy_p99_s: float
     slowed_fraction: float
@@ -107,54 +119,101 @@ def _cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _cpu_of_group_s(server: Seaweed | None) -> float:
-    """Return the processor's time of the store so far."""
-    if server is None or server._process is None:
+def _cpu_of_s(pid: int | None) -> float:
+    """Return the processor's time of a process so far; of none, none."""
+    if pid is None:
         return 0.0
-    fields = Path(f"/proc/{server._process.pid}/stat").read_text().rpartition(")")[2].split()
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where to copy to; *tier* None copies nothing. With *endpoint_url*, a bucket there, served by *server_pid*."""
+
+    way: str
+    tier: aiockpt.Tier | None = None
+    endpoint_url: str = ""
+    server_pid: int | None = None
+
+    def open(self) -> Backend:
+        """Return the place's backend."""
+        assert self.tier is not None
+        if not self.endpoint_url:
+            return open_backend(self.tier.url)
+        return Retrying(S3Backend(self.tier.url, endpoint_url=self.endpoint_url, region="us-east-1"))
+
+
+class Sizes:
+    """Hears how many bytes were copied."""
+
+    def __init__(self) -> None:
+        self.copied_bytes = 0
+
+    def on_event(self, event: Event) -> None:
+        """Take an event."""
+        if isinstance(event, Promoted):
+            self.copied_bytes += event.bytes
+
+
+class Gated:
+    """A backend that makes no data file until *gate* is set: so a copy begins when it is to be measured."""
+
+    def __init__(self, inner: Backend, gate: threading.Event) -> None:
+        self._inner = inner
+        self._gate = gate
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def create(self, key: str, size: int) -> Upload:
+        """Wait for the gate, then as the inner backend does."""
+        await anyio.to_thread.run_sync(self._gate.wait, DEADLINE_S)
+        return await self._inner.create(key, size)
 
 
 class Bench:
     """The training process: its steps, its state, and the places."""
 
-    def __init__(self, work: Path, size_bytes: int, server: Seaweed | None, quiet_s: float) -> None:
+    def __init__(self, work: Path, size_bytes: int, quiet_s: float) -> None:
         self._work = work
         self._state = states.build(size_bytes)
         self._state["model"] = _as_module(self._state["model"])
-        self._server = server
         self._quiet_s = quiet_s
         self._step = small_step()
         self._numbers = iter(range(1, 1 << 30))
 
-    def sample(self, way: str, far: aiockpt.Tier | None) -> Sample:
-        """Save once and copy it to *far* beside the steps."""
+    def sample(self, place: Place) -> Sample:
+        """Save once and copy it to *place* beside the steps."""
+        far, sizes = place.tier, Sizes()
         number = next(self._numbers)
         near = aiockpt.Tier(self._work / "near", keep=1)
-        with aiockpt.Checkpointer([near, far] if far else [near]) as ckpt:
-            ckpt.warm_up(self._state).result(DEADLINE_S)
-            before = self._quiet()
+        gate = threading.Event()
+        gated = [msgspec.structs.replace(far, url=Gated(place.open(), gate))] if far else []
+        with aiockpt.Checkpointer([near, *gated], observers=[sizes]) as ckpt:
             save = ckpt.save(number, self._state)
             save.result(DEADLINE_S)
-            server_s = _cpu_of_group_s(self._server)
+            before = self._quiet()
+            server_s = _cpu_of_s(place.server_pid)
+            gate.set()
             if far is None:
                 busy = run_steps(self._step, lambda seconds: seconds >= 2 * self._quiet_s)
             else:
-                there = save.committed(getattr(far.url, "url", far.url))
+                there = save.committed(gated[0].url)
                 busy = run_steps(self._step, lambda _: there.done())
                 there.result(DEADLINE_S)
-            server_s = _cpu_of_group_s(self._server) - server_s
+            server_s = _cpu_of_s(place.server_pid) - server_s
             after = self._quiet()
-            copied_bytes = 0 if far is None else _bytes_at(far.url, number)
         quiet = before.seconds + after.seconds
         quiet_s = statistics.fmean(quiet)
         quiet_cpu_s = (before.cpu_s + after.cpu_s) / len(quiet)
         return Sample(
-            way=way,
-            copied_bytes=copied_bytes,
+            way=place.way,
+            copied_bytes=sizes.copied_bytes,
             copy_s=sum(busy.seconds),
             quiet_s=quiet_s,
             busy_s=busy.mean_s,
+            quiet_p50_s=percentile(quiet, 0.5),
+            busy_p50_s=percentile(busy.seconds, 0.5),
             quiet_p99_s=percentile(quiet, 0.99),
             busy_p99_s=percentile(busy.seconds, 0.99),
             slowed_fraction=busy.mean_s / quiet_s - 1,
@@ -176,47 +235,41 @@ def _as_module(tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
     return module
 
 
-def _bytes_at(url: Any, step: int) -> int:
-    with aiockpt.Checkpointer(url) as ckpt:
-        return ckpt.describe(step).result(DEADLINE_S).info.bytes
-
-
-def ways(work: Path, bucket: str | None) -> Iterator[tuple[str, aiockpt.Tier | None]]:
-    """Yield each way to copy, by name; None copies nothing."""
-    yield "none", None
-    yield "folder", aiockpt.Tier(work / "far", keep=1)
-    yield "folder, no limit", aiockpt.Tier(work / "far", keep=1, bandwidth=None)
-    if bucket is not None:
-        yield "bucket", aiockpt.Tier(f"{bucket}/full", keep=1)
-        yield "bucket, no limit", aiockpt.Tier(f"{bucket}/full", keep=1, bandwidth=None)
-        yield "bucket, weights", aiockpt.Tier(f"{bucket}/weights", keep=1, content="weights")
-
-
 @contextmanager
-def store() -> Iterator[tuple[Seaweed, str] | None]:
-    """Run SeaweedFS at the lowest priority for the length of the block; None where it is not installed."""
-    if (program := find_weed()) is None:
-        yield None
-        return
-    with seaweed_server(program) as server:
-        assert server._process is not None
-        os.setpriority(os.PRIO_PGRP, server._process.pid, LOWEST_PRIORITY)
-        os.environ.update(CREDENTIALS, AWS_ENDPOINT_URL=server.endpoint_url, AWS_REGION="us-east-1")
-        yield server, f"s3://{BUCKET}/{uuid.uuid4().hex}"
+def places(work: Path) -> Iterator[list[Place]]:
+    """Yield where to copy to, while the servers run; SeaweedFS where it is installed."""
+    with ExitStack() as running:
+        os.environ.update(CREDENTIALS)
+        drain, pid = running.enter_context(draining())
+        folder, bucket = work / "far", f"s3://{BUCKET}/{uuid.uuid4().hex}"
+        found = [
+            Place("none"),
+            Place("folder", aiockpt.Tier(folder, keep=1)),
+            Place("folder, no limit", aiockpt.Tier(folder, keep=1, bandwidth=None)),
+            Place("bucket", aiockpt.Tier(bucket), drain, pid),
+            Place("bucket, no limit", aiockpt.Tier(bucket, bandwidth=None), drain, pid),
+            Place("bucket, weights", aiockpt.Tier(bucket, content="weights"), drain, pid),
+        ]
+        if (program := find_weed()) is not None:
+            server = running.enter_context(seaweed_server(program))
+            assert server._process is not None
+            pid = server._process.pid
+            os.setpriority(os.PRIO_PGRP, pid, LOWEST_PRIORITY)
+            found.append(Place("SeaweedFS here", aiockpt.Tier(bucket, keep=1), server.endpoint_url, pid))
+        yield found
 
 
 def run(work: Path, size_bytes: int, repeat: int, quiet_s: float, chosen: Sequence[str]) -> Report:
     """Measure every way *repeat* times, in turn."""
     samples = []
-    with store() as found:
-        server, bucket = found or (None, None)
-        bench = Bench(work, size_bytes, server, quiet_s)
-        bench.sample("none", None)  # the first save of a process is like no other
+    with places(work) as found:
+        bench = Bench(work, size_bytes, quiet_s)
+        bench.sample(Place("none"))  # the first save of a process is like no other
         for _ in range(repeat):
-            for way, tier in ways(work, bucket):
-                if not chosen or way in chosen:
-                    samples.append(bench.sample(way, tier))
-                    print(f"{way}: {samples[-1].slowed_fraction:+.1%}", file=sys.stderr)
+            for place in found:
+                if not chosen or place.way in chosen:
+                    samples.append(bench.sample(place))
+                    print(f"{place.way}: {samples[-1].slowed_fraction:+.1%}", file=sys.stderr)
     return Report(
         machine=machine.facts(work, floors.supports_direct_io(work)),
         state_bytes=size_bytes,
@@ -228,8 +281,8 @@ def run(work: Path, size_bytes: int, repeat: int, quiet_s: float, chosen: Sequen
 def render(report: Report) -> str:
     """Return the table, as Markdown: medians, and the least and the most of *slowed*."""
     lines = [
-        "| copied to | step slowed, median (all) | at | CPU s/GiB: own · store's | p99 of a step: quiet · beside it |",
-        "| --- | --- | --- | --- | --- |",
+        "| copied to | mean step slowed: median (all) | median step | at | CPU s/GiB: own · store's | p99: quiet · beside |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for way in dict.fromkeys(sample.way for sample in report.samples):
         some = [sample for sample in report.samples if sample.way == way]
@@ -240,9 +293,10 @@ def render(report: Report) -> str:
             statistics.median(getattr(sample, name) for sample in some) / gib if gib else 0.0
             for name in ("own_cpu_s", "server_cpu_s")
         )
+        middle = statistics.median(sample.busy_p50_s / sample.quiet_p50_s - 1 for sample in some)
         quiet, busy = (statistics.median(getattr(sample, name) for sample in some) for name in _P99)
         lines.append(
-            f"| {way} | {statistics.median(slowed):+.1%} ({slowed[0]:+.1%} … {slowed[-1]:+.1%}) | "
+            f"| {way} | {statistics.median(slowed):+.1%} ({slowed[0]:+.1%} … {slowed[-1]:+.1%}) | {middle:+.1%} | "
             f"{f'{speed:.0f} MB/s' if gib else '–'} | {f'{own:.2f} · {stores:.2f}' if gib else '–'} | "
             f"{quiet * 1e3:.2f} · {busy * 1e3:.2f} ms |"
         )

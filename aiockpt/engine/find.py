@@ -25,8 +25,8 @@ from aiockpt.pipeline.discover import StepCopy, StepEntry, find_copy, look_at, n
 from aiockpt.planning.weights import has_weights_only
 
 logger = logging.getLogger("aiockpt")
-LIST_PATIENCE_S = 20.0
-"""How long the other tiers have to list their steps once one has listed some; thousands of steps take seconds."""
+LIST_PATIENCE_S = 10.0
+"""How long the other tiers have to list their steps once one has listed some."""
 COPY_PATIENCE_S = 3.0
 """The same for a copy of one step, which is found by two requests."""
 Skipped = list[tuple[str, str]]

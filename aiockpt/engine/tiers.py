@@ -25,7 +25,7 @@ from aiockpt.engine.ticket import Ticket
 from aiockpt.engine.together import save_together
 from aiockpt.errors import CheckpointError, SaveSkippedError
 from aiockpt.events import PromotionFailed
-from aiockpt.options import Tier
+from aiockpt.options import Retention, Tier
 from aiockpt.pipeline.discover import StepCopy, read_manifest
 from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
 from aiockpt.runtime.limits import Pace
@@ -47,8 +47,9 @@ class Tiers:
     """
 
     def __init__(self, tiers: Sequence[Tier], nearest: Engine, backends: Sequence[Backend]) -> None:
-        self.engines = (nearest, *[_engine_of(tier, nearest, backends[n]) for n, tier in enumerate(tiers) if n])
-        nearest.options = msgspec.structs.replace(nearest.options, retention=tiers[0].retention)
+        rules = [_retention(tier, backends[n], backends[n + 1 :]) for n, tier in enumerate(tiers)]
+        self.engines = (nearest, *[_engine_of(rules[n], nearest, backends[n]) for n in range(1, len(tiers))])
+        nearest.options = msgspec.structs.replace(nearest.options, retention=rules[0])
         self._rungs = [
             Rung(number, tier, engine, self.engines)
             for number, (tier, engine) in enumerate(zip(tiers, self.engines, strict=True))
@@ -194,6 +195,13 @@ class Tiers:
                 await engine.backend.close()
 
 
-def _engine_of(tier: Tier, nearest: Engine, backend: Backend) -> Engine:
-    options = msgspec.structs.replace(nearest.options, retention=tier.retention)
+def _retention(tier: Tier, backend: Backend, farther: Sequence[Backend]) -> Retention | None:
+    """Return what stays in a tier: where nothing is said, all; but memory before a durable tier holds the newest step."""
+    if tier.keep is None and not backend.traits.durable and any(other.traits.durable for other in farther):
+        return Retention(last=1)
+    return tier.retention
+
+
+def _engine_of(rules: Retention | None, nearest: Engine, backend: Backend) -> Engine:
+    options = msgspec.structs.replace(nearest.options, retention=rules)
     return Engine(backend, nearest.loop, options, (), nearest.world, nearest.ranks, nearer=nearest)

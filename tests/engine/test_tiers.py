@@ -198,6 +198,16 @@ def test_whatever_goes_wrong_with_one_step_the_tier_takes_the_next(tmp_path: Pat
     assert steps(tmp_path / "far") == [2]
 
 
+def test_memory_before_a_disk_holds_the_newest_step_unless_told_otherwise(tmp_path: Path) -> None:
+    several, newest, alone = MemoryBackend(), MemoryBackend(), MemoryBackend()
+    for tiers in ([aiockpt.Tier(several, keep=2), tmp_path / "a"], [newest, tmp_path / "b"], [alone]):
+        with aiockpt.Checkpointer(tiers, io=SMALL) as ckpt:
+            for step in (1, 2, 3):
+                ckpt.save(step, state(step)).result(30)
+    assert [steps(place) for place in (several, newest, alone)] == [[2, 3], [3], [1, 2, 3]]
+    assert steps(tmp_path / "b") == [1, 2, 3]
+
+
 class Full(MemoryBackend):
     async def space(self) -> Space:
         return Space(1000, 1000)

@@ -133,7 +133,9 @@ def test_all_ranks_pass_newer_weights_over_or_all_say_what_lacks(tmp_path: Path)
 class Disk(FaultyBackend):
     """The disk of one host, which has the same name on each."""
 
-    url = "file:///local"
+    @property
+    def url(self) -> str:
+        return "file:///local"
 
 
 def own_disk(root: Path) -> Any:
