@@ -31,7 +31,19 @@ from aiockpt.engine.sharing import WARM_UP
 from aiockpt.engine.tiers import Tiers
 from aiockpt.errors import BackgroundSaveError, SaveCancelledError, UsageError
 from aiockpt.events import BarrierWaited, Companion, Observer
-from aiockpt.options import IO, Deadlines, Debug, OnError, OnExists, Options, Retention, Snapshot, Tier, WhenFull
+from aiockpt.options import (
+    IO,
+    Deadlines,
+    Debug,
+    OnError,
+    OnExists,
+    Options,
+    Retention,
+    Snapshot,
+    Tier,
+    WhenFull,
+    check_tiers,
+)
 from aiockpt.runtime.barrier import Mutating, MutationBarrier
 from aiockpt.runtime.companion import accompany
 from aiockpt.runtime.future import Future, LoadFuture, LoadResult, SaveFuture
@@ -511,6 +523,7 @@ def _as_tiers(url: Place | Sequence[Tier | Place], retention: Retention | None) 
     if not places:
         raise UsageError("an empty list names no place; give a path, a URL, or at least one Tier(…)")
     tiers = [place if isinstance(place, Tier) else Tier(place) for place in places]
+    check_tiers(tiers)
     return [tier if tier.keep is not None else msgspec.structs.replace(tier, keep=retention) for tier in tiers]
 
 

@@ -6,7 +6,7 @@ The one reader of environment variables is here too (`launched_world_size`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
@@ -73,6 +73,9 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
                 raise UsageError(f"Retention({name}={value}): give at least 1, or None")
 
 
+Content = Literal["full", "weights"]
+"""What a tier holds of a step: all of it, or what its modules hold."""
+
 TierError = Literal["warn", "raise"] | Callable[[BaseException], object]
 """A step did not reach a tier: log it (default), raise at the next call, or call this with the error."""
 
@@ -81,16 +84,20 @@ class Tier(msgspec.Struct, frozen=True):
     """One of several places for checkpoints; give them in order, the nearest first: ``[Tier("shm://"), Tier("/local"), …]``.
 
     A save is written to the first tier, and from there copied to the others in the background, never from the GPU again.
-    It is *committed* in the first durable tier that takes it.
+    It is *committed* in the first durable tier that takes all of it.
 
     Attributes:
         url: a path, a URL, or a backend.
         every: takes the steps that are multiples of it; None takes each.
-        keep: what stays there: so many of the newest steps, or rules; None keeps all.
+        keep: what stays there: so many of the newest steps, or rules; None keeps all, and in a memory tier before a
+            durable one the newest.
         deadline: seconds a step is tried for again and again when the tier does not take it, before it is given up there.
         bandwidth: bytes/s of one process into this tier, when it is not the one that a save waits for. None: no limit. The
             default costs a training step less than 3 % (benchmarks/README.md).
         on_error: what to do when a step was given up.
+        content: ``"full"``, or ``"weights"``: the parameters, buffers and extra values of the state's modules, as a
+            checkpoint of their own that loads into a bare ``{"model": model}``. It is made from a nearer tier that has the
+            step in full, counts as no commit, and nothing is resumed from it.
     """
 
     url: Any
@@ -99,21 +106,45 @@ class Tier(msgspec.Struct, frozen=True):
     deadline: float = 3600.0
     bandwidth: float | None = 200e6
     on_error: TierError = "warn"
+    content: Content = "full"
 
     def __post_init__(self) -> None:
         for name in ("every", "bandwidth", "deadline"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise UsageError(f"Tier({self.url!r}, {name}={value}): give more than 0")
+        if self.content not in get_args(Content):
+            raise UsageError(f"Tier({self.url!r}, content={self.content!r}): give 'full' or 'weights'")
 
     @property
     def retention(self) -> Retention | None:
         """What stays there, as rules."""
         return Retention(last=self.keep) if isinstance(self.keep, int) else self.keep
 
+    @property
+    def full(self) -> bool:
+        """Whether a run can be resumed from it."""
+        return self.content == "full"
+
     def takes(self, step: int) -> bool:
         """Say whether *step* is one of those that go there."""
         return self.every is None or step % self.every == 0
+
+
+def check_tiers(tiers: Sequence[Tier]) -> None:
+    """Return when each tier can get the steps that it takes, from the first one on.
+
+    Raises:
+        UsageError: a tier of weights takes steps that no nearer tier has in full.
+    """
+    for number, tier in enumerate(tiers):
+        nearer = [other for other in tiers[:number] if other.full]
+        if not tier.full and not any((tier.every or 1) % (other.every or 1) == 0 for other in nearer):
+            every = "" if tier.every is None else f", every={tier.every}"
+            raise UsageError(
+                f"Tier({tier.url!r}, content='weights'{every}): its steps are made from a nearer tier that has all of "
+                "them in full, and there is none; put one before it"
+            )
 
 
 class IO(msgspec.Struct, frozen=True, kw_only=True):

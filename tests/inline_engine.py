@@ -58,7 +58,7 @@ async def run_save(
     engine: Engine, step: int, state: State, watch: Callable[[Ticket], object] | None = None
 ) -> SaveFuture:
     """Save *state* as a checkpointer does, without the thread; return the settled future."""
-    ticket = Ticket(engine, step, StateWalker().walk(state), {}, None, begun_ns=engine.now_ns())
+    ticket = Ticket(engine, step, StateWalker().walk(state), {}, None)
     ticket.prepare()
     if watch is not None:
         watch(ticket)

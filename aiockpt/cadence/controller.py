@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from aiockpt.cadence.estimates import Recent, StepTimes, WriteTimes
 from aiockpt.cadence.intervals import Interval, Limits, Measured, choose
 from aiockpt.cadence.words import describe
-from aiockpt.events import Committed, Event, SaveFailed, SaveSkipped, SaveStarted, SnapshotTaken
+from aiockpt.events import BarrierWaited, Committed, Event, SaveFailed, SaveSkipped, SaveStarted, SnapshotTaken
 
 FIRST_STEPS = 3
 """Steps that are measured before the first save, and waited for after one that came to nothing."""
@@ -92,6 +92,8 @@ class Controller:
                 self._begin(event)
             case SnapshotTaken():
                 self.block(event.step, event.pause_s)
+            case BarrierWaited():
+                self.block(event.step, event.seconds)
             case Committed():
                 self._end(event, event.seconds)
             case SaveFailed() | SaveSkipped():

@@ -46,11 +46,11 @@ class Ticket:
         user: object,
         turn: Turn | None = None,
         *,
-        begun_ns: int,
+        begun_ns: int | None = None,
         snapshot: Snapshot = "eager",
         copied_at_call_bytes: int = 0,
     ) -> None:
-        self.begun_ns = begun_ns
+        self.begun_ns = engine.now_ns() if begun_ns is None else begun_ns
         self.snapshot: Snapshot = snapshot
         self._copied_at_call_bytes = copied_at_call_bytes
         self._witness = Witness(state.tensors) if engine.options.debug == "digest" else None
