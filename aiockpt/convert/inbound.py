@@ -32,7 +32,7 @@ from aiockpt.pipeline.copy import Windows
 from aiockpt.pipeline.discover import look_at
 from aiockpt.pipeline.place import byte_view
 from aiockpt.pipeline.serialize import hash_blocks
-from aiockpt.planning.save import HEADER, FilePlan
+from aiockpt.planning.save import HEADER, Copy, FilePlan
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.state.geometry import Box
@@ -43,6 +43,9 @@ from aiockpt.storage.backend import Backend, Seen
 logger = logging.getLogger("aiockpt")
 
 WINDOWS = 8
+CAST_BYTES = 8 << 20
+"""Of what is read and waits to be cast, in each window."""
+CUT_BYTES = 4 << 20
 CLEAN_UP_DEADLINE_S = 60.0
 _SECRETS = re.compile(r"(?<=://)[^/@]*@|\?.*", re.DOTALL)
 
@@ -204,6 +207,22 @@ class _Sums:
         return seen
 
 
+class _Batch:
+    """What is read together, and then cast: (file, start, into) of each read, and the bytes that wait to be cast."""
+
+    def __init__(self) -> None:
+        self.wanted: list[tuple[int, int, memoryview]] = []
+        self.casts: list[Cast] = []
+        self.cast_bytes = 0
+
+
+def _cut(copy: Copy) -> Iterator[Copy]:
+    """Cut a long copy, so that what is read to be cast needs little memory."""
+    for at in range(0, copy.size, CUT_BYTES):
+        size = min(CUT_BYTES, copy.size - at)
+        yield Copy(copy.window_offset + at, copy.source, copy.source_offset + at, size)
+
+
 class _Filler:
     """Fills the windows of one data file of a step.
 
@@ -224,27 +243,39 @@ class _Filler:
 
     async def __call__(self, offset: int, view: memoryview) -> None:
         window = self._file.windows[offset // self._window_bytes]
-        memory = torch.frombuffer(view, dtype=torch.uint8)
-        wanted: list[tuple[int, int, memoryview]] = []
-        casts: list[Cast] = []
+        batch = _Batch()
         for copy in window.copies:
-            place = slice(copy.window_offset, copy.window_offset + copy.size)
             if copy.source == HEADER:
+                place = slice(copy.window_offset, copy.window_offset + copy.size)
                 view[place] = self._file.header[copy.source_offset : copy.source_offset + copy.size]
                 continue
-            tensor, dtype = self._source.tensors[copy.source], self._shards[copy.source].dtype
-            if tensor.dtype == dtype:
-                wanted.append((tensor.file, tensor.start + copy.source_offset, view[place]))
-                continue
-            stored = torch.empty(copy.size // itemsize(dtype), dtype=torch_dtype(tensor.dtype))
-            start = tensor.start + copy.source_offset // itemsize(dtype) * itemsize(tensor.dtype)
-            wanted.append((tensor.file, start, byte_view(stored)))
-            casts.append(Cast(tensor.name, stored, memory[place].view(torch_dtype(dtype))))
+            for cut in _cut(copy):
+                self._plan(cut, view, batch)
+                if batch.cast_bytes >= CAST_BYTES:
+                    await self._carry_out(batch)
+                    batch = _Batch()
+        await self._carry_out(batch)
+
+    def _plan(self, copy: Copy, view: memoryview, batch: _Batch) -> None:
+        """Add to *batch* what fills the place of *copy* in the window *view*."""
+        tensor, dtype = self._source.tensors[copy.source], self._shards[copy.source].dtype
+        into = view[copy.window_offset : copy.window_offset + copy.size]
+        if tensor.dtype == dtype:
+            batch.wanted.append((tensor.file, tensor.start + copy.source_offset, into))
+            return
+        width = itemsize(dtype)
+        stored = torch.empty(copy.size // width, dtype=torch_dtype(tensor.dtype))
+        start = tensor.start + copy.source_offset // width * itemsize(tensor.dtype)
+        batch.wanted.append((tensor.file, start, byte_view(stored)))
+        batch.casts.append(Cast(tensor.name, stored, torch.frombuffer(into, dtype=torch_dtype(dtype))))
+        batch.cast_bytes += stored.nbytes
+
+    async def _carry_out(self, batch: _Batch) -> None:
         async with open_tasks() as tasks:
-            for file, start, into in _join(wanted):
+            for file, start, into in _join(batch.wanted):
                 tasks.start_soon(self._read, file, start, into)
-        if casts:
-            await run_blocking(self._engine.state_work, cast_all, casts)
+        if batch.casts:
+            await run_blocking(self._engine.state_work, cast_all, batch.casts)
 
     async def _read(self, file: int, start: int, into: Sequence[memoryview]) -> None:
         async with self._reading:

@@ -66,7 +66,8 @@ def load_folder(folder: Path) -> dict[str, torch.Tensor]:
 def metadata(path: Path) -> dict[str, str]:
     """Return the metadata of a file, by the safetensors library."""
     with safe_open(path, "pt") as opened:
-        return opened.metadata()
+        found: dict[str, str] = opened.metadata()
+    return found
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

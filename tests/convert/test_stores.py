@@ -90,6 +90,6 @@ def test_memory_does_not_grow_with_the_weights(tmp_path: Path) -> None:
     """1 GiB of weights passes through windows, with the reads and casts under way."""
     subprocess.run([sys.executable, "-c", SAVE, tmp_path], check=True, timeout=100)
     for way in ("out", "in"):
-        command = [sys.executable, "-c", CONVERT, tmp_path, way]
+        command = [sys.executable, "-c", CONVERT, str(tmp_path), way]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
         assert int(done.stdout) < 512, way
