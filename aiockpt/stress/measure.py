@@ -46,7 +46,12 @@ async def measure(
     traits = backend.traits
     async with own_folder(backend, world.token(6), say) as prefix:
         report = Report(
-            url=backend.url, backend=repr(backend), prefix=prefix, scope=traits.scope, durable=traits.durable
+            url=backend.url,
+            backend=repr(backend),
+            prefix=prefix,
+            scope=traits.scope,
+            durable=traits.durable,
+            plan=plan,
         )
         lab = Lab(
             backend=backend,

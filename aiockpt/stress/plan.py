@@ -24,6 +24,8 @@ MOST_REQUESTS = 2_000
 """Small requests in one point: requests cost money in some stores, and 99 % of this many is a figure."""
 
 MOST_CONCURRENCY = 256
+MOST_FAULTS = 0.3
+"""Twelve attempts fail in a row once in two million calls; with more faults retries mend no more, whatever the place."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,8 +63,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             )
         if not self.soak_s >= 0:
             raise UsageError(f"--soak {self.soak_s:g}: give seconds, or leave it out")
-        if not 0 <= self.faults < 1:
-            raise UsageError(f"--faults {self.faults:g}: give a fraction of the calls, from 0 to below 1")
+        if not 0 <= self.faults <= MOST_FAULTS:
+            raise UsageError(f"--faults {self.faults:g}: give a fraction of the calls, from 0 to {MOST_FAULTS:g}")
 
     @property
     def point_count(self) -> int:

@@ -7,7 +7,7 @@ system, all threads, the verification's included), ``mb_per_s`` (10⁶ bytes). W
     {
       "schema": 1,
       "url": "s3://bucket/run", "backend": "<Retrying …>", "prefix": "aiockpt-bench-…",
-      "scope": "shared", "durable": true,
+      "scope": "shared", "durable": true, "plan": {…},
       "points": [{"operation": "write", "size_bytes": 16777216, "concurrency": 4,
                   "requests": 64, "bytes": 1073741824, "wall_s": 1.9, "cpu_s": 0.5,
                   "mb_per_s": 565.1, "requests_per_s": 33.6, "cpu_s_per_gib": 0.5,
@@ -23,12 +23,15 @@ system, all threads, the verification's included), ``mb_per_s`` (10⁶ bytes). W
 Operations of data files: ``create``, ``write`` (one block of at most 16 MiB: a part of a multipart upload), ``finish``,
 ``open``, ``read`` (one ranged read, the same blocks); ``size_bytes`` is that of the file. Of small objects: ``put``,
 ``get``, ``put_new`` (create exclusively), ``stat``, ``list`` (a folder of 100), ``delete`` (one); ``size_bytes`` is that of
-the object. ``problems`` is empty exactly when every check passed, no byte was wrong and nothing was left behind.
+the object. ``plan`` has the options as they were used. ``problems`` is empty exactly when every check passed, no byte was
+wrong, no operation was left for its failures, and no call of the soak failed in the end.
 """
 
 from __future__ import annotations
 
 import msgspec
+
+from aiockpt.stress.plan import Plan
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,6 +127,7 @@ class Report(msgspec.Struct, kw_only=True):
     prefix: str
     scope: str
     durable: bool
+    plan: Plan
     points: list[Point] = []
     checks: list[Check] = []
     skipped: list[Skipped] = []

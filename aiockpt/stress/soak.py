@@ -33,8 +33,9 @@ from aiockpt.testing.faults import FaultyBackend
 
 MOST_WORKERS = 8
 MOST_FILE_BYTES = 64 << 20
-READS_OF_DAMAGED = 4
-"""Times that bytes which came damaged are read, before they are wrong."""
+READS_OF_DAMAGED = 12
+"""Times that bytes which came damaged are read, before they are wrong: as often as a call is made that fails. With fewer,
+bits that the soak itself flips would in the end be taken for damage."""
 
 POLICY = RetryPolicy(first_wait_s=0.01, longest_wait_s=2.0, throttled_first_wait_s=0.1)
 """Short waits: most of these faults are our own."""

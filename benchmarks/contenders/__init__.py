@@ -16,9 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from benchmarks.state import State
+if TYPE_CHECKING:  # which imports torch: half the time of a visit to a storage client
+    from benchmarks.state import State
 
 DEADLINE_S = 600.0
 

@@ -16,15 +16,20 @@ from tests.servers.s3_fixtures import aws_environment, s3_url, seaweed
 __all__ = ["aws_environment", "s3_url", "seaweed"]
 
 
-class Changed:
+class _Changed:
     """A backend with some verbs replaced."""
 
-    def __init__(self, inner: Backend, **verbs: Any) -> None:
+    def __init__(self, inner: Any, **verbs: Any) -> None:
         self._inner = inner
         self._verbs = verbs
 
     def __getattr__(self, name: str) -> Any:
         return self._verbs.get(name) or getattr(self._inner, name)
+
+
+def changed(inner: Any, **verbs: Any) -> Any:
+    """Return a backend, or an upload, that is *inner* with some verbs replaced."""
+    return _Changed(inner, **verbs)
 
 
 def left_in(folder: Path) -> list[Path]:

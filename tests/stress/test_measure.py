@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import anyio
 import msgspec
@@ -25,7 +26,7 @@ from aiockpt.stress.plan import MANIFEST_BYTES, RECEIPT_BYTES, Plan
 from aiockpt.stress.report import Report
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.servers.seaweed import Seaweed
-from tests.stress.conftest import Changed, left_in, names_in
+from tests.stress.conftest import changed, left_in, names_in
 
 SMALL = {
     *(("put", RECEIPT_BYTES), ("get", RECEIPT_BYTES), ("put", MANIFEST_BYTES), ("get", MANIFEST_BYTES)),
@@ -111,7 +112,7 @@ async def test_a_place_that_keeps_what_is_deleted_is_refused(memory: MemoryBacke
         del keys
 
     with pytest.raises(StorageError, match="was removed and is there all the same"):
-        await measure(Changed(memory, delete=delete), plan)
+        await measure(changed(memory, delete=delete), plan)
 
 
 async def test_what_could_not_be_removed_at_the_end_is_an_error_that_names_the_folder(
@@ -141,21 +142,21 @@ async def test_a_flipped_bit_is_found(memory: MemoryBackend, plan: Plan, verb: s
 async def test_blocks_in_the_place_of_others_are_found(memory: MemoryBackend, plan: Plan) -> None:
     first = plan.sizes[-1] - plan.sizes[-1] % 4096
 
-    async def create(key: str, size: int) -> Changed:
+    async def create(key: str, size: int) -> Any:
         upload = await memory.create(key, size)
 
         async def write(offset: int, runs: Sequence[memoryview], seen: object = None) -> None:
             shifted = [bytes(runs[0][4096:]) + bytes(runs[0][:4096])] if size >= first else runs
             await upload.write(offset, [memoryview(run) for run in shifted])
 
-        return Changed(upload, write=write)  # type: ignore[arg-type]
+        return changed(upload, write=write)
 
-    report = await measure(Changed(memory, create=create), plan)
+    report = await measure(changed(memory, create=create), plan)
     assert {point.size_bytes for point in report.points if point.wrong} == {plan.sizes[-1]}
 
 
 async def test_creates_that_do_not_exclude_each_other_are_found(memory: MemoryBackend, plan: Plan) -> None:
-    report = await measure(Changed(memory, put_new=memory.put), plan)
+    report = await measure(changed(memory, put_new=memory.put), plan)
     assert [check.name for check in report.checks if not check.passed] == ["one of rival creates wins"]
     assert "two savers could commit" in report.problems[0]
 
@@ -169,7 +170,7 @@ async def test_a_winner_whose_bytes_are_not_there_is_found(memory: MemoryBackend
             raise ObjectExistsError(key, key=key)
         taken.add(key)
 
-    report = await measure(Changed(memory, put_new=put_new), plan)
+    report = await measure(changed(memory, put_new=put_new), plan)
     assert any("holds other bytes" in problem for problem in report.problems)
 
 
@@ -178,7 +179,7 @@ async def test_a_list_that_lags_behind_is_found(memory: MemoryBackend, plan: Pla
         found = await memory.list(prefix)
         return Listing(found.objects[:-1], found.folders) if "seen" in prefix else found
 
-    report = await measure(Changed(memory, list=list_late), plan)
+    report = await measure(changed(memory, list=list_late), plan)
     assert [check.name for check in report.checks if not check.passed] == ["what was written is seen at once"]
 
 
@@ -190,7 +191,7 @@ async def test_an_object_seen_in_part_while_it_is_replaced_is_found(memory: Memo
             await anyio.lowlevel.checkpoint()
         await memory.put(key, data)
 
-    report = await measure(Changed(memory, put=put_in_halves), plan)
+    report = await measure(changed(memory, put=put_in_halves), plan)
     assert [check.name for check in report.checks if not check.passed] == ["what was replaced is seen whole"]
 
 
@@ -211,7 +212,7 @@ async def test_a_verb_that_a_place_refuses_is_skipped_with_its_reason(memory: Me
     async def put_new(key: str, data: bytes) -> None:
         raise UsageError("this store has no exclusive create")
 
-    report = await measure(Changed(memory, put_new=put_new), plan)
+    report = await measure(changed(memory, put_new=put_new), plan)
     assert any(
         skipped.what.startswith("put_new") and "no exclusive create" in skipped.why for skipped in report.skipped
     )
@@ -231,7 +232,7 @@ async def test_a_plan_that_does_not_fit_is_refused(memory: MemoryBackend, plan: 
         return Space(plan.most_bytes, plan.most_bytes)
 
     with pytest.raises(UsageError, match=r"MiB free.*lower --bytes"):
-        await measure(Changed(memory, space=space), plan)
+        await measure(changed(memory, space=space), plan)
     assert await names_in(memory) == []
 
 
@@ -283,7 +284,7 @@ Refused = Callable[[], Plan]
         (lambda: Plan(most_bytes=1), "--bytes 1"),
         (lambda: Plan(most_bytes=2 << 20), "--bytes allows 2097152 in one point"),
         (lambda: Plan(soak_s=-1), "--soak -1"),
-        (lambda: Plan(faults=1), "--faults 1"),
+        (lambda: Plan(faults=0.31), "--faults 0.31: give a fraction of the calls, from 0 to 0.3"),
     ],
 )
 def test_a_plan_that_cannot_be_carried_out_is_refused_by_its_option(make: Refused, says: str) -> None:

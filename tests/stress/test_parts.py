@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.errors import StorageError
+from aiockpt.storage.backend import Seen
 from aiockpt.stress.content import Content, new_buffer
 from aiockpt.stress.lab import size_text
 from aiockpt.stress.meter import percentile
@@ -55,13 +56,13 @@ async def test_a_file_is_moved_as_the_engine_moves_it(memory: MemoryBackend, siz
     data = memoryview(bytes(range(251)) * (size // 251 + 1))[:size]
     shown: dict[int, int] = {}
 
-    def seen_from(offset: int) -> object:
+    def seen_from(offset: int) -> Seen:
         def seen(view: memoryview) -> None:
             shown[offset] = shown.get(offset, 0) + view.nbytes
 
         return seen
 
-    await write_file(memory, "a/file", data, seen_from)  # type: ignore[arg-type]
+    await write_file(memory, "a/file", data, seen_from)
     assert sum(shown.values()) == size
     into = new_buffer(max(size, 1))[:size]
     await read_file(memory, "a/file", into)

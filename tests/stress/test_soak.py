@@ -15,7 +15,7 @@ from aiockpt.stress.plan import Plan
 from aiockpt.stress.report import Report, Soak
 from aiockpt.stress.soak_faults import DrawnFaults
 from aiockpt.testing.faults import Fault, FaultyBackend
-from tests.stress.conftest import Changed
+from tests.stress.conftest import changed
 
 SOAK_S = 0.5
 
@@ -63,12 +63,12 @@ async def test_an_object_that_vanished_is_found(memory: MemoryBackend, soak_plan
         if "/soak/" not in key:
             await memory.put(key, data)
 
-    _, found = await soaked(Changed(memory, put=put), soak_plan)
+    _, found = await soaked(changed(memory, put=put), soak_plan)
     assert any("is missing" in problem for problem in found.wrong)
 
 
 async def test_a_create_that_replaces_is_found(memory: MemoryBackend, soak_plan: Plan) -> None:
-    _, found = await soaked(Changed(memory, put_new=memory.put), soak_plan)
+    _, found = await soaked(changed(memory, put_new=memory.put), soak_plan)
     assert any("was created twice" in problem for problem in found.wrong)
 
 
@@ -77,7 +77,7 @@ async def test_a_list_that_lacks_an_object_is_found(memory: MemoryBackend, soak_
         found = await memory.list(prefix)
         return Listing(found.objects[1:], found.folders) if prefix.endswith("/objects") else found
 
-    report = await measure_unclean(Changed(memory, list=list_some), soak_plan)
+    report = await measure_unclean(changed(memory, list=list_some), soak_plan)
     assert any("a list lacks 1 of" in problem for problem in report.wrong)
 
 
@@ -95,7 +95,7 @@ async def test_a_deleted_file_that_is_found_is_found(memory: MemoryBackend, soak
                 raise
             return Stat(key, 0, 0)
 
-    _, found = await soaked(Changed(memory, stat=stat), soak_plan)
+    _, found = await soaked(changed(memory, stat=stat), soak_plan)
     assert any("was deleted and is there" in problem for problem in found.wrong)
 
 
