@@ -80,7 +80,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 def build(layers: int, *, replicated: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a sharded or replicated model and an optimizer that has its moments."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.utils.skip_init(nn.Linear, WIDTH, WIDTH, bias=False) for _ in range(layers)))
+    empty: Callable[..., nn.Module] = nn.utils.skip_init
+    model = nn.Sequential(*(empty(nn.Linear, WIDTH, WIDTH, bias=False) for _ in range(layers)))
     if not replicated:
         mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
         for layer in model:

@@ -52,6 +52,14 @@ class Cast(msgspec.Struct, frozen=True):
     into: torch.Tensor
 
 
+CHECKED_ELEMENTS = 1 << 16
+"""Looked at together: each thread's allocator keeps the temporaries of the largest look for ever."""
+
+
+def _overflows(cast: torch.Tensor, stored: torch.Tensor) -> bool:
+    return bool((torch.isinf(cast) & ~torch.isinf(stored)).any())
+
+
 def cast_all(casts: Sequence[Cast]) -> None:
     """Round each to the nearest elements of its new dtype. Runs on a worker thread.
 
@@ -60,7 +68,7 @@ def cast_all(casts: Sequence[Cast]) -> None:
     """
     for cast in casts:
         cast.into.copy_(cast.stored)
-        if bool((torch.isinf(cast.into) & ~torch.isinf(cast.stored)).any()):
+        if any(map(_overflows, cast.into.split(CHECKED_ELEMENTS), cast.stored.split(CHECKED_ELEMENTS))):
             dtype = str(cast.into.dtype).removeprefix("torch.")
             raise UsageError(
                 f"{cast.name} has elements that {dtype} cannot hold: they would become infinite; give another dtype, such "

@@ -32,7 +32,7 @@ from aiockpt.pipeline.copy import Windows
 from aiockpt.pipeline.discover import look_at
 from aiockpt.pipeline.place import byte_view
 from aiockpt.pipeline.serialize import hash_blocks
-from aiockpt.planning.save import HEADER, Copy, FilePlan
+from aiockpt.planning.save import HEADER, Copy, FilePlan, Window
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.state.geometry import Box
@@ -45,7 +45,7 @@ logger = logging.getLogger("aiockpt")
 WINDOWS = 8
 CAST_BYTES = 8 << 20
 """Of what is read and waits to be cast, in each window."""
-CUT_BYTES = 4 << 20
+CUT_BYTES = 1 << 20
 CLEAN_UP_DEADLINE_S = 60.0
 _SECRETS = re.compile(r"(?<=://)[^/@]*@|\?.*", re.DOTALL)
 
@@ -208,16 +208,29 @@ class _Sums:
 
 
 class _Batch:
-    """What is read together, and then cast: (file, start, into) of each read, and the bytes that wait to be cast."""
+    """What is read together, and then cast: (file, start, into) of each read, and the bytes that wait to be cast.
 
-    def __init__(self) -> None:
+    Args:
+        scratch: memory for what is read to be cast. It is used again and again: what many threads allocate and free in
+            turn, the allocator keeps for each of them.
+    """
+
+    def __init__(self, scratch: memoryview) -> None:
+        self._scratch = scratch
         self.wanted: list[tuple[int, int, memoryview]] = []
         self.casts: list[Cast] = []
         self.cast_bytes = 0
 
+    def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return room for so many elements."""
+        size = count * dtype.itemsize
+        room = self._scratch[self.cast_bytes : self.cast_bytes + size]
+        self.cast_bytes += -(-size // 64) * 64
+        return torch.frombuffer(room, dtype=dtype)
+
 
 def _cut(copy: Copy) -> Iterator[Copy]:
-    """Cut a long copy, so that what is read to be cast needs little memory."""
+    """Cut a long copy, so that what is read to be cast needs little memory: at most `CAST_BYTES`, eight times as much."""
     for at in range(0, copy.size, CUT_BYTES):
         size = min(CUT_BYTES, copy.size - at)
         yield Copy(copy.window_offset + at, copy.source, copy.source_offset + at, size)
@@ -240,10 +253,19 @@ class _Filler:
         self._shards = shards
         self._reading = reading
         self._window_bytes = file.windows[0].size
+        self._scratch = Windows(WINDOWS, 2 * CAST_BYTES)
 
     async def __call__(self, offset: int, view: memoryview) -> None:
         window = self._file.windows[offset // self._window_bytes]
-        batch = _Batch()
+        scratch = await self._scratch.take()
+        try:
+            await self._fill(window, view, scratch.memory)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._scratch.give(scratch)
+
+    async def _fill(self, window: Window, view: memoryview, scratch: memoryview) -> None:
+        batch = _Batch(scratch)
         for copy in window.copies:
             if copy.source == HEADER:
                 place = slice(copy.window_offset, copy.window_offset + copy.size)
@@ -253,7 +275,7 @@ class _Filler:
                 self._plan(cut, view, batch)
                 if batch.cast_bytes >= CAST_BYTES:
                     await self._carry_out(batch)
-                    batch = _Batch()
+                    batch = _Batch(scratch)
         await self._carry_out(batch)
 
     def _plan(self, copy: Copy, view: memoryview, batch: _Batch) -> None:
@@ -264,11 +286,10 @@ class _Filler:
             batch.wanted.append((tensor.file, tensor.start + copy.source_offset, into))
             return
         width = itemsize(dtype)
-        stored = torch.empty(copy.size // width, dtype=torch_dtype(tensor.dtype))
+        stored = batch.allocate(copy.size // width, torch_dtype(tensor.dtype))
         start = tensor.start + copy.source_offset // width * itemsize(tensor.dtype)
         batch.wanted.append((tensor.file, start, byte_view(stored)))
         batch.casts.append(Cast(tensor.name, stored, torch.frombuffer(into, dtype=torch_dtype(dtype))))
-        batch.cast_bytes += stored.nbytes
 
     async def _carry_out(self, batch: _Batch) -> None:
         async with open_tasks() as tasks:
