@@ -9,7 +9,6 @@ Guarantees:
 from __future__ import annotations
 
 import asyncio
-import random
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -88,7 +87,7 @@ class _Visit:
         self.samples = {name: Samples() for name in ("put", "get", "put small", "get small")}
 
     async def large(self) -> None:
-        data = random.Random(self._order.seed).randbytes(self._order.size_bytes)
+        data = np.random.default_rng(self._order.seed).bytes(self._order.size_bytes)
         target = np.full(self._order.size_bytes, POISON, np.uint8)
         meant = np.zeros_like(target) if self._order.zeros else np.frombuffer(data, np.uint8)
         for number in range(self._order.repetitions + 1):
@@ -103,7 +102,7 @@ class _Visit:
                 raise ValueError(f"{self._order.contender}: what was read of {key} is not what was stored")
 
     async def small(self) -> None:
-        data = random.Random(self._order.seed + 1).randbytes(self._order.small_bytes)
+        data = np.random.default_rng(self._order.seed + 1).bytes(self._order.small_bytes)
         meant = bytes(len(data)) if self._order.zeros else data
 
         async def put(key: str) -> None:
