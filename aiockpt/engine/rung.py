@@ -22,7 +22,7 @@ import msgspec
 
 from aiockpt.engine import keep
 from aiockpt.engine.context import Engine
-from aiockpt.engine.find import committed_steps
+from aiockpt.engine.leftover import find_leftover
 from aiockpt.engine.visibility import Visibility
 from aiockpt.errors import (
     CheckpointError,
@@ -37,8 +37,7 @@ from aiockpt.format.manifest import FileEntry
 from aiockpt.options import Tier
 from aiockpt.pipeline.content import Cargo, load_cargo
 from aiockpt.pipeline.copy import Windows, copied_files, copy_files, copy_step
-from aiockpt.pipeline.discover import StepCopy, look_at, newest_manifest, read_manifest
-from aiockpt.planning.weights import has_weights_only, weights_attempt
+from aiockpt.pipeline.discover import StepCopy, read_manifest
 from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
 from aiockpt.runtime.limits import Pace
 from aiockpt.runtime.meeting import StoreLostError
@@ -202,32 +201,18 @@ class Rung:
         """Have the newest step that an earlier process left in a nearer tier copied here, if this tier takes it."""
         if self.engine.ranks.rank != 0:
             return
-        new = {waiting.climb.attempt for waiting in self._waiting}
+        known = {waiting.climb.attempt for waiting in self._waiting}
         try:
-            for listed in await committed_steps(self.engine):
-                entry, number = listed.entry, self._holders.index(listed.engine)
-                if entry.head is None or entry.head.attempt in new or not self.tier.takes(entry.step):
-                    continue
-                if number < self.number and self._name(entry.head.attempt) not in (await self._attempts(entry.id)):
-                    manifest = await newest_manifest(listed.engine.backend, entry)
-                    if has_weights_only(manifest):
-                        continue
-                    size = sum(file.size for file in manifest.files)
-                    result = SaveResult(entry.step, entry.id, manifest.generation, size, seconds=0.0)
-                    copies = {number: StepCopy(listed.engine.backend, manifest)}
-                    stage: Stage[SaveResult] = Stage(f"step {entry.step}, in {self.url}")
-                    await self.enqueue(Climb(result, copies, self.engine.now_ns(), alone=True), stage)
-                return
+            copies = await find_leftover(self.tier, self.number, self._holders, known)
         except CheckpointError as error:
             logger.warning("%s: what an earlier process left to copy there is not known: %s", self.url, error)
-
-    def _name(self, attempt: str) -> str:
-        """Return what the attempt is called here that is *attempt* in full."""
-        return attempt if self.tier.full else weights_attempt(attempt)
-
-    async def _attempts(self, step_id: str) -> tuple[str, ...]:
-        entry = await look_at(self.engine.backend, step_id)
-        return entry.attempts if entry.committed else ()
+            return
+        if copies:
+            manifest = copies[min(copies)].manifest
+            size = sum(file.size for file in manifest.files)
+            result = SaveResult(manifest.step, manifest.id, manifest.generation, size, seconds=0.0)
+            stage: Stage[SaveResult] = Stage(f"step {manifest.step}, in {self.url}")
+            await self.enqueue(Climb(result, copies, self.engine.now_ns(), alone=True), stage)
 
     async def close(self) -> None:
         """Wait until nothing waits here. What fails from now on is not tried again."""

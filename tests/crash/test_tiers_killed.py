@@ -70,6 +70,8 @@ def test_a_killed_trainer_goes_on_from_memory_and_what_it_could_not_copy_is_copi
         assert loaded is not None
         assert (loaded.step, loaded.url, loaded.skipped) == (2, memory, ())
         assert run.digest() == saved
+    with aiockpt.Checkpointer([memory, tmp_path, s3_url], io=SMALL) as ckpt:
+        assert ckpt.resume(run.state) == 3
         run.train()
         ckpt.save(3, run.state).result(DEADLINE_S)
     other = Run(8)
