@@ -68,7 +68,10 @@ def cast_all(casts: Sequence[Cast]) -> None:
     """
     for cast in casts:
         cast.into.copy_(cast.stored)
-        if any(map(_overflows, cast.into.split(CHECKED_ELEMENTS), cast.stored.split(CHECKED_ELEMENTS))):
+        looks = range(0, cast.into.numel(), CHECKED_ELEMENTS)
+        if any(
+            _overflows(cast.into[at : at + CHECKED_ELEMENTS], cast.stored[at : at + CHECKED_ELEMENTS]) for at in looks
+        ):
             dtype = str(cast.into.dtype).removeprefix("torch.")
             raise UsageError(
                 f"{cast.name} has elements that {dtype} cannot hold: they would become infinite; give another dtype, such "
