@@ -463,6 +463,40 @@ async def test_a_file_cached_in_part_is_read_both_ways() -> None:
     await reader.close()
 
 
+class _CountedProbes(SimulatedFiles):
+    """Counts how often it is asked for what is cached: nothing, until it says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+        self.cached = False
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+        if flags & os.RWF_NOWAIT:
+            self.asked += 1
+            if not self.cached:
+                raise BlockingIOError(errno.EAGAIN, "not cached")
+        return super().preadv(fd, buffers, offset, flags)
+
+
+async def test_a_file_that_was_not_cached_is_asked_for_seldom_and_found_when_it_is() -> None:
+    files = _CountedProbes()
+    backend = on(files)
+    data = patterned(256 * 4096)
+    await upload(backend, "f", data)
+    reader = await backend.open("f")
+    into = bytearray(data.nbytes)
+    for place in range(0, data.nbytes, 4096):
+        await reader.read(place, [memoryview(into)[place : place + 4096]])
+    assert bytes(into) == bytes(data)
+    assert files.asked < 16
+    files.cached = True
+    for _ in range(40):
+        await reader.read(0, [memoryview(bytearray(4096))])
+    assert backend.statistics().cached_read_bytes > 0
+    await reader.close()
+
+
 class _NoDirectReads(SimulatedFiles):
     """A file system that takes O_DIRECT at open and refuses the transfer."""
 
