@@ -409,6 +409,9 @@ def demo(
         int | None, typer.Option(help="Training steps.  [default: 120; 60 with --elastic]", show_default=False)
     ] = None,
     every: Annotated[int, typer.Option(help="Save every N steps.")] = 5,
+    lazy: Annotated[
+        bool, typer.Option("--lazy", help="Copy beside training, not in the call; not with --elastic.")
+    ] = False,
     keep: Annotated[
         int | None,
         typer.Option(help="Keep the last N checkpoints.  [default: 3; all with --elastic]", show_default=False),
@@ -422,16 +425,16 @@ def demo(
     if elastic:
         from aiockpt.examples.elastic import run_elastic
 
-        if asynchronous or keep is not None:
-            raise UsageError(
-                f"--elastic has no {'--async' if asynchronous else '--keep'}: its trainer is train_elastic.py"
-            )
+        if asynchronous or lazy or keep is not None:
+            refused = "--async" if asynchronous else "--lazy" if lazy else "--keep"
+            raise UsageError(f"--elastic has no {refused}: its trainer is train_elastic.py")
         raise typer.Exit(run_elastic(steps=60 if steps is None else steps, every=every, folder=folder, as_json=as_json))
     from aiockpt.examples.demo import DemoOptions, run_demo
 
     options = DemoOptions(
         steps=120 if steps is None else steps,
         every=every,
+        lazy=lazy,
         keep=3 if keep is None else keep,
         dir=folder,
         asynchronous=asynchronous,

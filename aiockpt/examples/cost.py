@@ -76,7 +76,11 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
 
 def account(reference: Record, saving: Sequence[Record], disk: DiskSpeed) -> Cost:
     """Add up what the saves of the runs *saving* cost, against *reference*, which took the same steps without."""
-    pauses_s = [snapshot.pause_s for record in saving for snapshot in record.snapshots.values()]
+    pauses_s = [
+        snapshot.pause_s + record.waits_s.get(step, 0.0)
+        for record in saving
+        for step, snapshot in record.snapshots.items()
+    ]
     commits = [commit for record in saving for commit in record.commits.values()]
     slowed_s = [seconds for record in saving for seconds in _slowed_by_saves(record)]
     plain = _warm(reference)

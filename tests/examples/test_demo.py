@@ -17,13 +17,17 @@ TINY = GPTSize(layers=1, width=16, heads=2, context=8, batch=2)
 
 
 @pytest.mark.parametrize(
-    ("asynchronous", "every"), [(False, 2), (True, 2), (False, 1)], ids=["sync", "async", "each step"]
+    ("asynchronous", "every", "lazy"),
+    [(False, 2, False), (True, 2, False), (False, 1, True), (True, 1, True)],
+    ids=["sync", "async", "each step", "each step, async"],
 )
 def test_a_run_killed_in_the_middle_of_a_save_goes_on_bit_by_bit(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], asynchronous: bool, every: int
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], asynchronous: bool, every: int, lazy: bool
 ) -> None:
     folder = tmp_path / "demo"
-    options = DemoOptions(steps=10, every=every, keep=2, dir=folder, asynchronous=asynchronous, json=True, size=TINY)
+    options = DemoOptions(
+        steps=10, every=every, lazy=lazy, keep=2, dir=folder, asynchronous=asynchronous, json=True, size=TINY
+    )
     status = run_demo(options)
     out, progress = capfd.readouterr()
     assert status == EXACT, progress
