@@ -28,6 +28,7 @@ _COLOURS = {
 """Okabe and Ito's, which colour-blind people tell apart; yellow and black are darker and lighter than theirs."""
 _MARKERS = "osD^v"
 _INK, _FAINT = "#222222", "#8a8a8a"
+_TITLE_CHARACTERS = 90
 _LABEL_GAP = 0.052
 """Least distance of two labels, in heights of a panel."""
 _DATA_FILES = ("write", "read")
@@ -69,12 +70,18 @@ def check_picture(path: Path) -> None:
 def draw(report: Report, path: Path) -> None:
     """Draw *report* into the file *path*, whose suffix names the format. Blocking; a second or two."""
     figure = import_module("matplotlib.figure").Figure(figsize=(13, 8.6), dpi=130, facecolor="white")
-    figure.text(0.055, 0.955, report.url, fontsize=17, fontweight="bold", color=_INK)
+    figure.text(0.055, 0.955, _short(report.url), fontsize=17, fontweight="bold", color=_INK)
     figure.text(0.055, 0.925, _subtitle(report), fontsize=10.5, color=_FAINT)
     grid = figure.add_gridspec(2, 2, left=0.055, right=0.915, bottom=0.065, top=0.845, wspace=0.42, hspace=0.3)
     for place, panel in zip(grid, _PANELS, strict=True):
         _draw_panel(figure.add_subplot(place), panel, report.points)
     figure.savefig(path)
+
+
+def _short(url: str) -> str:
+    return (
+        url if len(url) <= _TITLE_CHARACTERS else f"{url[: _TITLE_CHARACTERS // 2]} … {url[-_TITLE_CHARACTERS // 2 :]}"
+    )
 
 
 def _subtitle(report: Report) -> str:

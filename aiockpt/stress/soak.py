@@ -16,13 +16,14 @@ from functools import partial
 import anyio
 import msgspec
 
-from aiockpt.errors import ObjectExistsError, ObjectNotFoundError, StorageError
+from aiockpt.errors import ObjectNotFoundError, StorageError
 from aiockpt.events import StorageRetried
 from aiockpt.pipeline.upload import ABORT_DEADLINE_S
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.retry import Retrying, RetryPolicy
 from aiockpt.storage.retry_policy import classify
+from aiockpt.storage.transfer import put_once
 from aiockpt.stress.content import new_buffer
 from aiockpt.stress.lab import Lab
 from aiockpt.stress.meter import Stopwatch
@@ -113,7 +114,7 @@ class _Worker:
         self._next = number << 20  # the workers' contents differ
 
     async def run(self, is_time: Callable[[], bool]) -> None:
-        """Work until time is over, then read everything that is left once more."""
+        """Do everything once, then by dice until time is over; then read everything that is left once more."""
         actions: tuple[tuple[Callable[[], Awaitable[None]], int], ...] = (
             (self._write_file, 30),
             (self._read_some_file, 30),
@@ -124,6 +125,8 @@ class _Worker:
             (self._delete_file, 5),
         )
         makes, weights = zip(*actions, strict=True)
+        for make in makes:
+            await self._try(make)
         while is_time():
             await self._try(self._dice.choices(makes, weights)[0])
         for key in list(self._files):
@@ -224,17 +227,16 @@ class _Worker:
         await self._read_until_right(key, read)
 
     async def _create_taken(self) -> None:
-        """Create an object, then once more with other bytes: the second must be refused."""
+        """Create an object as a commit does, then once more with other bytes: the second must be refused."""
         key, number = self._key("objects")
-        await self._backend.put_new(key, self._lab.content.document(number, RECEIPT_BYTES))
+        created = await put_once(self._backend, key, self._lab.content.document(number, RECEIPT_BYTES))
         self._objects[key] = number
         self._tally.objects += 1
         self._tally.bytes_written += RECEIPT_BYTES
-        try:
-            await self._backend.put_new(key, self._lab.content.document(number + 1, RECEIPT_BYTES))
-        except ObjectExistsError:
-            return
-        self._wrong(f"{key} was created twice")
+        if not created:
+            await self._get(key)  # the look at whose it is may have come damaged: wrong only if it is not ours
+        if await put_once(self._backend, key, self._lab.content.document(number + 1, RECEIPT_BYTES)):
+            self._wrong(f"{key} was created twice")
 
     async def _list(self) -> None:
         known = set(self._objects)

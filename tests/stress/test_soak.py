@@ -17,7 +17,7 @@ from aiockpt.stress.soak_faults import DrawnFaults
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.stress.conftest import changed
 
-SOAK_S = 0.5
+SOAK_S = 1.0
 
 
 @pytest.fixture
