@@ -200,8 +200,8 @@ def test_whatever_goes_wrong_with_one_step_the_tier_takes_the_next(tmp_path: Pat
 
 def test_memory_before_a_disk_holds_the_newest_step_unless_told_otherwise(tmp_path: Path) -> None:
     several, newest, alone = MemoryBackend(), MemoryBackend(), MemoryBackend()
-    cases: list[list[Any]] = [[aiockpt.Tier(several, keep=2), tmp_path / "a"], [newest, tmp_path / "b"], [alone]]
-    for tiers in cases:
+    places: list[list[Any]] = [[aiockpt.Tier(several, keep=2), tmp_path / "a"], [newest, tmp_path / "b"], [alone]]
+    for tiers in places:
         with aiockpt.Checkpointer(tiers, io=SMALL) as ckpt:
             for step in (1, 2, 3):
                 ckpt.save(step, state(step)).result(30)
