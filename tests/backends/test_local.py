@@ -14,7 +14,7 @@ import pytest
 
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.local_handle import Handle
-from aiockpt.backends.local_reader import BOUNCE_BYTES, PIECE_BYTES, Buffers
+from aiockpt.backends.local_reader import BELIEVED_BYTES, BOUNCE_BYTES, PIECE_BYTES, Buffers
 from aiockpt.errors import ObjectExistsError, ObjectNotFoundError, StorageError, StorageFullError, UsageError
 from aiockpt.runtime.world import OsFiles, World
 from aiockpt.storage.open import open_backend
@@ -414,6 +414,20 @@ async def test_the_page_cache_is_asked_for_one_page_lest_it_reads_ahead_in_vain(
     await reader.close()
 
 
+async def test_a_page_cache_that_had_nothing_is_not_asked_again_for_a_while() -> None:
+    files = _CountingProbes()
+    size = 3 * PIECE_BYTES
+    await upload(on(files), "f", patterned(size))
+    reader = await on(files).open("f")
+    for offset in range(0, size, PIECE_BYTES // 4):
+        await download(reader, offset, PIECE_BYTES // 4)
+    assert files.probed == [4096]
+    for _ in range(5 * BELIEVED_BYTES // (4 * size)):
+        await download(reader)
+    assert len(files.probed) == 2
+    await reader.close()
+
+
 async def test_uncached_bytes_are_seen_in_small_pieces_and_are_those_that_are_placed(cold: LocalBackend) -> None:
     reader = await cold.open("f")
     pieces: list[bytes] = []
@@ -460,40 +474,6 @@ async def test_a_file_cached_in_part_is_read_both_ways() -> None:
     await reader.read(0, [memoryview(into)[:33], memoryview(into)[33:]], seen.extend)
     assert bytes(into) == bytes(seen) == bytes(data)
     assert backend.statistics().cached_read_bytes == 2 * PIECE_BYTES
-    await reader.close()
-
-
-class _CountedProbes(SimulatedFiles):
-    """Counts how often it is asked for what is cached: nothing, until it says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked = 0
-        self.cached = False
-
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
-        if flags & os.RWF_NOWAIT:
-            self.asked += 1
-            if not self.cached:
-                raise BlockingIOError(errno.EAGAIN, "not cached")
-        return super().preadv(fd, buffers, offset, flags)
-
-
-async def test_a_file_that_was_not_cached_is_asked_for_seldom_and_found_when_it_is() -> None:
-    files = _CountedProbes()
-    backend = on(files)
-    data = patterned(256 * 4096)
-    await upload(backend, "f", data)
-    reader = await backend.open("f")
-    into = bytearray(data.nbytes)
-    for place in range(0, data.nbytes, 4096):
-        await reader.read(place, [memoryview(into)[place : place + 4096]])
-    assert bytes(into) == bytes(data)
-    assert files.asked < 16
-    files.cached = True
-    for _ in range(40):
-        await reader.read(0, [memoryview(bytearray(4096))])
-    assert backend.statistics().cached_read_bytes > 0
     await reader.close()
 
 
