@@ -17,6 +17,8 @@ from aiockpt.format.dtypes import torch_name
 
 _FLOATS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _CASTABLE = frozenset(_FLOATS.values())
+ELEMENTS_AT_ONCE = 1 << 18
+"""Looking for infinities copies what is looked at, and each worker's allocator keeps that memory: little at a time."""
 
 
 def parse_dtype(name: str | torch.dtype | None) -> str | None:
@@ -59,10 +61,12 @@ def cast_all(casts: Sequence[Cast]) -> None:
         UsageError: an element is too large for it.
     """
     for cast in casts:
-        cast.into.copy_(cast.stored)
-        if bool((torch.isinf(cast.into) & ~torch.isinf(cast.stored)).any()):
-            dtype = str(cast.into.dtype).removeprefix("torch.")
-            raise UsageError(
-                f"{cast.name} has elements that {dtype} cannot hold: they would become infinite; give another dtype, such "
-                "as bfloat16 or float32"
-            )
+        for stored, into in zip(cast.stored.split(ELEMENTS_AT_ONCE), cast.into.split(ELEMENTS_AT_ONCE), strict=True):
+            into.copy_(stored)
+            infinite = torch.isinf(into)
+            if bool(infinite.any()) and bool((infinite & ~torch.isinf(stored)).any()):
+                dtype = str(into.dtype).removeprefix("torch.")
+                raise UsageError(
+                    f"{cast.name} has elements that {dtype} cannot hold: they would become infinite; give another dtype, "
+                    "such as bfloat16 or float32"
+                )

@@ -45,7 +45,7 @@ logger = logging.getLogger("aiockpt")
 WINDOWS = 8
 CAST_BYTES = 8 << 20
 """Of what is read and waits to be cast, in each window."""
-CUT_BYTES = 4 << 20
+CUT_BYTES = 1 << 20
 CLEAN_UP_DEADLINE_S = 60.0
 _SECRETS = re.compile(r"(?<=://)[^/@]*@|\?.*", re.DOTALL)
 
