@@ -11,6 +11,7 @@ from typing import Protocol
 
 import anyio
 import msgspec
+import numpy as np
 
 from aiockpt.errors import CheckpointError, CorruptionError, UsageError
 from aiockpt.format.manifest import FileEntry, Manifest
@@ -160,7 +161,7 @@ class WeightsOfStep:
         )
         for read in reads:
             into = [
-                memoryview(bytearray(segment.size))
+                memoryview(np.empty(segment.size, np.uint8))  # untouched: a bytearray is zeroed here, with the GIL
                 if segment.target == GAP
                 else view[segment.target_offset : segment.target_offset + segment.size]
                 for segment in read.segments

@@ -23,7 +23,7 @@ from aiockpt.errors import (
 from aiockpt.events import PromotionFailed, StepSkipped
 from aiockpt.format.manifest import decode_manifest
 from aiockpt.testing.faults import Fault, FaultyBackend
-from tests.engine.test_tiers import Watch, flip, steps
+from tests.engine.test_tiers import Gate, Watch, flip, steps
 from tests.small_run import SMALL, Run
 
 pytestmark = pytest.mark.timeout(60)
@@ -247,6 +247,34 @@ def spoil(root: Path, step: int, name: str) -> None:
     """Flip a bit in the first byte of tensor *name*."""
     manifest = decode_manifest(next(root.glob(f"step-{step:08d}/MANIFEST-*.json")).read_bytes())
     flip(root, step, manifest.tensors[name].pieces[0].start)
+
+
+def test_a_whole_copy_is_never_made_of_weights(tmp_path: Path) -> None:
+    run, other = Run(1), Run(9)
+    near, w, far = tmp_path / "near", tmp_path / "w", tmp_path / "far"
+    save([near, weights(w)], run, 1)
+    first = run.digest()
+    save([near, weights(w)], run, 2)
+    shutil.rmtree(near / "step-00000002")
+    save([near, weights(w), far], run, 3)  # the first save brings what an earlier process could not
+    assert steps(far) == [1, 3]
+    load(far, other.state, 1)
+    assert other.digest() == first
+
+
+def test_a_block_that_only_weights_could_stand_in_for_is_bad(tmp_path: Path) -> None:
+    io = aiockpt.IO(pool_bytes=1 << 20, slab_bytes=16384, block_bytes=4096, read_bytes=16384, file_bytes=9000)
+    near, w, far = tmp_path / "near", tmp_path / "w", Gate(LocalBackend(str(tmp_path / "far")))
+    run = Run(1)
+    run.train()
+    with aiockpt.Checkpointer([near, weights(w), far], io=io) as ckpt:
+        future = ckpt.save(1, run.state)
+        future.committed(w).result(30)
+        last = max(near.glob("step-*/a-*/d/*"))
+        data = last.read_bytes()
+        last.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        far.open_up()
+        assert isinstance(future.committed(far).exception(30), CorruptionError)
 
 
 def test_damage_is_never_copied(tmp_path: Path) -> None:
