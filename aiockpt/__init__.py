@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from aiockpt.adapters.rng import RNG, per_rank
     from aiockpt.adapters.sampler import ShardedSampler
     from aiockpt.adapters.stream import StreamLoader
+    from aiockpt.cadence import Cadence
     from aiockpt.checkpointer import Checkpointer
     from aiockpt.engine.keep import Copied, Description, Pruned, StepInfo, TensorInfo, Verified
     from aiockpt.errors import (
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         StateMismatchError,
         StepNotFoundError,
         StorageError,
+        TornSnapshotError,
         UnsupportedStateError,
         UsageError,
     )
@@ -40,6 +42,7 @@ __all__ = [
     "RNG",
     "BackgroundSaveError",
     "Best",
+    "Cadence",
     "CheckpointError",
     "Checkpointer",
     "CommitConflictError",
@@ -70,6 +73,7 @@ __all__ = [
     "StreamLoader",
     "TensorInfo",
     "Tier",
+    "TornSnapshotError",
     "UnsupportedStateError",
     "UsageError",
     "Verified",
@@ -84,6 +88,7 @@ _HOMES = (
     "aiockpt.runtime.ranks",
     "aiockpt.state.codecs",
     "aiockpt.state.samples",
+    "aiockpt.cadence",
     "aiockpt.adapters.rng",
     "aiockpt.adapters.loader",
     "aiockpt.adapters.sampler",

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
+from aiockpt.cadence import Cadence
 from aiockpt.engine import keep
 from aiockpt.engine.context import Engine
 from aiockpt.engine.failures import raise_failures, report_failures, undelivered
@@ -29,9 +30,21 @@ from aiockpt.engine.read import read
 from aiockpt.engine.sharing import WARM_UP
 from aiockpt.engine.tiers import Tiers
 from aiockpt.errors import BackgroundSaveError, SaveCancelledError, UsageError
-from aiockpt.events import Companion, Observer
-from aiockpt.options import IO, Deadlines, OnError, OnExists, Options, Retention, Tier, WhenFull
-from aiockpt.runtime.barrier import MutationBarrier
+from aiockpt.events import BarrierWaited, Companion, Observer
+from aiockpt.options import (
+    IO,
+    Deadlines,
+    Debug,
+    OnError,
+    OnExists,
+    Options,
+    Retention,
+    Snapshot,
+    Tier,
+    WhenFull,
+    check_tiers,
+)
+from aiockpt.runtime.barrier import Mutating, MutationBarrier
 from aiockpt.runtime.companion import accompany
 from aiockpt.runtime.future import Future, LoadFuture, LoadResult, SaveFuture
 from aiockpt.runtime.limits import LimiterStatistics, run_blocking
@@ -71,9 +84,17 @@ class Checkpointer:
             ``s3://bucket/prefix``, …, or a `aiockpt.storage.backend.Backend`; or several `Tier`, the nearest first:
             ``[Tier("shm://run"), Tier("/local"), Tier("s3://bucket/run", every=10)]``.
         retention: what to keep, applied after each commit; None keeps all.
-        every: ``step()`` saves when the step is a multiple of it; None leaves the decision to you.
+        snapshot: when ``save`` copies the state: ``"eager"``, before it returns, or ``"lazy"``, beside the next forward and
+            backward; the next step of any optimizer waits for what is left. A call may say otherwise.
+        mutable: names of tensors, or what they begin with, that a lazy save copies in the call although an optimizer owns
+            them. What no optimizer owns (buffers, bare tensors, an EMA, frozen parameters) is copied there anyway.
+        immutable: the same of tensors that a lazy save may leave in place although no optimizer owns them: frozen weights.
+        debug: ``"digest"`` compares the state before and after each snapshot, and fails a save whose state has changed.
+        every: ``step()`` saves when the step is a multiple of it, or when a `Cadence` says so; None leaves the decision
+            to you.
         max_in_flight: saves that may run at once.
-        when_full: ``"wait"`` for the oldest when that many run, or ``"skip"`` the new one (its future says so).
+        when_full: ``"wait"`` for the oldest when that many run, or ``"skip"`` the new one (its future says so). A lazy save
+            waits in the background, and holds the optimizers meanwhile; ``"eager"`` makes it wait in the call.
         on_exists: what to do when a step is committed already: add a ``"new_generation"`` of it, which readers take from
             then on, ``"skip"``, or ``"raise"``.
         on_error: a failed background save is raised by the next call (``"raise"``), warned of, or given to a callable.
@@ -95,8 +116,12 @@ class Checkpointer:
         self,
         url: Place | Sequence[Tier | Place],
         *,
+        snapshot: Snapshot = "eager",
+        mutable: Sequence[str] = (),
+        immutable: Sequence[str] = (),
+        debug: Debug | None = None,
         retention: Retention | None = None,
-        every: int | None = None,
+        every: int | Cadence | None = None,
         max_in_flight: int = 2,
         when_full: WhenFull = "wait",
         on_exists: OnExists = "new_generation",
@@ -108,9 +133,14 @@ class Checkpointer:
         load_group: torch.distributed.ProcessGroup | None = None,
         world: World | None = None,
     ) -> None:
+        self._cadence = every if isinstance(every, Cadence) else None
         self._options = Options(
+            snapshot=snapshot,
+            mutable=_as_names("mutable", mutable),
+            immutable=_as_names("immutable", immutable),
+            debug=debug,
             retention=retention,
-            every=every,
+            every=None if isinstance(every, Cadence) else every,
             max_in_flight=max_in_flight,
             when_full=when_full,
             on_exists=on_exists,
@@ -121,12 +151,13 @@ class Checkpointer:
         ranks = ranks or find_ranks()
         peers = find_peers(load_group, ranks)
         world = world or World()
+        observers = [*observers, *([] if self._cadence is None or self._cadence in observers else [self._cadence])]
         tiers = _as_tiers(url, retention)
         backends = [open_backend(tier.url, world=world) for tier in tiers]
         self._loop = LoopThread("aiockpt", on_exit=self._drain_at_exit)
         self._engine = Engine(backends[0], self._loop, self._options, observers, world, ranks)
         self._tiers = Tiers(tiers, self._engine, backends)
-        self._barrier = MutationBarrier(deadlines.slab_s)
+        self._barrier = MutationBarrier(deadlines.slab_s, self._tell_waited)
         self._launcher = Launcher(self._tiers, self._barrier)
         sharing = self._engine.sharing
         self._together = None if sharing is None else LoadTogether(self._engine, sharing.meeting, peers)
@@ -134,19 +165,37 @@ class Checkpointer:
         self._companions = [
             accompany(self._loop, observer) for observer in observers if isinstance(observer, Companion)
         ]
+        for cadence in (observer for observer in observers if isinstance(observer, Cadence)):
+            place = backends[0].url
+            self._companions.append(
+                cadence.join(self._loop, ranks, place, world.clock, max_in_flight, deadlines.ranks_s)
+            )
 
     # ------------------------------------------------------------------ save
 
-    def save(self, step: int, state: State, *, metrics: Metrics | None = None, user: object = None) -> SaveFuture:
+    def save(
+        self,
+        step: int,
+        state: State,
+        *,
+        snapshot: Snapshot | None = None,
+        metrics: Metrics | None = None,
+        user: object = None,
+    ) -> SaveFuture:
         """Snapshot *state* and save it as *step* in the background.
 
         When this returns the state may change: its tensors were copied. Inside a running event loop a large state is
         copied on a worker instead; ``await save.snapshotted()`` before you change it (optimizers wait by themselves).
 
+        A lazy save returns at once. What optimizers own is then copied beside forward and backward, and no optimizer of
+        this process steps before that is done; everything else was copied in the call. To change such tensors in another
+        way, wait: `mutating`, `barrier`, ``await save.snapshotted()``.
+
         Args:
             step: its number, 0 or more.
             state: nested dict of modules, optimizers, anything with ``state_dict()/load_state_dict()``, tensors and plain
                 values; see README.
+            snapshot: ``"eager"`` or ``"lazy"``; None takes what the checkpointer was made with.
             metrics: numbers (tensors of one element too) for ``Retention(best=…)`` and for people.
             user: anything JSON can hold; kept in the manifest.
 
@@ -155,7 +204,7 @@ class Checkpointer:
             BackgroundSaveError: an *earlier* save failed (``on_error="raise"``); this one was started and is in ``.future``.
         """
         self._check_call()
-        future = self._launcher.launch(step, state, metrics or {}, user)
+        future = self._launcher.launch(step, state, snapshot, metrics or {}, user)
         report_failures(self._engine, future)
         return future
 
@@ -168,6 +217,21 @@ class Checkpointer:
     def barrier(self) -> None:
         """Block until no snapshot is being copied, before you change the state by hand. Optimizers do it by themselves."""
         self._barrier.wait()
+
+    async def wait_mutable(self) -> None:
+        """The same, for event loops."""
+        await self._barrier.wait_async()
+
+    def mutating(self) -> Mutating:
+        """Return the block to change the state in by hand: ``with ckpt.mutating():``, or ``async with`` in an event loop.
+
+        It begins when no snapshot is being copied; a save inside it is a `UsageError`.
+        """
+        return Mutating(self._barrier)
+
+    def _tell_waited(self, step: int, seconds: float) -> None:
+        event = BarrierWaited(at_ns=self._engine.now_ns(), step=step, seconds=seconds)
+        self._loop.call_soon(self._engine.emit, event)
 
     # ------------------------------------------------------------------ load
 
@@ -305,15 +369,20 @@ class Checkpointer:
         return 0 if loaded is None else loaded.step + 1
 
     def step(self, step: int, state: State, *, metrics: Metrics | None = None) -> SaveFuture | None:
-        """Save when *step* is a multiple of ``every``; return the future, or None when this step is not saved.
+        """Save when ``every`` says so of *step*; return the future, or None when this step is not saved.
 
         Nothing is saved on leaving the block: ``save()`` the last step yourself when it is none of them.
         """
-        if self._options.every is None:
-            raise UsageError("step() needs a policy: give Checkpointer(…, every=N), or call save() yourself")
-        if step % self._options.every:
+        if not self._is_due(step):
             return None
         return self.save(step, state, metrics=metrics)
+
+    def _is_due(self, step: int) -> bool:
+        if self._cadence is not None:
+            return self._cadence.due(step)
+        if self._options.every is None:
+            raise UsageError("step() needs a policy: give Checkpointer(…, every=N), or call save() yourself")
+        return step % self._options.every == 0
 
     # ------------------------------------------------------------------ the end
 
@@ -369,6 +438,7 @@ class Checkpointer:
         self._loop.close()
         self._engine.release_memory()
         self._launcher.forget()
+        self._barrier.close()
 
     def _drain_at_exit(self) -> None:
         try:
@@ -453,7 +523,14 @@ def _as_tiers(url: Place | Sequence[Tier | Place], retention: Retention | None) 
     if not places:
         raise UsageError("an empty list names no place; give a path, a URL, or at least one Tier(…)")
     tiers = [place if isinstance(place, Tier) else Tier(place) for place in places]
+    check_tiers(tiers)
     return [tier if tier.keep is not None else msgspec.structs.replace(tier, keep=retention) for tier in tiers]
+
+
+def _as_names(option: str, names: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(names, str):
+        raise UsageError(f"{option}={names!r}: give a list of names, [{names!r}]")
+    return tuple(names)
 
 
 def _number(step: object) -> int | None:

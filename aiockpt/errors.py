@@ -21,6 +21,7 @@
     │   └── RanksDisagreeError                         they mean different steps, states or worlds
     ├── SaveCancelledError                           somebody called .cancel()
     ├── SaveSkippedError                             the policy for too many saves in flight said skip
+    ├── TornSnapshotError                            the state changed while it was copied; nothing was published
     ├── BackgroundSaveError                          an earlier save failed; carries it and the new future
     └── StorageError(OSError)                        the world outside broke; `retryable` says whether again may help
         ├── ObjectNotFoundError(FileNotFoundError)
@@ -185,6 +186,14 @@ class SaveCancelledError(CheckpointError):
 
 class SaveSkippedError(CheckpointError):
     """The save was not started, because ``max_in_flight`` saves are running and the policy is "skip"."""
+
+
+class TornSnapshotError(CheckpointError):
+    """The state changed, or moved, while it was copied; nothing was published. *tensors* names what did."""
+
+    def __init__(self, message: str, tensors: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.tensors = tuple(tensors)
 
 
 class BackgroundSaveError(CheckpointError):

@@ -7,7 +7,7 @@ do beside that, such as writing a file, is a `Companion`.
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 
@@ -27,11 +27,27 @@ class SaveStarted(Event, frozen=True, tag=True):
 
 
 class SnapshotTaken(Event, frozen=True, tag=True):
-    """The state may change again. *pause_s*: how long the caller was held; *copy_s*: how long the copy took."""
+    """The state may change again.
+
+    Attributes:
+        bytes: of tensors.
+        snapshot: how it was taken, "eager" or "lazy".
+        pause_s: how long the call held its caller.
+        copy_s: how long the copy took, on whatever thread.
+        copied_at_call_bytes: of a lazy snapshot, copied in the call because other things than optimizers change it.
+    """
 
     bytes: int
     pause_s: float
     copy_s: float
+    snapshot: Literal["eager", "lazy"] = "eager"
+    copied_at_call_bytes: int = 0
+
+
+class BarrierWaited(Event, frozen=True, tag=True):
+    """An optimizer, or `Checkpointer.barrier`, was held for *seconds* until the snapshot of *step* was taken."""
+
+    seconds: float
 
 
 class BytesWritten(Event, frozen=True, tag=True):

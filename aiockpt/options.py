@@ -6,7 +6,7 @@ The one reader of environment variables is here too (`launched_world_size`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
@@ -28,8 +28,15 @@ OnExists = Literal["new_generation", "skip", "raise"]
 Verify = Literal["read", "full", "none"]
 """Check the blocks that are read (default), every block of the checkpoint first, or nothing (benchmarks only)."""
 
-WhenFull = Literal["wait", "skip"]
-"""``max_in_flight`` saves are running: wait for the oldest (default), or skip this save."""
+Snapshot = Literal["eager", "lazy"]
+"""When tensors are copied: before ``save`` returns (default), or beside what follows, until an optimizer steps."""
+
+Debug = Literal["digest"]
+"""Compare digests of the state at the call with those at the end of the copy: a change meanwhile fails the save."""
+
+WhenFull = Literal["wait", "skip", "eager"]
+"""``max_in_flight`` saves are running, or no slab is free for a lazy one: wait (default; a lazy save does so in the
+background, and holds the optimizers meanwhile), skip this save, or wait and copy in the call."""
 
 OnError = Literal["raise", "warn"] | Callable[["SaveFuture"], object]
 """A background save failed: raise at the next call (default), warn, or call this with its future."""
@@ -66,6 +73,9 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
                 raise UsageError(f"Retention({name}={value}): give at least 1, or None")
 
 
+Content = Literal["full", "weights"]
+"""What a tier holds of a step: all of it, or what its modules hold."""
+
 TierError = Literal["warn", "raise"] | Callable[[BaseException], object]
 """A step did not reach a tier: log it (default), raise at the next call, or call this with the error."""
 
@@ -74,16 +84,20 @@ class Tier(msgspec.Struct, frozen=True):
     """One of several places for checkpoints; give them in order, the nearest first: ``[Tier("shm://"), Tier("/local"), …]``.
 
     A save is written to the first tier, and from there copied to the others in the background, never from the GPU again.
-    It is *committed* in the first durable tier that takes it.
+    It is *committed* in the first durable tier that takes all of it.
 
     Attributes:
         url: a path, a URL, or a backend.
         every: takes the steps that are multiples of it; None takes each.
-        keep: what stays there: so many of the newest steps, or rules; None keeps all.
+        keep: what stays there: so many of the newest steps, or rules; None keeps all, and in a memory tier before a
+            durable one the newest.
         deadline: seconds a step is tried for again and again when the tier does not take it, before it is given up there.
         bandwidth: bytes/s of one process into this tier, when it is not the one that a save waits for. None: no limit. The
             default costs a training step less than 3 % (benchmarks/README.md).
         on_error: what to do when a step was given up.
+        content: ``"full"``, or ``"weights"``: the parameters, buffers and extra values of the state's modules, as a
+            checkpoint of their own that loads into a bare ``{"model": model}``. It is made from a nearer tier that has the
+            step in full, counts as no commit, and nothing is resumed from it.
     """
 
     url: Any
@@ -92,21 +106,45 @@ class Tier(msgspec.Struct, frozen=True):
     deadline: float = 3600.0
     bandwidth: float | None = 200e6
     on_error: TierError = "warn"
+    content: Content = "full"
 
     def __post_init__(self) -> None:
         for name in ("every", "bandwidth", "deadline"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise UsageError(f"Tier({self.url!r}, {name}={value}): give more than 0")
+        if self.content not in get_args(Content):
+            raise UsageError(f"Tier({self.url!r}, content={self.content!r}): give 'full' or 'weights'")
 
     @property
     def retention(self) -> Retention | None:
         """What stays there, as rules."""
         return Retention(last=self.keep) if isinstance(self.keep, int) else self.keep
 
+    @property
+    def full(self) -> bool:
+        """Whether a run can be resumed from it."""
+        return self.content == "full"
+
     def takes(self, step: int) -> bool:
         """Say whether *step* is one of those that go there."""
         return self.every is None or step % self.every == 0
+
+
+def check_tiers(tiers: Sequence[Tier]) -> None:
+    """Return when each tier can get the steps that it takes, from the first one on.
+
+    Raises:
+        UsageError: a tier of weights takes steps that no nearer tier has in full.
+    """
+    for number, tier in enumerate(tiers):
+        nearer = [other for other in tiers[:number] if other.full]
+        if not tier.full and not any((tier.every or 1) % (other.every or 1) == 0 for other in nearer):
+            every = "" if tier.every is None else f", every={tier.every}"
+            raise UsageError(
+                f"Tier({tier.url!r}, content='weights'{every}): its steps are made from a nearer tier that has all of "
+                "them in full, and there is none; put one before it"
+            )
 
 
 class IO(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,6 +201,10 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """All choices of one checkpointer; `aiockpt.Checkpointer` takes each as a keyword and documents it."""
 
+    snapshot: Snapshot = "eager"
+    mutable: tuple[str, ...] = ()
+    immutable: tuple[str, ...] = ()
+    debug: Debug | None = None
     retention: Retention | None = None
     every: int | None = None
     max_in_flight: int = 2
@@ -181,14 +223,23 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if type(value) is not int and not (name == "every" and value is None):
                 raise UsageError(f"{name}={value!r}: give an int")
-        for name, words in (("when_full", WhenFull), ("on_exists", OnExists), ("on_error", get_args(OnError)[0])):
-            value = getattr(self, name)
-            if value not in get_args(words) and not (name == "on_error" and callable(value)):
-                raise UsageError(f"{name}={value!r}: give one of {', '.join(map(repr, get_args(words)))}")
+        check_choice("snapshot", self.snapshot, Snapshot)
+        check_choice("when_full", self.when_full, WhenFull)
+        check_choice("on_exists", self.on_exists, OnExists)
+        if self.debug is not None:
+            check_choice("debug", self.debug, Debug)
+        if not callable(self.on_error):
+            check_choice("on_error", self.on_error, get_args(OnError)[0])
         if self.max_in_flight < 1:
             raise UsageError(f"max_in_flight={self.max_in_flight}: give at least 1")
         if self.every is not None and self.every < 1:
             raise UsageError(f"every={self.every}: give at least 1, or None to decide each save yourself")
+
+
+def check_choice(name: str, value: object, words: object) -> None:
+    """Raise UsageError when *value* is none of the *words* of a Literal."""
+    if value not in get_args(words):
+        raise UsageError(f"{name}={value!r}: give one of {', '.join(map(repr, get_args(words)))}")
 
 
 def launched_world_size(environment: Mapping[str, str] = os.environ) -> int:

@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -104,11 +104,21 @@ def serving(server: str) -> Iterator[tuple[str, str | None, dict[str, str]]]:
         yield server, None, {}
 
 
-def run(plan: Plan) -> Report:
-    """Measure: server by server, contenders in turn within each round."""
+def run(plan: Plan, keep: Callable[[Report], object] = lambda _: None) -> Report:
+    """Measure: server by server, contenders in turn within each round.
+
+    Args:
+        keep: given the report so far after each round: one that is cut short is not lost.
+    """
     tally: dict[tuple[str, str, str], tuple[list[float], list[float]]] = {}
-    unavailable: dict[str, str] = {}
-    failures: list[str] = []
+    report = Report(
+        machine=machine.facts(Path(tempfile.gettempdir()), direct_io=False),
+        part_bytes=plan.part_bytes,
+        in_flight=plan.in_flight,
+        rows=[],
+        unavailable={},
+        failures=[],
+    )
     for server in plan.servers:
         names = [name for name in clients_for(f"{server}:") if not plan.only or name in plan.only]
         for number in range(plan.rounds):
@@ -117,22 +127,17 @@ def run(plan: Plan) -> Report:
                 try:
                     answer = _visit(plan, server, name, number)
                 except (OSError, subprocess.SubprocessError) as error:
-                    failures.append(f"{name} on {server}: {error}")
+                    report.failures.append(f"{name} on {server}: {error}")
                     continue
                 if answer.unavailable:
-                    unavailable[name] = answer.unavailable
+                    report.unavailable[name] = answer.unavailable
                 for operation, samples in answer.samples.items():
                     walls, cpus = tally.setdefault((server, operation, name), ([], []))
                     walls.extend(samples.wall_s)
                     cpus.extend(samples.cpu_s)
-    return Report(
-        machine=machine.facts(Path(tempfile.gettempdir()), direct_io=False),
-        part_bytes=plan.part_bytes,
-        in_flight=plan.in_flight,
-        rows=[_row(plan, *key, *samples) for key, samples in tally.items()],
-        unavailable=unavailable,
-        failures=failures,
-    )
+            report.rows = [_row(plan, *key, *samples) for key, samples in tally.items()]
+            keep(report)
+    return report
 
 
 def _visit(plan: Plan, server: str, name: str, number: int) -> Answer:
@@ -186,6 +191,12 @@ def _row(plan: Plan, server: str, operation: str, contender: str, walls: list[fl
         wall_s=walls,
         cpu_s=cpus,
     )
+
+
+def write(report: Report, path: Path) -> None:
+    """Write *report* to *path*, readable by a person."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 
 
 def note(text: str) -> None:
@@ -278,10 +289,7 @@ def main() -> int:
         part_bytes=8 << 20 if arguments.smoke else arguments.part,
         in_flight=arguments.in_flight,
     )
-    report = run(plan)
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    report = run(plan, lambda so_far: write(so_far, arguments.out) if arguments.out else None)
     print(table(report))
     return 1 if report.failures else 0
 

@@ -1,13 +1,18 @@
 """Which tensors does only an optimizer step change? All others may change at any moment, forward included.
 
-Forward itself mutates buffers (BatchNorm statistics, FP8 amax, router bias), and bare tensors are the user's. While a
-snapshot is copied beside the running program, the barrier holds the optimizers; what they do not own is copied at the call
-(DECISIONS 15).
+While a snapshot is copied beside the running program the barrier holds the optimizers, and nothing else. Forward itself
+changes buffers (BatchNorm statistics, FP8 amax, router bias) and teachers (momentum encoders), an EMA is updated by hand,
+and bare tensors are the user's. So only what an optimizer owns is trusted to be still; the rest is copied at the call
+(DECISIONS 15), each time into the same memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import gc
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from operator import is_
 from typing import Any
 
 import msgspec
@@ -16,38 +21,132 @@ from torch import nn
 from torch.optim import Optimizer
 
 from aiockpt.adapters.kinds import kind_of
-from aiockpt.adapters.tensors import is_spread, local_tensors
+from aiockpt.adapters.tensors import local_tensors
+from aiockpt.errors import UsageError
+from aiockpt.format.names import split_name
 from aiockpt.state.shards import ShardedState, TensorShard
+from aiockpt.state.tree import Path
 
 
-def hold_still(walked: ShardedState, state: Mapping[str, Any]) -> ShardedState:
-    """Return *walked* with a copy of every tensor that something else than an optimizer step may change."""
-    memories, storages = set(), set()
-    for tensor in _owned(state):
-        if is_spread(tensor):  # its shards may begin anywhere in the local tensor
-            storages |= {local.untyped_storage().data_ptr() for local in local_tensors(tensor)}
-        else:
-            memories.add(tensor.data_ptr())
+class Stillness:
+    """Holds walked states still, and remembers how the last one was held.
 
-    def is_owned(data: torch.Tensor) -> bool:
-        return data.data_ptr() in memories or data.untyped_storage().data_ptr() in storages
+    Args:
+        mutable: names, or what they begin with, of tensors that are copied at the call whatever owns them.
+        immutable: the same of tensors that change only behind the barrier although no optimizer owns them, such as the
+            frozen weights under an adapter. The longer name wins.
+    """
 
-    return msgspec.structs.replace(
-        walked, tensors=tuple(shard if is_owned(shard.data) else _copied(shard) for shard in walked.tensors)
-    )
+    def __init__(self, mutable: Sequence[str] = (), immutable: Sequence[str] = ()) -> None:
+        self._rules = {_path(name): False for name in immutable} | {_path(name): True for name in mutable}
+        self._seen: tuple[tuple[TensorShard, ...], bool] = ((), False)
+        self._moving: list[int] = []
+        self._held: tuple[TensorShard, ...] = ()
+
+    def hold(self, walked: ShardedState, state: Mapping[str, Any], *, trusting: bool, reuse: bool) -> ShardedState:
+        """Return *walked* with a copy of every tensor that something else than an optimizer step may change.
+
+        Args:
+            trusting: also leave parameters in place that no optimizer is known to own.
+            reuse: whether the copies of the last call are read no more and may be overwritten.
+        """
+        if not self._knows(walked.tensors, trusting):
+            self._moving = self._find_moving(walked.tensors, state, trusting)
+            self._seen, self._held = (walked.tensors, trusting), ()
+        if self._held and reuse:
+            with torch.no_grad():
+                for index in self._moving:
+                    self._held[index].data.copy_(walked.tensors[index].data)
+        elif self._moving:
+            held = list(walked.tensors)
+            for index in self._moving:
+                shard = held[index]
+                held[index] = msgspec.structs.replace(shard, data=shard.data.detach().clone())
+            self._held = tuple(held)
+        return msgspec.structs.replace(walked, tensors=self._held) if self._moving else walked
+
+    def forget(self) -> None:
+        """Let go of the last state."""
+        self._seen, self._moving, self._held = ((), False), [], ()
+
+    def _knows(self, tensors: Sequence[TensorShard], trusting: bool) -> bool:
+        known = self._seen[0]
+        return self._seen[1] == trusting and len(tensors) == len(known) and all(map(is_, tensors, known))
+
+    def _find_moving(self, tensors: Sequence[TensorShard], state: Mapping[str, Any], trusting: bool) -> list[int]:
+        owned = _Memory(_owned(state, trusting))
+        moving = []
+        for index, shard in enumerate(tensors):
+            ruled = self._rule(split_name(shard.name)) if self._rules else None
+            if ruled or (ruled is None and shard.data not in owned):
+                moving.append(index)
+        return moving
+
+    def _rule(self, path: Path) -> bool | None:
+        """Return what the user says of the tensor at *path*: that it moves, that it does not, or nothing."""
+        said = [parts for parts in self._rules if path[: len(parts)] == parts]
+        return self._rules[max(said, key=len)] if said else None
 
 
-def _owned(state: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+def _path(name: str) -> Path:
+    if not isinstance(name, str) or not name:
+        raise UsageError(
+            f"{name!r} names no tensor: give names as `describe().tensors` has them, or what they begin with"
+        )
+    return split_name(name)
+
+
+class _Memory:
+    """Where some tensors lie. A tensor is in it when all of it lies in one of them: a shard may begin anywhere in it."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        spans = sorted(_span(local) for tensor in tensors for local in local_tensors(tensor))
+        self._starts = [start for start, _ in spans]
+        self._ends = list(accumulate((end for _, end in spans), max))
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        start, end = _span(tensor)
+        place = bisect_right(self._starts, start) - 1
+        return place >= 0 and end <= self._ends[place]
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte and of the one after its last."""
+    start = tensor.data_ptr()
+    if not tensor.numel():
+        return start, start
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def _owned(state: Mapping[str, Any], trusting: bool) -> Iterator[torch.Tensor]:
+    """Yield what only optimizers change."""
+    optimizers = list(_optimizers(state))
+    for optimizer in optimizers or _living_optimizers():
+        for group in optimizer.param_groups:
+            yield from group["params"]
+        for entry in optimizer.state.values():
+            yield from (held for held in entry.values() if isinstance(held, torch.Tensor))
+    if trusting:
+        yield from _parameters(state)
+
+
+def _optimizers(state: Mapping[str, Any]) -> Iterator[Optimizer]:
     for value in state.values():
-        kind = kind_of(value)
-        if kind == "container":
-            yield from _owned(value)
+        if kind_of(value) == "container":
+            yield from _optimizers(value)
+        elif isinstance(value, Optimizer):
+            yield value
+
+
+def _living_optimizers() -> list[Optimizer]:
+    """Return the optimizers of this process: those of a state that names none are somewhere. Once for each structure."""
+    return [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]
+
+
+def _parameters(state: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    for value in state.values():
+        if kind_of(value) == "container":
+            yield from _parameters(value)
         elif isinstance(value, nn.Module):
             yield from value.parameters()
-        elif isinstance(value, Optimizer):
-            for entry in value.state.values():
-                yield from (held for held in entry.values() if isinstance(held, torch.Tensor))
-
-
-def _copied(shard: TensorShard) -> TensorShard:
-    return msgspec.structs.replace(shard, data=shard.data.detach().clone())

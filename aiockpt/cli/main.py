@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -260,6 +261,62 @@ def copy_steps(
     show.json_or(as_json, copied, lambda: None)
 
 
+@app.command("convert")
+def convert(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="Checkpoints, or a Hugging Face folder or .safetensors file; a path or a URL.", show_default=False
+        ),
+    ],
+    target: Annotated[
+        str, typer.Argument(help="The folder, or the place of the checkpoints, to write.", show_default=False)
+    ],
+    step: Annotated[
+        int | None,
+        typer.Option(
+            help="Which step to convert, the newest when left out; the number it gets, 0 when left out.",
+            parser=_step_number,
+            metavar="step",
+            show_default=False,
+        ),
+    ] = None,
+    prefix: Annotated[
+        str | None,
+        typer.Option(
+            help="The part of the state that is the weights: the one module, or model, when left out.",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Round floating point to this dtype, such as bfloat16.", show_default=False)
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Of a file of the folder.")] = "5GB",
+    tie: Annotated[
+        list[str] | None,
+        typer.Option(help="A name that shares the memory of a tensor in the files: NEW=OLD.", show_default=False),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", "-f", help="Replace weights, or a step, that are there.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only show what would be written.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Turn the weights of a step, verified, into a Hugging Face folder; or such a folder into a step."""
+    from aiockpt.cli.convert import carry_out, is_step_source, parse_size, parse_ties, show_converted
+    from aiockpt.convert import from_hugging_face, to_hugging_face
+
+    outward = is_step_source(source)
+    if outward and tie:
+        raise UsageError("--tie is for weights that become a step: a step knows which names share memory")
+    with _open(source if outward else target) as ckpt:
+        if outward:
+            start = partial(to_hugging_face, ckpt, target, prefix=prefix, max_shard_bytes=parse_size(max_shard_size))
+            done = carry_out(partial(start, step=step, dtype=dtype, replace=force), dry_run, as_json)
+        else:
+            start = partial(from_hugging_face, ckpt, source, prefix=prefix or "model", ties=parse_ties(tie or []))
+            done = carry_out(partial(start, step=step or 0, dtype=dtype, replace=force), dry_run, as_json)
+    show.json_or(as_json, done, lambda: show_converted(done))
+
+
 @app.command("commit")
 def commit(root: Root, as_json: Json = False) -> None:
     """Finish the commits that dead jobs could not: every attempt whose receipts are complete is rolled forward."""
@@ -352,6 +409,9 @@ def demo(
         int | None, typer.Option(help="Training steps.  [default: 120; 60 with --elastic]", show_default=False)
     ] = None,
     every: Annotated[int, typer.Option(help="Save every N steps.")] = 5,
+    lazy: Annotated[
+        bool, typer.Option("--lazy", help="Copy beside training, not in the call; not with --elastic.")
+    ] = False,
     keep: Annotated[
         int | None,
         typer.Option(help="Keep the last N checkpoints.  [default: 3; all with --elastic]", show_default=False),
@@ -365,16 +425,16 @@ def demo(
     if elastic:
         from aiockpt.examples.elastic import run_elastic
 
-        if asynchronous or keep is not None:
-            raise UsageError(
-                f"--elastic has no {'--async' if asynchronous else '--keep'}: its trainer is train_elastic.py"
-            )
+        if asynchronous or lazy or keep is not None:
+            refused = "--async" if asynchronous else "--lazy" if lazy else "--keep"
+            raise UsageError(f"--elastic has no {refused}: its trainer is train_elastic.py")
         raise typer.Exit(run_elastic(steps=60 if steps is None else steps, every=every, folder=folder, as_json=as_json))
     from aiockpt.examples.demo import DemoOptions, run_demo
 
     options = DemoOptions(
         steps=120 if steps is None else steps,
         every=every,
+        lazy=lazy,
         keep=3 if keep is None else keep,
         dir=folder,
         asynchronous=asynchronous,

@@ -2,7 +2,8 @@
 
 Guarantees:
 
-- No checkpoint is never taken for none: a tier that cannot be listed raises, unless another one has steps.
+- No checkpoint is never taken for none: a tier that cannot be listed raises, unless another one has steps. Then one that is
+  stalled is not waited for, either.
 - A commit that a dead job could not finish is finished first.
 """
 
@@ -13,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import msgspec
 
+from aiockpt.engine.asking import ask_tiers
 from aiockpt.engine.context import Engine
 from aiockpt.errors import CheckpointError, CorruptionError, NoValidCheckpointError, StepNotFoundError, StorageError
 from aiockpt.events import RolledForward, StepSkipped
@@ -20,8 +22,13 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import step_id
 from aiockpt.pipeline.commit import roll_forward
 from aiockpt.pipeline.discover import StepCopy, StepEntry, find_copy, look_at, newest_manifest, scan
+from aiockpt.planning.weights import has_weights_only
 
 logger = logging.getLogger("aiockpt")
+LIST_PATIENCE_S = 10.0
+"""How long the other tiers have to list their steps once one has listed some."""
+COPY_PATIENCE_S = 3.0
+"""The same for a copy of one step, which is found by two requests."""
 Skipped = list[tuple[str, str]]
 """(step id, reason) of each step that was not taken."""
 
@@ -43,7 +50,7 @@ class Found(msgspec.Struct, frozen=True):
 async def candidates(engine: Engine, step: int | None, skipped: Skipped) -> AsyncIterator[Found]:
     """Yield the copies of *step*, or for None those of all committed steps, the newest first; note what is skipped.
 
-    Of one step the nearest copy comes first.
+    Of one step the nearest copy comes first; of one that was asked for, copies of its weights alone come last.
 
     Raises:
         StepNotFoundError, ManifestError: of *step*.
@@ -51,6 +58,7 @@ async def candidates(engine: Engine, step: int | None, skipped: Skipped) -> Asyn
     """
     listed = await committed_steps(engine) if step is None else await find_step(engine, step)
     first: CorruptionError | None = None
+    weights: list[Found] = []
     for one in listed:
         try:
             manifest = await newest_manifest(one.engine.backend, one.entry)
@@ -58,7 +66,13 @@ async def candidates(engine: Engine, step: int | None, skipped: Skipped) -> Asyn
             first = first or error
             note_skipped(one.engine, one.entry.id, one.entry.step, error, skipped)
             continue
-        yield Found(one.engine, manifest)
+        found = Found(one.engine, manifest)
+        if step is not None and has_weights_only(manifest):
+            weights.append(found)
+        else:
+            yield found
+    for found in weights:
+        yield found
     if step is not None and first is not None:
         raise first
     if listed and step is None:
@@ -81,14 +95,8 @@ async def _list_tiers(
     tiers: Sequence[Engine], list_one: Callable[[Engine], Awaitable[list[StepEntry]]]
 ) -> list[Listed]:
     """Return what *list_one* finds in each tier, newest first, and of one step the nearest first."""
-    listed: list[Listed] = []
-    failure: StorageError | None = None
-    for tier in tiers:
-        try:
-            listed += [Listed(tier, entry) for entry in await list_one(tier)]
-        except StorageError as error:
-            logger.warning("%s cannot be listed: %s", tier.backend.url, error)
-            failure = failure or error
+    answers, failure = await ask_tiers(tiers, list_one, LIST_PATIENCE_S, StorageError)
+    listed = [Listed(tier, entry) for tier, entries in answers for entry in entries]
     if failure is not None and not listed:
         raise failure
     return sorted(listed, key=lambda one: one.entry.age_order, reverse=True)  # stable: the nearest stays first
@@ -139,27 +147,32 @@ async def find_step(engine: Engine, step: int) -> list[Listed]:
 
 
 async def find_manifest(engine: Engine, step: int | None) -> Found:
-    """Return the nearest valid copy of a step; of the newest valid one for None.
+    """Return the nearest valid copy of a step; for None of the newest valid one that some tier has in full, if there is one.
 
     Raises:
         StepNotFoundError, NoValidCheckpointError, ManifestError: there is none.
     """
-    async for found in candidates(engine, step, []):
-        return found
-    raise StepNotFoundError(f"{engine.backend.url} holds no checkpoint yet")
+    weights: Found | None = None
+    try:
+        async for found in candidates(engine, step, []):
+            if not has_weights_only(found.manifest):
+                return found
+            weights = weights or found
+    except CorruptionError:
+        if weights is None:
+            raise
+    if weights is None:
+        raise StepNotFoundError(f"{engine.backend.url} holds no checkpoint yet")
+    return weights
 
 
 async def other_copies(engine: Engine, manifest: Manifest) -> list[StepCopy]:
     """Return the copies of the same save in the other tiers, the nearest first; a tier that is away has none."""
-    copies = []
-    for tier in engine.tiers:
-        if tier is engine:
-            continue
-        try:
-            found = await find_copy(tier.backend, manifest.id, manifest.attempt)
-        except CheckpointError as error:
-            logger.warning("%s is not asked for %s: %s", tier.backend.url, manifest.id, error)
-            continue
-        if found is not None:
-            copies.append(StepCopy(tier.backend, found))
-    return copies
+
+    async def look(tier: Engine) -> list[StepCopy]:
+        found = await find_copy(tier.backend, manifest.id, manifest.attempt)
+        return [] if found is None else [StepCopy(tier.backend, found)]
+
+    others = [tier for tier in engine.tiers if tier is not engine]
+    answers, _ = await ask_tiers(others, look, COPY_PATIENCE_S, CheckpointError)
+    return [copy for _, copies in answers for copy in copies]

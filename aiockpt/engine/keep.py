@@ -17,10 +17,12 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import LATEST_KEY, damaged_key, verified_key
 from aiockpt.options import Retention
 from aiockpt.pipeline.collect import Garbage, collect, delete_step, find_garbage, is_leased, step_facts
+from aiockpt.pipeline.content import load_cargo
 from aiockpt.pipeline.copy import Windows, copy_step
 from aiockpt.pipeline.discover import StepCopy, StepEntry, find_copy, look_at, newest_manifest, scan
 from aiockpt.pipeline.steps import StepInfo as StepInfo
 from aiockpt.pipeline.steps import look_into, tell
+from aiockpt.planning.weights import has_weights_only
 from aiockpt.retention import Doomed, Kept, explain_kept, plan_retention
 from aiockpt.runtime.future import SaveResult
 from aiockpt.runtime.limits import Pace
@@ -114,13 +116,20 @@ async def finish(engine: Engine) -> tuple[StepInfo, ...]:
 
 
 async def latest(engine: Engine) -> int | None:
-    """Return the newest step with a valid manifest; None when there is none at all."""
+    """Return the newest valid step that some tier has in full; None when there is no valid step at all.
+
+    Where there are only weights, the newest of these.
+    """
+    weights: int | None = None
     for listed in await committed_steps(engine):
         try:
-            return (await newest_manifest(listed.engine.backend, listed.entry)).step
+            manifest = await newest_manifest(listed.engine.backend, listed.entry)
         except CorruptionError:
             continue
-    return None
+        if not has_weights_only(manifest):
+            return manifest.step
+        weights = manifest.step if weights is None else weights
+    return weights
 
 
 async def describe(engine: Engine, step: int | None) -> Description:
@@ -181,11 +190,13 @@ async def copy(
     engine, manifest = found.engine, found.manifest
     existed = await find_copy(target, manifest.id, manifest.attempt) is not None
     async with engine.reading(manifest.id):
+        io = engine.options.io
+        source = [StepCopy(engine.backend, manifest)]
         there = await copy_step(
-            [StepCopy(engine.backend, manifest)],
+            await load_cargo(source, "full", window_bytes=io.read_bytes, file_bytes=io.file_bytes),
             target,
             engine.world,
-            windows=Windows(window_bytes=engine.options.io.read_bytes),
+            windows=Windows(window_bytes=io.read_bytes),
             pace=Pace(None, engine.world.clock),
             on_copied=on_copied,
         )

@@ -2,8 +2,10 @@
 
 Guarantees:
 
+- A lazy save is registered, and guarded by the barrier, before the call returns; then a worker copies its state.
 - A save that must wait for another one to end, or for other ranks, never holds an event loop: it waits on a worker, and
   the optimizers wait for it at the barrier.
+- States are copied one after the other, in the order of the calls, so that two never wait for each other's slabs.
 - After the first snapshot of a state the staging pool holds all of it, so that later ones are one copy.
 """
 
@@ -15,17 +17,17 @@ from typing import Any
 import msgspec
 import torch
 
-from aiockpt.adapters.mutable import hold_still
+from aiockpt.adapters.mutable import Stillness
 from aiockpt.adapters.native import StateWalker
 from aiockpt.engine.sharing import Turn
 from aiockpt.engine.ticket import Ticket
 from aiockpt.engine.tiers import Tiers
 from aiockpt.errors import SaveSkippedError, UsageError
 from aiockpt.events import SaveSkipped
-from aiockpt.options import MIB
+from aiockpt.options import MIB, Snapshot, check_choice
 from aiockpt.runtime.barrier import MutationBarrier
-from aiockpt.runtime.future import SaveFuture
-from aiockpt.runtime.limits import run_blocking
+from aiockpt.runtime.future import SaveFuture, Stage
+from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.loop import runs_event_loop
 from aiockpt.runtime.memory import available_bytes
 from aiockpt.runtime.tasks import open_tasks
@@ -43,7 +45,10 @@ class Launcher:
         self._engine = engine = tiers.engines[0]
         self._barrier = barrier
         self._walker = StateWalker(rank=engine.ranks.rank)
+        self._stillness = Stillness(engine.options.mutable, engine.options.immutable)
         self._saves: list[SaveFuture] = []
+        self._copying = Limiter("snapshot", 1)
+        self._last_copy: Stage[None] | None = None
 
     @property
     def in_flight(self) -> Sequence[SaveFuture]:
@@ -51,52 +56,96 @@ class Launcher:
         return [future for future in self._saves if not future.done()]
 
     def launch(
-        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float | torch.Tensor], user: object
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        snapshot: Snapshot | None,
+        metrics: Mapping[str, float | torch.Tensor],
+        user: object,
     ) -> SaveFuture:
         """Start a save, or skip it where the policy says so. Raises as `aiockpt.Checkpointer.save`."""
+        begun_ns = self._engine.now_ns()
+        options = self._engine.options
         turn = self._engine.next_turn(step)
         try:
             check_step(step)
+            if snapshot is None:
+                snapshot = options.snapshot
+            check_choice("snapshot", snapshot, Snapshot)
+            self._barrier.check_still()
             if not self._tiers.takes(step):
                 return self._skip(step, turn, "no tier takes it (Tier(every=…))")
-            if self._engine.options.when_full == "skip" and self._is_full():
-                return self._skip(step, turn, f"{len(self._saves)} saves are in flight and when_full is 'skip'")
-            return self._start(step, state, _plain_metrics(metrics), _plain_json(user), turn)
+            if options.when_full != "wait" and (reason := self._why_full(snapshot)):
+                if options.when_full == "skip":
+                    return self._skip(step, turn, f"{reason} and when_full is 'skip'")
+                snapshot = "eager"
+            return self._start(begun_ns, step, state, snapshot, _plain_metrics(metrics), _plain_json(user), turn)
         except BaseException as error:
             self._engine.renounce(turn, error)
             raise
 
     def _start(
-        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float], user: object, turn: Turn | None
+        self,
+        begun_ns: int,
+        step: int,
+        state: Mapping[str, Any],
+        snapshot: Snapshot,
+        metrics: Mapping[str, float],
+        user: object,
+        turn: Turn | None,
     ) -> SaveFuture:
-        """Register the save, and copy the state: here, or on a worker where that would hold an event loop."""
+        """Register the save, and copy the state: here, or on a worker where that is wanted or would hold an event loop."""
         walked = self._walker.walk(state)
-        before = self._must_end_first()
-        waits = before is not None or turn is not None
-        elsewhere = runs_event_loop() and (waits or _tensor_bytes(walked) > INLINE_COPY_BYTES)
+        before = [stage for stage in (self._must_end_first(), self._must_be_copied_first()) if stage is not None]
+        waits = bool(before) or turn is not None
+        elsewhere = snapshot == "lazy" or (runs_event_loop() and (waits or _tensor_bytes(walked) > INLINE_COPY_BYTES))
+        still = walked
         if elsewhere:
-            walked = hold_still(walked, state)
-        ticket = Ticket(self._engine, step, walked, metrics, user, turn)
+            still = self._stillness.hold(
+                walked, state, trusting=snapshot == "eager", reuse=self._must_be_copied_first() is None
+            )
+        ticket = Ticket(
+            self._engine,
+            step,
+            still,
+            metrics,
+            user,
+            turn,
+            begun_ns=begun_ns,
+            snapshot=snapshot,
+            copied_at_call_bytes=_copied_bytes(walked, still),
+        )
         self._tiers.prepare(ticket.future)
         if elsewhere:
+            self._last_copy = ticket.future.snapshotted()
             self._saves.append(ticket.future)
-            self._barrier.guard(ticket.future.snapshotted(), ticket.stop)
-            self._engine.loop.in_worker(self._copy_elsewhere, before, ticket)
+            self._barrier.guard(ticket.future, ticket.stop)
+            ticket.let_go()
+            if before:
+                self._engine.loop.submit(self._copy_later, before, ticket)
+            else:
+                self._engine.loop.in_worker(self._copy_elsewhere, ticket)
         else:
-            self._copy_after(before, ticket)
+            for stage in before:
+                stage._wait_anyway(self._engine.options.deadlines.close_s)
+            self._copy(ticket)
         return ticket.future
 
-    def _copy_elsewhere(self, before: SaveFuture | None, ticket: Ticket) -> None:
+    async def _copy_later(self, before: Sequence[Stage[Any]], ticket: Ticket) -> None:
+        """Wait for what must come first: here, for workers that wait would be missed by those that write."""
+        for stage in before:
+            await stage._settled_within(self._engine.options.deadlines.close_s)
+        await run_blocking(self._copying, self._copy_elsewhere, ticket)
+
+    def _copy_elsewhere(self, ticket: Ticket) -> None:
         try:
-            self._copy_after(before, ticket)
+            self._copy(ticket)
         except Exception as error:  # noqa: BLE001  the future carries it to the caller
             self._engine.renounce(ticket.turn, error)
             ticket.refuse(error)
 
-    def _copy_after(self, before: SaveFuture | None, ticket: Ticket) -> None:
-        """Wait for the save that must end first, plan and start this one, and copy its state on this thread."""
-        if before is not None:
-            before._wait_anyway(self._engine.options.deadlines.close_s)
+    def _copy(self, ticket: Ticket) -> None:
+        """Plan and start this save, and copy its state on this thread."""
         ticket.prepare()
         self._engine.pool.fit(ticket.plan.window_count, available_bytes)
         if ticket.future not in self._saves:
@@ -120,6 +169,14 @@ class Launcher:
         await ticket.future.snapshotted()._settled()
         await run_blocking(self._engine.state_work, self._engine.pool.warm_up, ticket.plan.window_count)
 
+    def _why_full(self, snapshot: Snapshot) -> str | None:
+        """Say why a save that begins now would wait; None when it would not."""
+        if self._is_full():
+            return f"{len(self._saves)} saves are in flight"
+        if snapshot == "lazy" and self._engine.pool.is_full:
+            return "the staging pool has no slab free"
+        return None
+
     def _is_full(self) -> bool:
         self._saves = list(self.in_flight)
         return len(self._saves) >= self._engine.options.max_in_flight
@@ -127,6 +184,11 @@ class Launcher:
     def _must_end_first(self) -> SaveFuture | None:
         """Return the save that must end before a new one may begin, so that at most ``max_in_flight`` run."""
         return self._saves[-self._engine.options.max_in_flight] if self._is_full() else None
+
+    def _must_be_copied_first(self) -> Stage[None] | None:
+        """Return the snapshot that is being copied."""
+        last = self._last_copy
+        return None if last is None or last.done() else last
 
     def _skip(self, step: int, turn: Turn | None, reason: str) -> SaveFuture:
         future = SaveFuture(step)
@@ -156,6 +218,7 @@ class Launcher:
     def forget(self) -> None:
         """Let go of the last state."""
         self._walker.forget()
+        self._stillness.forget()
 
 
 def check_step(step: object) -> int:
@@ -164,6 +227,12 @@ def check_step(step: object) -> int:
         given = repr(step) if isinstance(step, int | float | str) else f"a {type(step).__name__}"
         raise UsageError(f"step={given}: give an int of 0 or more")
     return step
+
+
+def _copied_bytes(walked: ShardedState, still: ShardedState) -> int:
+    if still is walked:
+        return 0
+    return sum(held.nbytes for held, live in zip(still.tensors, walked.tensors, strict=True) if held is not live)
 
 
 def _tensor_bytes(walked: ShardedState) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable
 
 import anyio
@@ -12,7 +13,14 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.commit import Attempt, begin
 from aiockpt.pipeline.discover import StepEntry, scan
 from aiockpt.runtime.ranks import Ranks
+from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend
+
+logger = logging.getLogger("aiockpt")
+
+PATIENCE_S = 10.0
+"""How long the first save of a process waits for farther tiers to say how new their steps are. What they hold only matters
+where steps were committed that this process has not loaded."""
 
 
 class Lineage:
@@ -60,15 +68,27 @@ class Lineage:
             )
 
     async def _newest(self) -> int:
-        """Return the highest logical clock anywhere; a farther tier that is away is not waited for."""
-        newest = 0
-        for number, place in enumerate(self.places):
+        """Return the highest logical clock anywhere; a farther tier that is away, or stalled, is not waited for."""
+        clocks = [0]
+
+        async def look(place: Backend) -> None:
+            clocks.extend(entry.head.sequence for entry in await scan(place) if entry.head)
+
+        async def look_if_there(place: Backend) -> None:
             try:
-                newest = max([newest, *[entry.head.sequence for entry in await scan(place) if entry.head]])
-            except StorageError:
-                if number == 0:
-                    raise
-        return newest
+                await look(place)
+            except StorageError as error:
+                logger.warning("%s does not say what it has, and a new save does not wait for it: %s", place.url, error)
+
+        nearest, *farther = self.places
+        with anyio.move_on_after(PATIENCE_S) as waiting:
+            async with open_tasks() as tasks:
+                for place in farther:
+                    tasks.start_soon(look_if_there, place)
+        if waiting.cancelled_caught:
+            logger.warning("not every tier said within %g s what it has; a new save does not wait for it", PATIENCE_S)
+        await look(nearest)
+        return max(clocks)
 
     def descend_from(self, loaded: Manifest) -> None:
         """Begin a new line of saves at a step that was loaded: what was saved before is another branch."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -11,11 +12,12 @@ import msgspec
 from aiockpt.adapters.native import LoadTarget, Stored, open_target
 from aiockpt.engine.context import Engine
 from aiockpt.engine.find import Skipped, candidates, note_skipped, other_copies
-from aiockpt.errors import CorruptionError, StateMismatchError
+from aiockpt.errors import CorruptionError, NoValidCheckpointError, RankFailedError, StateMismatchError
 from aiockpt.events import Loaded
 from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.fetch import Fetcher
 from aiockpt.pipeline.place import Places
+from aiockpt.planning.weights import has_weights_only
 from aiockpt.runtime.future import LoadResult
 from aiockpt.runtime.limits import run_blocking
 from aiockpt.state.shards import TensorShard
@@ -50,24 +52,66 @@ async def load(engine: Engine, request: LoadRequest) -> Filled | None:
 
     Raises:
         NoValidCheckpointError: steps exist and none is valid.
-        StateMismatchError: the checkpoint does not fit the state; nothing was overwritten.
+        StateMismatchError: the checkpoint does not fit the state; nothing was overwritten. A copy of the weights alone
+            that a state wants more of than it has is passed over while there are others.
         CorruptionError: the step that was asked for is damaged; the state may be partly overwritten.
     """
     begun_ns = engine.now_ns()
     skipped: Skipped = []
     touched: frozenset[str] = frozenset()
-    async for found in candidates(engine, request.step, skipped):
-        tier, manifest = found.engine, found.manifest
-        target = await open_manifest(tier, request, manifest)
-        check_rewritten(manifest, target, touched, skipped)
-        try:
-            traffic = await fill(tier, manifest, target)
-        except CorruptionError as error:
-            touched |= target.written
-            skip_or_raise(engine, request, manifest.id, manifest.step, error, skipped)
-        else:
-            return finish(tier, manifest, target, traffic, begun_ns, skipped)
+    lacking = Lacking(request, skipped)
+    with lacking.explaining():
+        async for found in candidates(engine, request.step, skipped):
+            tier, manifest = found.engine, found.manifest
+            try:
+                target = await open_manifest(tier, request, manifest)
+            except StateMismatchError as error:
+                lacking.pass_over(tier, manifest, error)
+                continue
+            check_rewritten(manifest, target, touched, skipped)
+            try:
+                traffic = await fill(tier, manifest, target)
+            except CorruptionError as error:
+                touched |= target.written
+                skip_or_raise(engine, request, manifest.id, manifest.step, error, skipped)
+            else:
+                return finish(tier, manifest, target, traffic, begun_ns, skipped)
     return None
+
+
+class Lacking:
+    """Steps of which a place has the weights alone, met by a load that wants more: it goes on to a whole one.
+
+    Args:
+        skipped: gets each of them, with the reason.
+    """
+
+    def __init__(self, request: LoadRequest, skipped: Skipped) -> None:
+        self._request = request
+        self._skipped = skipped
+        self._first: StateMismatchError | None = None
+
+    def pass_over(self, engine: Engine, manifest: Manifest, error: StateMismatchError) -> None:
+        """Go on from a copy that does not fit; raise when it is not the weights alone, or was asked for."""
+        if not has_weights_only(manifest):
+            raise error
+        advice = 'Load what it has, as with only=["model"], or a step that is somewhere in full.'
+        where = f"{manifest.id} in {engine.backend.url}, which has its weights only,"
+        explained = StateMismatchError(where, error.problems, advice)
+        if self._request.step is not None:
+            raise explained from error
+        self._first = self._first or explained
+        note_skipped(engine, manifest.id, manifest.step, explained, self._skipped)
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Raise what the first of them lacked when the block finds nothing else to load."""
+        try:
+            yield
+        except (NoValidCheckpointError, RankFailedError) as error:
+            if self._first is None:
+                raise
+            raise self._first from error
 
 
 def check_rewritten(manifest: Manifest, target: LoadTarget, touched: frozenset[str], skipped: Skipped) -> None:
@@ -110,9 +154,14 @@ def stored_state(manifest: Manifest, rank: int, world_size: int = 1) -> Stored:
 
 
 async def open_manifest(engine: Engine, request: LoadRequest, manifest: Manifest) -> LoadTarget:
-    """Match the state with a checkpoint; nothing of it changes."""
+    """Match the state with a checkpoint; nothing of it changes.
+
+    Raises:
+        StateMismatchError: they do not fit; also when the weights alone were found for a state that wants more, and
+            ``strict=False`` would take them for the newest step.
+    """
     stored = stored_state(manifest, engine.ranks.rank, engine.ranks.world_size)
-    return await run_blocking(
+    target = await run_blocking(
         engine.state_work,
         lambda: open_target(
             request.state,
@@ -123,6 +172,9 @@ async def open_manifest(engine: Engine, request: LoadRequest, manifest: Manifest
             judge_unexpected=engine.ranks.world_size == 1,  # other ranks may want what this one does not
         ),
     )
+    if target.missing and request.step is None and has_weights_only(manifest):
+        raise StateMismatchError(manifest.id, target.problems, "Name the step to load what fits of it.")
+    return target
 
 
 async def fill(engine: Engine, manifest: Manifest, target: LoadTarget, tensors: FillTensors | None = None) -> Traffic:
@@ -150,6 +202,7 @@ def finish(
         read_bytes=traffic.read_bytes,
         received_bytes=traffic.received_bytes,
         seconds=engine.since_s(begun_ns),
+        url=engine.backend.url,
         skipped=tuple(skipped),
         missing=target.missing,
         unexpected=target.unexpected,

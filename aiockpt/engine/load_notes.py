@@ -18,6 +18,8 @@ from aiockpt.runtime.meeting import Meeting, StoreLostError
 T = TypeVar("T")
 TELL_DEADLINE_S = 10.0
 """For the notes of a rank that leaves, whatever happened to it."""
+_LOOKS = 4
+"""At loads that this rank has left and others may not have, whenever it leaves one."""
 
 
 class Notes:
@@ -79,9 +81,11 @@ class LoadNotes:
                 await self._remove_old()
 
     async def _remove_old(self) -> None:
-        while self._left:
-            oldest = self._left[0]
-            if not await oldest.remove():
+        """Remove the notes of loads that all ranks have left; one that a rank never leaves holds up no other."""
+        for _ in range(_LOOKS):
+            if not self._left:
                 return
-            if self._left and self._left[0] is oldest:  # another load may have ended meanwhile
-                self._left.popleft()
+            notes = self._left[0]
+            self._left.rotate(-1)  # those of another load are looked at next
+            if await notes.remove() and notes in self._left:  # another load may have been left meanwhile
+                self._left.remove(notes)

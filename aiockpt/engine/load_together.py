@@ -25,6 +25,7 @@ from aiockpt.engine.context import Engine
 from aiockpt.engine.find import Found, Skipped, candidates
 from aiockpt.engine.load import (
     Filled,
+    Lacking,
     LoadRequest,
     Traffic,
     check_rewritten,
@@ -35,7 +36,7 @@ from aiockpt.engine.load import (
 )
 from aiockpt.engine.load_notes import TELL_DEADLINE_S, LoadNotes, Notes
 from aiockpt.engine.read_once import ReadOnce
-from aiockpt.errors import CorruptionError, ManifestError, ObjectNotFoundError, RankFailedError
+from aiockpt.errors import CorruptionError, ManifestError, ObjectNotFoundError, RankFailedError, StateMismatchError
 from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.discover import read_manifest
 from aiockpt.runtime.meeting import Meeting
@@ -84,10 +85,12 @@ class LoadTogether:
         begun_ns = engine.now_ns()
         skipped: Skipped = []
         touched: frozenset[str] = frozenset()
+        lacking = Lacking(request, skipped)
         found = candidates(engine, request.step, skipped)
         for trial in count():
             agree = Agreement(notes, str(trial), engine.options.deadlines.close_s)
-            choice = await _choose(engine, notes, f"{trial}/choice", found)
+            with lacking.explaining():
+                choice = await _choose(engine, notes, f"{trial}/choice", found)
             if choice is None:
                 return None
             target: LoadTarget | None = None
@@ -95,7 +98,11 @@ class LoadTogether:
             try:
                 manifest = await agree.on("read", partial(_read, tier, choice))
                 fit = partial(_fit, tier, request, manifest, touched, skipped)
-                target = await agree.on("fit", fit, _spare(request))
+                try:
+                    target = await agree.on("fit", fit, _spare(request))
+                except StateMismatchError as error:
+                    lacking.pass_over(tier, manifest, error)
+                    continue
                 traffic = await agree.on("fill", partial(self._fill, tier, manifest, target, notes, trial))
             except CorruptionError as error:
                 if target is not None:

@@ -13,21 +13,31 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import anyio
 import msgspec
 
 from aiockpt.engine import keep
 from aiockpt.engine.context import Engine
-from aiockpt.engine.find import committed_steps
-from aiockpt.errors import CheckpointError, CorruptionError, RankFailedError, SaveSkippedError, StorageTimeoutError
+from aiockpt.engine.leftover import find_leftover
+from aiockpt.engine.visibility import Visibility
+from aiockpt.errors import (
+    CheckpointError,
+    CorruptionError,
+    RankFailedError,
+    SaveSkippedError,
+    StorageTimeoutError,
+    UsageError,
+)
 from aiockpt.events import Promoted, PromotionFailed
-from aiockpt.format.manifest import FileEntry, Manifest
+from aiockpt.format.manifest import FileEntry
 from aiockpt.options import Tier
-from aiockpt.pipeline.copy import Windows, copied_paths, copy_files, copy_step
-from aiockpt.pipeline.discover import StepCopy, look_at, newest_manifest, read_manifest
+from aiockpt.pipeline.content import Cargo, load_cargo
+from aiockpt.pipeline.copy import Windows, copied_files, copy_files, copy_step
+from aiockpt.pipeline.discover import StepCopy, read_manifest
 from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
 from aiockpt.runtime.limits import Pace
 from aiockpt.runtime.meeting import StoreLostError
@@ -40,6 +50,8 @@ FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 60.0
 PATIENCE_S = 60.0
 """How long rank 0 waits for a file of another rank since the last one came, before it copies that itself."""
 LOOK_S = 0.1
+_HOPELESS = (CorruptionError, SaveSkippedError, UsageError)
+"""What another try would meet again."""
 
 
 class Climb:
@@ -47,7 +59,7 @@ class Climb:
 
     Attributes:
         step: its number.
-        copies: where it is already, by number of the tier.
+        copies: where it is in full already, by number of the tier.
         result: of the save.
         begun_ns: when it was committed in the first tier.
         alone: whether rank 0 copies all of it, because the others do not know of it.
@@ -62,7 +74,7 @@ class Climb:
 
     @property
     def attempt(self) -> str:
-        """The attempt, which has the same name in every tier."""
+        """The attempt, which has the same name in every tier that has it in full."""
         return next(iter(self.copies.values())).manifest.attempt
 
     @property
@@ -96,15 +108,19 @@ class Rung:
 
     Args:
         number: its place among the tiers, 0 is the nearest.
-        windows: the memory that copies move through.
         holders: the engines of all tiers; those that have a step keep it while it waits here.
+
+    Attributes:
+        visibility: whether all ranks see it.
     """
 
-    def __init__(self, number: int, tier: Tier, engine: Engine, windows: Windows, holders: Sequence[Engine]) -> None:
+    def __init__(self, number: int, tier: Tier, engine: Engine, holders: Sequence[Engine]) -> None:
         self.number = number
         self.tier = tier
         self.engine = engine
-        self._windows = windows
+        self.visibility = Visibility(engine, number)
+        # Its own: a tier that is stalled holds all of them.
+        self._windows = Windows(engine.backend.traits.block_writes + 1, engine.options.io.read_bytes)
         self._holders = holders
         self._capped = Pace(tier.bandwidth, engine.world.clock)
         self._waiting: list[_Waiting] = []
@@ -129,6 +145,11 @@ class Rung:
     def durable(self) -> bool:
         """Whether it outlives this host."""
         return self.engine.backend.traits.durable
+
+    @property
+    def commits(self) -> bool:
+        """Whether a step that is here is committed."""
+        return self.durable and self.tier.full
 
     async def enqueue(self, climb: Climb, stage: Stage[SaveResult]) -> None:
         """Have *climb* copied here in the background."""
@@ -157,42 +178,41 @@ class Rung:
                     continue
                 if not self._caught_up:
                     self._caught_up = True
-                    await self._catch_up()
+                    await self._by_deadline("what an earlier process left to copy", self._catch_up)
                 try:
                     result = await self._keep_trying(self._waiting[0].climb)
-                except CheckpointError as error:
+                except Exception as error:  # noqa: BLE001  whatever it is, the next step may get there
                     await self._give_up(0, error)
                 else:
                     self._leave(0).stage._resolve(result)
                     if self.engine.ranks.rank == 0:
-                        await keep.tidy(self.engine, result)
+                        await self._by_deadline("what is to be deleted", partial(keep.tidy, self.engine, result))
         finally:
             self._ended.set()
+
+    async def _by_deadline(self, what: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Do what is not worth waiting for a tier that hangs."""
+        with anyio.move_on_after(self.tier.deadline) as scope:
+            await work()
+        if scope.cancelled_caught:
+            logger.warning("%s, within %g s: %s is left for later", self.url, self.tier.deadline, what)
 
     async def _catch_up(self) -> None:
         """Have the newest step that an earlier process left in a nearer tier copied here, if this tier takes it."""
         if self.engine.ranks.rank != 0:
             return
-        new = {waiting.climb.attempt for waiting in self._waiting}
+        known = {waiting.climb.attempt for waiting in self._waiting}
         try:
-            for listed in await committed_steps(self.engine):
-                entry, number = listed.entry, self._holders.index(listed.engine)
-                if entry.head is None or entry.head.attempt in new or not self.tier.takes(entry.step):
-                    continue
-                if number < self.number and entry.head.attempt not in (await self._attempts(entry.id)):
-                    manifest = await newest_manifest(listed.engine.backend, entry)
-                    size = sum(file.size for file in manifest.files)
-                    result = SaveResult(entry.step, entry.id, manifest.generation, size, seconds=0.0)
-                    copies = {number: StepCopy(listed.engine.backend, manifest)}
-                    stage: Stage[SaveResult] = Stage(f"step {entry.step}, in {self.url}")
-                    await self.enqueue(Climb(result, copies, self.engine.now_ns(), alone=True), stage)
-                return
+            copies = await find_leftover(self.tier, self.number, self._holders, known)
         except CheckpointError as error:
             logger.warning("%s: what an earlier process left to copy there is not known: %s", self.url, error)
-
-    async def _attempts(self, step_id: str) -> tuple[str, ...]:
-        entry = await look_at(self.engine.backend, step_id)
-        return entry.attempts if entry.committed else ()
+            return
+        if copies:
+            manifest = copies[min(copies)].manifest
+            size = sum(file.size for file in manifest.files)
+            result = SaveResult(manifest.step, manifest.id, manifest.generation, size, seconds=0.0)
+            stage: Stage[SaveResult] = Stage(f"step {manifest.step}, in {self.url}")
+            await self.enqueue(Climb(result, copies, self.engine.now_ns(), alone=True), stage)
 
     async def close(self) -> None:
         """Wait until nothing waits here. What fails from now on is not tried again."""
@@ -209,7 +229,7 @@ class Rung:
                 result = await self.take(climb, self._capped, deadline_s - self.engine.since_s(climb.begun_ns))
             except CheckpointError as error:
                 late = self.engine.since_s(climb.begun_ns) + pause_s > deadline_s
-                if late or self._closing.is_set() or isinstance(error, CorruptionError | SaveSkippedError):
+                if late or self._closing.is_set() or isinstance(error, _HOPELESS):
                     raise
                 self._tell_failure(climb, error, final=False)
                 with anyio.move_on_after(pause_s):
@@ -230,8 +250,11 @@ class Rung:
         with anyio.move_on_after(max(deadline_s, 1.0)):
             copied = await self._take_with_others(climb, pace)
         if copied is None:
-            raise StorageTimeoutError(f"{self.url}: step {climb.step} did not get there within {deadline_s:.0f} s")
-        climb.copies[self.number] = copied
+            raise StorageTimeoutError(
+                f"{self.url}: step {climb.step} did not get there within {self.tier.deadline:g} s"
+            )
+        if self.tier.full:
+            climb.copies[self.number] = copied
         manifest = copied.manifest
         result = msgspec.structs.replace(
             climb.result, generation=manifest.generation, url=self.url, durable=self.durable, existed=False
@@ -249,25 +272,31 @@ class Rung:
         return result
 
     async def _take_with_others(self, climb: Climb, pace: Pace) -> StepCopy:
-        engine, sources = self.engine, climb.sources()
-        ranks = engine.ranks
+        engine, ranks = self.engine, self.engine.ranks
+        io = engine.options.io
+        cargo = await load_cargo(
+            climb.sources(),
+            self.tier.content,
+            window_bytes=self._windows.window_bytes,
+            file_bytes=io.file_bytes,
+        )
         if ranks.world_size == 1 or climb.alone:
-            return StepCopy(engine.backend, await self._copy_all(sources, pace))
+            return await self._copy_all(cargo, pace)
 
         def own(file: FileEntry) -> bool:
             return file.rank % ranks.world_size == ranks.rank
 
-        await copy_files(sources, engine.backend, engine.world, windows=self._windows, pace=pace, only=own)
+        await copy_files(cargo, engine.backend, engine.world, windows=self._windows, pace=pace, only=own)
         if ranks.rank != 0:
             return await self._hear(climb)
         try:
-            await self._wait_for_files(sources[0].manifest)
-            manifest = await self._copy_all(sources, pace)
+            await self._wait_for_files(cargo)
+            copied = await self._copy_all(cargo, pace)
         except CheckpointError as error:
             await self._tell_ranks(climb, Arrived(failure=f"{type(error).__name__}: {error}"))
             raise
-        await self._tell_ranks(climb, Arrived(manifest.generation))
-        return StepCopy(engine.backend, manifest)
+        await self._tell_ranks(climb, Arrived(copied.manifest.generation))
+        return copied
 
     async def _hear(self, climb: Climb) -> StepCopy:
         """Wait for rank 0 to commit."""
@@ -296,26 +325,27 @@ class Rung:
     def _note(self, climb: Climb) -> str:
         return f"tier/{self.number}/{climb.result.id}/{climb.attempt}"
 
-    async def _copy_all(self, sources: Sequence[StepCopy], pace: Pace) -> Manifest:
+    async def _copy_all(self, cargo: Cargo, pace: Pace) -> StepCopy:
         engine = self.engine
-        return await copy_step(sources, engine.backend, engine.world, windows=self._windows, pace=pace)
+        manifest = await copy_step(cargo, engine.backend, engine.world, windows=self._windows, pace=pace)
+        return StepCopy(engine.backend, manifest)
 
-    async def _wait_for_files(self, manifest: Manifest) -> None:
+    async def _wait_for_files(self, cargo: Cargo) -> None:
         """Wait until the other ranks have copied theirs, or until nothing came for a while."""
         seen, changed_ns = -1, self.engine.now_ns()
-        while seen < len(manifest.files) and self.engine.since_s(changed_ns) < PATIENCE_S:
-            found = len(await copied_paths(self.engine.backend, manifest))
+        while seen < len(cargo.files) and self.engine.since_s(changed_ns) < PATIENCE_S:
+            found = len(await copied_files(self.engine.backend, cargo))
             if found > seen:
                 seen, changed_ns = found, self.engine.now_ns()
-            elif seen < len(manifest.files):
+            elif seen < len(cargo.files):
                 await anyio.sleep(LOOK_S)
 
-    async def _give_up(self, index: int, error: CheckpointError) -> None:
+    async def _give_up(self, index: int, error: Exception) -> None:
         left, engine = self._leave(index), self.engine
         self._tell_failure(left.climb, error, final=True)
         left.stage._fail(error)
         if callable(self.tier.on_error):
-            self.tier.on_error(error)
+            self._call(self.tier.on_error, error)
         elif self.tier.on_error == "raise":
             failed = SaveFuture(left.climb.step)
             failed._fail(error)
@@ -323,13 +353,19 @@ class Rung:
         with suppress(StoreLostError):
             await self._tell_ranks(left.climb, Arrived(failure=str(error), final=True))
 
+    def _call(self, on_error: Callable[[BaseException], object], error: Exception) -> None:
+        try:
+            on_error(error)
+        except Exception:
+            logger.exception("on_error of %s raised; the tier goes on", self.url)
+
     def _leave(self, index: int) -> _Waiting:
         left = self._waiting.pop(index)
         for number in left.held:
             self._holders[number].let_go(left.climb.result.id)
         return left
 
-    def _tell_failure(self, climb: Climb, error: CheckpointError, *, final: bool) -> None:
+    def _tell_failure(self, climb: Climb, error: Exception, *, final: bool) -> None:
         what = "is given up there" if final else "is tried again"
         logger.warning("%s did not take step %d, which %s: %s", self.url, climb.step, what, error)
         engine = self.engine

@@ -38,6 +38,8 @@ from aiockpt.state.shards import ShardedState, TensorShard
 SESSION = "session"
 WARM_UP = -1
 """The step of a turn that plans and saves nothing."""
+_LOOKS = 4
+"""At turns that this rank has left and others may not have, whenever it leaves one."""
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -326,13 +328,14 @@ class Sharing:
             await self._forget_own()
 
     async def _forget_own(self) -> None:
-        """Remove this rank's notes of turns that all ranks have left."""
-        while self._left:
-            turn = Turn(self._left[0], WARM_UP)
-            if await self.meeting.is_there(turn.key("past")):
+        """Remove this rank's notes of turns that all ranks have left; one that a rank never leaves holds up no other."""
+        for _ in range(_LOOKS):
+            if not self._left:
                 return
-            if self._left and self._left[0] == turn.number:
-                self._left.popleft()
+            turn = Turn(self._left[0], WARM_UP)
+            self._left.rotate(-1)  # that of another one is looked at next
+            if not await self.meeting.is_there(turn.key("past")) and turn.number in self._left:
+                self._left.remove(turn.number)  # still there: another turn may have been left meanwhile
                 own = ("intent", "holdings", "kept", "share")
                 await self.meeting.forget([turn.key(name, self.meeting.rank) for name in own])
 

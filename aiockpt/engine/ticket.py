@@ -11,7 +11,9 @@ from aiockpt.engine.context import Engine
 from aiockpt.engine.sharing import Turn
 from aiockpt.errors import SaveCancelledError
 from aiockpt.events import SaveFailed, SnapshotTaken
+from aiockpt.options import Snapshot
 from aiockpt.pipeline.upload import Handover
+from aiockpt.pipeline.witness import Witness
 from aiockpt.planning.save import SavePlan, Window
 from aiockpt.runtime.future import SaveFuture, SaveResult
 from aiockpt.runtime.slabs import Slab
@@ -26,6 +28,7 @@ class Ticket:
         turn: which save it is among those of all ranks; None for a process that saves alone.
         state: the tensors until they are copied, and the encoded values; after `prepare` what this rank writes of them.
         plan: what goes where; set by `prepare`.
+        snapshot: how it is copied: in the call, or lazily.
         agreed: whether `prepare` had to plan with other ranks.
         voting: whether this rank's receipt may be in storage: from there on others may commit.
         slabs: the way of full slabs to the writers, by data file; set by `prepare`.
@@ -42,8 +45,16 @@ class Ticket:
         metrics: Mapping[str, float],
         user: object,
         turn: Turn | None = None,
+        *,
+        begun_ns: int | None = None,
+        snapshot: Snapshot = "eager",
+        copied_at_call_bytes: int = 0,
     ) -> None:
-        self.begun_ns = engine.now_ns()
+        self.begun_ns = engine.now_ns() if begun_ns is None else begun_ns
+        self.snapshot: Snapshot = snapshot
+        self._copied_at_call_bytes = copied_at_call_bytes
+        self._witness = Witness(state.tensors) if engine.options.debug == "digest" else None
+        self._pause_s: float | None = None
         self.number = engine.lineage.next_number()
         self.turn = turn
         self.state = state
@@ -76,7 +87,8 @@ class Ticket:
     def copy(self) -> None:
         """Copy the state into slabs, handing each full one to the loop; then the state may change.
 
-        Runs on the thread that may hold the state still. What goes wrong fails the save and is not raised here.
+        Runs on the caller's thread, or on another while the barrier holds the state still. What goes wrong fails the save
+        and is not raised here.
         """
         copied_from_ns = self._engine.now_ns()
         try:
@@ -85,6 +97,8 @@ class Ticket:
                 self._hand_over,
                 wanted=lambda: self._stopped_by is None,
                 timeout_s=self._engine.options.deadlines.slab_s,
+                beside=self._pause_s is not None,
+                check=lambda: None if self._witness is None else self._witness.check(),
             )
         except BaseException as error:
             self.stop(error)
@@ -96,12 +110,18 @@ class Ticket:
             self.future._snapshotted._resolve(None)
             self._engine.loop.call_soon(self._engine.emit, self._taken(copied_from_ns))
 
+    def let_go(self) -> None:
+        """Note that the call returns now, before the copy: whoever copies does it beside the program."""
+        self._pause_s = self._engine.since_s(self.begun_ns)
+
     def _taken(self, copied_from_ns: int) -> SnapshotTaken:
         return SnapshotTaken(
             at_ns=self._engine.now_ns(),
             step=self.step,
             bytes=self.plan.tensor_bytes,
-            pause_s=self._engine.since_s(self.begun_ns),
+            snapshot=self.snapshot,
+            pause_s=self._engine.since_s(self.begun_ns) if self._pause_s is None else self._pause_s,
+            copied_at_call_bytes=self._copied_at_call_bytes,
             copy_s=self._engine.since_s(copied_from_ns),
         )
 

@@ -2,10 +2,11 @@
 
 Guarantees (DECISIONS 10 and 11):
 
-- *committed* means the first durable tier that takes the step. A memory tier is an earlier stage of its own.
+- *committed* means the first durable tier that takes the step in full. A memory tier is an earlier stage of its own, and
+  one of weights alone no stage of a save at all: nothing is resumed from it.
 - A memory tier that is full is passed over, and a durable one that fails is followed by the next: the save fails only when
   no durable tier takes it.
-- Copies come from the nearest tier that has the step, never from the state.
+- Copies come from the nearest tier that has the step in full, never from the state.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from aiockpt.engine.ticket import Ticket
 from aiockpt.engine.together import save_together
 from aiockpt.errors import CheckpointError, SaveSkippedError
 from aiockpt.events import PromotionFailed
-from aiockpt.options import Tier
-from aiockpt.pipeline.copy import Windows
+from aiockpt.options import Retention, Tier
 from aiockpt.pipeline.discover import StepCopy, read_manifest
 from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
 from aiockpt.runtime.limits import Pace
@@ -47,11 +47,11 @@ class Tiers:
     """
 
     def __init__(self, tiers: Sequence[Tier], nearest: Engine, backends: Sequence[Backend]) -> None:
-        self.engines = (nearest, *[_engine_of(tier, nearest, backends[n]) for n, tier in enumerate(tiers) if n])
-        nearest.options = msgspec.structs.replace(nearest.options, retention=tiers[0].retention)
-        windows = Windows(window_bytes=nearest.options.io.read_bytes)
+        rules = [_retention(tier, backends[n], backends[n + 1 :]) for n, tier in enumerate(tiers)]
+        self.engines = (nearest, *[_engine_of(rules[n], nearest, backends[n]) for n in range(1, len(tiers))])
+        nearest.options = msgspec.structs.replace(nearest.options, retention=rules[0])
         self._rungs = [
-            Rung(number, tier, engine, windows, self.engines)
+            Rung(number, tier, engine, self.engines)
             for number, (tier, engine) in enumerate(zip(tiers, self.engines, strict=True))
         ]
         self._uncapped = Pace(None, nearest.world.clock)
@@ -78,12 +78,27 @@ class Tiers:
         Raises:
             CheckpointError: as `aiockpt.engine.save.save`; no durable tier has it then.
         """
-        rung = await self._entry(ticket) if len(self._rungs) > 1 else self._rungs[0]
+        rung = await self._choose(ticket)
         tell = save if ticket.turn is None else save_together
         backend = rung.engine.backend
         result = await tell(rung.engine, ticket)
         result = msgspec.structs.replace(result, url=backend.url, durable=backend.traits.durable)
         return await self._climb(rung, ticket, result) if len(self._rungs) > 1 else result
+
+    async def _choose(self, ticket: Ticket) -> Rung:
+        """Return the tier to write to, which all ranks see; when that fails on one rank all hear of it."""
+        turn, sharing = ticket.turn, self.engines[0].sharing
+        try:
+            rung = await self._entry(ticket) if len(self._rungs) > 1 else self._rungs[0]
+            if turn is not None and sharing is not None:
+                await rung.visibility.check(sharing, turn)
+        except BaseException as error:
+            if turn is not None and sharing is not None:
+                sharing.doubt()
+                await sharing.tell_failure(turn, error)
+                await sharing.leave(turn)
+            raise
+        return rung
 
     async def _entry(self, ticket: Ticket) -> Rung:
         """Return the first tier that takes the step, and has room for it if it is a memory tier; rank 0 says which."""
@@ -101,7 +116,7 @@ class Tiers:
             ]
 
     async def _with_room(self, ticket: Ticket) -> Rung:
-        taking = [rung for rung in self._rungs if rung.tier.takes(ticket.step)]
+        taking = [rung for rung in self._rungs if rung.tier.full and rung.tier.takes(ticket.step)]
         needed = (ticket.plan.file_bytes + RECORDS_BYTES) * self.engines[0].ranks.world_size
         for rung in taking[:-1]:
             if rung.durable:
@@ -135,7 +150,7 @@ class Tiers:
         try:
             if not first.durable:
                 future._in_memory._resolve(None)
-                if any(rung.durable for rung in above):
+                if any(rung.commits for rung in above):
                     result = await self._commit_durably(climb, above, stages)
                 if engine.ranks.rank == 0 and result is not climb.result:
                     await keep.tidy(engine, climb.result)
@@ -151,7 +166,7 @@ class Tiers:
         """Copy *climb* to the first durable tier that takes it now."""
         failure: CheckpointError | None = None
         for rung in above:
-            if not rung.durable:
+            if not rung.commits:
                 continue
             try:
                 result = await rung.take(climb, self._uncapped, rung.tier.deadline)
@@ -180,6 +195,13 @@ class Tiers:
                 await engine.backend.close()
 
 
-def _engine_of(tier: Tier, nearest: Engine, backend: Backend) -> Engine:
-    options = msgspec.structs.replace(nearest.options, retention=tier.retention)
+def _retention(tier: Tier, backend: Backend, farther: Sequence[Backend]) -> Retention | None:
+    """Return what stays in a tier: where nothing is said, all; but memory before a durable tier holds the newest step."""
+    if tier.keep is None and not backend.traits.durable and any(other.traits.durable for other in farther):
+        return Retention(last=1)
+    return tier.retention
+
+
+def _engine_of(rules: Retention | None, nearest: Engine, backend: Backend) -> Engine:
+    options = msgspec.structs.replace(nearest.options, retention=rules)
     return Engine(backend, nearest.loop, options, (), nearest.world, nearest.ranks, nearer=nearest)

@@ -32,7 +32,13 @@ from aiockpt.engine.save import (
 )
 from aiockpt.engine.sharing import End, Sharing, Turn
 from aiockpt.engine.ticket import Ticket
-from aiockpt.errors import CheckpointError, CommitTimeoutError, RanksDisagreeError, RankTimeoutError
+from aiockpt.errors import (
+    CheckpointError,
+    CommitConflictError,
+    CommitTimeoutError,
+    RanksDisagreeError,
+    RankTimeoutError,
+)
 from aiockpt.format.manifest import FileEntry
 from aiockpt.format.names import data_path, failure_key, receipt_key, step_id
 from aiockpt.pipeline.commit import Attempt, claim, wait_votes
@@ -184,11 +190,11 @@ async def _give_up(
 ) -> None:
     """Tell the others that there will be no checkpoint, as soon as that is certain, and remove this rank's part of it.
 
-    Without this rank's vote nobody can commit. Once it may be there, the decision record decides, and a commit that was
-    faster stands: then the others hear of no failure.
+    Without this rank's vote nobody can commit, nor once another attempt has taken the generation. Once the vote may be
+    there, the decision record decides, and a commit that was faster stands: then the others hear of no failure.
     """
     sharing.doubt()
-    if not ticket.voting:
+    if not ticket.voting or isinstance(error, CommitConflictError):
         await sharing.tell_failure(turn, error)
     if not nonce or isinstance(error, CommitTimeoutError):
         return

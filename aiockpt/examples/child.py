@@ -19,6 +19,7 @@ import msgspec
 import torch
 
 from aiockpt.events import (
+    BarrierWaited,
     BytesWritten,
     Committed,
     DataWritten,
@@ -33,6 +34,7 @@ from aiockpt.events import (
 )
 from aiockpt.examples import train_async, train_sync
 from aiockpt.examples.gpt import GPTSize
+from aiockpt.options import Snapshot
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +44,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         url: where its checkpoints are.
         every: save every so many steps; None never saves.
         keep: how many steps retention keeps.
+        snapshot: how states are copied.
         threads: of torch; the order of float additions depends on it.
         die_in_save_of: the step whose save is to be interrupted by SIGKILL; None to live.
     """
@@ -53,6 +56,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     keep: int
     threads: int
     asynchronous: bool
+    snapshot: Snapshot = "eager"
     die_in_save_of: int | None = None
 
 
@@ -64,7 +68,7 @@ class StepDone(Event, frozen=True, tag=True):
 
 
 Told = (
-    StepDone | SaveStarted | SnapshotTaken | BytesWritten | DataWritten | Committed | SaveFailed
+    StepDone | SaveStarted | SnapshotTaken | BarrierWaited | BytesWritten | DataWritten | Committed | SaveFailed
     | Loaded | StepSkipped | RolledForward
 )  # fmt: skip
 
@@ -120,6 +124,7 @@ def run(job: Job, pipe: int) -> None:
         "steps": job.steps,
         "every": job.every,
         "keep": job.keep,
+        "snapshot": job.snapshot,
         "on_step": teller.on_step,
         "observers": observers,
     }

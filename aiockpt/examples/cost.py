@@ -26,18 +26,21 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     """What the checkpoints cost.
 
     Attributes:
+        steps: that the runs with saves took, those of the start of a process and those done again among them.
         saves: how many were committed.
         pause_median_s, pause_max_s: how long a save held the training.
         commit_median_s, commit_max_s: from the call until durable and visible.
         save_bytes_per_s: bytes of a save by its time to committed, the median, beside the training.
         disk_bytes_per_s: the plain writer, the median, on an idle machine.
         disk_direct: whether that writer could go past the page cache.
+        blocked_s: how long saves held the training in all, of *run_s* that those runs trained and saved.
         slowed_s: how much longer the steps beside a save took, in all, than as many around it; the median of all saves.
             None when no step was free of saves.
         timed_steps: steps that were timed with and without saves; *plain_s* and *saving_s* are their sums.
         step_s: a step without saves, the median; *noise_fraction* is how far nine of ten stay from it.
     """
 
+    steps: int
     saves: int
     pause_median_s: float
     pause_max_s: float
@@ -46,12 +49,19 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     save_bytes_per_s: float
     disk_bytes_per_s: float
     disk_direct: bool
+    blocked_s: float
+    run_s: float
     slowed_s: float | None
     timed_steps: int
     plain_s: float
     saving_s: float
     step_s: float
     noise_fraction: float
+
+    @property
+    def blocked_fraction(self) -> float:
+        """The share of the time that saves held the training."""
+        return self.blocked_s / self.run_s
 
     @property
     def overhead_fraction(self) -> float:
@@ -66,13 +76,19 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
 
 def account(reference: Record, saving: Sequence[Record], disk: DiskSpeed) -> Cost:
     """Add up what the saves of the runs *saving* cost, against *reference*, which took the same steps without."""
-    pauses_s = [snapshot.pause_s for record in saving for snapshot in record.snapshots.values()]
+    pauses_s = [
+        snapshot.pause_s + record.waits_s.get(step, 0.0)
+        for record in saving
+        for step, snapshot in record.snapshots.items()
+    ]
     commits = [commit for record in saving for commit in record.commits.values()]
     slowed_s = [seconds for record in saving for seconds in _slowed_by_saves(record)]
     plain = _warm(reference)
     pairs = [(plain[step], done) for record in saving for step, done in _warm(record).items() if step in plain]
     step_s = median(done.seconds for done in plain.values())
+    done = [done for record in saving for done in record.steps.values()]
     return Cost(
+        steps=len(done),
         saves=len(commits),
         pause_median_s=median(pauses_s),
         pause_max_s=max(pauses_s),
@@ -81,6 +97,8 @@ def account(reference: Record, saving: Sequence[Record], disk: DiskSpeed) -> Cos
         save_bytes_per_s=median(commit.bytes / commit.seconds for commit in commits),
         disk_bytes_per_s=median(disk.bytes_per_s),
         disk_direct=disk.direct,
+        blocked_s=sum(pauses_s),
+        run_s=sum(step.seconds for step in done),
         slowed_s=median(slowed_s) if slowed_s else None,
         timed_steps=len(pairs),
         plain_s=sum(without.seconds for without, _ in pairs),

@@ -43,6 +43,7 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         steps: optimizer steps of the whole run.
         every: save every so many steps.
+        lazy: copy the state beside training, and not in the call.
         keep: committed steps that retention keeps.
         dir: where everything goes, and stays; None takes a new folder in the current one and removes it at the end.
         asynchronous: use the async trainer.
@@ -53,6 +54,7 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     steps: int = 120
     every: int = 5
+    lazy: bool = False
     keep: int = 3
     dir: Path | None = None
     asynchronous: bool = False
@@ -113,6 +115,7 @@ def _direct(options: DemoOptions, doomed: int, folder: Path, display: Display) -
         keep=options.keep,
         threads=min(4, len(os.sched_getaffinity(0))),
         asynchronous=options.asynchronous,
+        snapshot="lazy" if options.lazy else "eager",
     )
     quiet = msgspec.structs.replace(saving, url=str(folder / REFERENCE), every=None)
     doing_harm = msgspec.structs.replace(saving, die_in_save_of=doomed)
@@ -177,6 +180,7 @@ def _figures(options: DemoOptions, recovery: Recovery, cost: Cost) -> dict[str, 
         "recovery": recovery,
         "cost": {
             **msgspec.structs.asdict(cost),
+            "blocked_fraction": cost.blocked_fraction,
             "overhead_fraction": cost.overhead_fraction,
             "overhead_is_noise": cost.overhead_is_noise,
         },
@@ -191,7 +195,8 @@ def _open_display(options: DemoOptions, console: Console) -> Display:
 
 def _print_title(console: Console, options: DemoOptions) -> None:
     trainer = "train_async" if options.asynchronous else "train_sync"
-    title = f"A byte-level GPT reads the standard library: {options.steps} steps, a save every {options.every}."
+    saves = f"a {'lazy ' * options.lazy}save every {options.every}"
+    title = f"A byte-level GPT reads the standard library: {options.steps} steps, {saves}."
     console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
     source = f"The trainer is {Path(__file__).with_name(trainer + '.py')}"
     console.print(source, style="dim", markup=False, highlight=False, soft_wrap=True)
@@ -204,6 +209,7 @@ def main() -> int:
     default = DemoOptions()
     parser.add_argument("--steps", type=int, default=default.steps, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--every", type=int, default=default.every, help="save every so many (default: %(default)s)")
+    parser.add_argument("--lazy", action="store_true", help="copy states beside training, and not in the call")
     parser.add_argument("--keep", type=int, default=default.keep, help="checkpoints to keep (default: %(default)s)")
     parser.add_argument("--dir", type=Path, help="a new folder for everything (default: one that is removed)")
     parser.add_argument("--async", dest="asynchronous", action="store_true", help="use the async trainer")

@@ -195,6 +195,12 @@ def _cost_rows(it: Cost) -> list[tuple[str, str, str]]:
     slowed = "unknown" if it.slowed_s is None else f"{it.slowed_s * 1e3:+.1f} ms"
     disk = f"{it.disk_bytes_per_s / 1e6:,.0f} MB/s" + ("" if it.disk_direct else ", page cache")
     return [
+        ("steps and saves", f"{it.steps} and {it.saves}", "of both runs that saved"),
+        (
+            "training blocked",
+            f"{it.blocked_fraction:.2%} of its time",
+            f"{it.blocked_s:.3g} s of {it.run_s:.1f} s, by all saves together",
+        ),
         ("pause per save", f"{pause:.1f} ms", f"median of {it.saves}, at most {pause_max:.1f} ms"),
         ("time to committed", f"{commit:.0f} ms", f"median, at most {commit_max:.0f} ms"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from aiockpt.events import (
+    BarrierWaited,
     BytesWritten,
     Committed,
     Loaded,
@@ -19,6 +20,7 @@ class Record:
     Attributes:
         steps: what the trainer reported.
         starts, snapshots, commits, failures: what became of the saves.
+        waits_s: how long the optimizer was held by lazy snapshots.
         written_bytes: bytes of each save that reached the storage.
         loaded: the checkpoint it went on from; None when it began at the beginning.
         last_step, last_snapshot, last_commit: the newest of each; the display reads them from its own thread.
@@ -28,6 +30,7 @@ class Record:
         self.steps: dict[int, StepDone] = {}
         self.starts: dict[int, SaveStarted] = {}
         self.snapshots: dict[int, SnapshotTaken] = {}
+        self.waits_s: dict[int, float] = {}
         self.commits: dict[int, Committed] = {}
         self.failures: dict[int, SaveFailed] = {}
         self.written_bytes: dict[int, int] = {}
@@ -46,6 +49,8 @@ class Record:
                 self.written_bytes[told.step] = 0
             case SnapshotTaken():
                 self.snapshots[told.step] = self.last_snapshot = told
+            case BarrierWaited():
+                self.waits_s[told.step] = self.waits_s.get(told.step, 0.0) + told.seconds
             case BytesWritten():
                 self.written_bytes[told.step] += told.bytes
             case Committed():

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import aiockpt
 from aiockpt.events import Observer
 from aiockpt.examples.gpt import DEFAULT_SIZE, GPTSize, build, train_step
+from aiockpt.options import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -27,10 +28,15 @@ async def train(
     steps: int = 120,
     every: int | None = 5,
     keep: int = 3,
+    snapshot: Snapshot = "eager",
     on_step: Callable[[int, float], object] = print,
     observers: Sequence[Observer] = (),
 ) -> None:
-    """Train from the newest checkpoint below *url* up to *steps*, saving every *every* steps (None: never)."""
+    """Train from the newest checkpoint below *url* up to *steps*, saving every *every* steps (None: never).
+
+    Args:
+        snapshot: "eager" copies the state in the call, "lazy" beside the next forward and backward.
+    """
     model, optimizer, scheduler, batches = build(size, steps)
     state = {
         "model": model,
@@ -40,7 +46,9 @@ async def train(
         "rng": aiockpt.RNG(),  # so that dropout goes on where it was
     }
     async with (
-        aiockpt.Checkpointer(url, retention=aiockpt.Retention(last=keep), observers=observers) as ckpt,
+        aiockpt.Checkpointer(
+            url, retention=aiockpt.Retention(last=keep), snapshot=snapshot, observers=observers
+        ) as ckpt,
         asyncio.TaskGroup() as announcements,
     ):
         loaded = await ckpt.load(state)  # the newest valid step; None when there is none yet

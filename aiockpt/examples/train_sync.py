@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import aiockpt
 from aiockpt.events import Observer
 from aiockpt.examples.gpt import DEFAULT_SIZE, GPTSize, build, train_step
+from aiockpt.options import Snapshot
 
 
 def train(
@@ -23,10 +24,15 @@ def train(
     steps: int = 120,
     every: int | None = 5,
     keep: int = 3,
+    snapshot: Snapshot = "eager",
     on_step: Callable[[int, float], object] = print,
     observers: Sequence[Observer] = (),
 ) -> None:
-    """Train from the newest checkpoint below *url* up to *steps*, saving every *every* steps (None: never)."""
+    """Train from the newest checkpoint below *url* up to *steps*, saving every *every* steps (None: never).
+
+    Args:
+        snapshot: "eager" copies the state in the call, "lazy" beside the next forward and backward.
+    """
     model, optimizer, scheduler, batches = build(size, steps)
     state = {
         "model": model,
@@ -35,7 +41,9 @@ def train(
         "batches": batches,  # anything with state_dict() and load_state_dict()
         "rng": aiockpt.RNG(),  # so that dropout goes on where it was
     }
-    with aiockpt.Checkpointer(url, retention=aiockpt.Retention(last=keep), observers=observers) as ckpt:
+    with aiockpt.Checkpointer(
+        url, retention=aiockpt.Retention(last=keep), snapshot=snapshot, observers=observers
+    ) as ckpt:
         loaded = ckpt.load(state).result()  # the newest valid step; None when there is none yet
         first = 0 if loaded is None else loaded.step + 1
         for step in range(first, steps):

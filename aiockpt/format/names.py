@@ -262,6 +262,11 @@ def prefixes(name: str) -> list[str]:
     return [name[: token.end()] for token in _TOKEN.finditer(name)][::-1]
 
 
+def list_names(names: Sequence[str]) -> str:
+    """Return the first five names and how many more there are, for a message."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
 def split_name(name: str) -> tuple[str | int, ...]:
     """Return the path that `join_name` wrote as *name*.
 

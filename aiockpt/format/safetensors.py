@@ -100,7 +100,7 @@ def decode_header(prefix: bytes, file_size: int) -> Header:
         raise CorruptionError(f"the safetensors header says it ends at {data_start}, which it cannot have")
     if len(prefix) < data_start:
         raise CorruptionError(f"the safetensors header ends at {data_start}, only {len(prefix)} bytes were read")
-    body = bytes(prefix[_LENGTH_BYTES:data_start])
+    body = bytes(prefix[_LENGTH_BYTES:data_start]).rstrip(b" ")  # ours are padded to a block: 1 MiB to look through
     try:
         if not body.startswith(b"{"):
             raise ManifestError("safetensors header does not start with an object")

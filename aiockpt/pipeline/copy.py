@@ -2,38 +2,37 @@
 
 Guarantees:
 
-- What is committed at the target is the same checkpoint: the same attempt, tensors, values and checksums. Its generation
-  is the next one there. Every block was compared with its checksum on the way.
+- What is committed at the target is the same checkpoint: the same attempt, tensors, values and checksums; or its weights,
+  as a checkpoint of their own (`aiockpt.planning.weights`). Its generation is the next one there. Every block was compared
+  with its checksum on the way.
 - A block that one copy cannot give is read from the next copy.
 - A copy that died is taken up again: a data file that is durable at the target has a mark beside it and is not moved twice.
 - Any number of processes may copy one step at once: nobody writes into another's file, and they meet at the manifest.
-- No more memory is used than the windows given, whatever the size of the step.
+- No more memory is used than the windows given, whatever the size of the step. (Weights also need, for the moment of a
+  read, what lies between them in their blocks.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import anyio
 import msgspec
 
-from aiockpt.errors import (
-    CheckpointError,
-    CorruptionError,
-    ObjectExistsError,
-    UsageError,
-)
+from aiockpt.errors import CheckpointError, ObjectExistsError
+from aiockpt.format.checksum import SUM_BYTES, block_count, digest128
 from aiockpt.format.manifest import FileEntry, Manifest
 from aiockpt.format.names import attempt_folder, attempt_prefix, copied_folder, copied_key, parse_copied
 from aiockpt.options import MIB
 from aiockpt.pipeline.commit import publish
-from aiockpt.pipeline.discover import StepCopy, find_copy, look_at
-from aiockpt.pipeline.fetch import BlockCheck
+from aiockpt.pipeline.content import Cargo, VerifiedBlocks
+from aiockpt.pipeline.discover import find_copy, look_at
+from aiockpt.pipeline.serialize import hash_blocks
 from aiockpt.runtime.limits import Limiter, Pace, run_blocking
 from aiockpt.runtime.slabs import Slab, SlabPool
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.runtime.world import World
-from aiockpt.storage.backend import Backend, Reader, Upload
+from aiockpt.storage.backend import Backend, Upload
 from aiockpt.storage.transfer import read_record, walk
 
 WINDOW_BYTES = 16 * MIB
@@ -65,7 +64,7 @@ class Windows:
 
 
 async def copy_step(
-    sources: Sequence[StepCopy],
+    cargo: Cargo,
     target: Backend,
     world: World,
     *,
@@ -76,7 +75,8 @@ async def copy_step(
     """Make a step durable and visible at *target*; return its manifest there. One that is there already is left as it is.
 
     Args:
-        sources: copies of the one attempt, the nearest first; somebody keeps retention away from them.
+        cargo: what is copied; somebody keeps retention away from where it comes from.
+        windows: those that *cargo* was loaded for.
         pace: how fast bytes go to the target.
         on_copied: told the bytes of each window, also of those that need not be moved any more.
 
@@ -85,22 +85,21 @@ async def copy_step(
         StorageError: the target, or every source, cannot be used.
         CommitConflictError: another save took the generation meanwhile; copying again finds the next one.
     """
-    manifest = sources[0].manifest
-    there = await find_copy(target, manifest.id, manifest.attempt)
+    there = await find_copy(target, cargo.id, cargo.attempt)
     if there is not None:
         return there
     try:
-        paths = await copy_files(sources, target, world, windows=windows, pace=pace, on_copied=on_copied)
-        return await _publish(manifest, paths, target, world)
+        files = await copy_files(cargo, target, world, windows=windows, pace=pace, on_copied=on_copied)
+        return await _publish(cargo, files, target, world)
     except CheckpointError:
-        there = await find_copy(target, manifest.id, manifest.attempt)
+        there = await find_copy(target, cargo.id, cargo.attempt)
         if there is None:
             raise
         return there  # another copier was faster, and has tidied up
 
 
 async def copy_files(
-    sources: Sequence[StepCopy],
+    cargo: Cargo,
     target: Backend,
     world: World,
     *,
@@ -108,7 +107,7 @@ async def copy_files(
     pace: Pace,
     only: Callable[[FileEntry], bool] = lambda _: True,
     on_copied: Callable[[int], object] = lambda _: None,
-) -> dict[int, str]:
+) -> dict[int, FileEntry]:
     """Make the data files of a step durable at *target*, those that somebody has copied before left out.
 
     Several processes may each copy some of the files; who has them all, `copy_step` makes visible.
@@ -117,54 +116,65 @@ async def copy_files(
         only: says which files; all by default.
 
     Returns:
-        The path at *target* of every file that is durable there, by its number.
+        Every file that is durable there, by its number.
     """
-    manifest = sources[0].manifest
-    paths = await copied_paths(target, manifest)
+    files = await copied_files(target, cargo)
     async with open_tasks() as tasks:
 
         async def move(index: int) -> None:
-            mover = _FileMover(sources, index, windows, pace, on_copied)
-            paths[index] = await mover.move(target, world.token(4).hex())
-            await target.put(copied_key(manifest.id, manifest.attempt, index), paths[index].encode())
+            mover = _FileMover(cargo, index, windows, pace, on_copied)
+            files[index] = await mover.move(target, world.token(4).hex())
+            await target.put(copied_key(cargo.id, cargo.attempt, index), msgspec.json.encode(files[index]))
 
-        for index, file in enumerate(manifest.files):
-            if index in paths:
+        for index, file in enumerate(cargo.files):
+            if index in files:
                 on_copied(file.size)
             elif only(file):
                 tasks.start_soon(move, index)
-    return paths
+    return files
 
 
-async def _publish(manifest: Manifest, paths: Mapping[int, str], target: Backend, world: World) -> Manifest:
-    """Commit at *target* a step whose files lie at *paths* there."""
-    entry = await look_at(target, manifest.id)
-    files = tuple(msgspec.structs.replace(file, p=paths[index]) for index, file in enumerate(manifest.files))
+async def _publish(cargo: Cargo, files: Mapping[int, FileEntry], target: Backend, world: World) -> Manifest:
+    """Commit at *target* a step whose *files* are durable there."""
+    entry = await look_at(target, cargo.id)
     generation, write_id = max(entry.generations, default=0) + 1, world.token(16).hex()
-    new = msgspec.structs.replace(manifest, generation=generation, write_id=write_id, files=files)
+    in_order = [files[index] for index in range(len(cargo.files))]
+    new = await run_blocking(Limiter("copied manifest", 1), cargo.manifest, in_order, generation, write_id)
     committed = await publish(target, new)
     await _tidy(target, committed)
     return committed
 
 
-async def copied_paths(target: Backend, manifest: Manifest) -> dict[int, str]:
-    """Return where the data files lie that copies have made durable at *target*, by their numbers."""
-    paths: dict[int, str] = {}
-    folder = f"{attempt_prefix(manifest.attempt)}/d/"
-    for stat in (await target.list(copied_folder(manifest.id, manifest.attempt))).objects:
+async def copied_files(target: Backend, cargo: Cargo) -> dict[int, FileEntry]:
+    """Return the data files that copies have made durable at *target*, by their numbers."""
+    files: dict[int, FileEntry] = {}
+    for stat in (await target.list(copied_folder(cargo.id, cargo.attempt))).objects:
         index = parse_copied(stat.key.rpartition("/")[2])
-        if index is None or index >= len(manifest.files):
+        if index is None or index >= len(cargo.files):
             continue
         try:
-            path = (await read_record(target, stat.key)).decode("utf-8", "replace")
-            if not path.startswith(folder):
-                continue
-            found = (await target.stat(f"{manifest.id}/{path}")).size
+            file = _read_mark(await read_record(target, stat.key), cargo, index)
+            if file is not None and (await target.stat(f"{cargo.id}/{file.p}")).size == file.size:
+                files[index] = file
         except CheckpointError:  # gone, or a mark that says nonsense
             continue
-        if found == manifest.files[index].size:
-            paths[index] = path
-    return paths
+    return files
+
+
+def _read_mark(data: bytes, cargo: Cargo, index: int) -> FileEntry | None:
+    """Return the file that a mark tells of; None when it cannot be file number *index*."""
+    wanted = cargo.files[index]
+    try:
+        file = msgspec.json.decode(data, type=FileEntry)
+    except (msgspec.DecodeError, UnicodeDecodeError):  # msgspec lets the second one through
+        return None
+    if not file.p.startswith(f"{attempt_prefix(cargo.attempt)}/d/"):
+        return None
+    if wanted.digest:
+        return msgspec.structs.replace(wanted, p=file.p) if file.digest == wanted.digest else None
+    sums = file.sums_bytes()
+    whole = len(sums) == SUM_BYTES * block_count(wanted.size, wanted.block) and digest128(sums) == file.digest
+    return msgspec.structs.replace(wanted, p=file.p, sums=file.sums, digest=file.digest) if whole else None
 
 
 async def _tidy(target: Backend, committed: Manifest) -> None:
@@ -177,42 +187,24 @@ async def _tidy(target: Backend, committed: Manifest) -> None:
 
 
 class _FileMover:
-    """Moves one data file.
-
-    Args:
-        sources: copies of the step, the nearest first.
-        index: the number of the file, the same in all of them.
-    """
+    """Moves one data file: number *index* of *cargo*."""
 
     def __init__(
-        self,
-        sources: Sequence[StepCopy],
-        index: int,
-        windows: Windows,
-        pace: Pace,
-        on_copied: Callable[[int], object],
+        self, cargo: Cargo, index: int, windows: Windows, pace: Pace, on_copied: Callable[[int], object]
     ) -> None:
-        self._sources = sources
+        self._cargo = cargo
         self._index = index
+        self._file = cargo.files[index]
         self._windows = windows
         self._pace = pace
         self._on_copied = on_copied
-        self._readers: dict[int, Reader] = {}
-        self._opening = anyio.Lock()
+        self._blocks = VerifiedBlocks(cargo.sources)
+        self._sums = bytearray(SUM_BYTES * block_count(self._file.size, self._file.block))
 
-    @property
-    def _file(self) -> FileEntry:
-        return self._sources[0].manifest.files[self._index]
-
-    async def move(self, target: Backend, token: str) -> str:
-        """Write the file; return its path at *target*, where it is durable now."""
-        if self._file.block > self._windows.window_bytes:
-            raise UsageError(
-                f"{self._file.p}: blocks of {self._file.block:,} bytes, and windows of {self._windows.window_bytes:,}: give "
-                f"IO(read_bytes={self._file.block})"
-            )
+    async def move(self, target: Backend, token: str) -> FileEntry:
+        """Write the file; return what it is at *target*, where it is durable now."""
         path, upload = await self._create(target, token)
-        window_bytes = self._windows.window_bytes // self._file.block * self._file.block
+        window_bytes = self._cargo.window_bytes
         try:
             async with open_tasks() as tasks:
                 for offset in range(0, self._file.size, window_bytes):
@@ -226,57 +218,38 @@ class _FileMover:
             raise
         finally:
             with anyio.CancelScope(shield=True):
-                for reader in self._readers.values():
-                    await reader.close()
-        return path
+                await self._blocks.close()
+        file = self._file
+        if file.digest:
+            return msgspec.structs.replace(file, p=path)
+        sums = bytes(self._sums)
+        return FileEntry.of(path, size=file.size, rank=file.rank, algo=file.algo, block=file.block, sums=sums)
 
     async def _create(self, target: Backend, token: str) -> tuple[str, Upload]:
         """Begin the file under its own name; under another one where a copy that died, or is at work, has left that."""
-        step_id = self._sources[0].manifest.id
         try:
-            return self._file.p, await target.create(f"{step_id}/{self._file.p}", self._file.size)
+            return self._file.p, await target.create(f"{self._cargo.id}/{self._file.p}", self._file.size)
         except ObjectExistsError:
             path = f"{self._file.p.removesuffix('.safetensors')}-{token}.safetensors"
-            return path, await target.create(f"{step_id}/{path}", self._file.size)
+            return path, await target.create(f"{self._cargo.id}/{path}", self._file.size)
 
     async def _move_window(self, window: Slab, upload: Upload, offset: int, size: int) -> None:
         try:
             view = window.memory[:size]
-            await self._read(offset, view)
+            await self._cargo.read(self._blocks, self._index, offset, view)
             await self._pace.let_through(size)
-            await upload.write(offset, [view])
+            await upload.write(offset, [view], None if self._file.digest else self._hasher(offset))
         finally:
             with anyio.CancelScope(shield=True):
                 await self._windows.give(window)
         self._on_copied(size)
 
-    async def _read(self, offset: int, view: memoryview) -> None:
-        """Fill *view* from the first copy whose blocks there are what was saved."""
-        failure: CheckpointError | None = None
-        for number, source in enumerate(self._sources):
-            file = source.manifest.files[self._index]
-            check = BlockCheck(file, offset)
-            try:
-                reader = await self._open(number)
-                await reader.read(offset, [view], check)
-            except CheckpointError as error:
-                failure = failure or error
-                continue
-            if not check.bad_blocks:
-                return
-            key = f"{source.manifest.id}/{file.p}"
-            failure = failure or CorruptionError(
-                f"{key}: block {check.bad_blocks[0]} is not what was saved, and no other copy has it",
-                key=key,
-                offset=offset,
-            )
-        assert failure is not None
-        raise failure
+    def _hasher(self, offset: int) -> Callable[[memoryview], None]:
+        """Return what takes the sums of a window at *offset* while it is written."""
+        first = offset // self._file.block * SUM_BYTES
 
-    async def _open(self, number: int) -> Reader:
-        async with self._opening:
-            if number not in self._readers:
-                source = self._sources[number]
-                path = source.manifest.files[self._index].p
-                self._readers[number] = await source.backend.open(f"{source.manifest.id}/{path}")
-            return self._readers[number]
+        def take_sums(view: memoryview) -> None:
+            found = hash_blocks(view, self._file.block)
+            self._sums[first : first + len(found)] = found
+
+        return take_sums

@@ -23,11 +23,12 @@ import anyio
 from aiockpt.errors import CheckpointError, CorruptionError, ObjectNotFoundError, StorageError
 from aiockpt.format.checksum import BlockHasher, block_range
 from aiockpt.format.manifest import FileEntry, Manifest
+from aiockpt.format.names import list_names
 from aiockpt.format.safetensors import MAX_HEADER_BYTES, decode_header
 from aiockpt.format.validate import check_header, pieces_by_file
 from aiockpt.pipeline.discover import StepCopy
 from aiockpt.planning.load import GAP, Landing, plan_reads
-from aiockpt.runtime.limits import Limiter
+from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend, Reader
 from aiockpt.storage.views import cut_views
@@ -101,6 +102,7 @@ class Fetcher:
         self._on_read = on_read
         self._placed = pieces_by_file(manifest)
         self._reading = Limiter("read", backend.traits.block_reads)
+        self._decoding = Limiter("header", 1)
         self._opening = anyio.Lock()
         self._elsewhere = elsewhere
         self._others: Sequence[StepCopy] | None = None
@@ -230,10 +232,15 @@ class Fetcher:
         prefix = bytearray(header_bytes)
         await self._fill(reader, file, 0, memoryview(prefix))
         try:
-            check_header(index, self._manifest, decode_header(bytes(prefix), file.size), self._placed[index])
+            await run_blocking(self._decoding, self._compare_header, index, bytes(prefix))
         except CorruptionError as error:
             raise CorruptionError(f"{self._key(file)}: {error}", key=self._key(file), offset=0) from error
         return header_bytes
+
+    def _compare_header(self, index: int, prefix: bytes) -> None:
+        """On a worker thread: a header that is padded to a block takes 20 ms, in which the loop could start reads."""
+        header = decode_header(prefix, self._manifest.files[index].size)
+        check_header(index, self._manifest, header, self._placed[index])
 
     async def _fill(self, reader: Reader, file: FileEntry, offset: int, into: memoryview) -> None:
         if offset + len(into) > file.size:
@@ -300,10 +307,9 @@ class Fetcher:
         start, end = block_range(block, file.size, file.block)
         names = [name for name, piece in self._placed[index] if piece.start < end and start < piece.end]
         key = self._key(file)
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         return CorruptionError(
-            f"{key}: block {block} (bytes {start}–{end}) is not what was saved; it holds {shown or 'the header'}. "
-            "Load another step, or another copy of this one.",
+            f"{key}: block {block} (bytes {start}–{end}) is not what was saved; it holds "
+            f"{list_names(names) or 'the header'}. Load another step, or another copy of this one.",
             key=key,
             offset=start,
             tensors=names,

@@ -2,24 +2,29 @@
 
 Guarantees:
 
-- When `CopyProgram.run` returns, every byte was copied: the state may change.
+- When `CopyProgram.run` returns, every byte was copied: the state may change. The last window is handed on only when no
+  tensor has moved meanwhile, so that a torn snapshot is never written whole.
 - It copies in file order and hands each window on as soon as it is full, so that writing starts while the copy still
   runs, and one slab is enough to drain any state.
 - Its cost beside the copy itself is about half a microsecond a tensor: addresses are computed once for as long as the
   state stays where it is, and the loop does nothing but ``memmove``.
 - The GIL is let go during the largest move of every fourth window, not with every tensor: getting it back from the
   writers after each of hundreds of moves made the pause 1.5 × a plain copy; never letting it go kept the disk idle.
-- A program holds its tensors: their memory cannot be freed while it may be copied.
+- Beside the running program (a lazy snapshot) the GIL is let go during every move of 256 KiB and more.
+- A program holds its tensors and their storages: their memory cannot be freed while it may be copied, unless somebody
+  resizes a storage, which is noticed.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from operator import is_
+from operator import eq, is_
 
 import torch
 
+from aiockpt.errors import TornSnapshotError
+from aiockpt.format.names import list_names
 from aiockpt.planning.save import HEADER, Copy, FilePlan, SavePlan, Window
 from aiockpt.runtime.slabs import Slab, SlabPool
 from aiockpt.state.shards import TensorShard
@@ -28,6 +33,8 @@ Deliver = Callable[[Window, Slab], object]
 YIELD_FIRST, YIELD_EVERY = 8, 8
 """The GIL is let go in each of the first windows, so that writing starts, and in every eighth from there on. Measured
 with 16 MiB windows on 2 cores: more often gains less on the disk than it costs training (benchmarks/README.md)."""
+LONG_MOVE_BYTES = 256 << 10
+"""What takes longer than getting the GIL back."""
 Moves = list[tuple[int, int, int]]
 """(offset in the window, address, bytes) of each copy."""
 
@@ -51,6 +58,8 @@ class CopyProgram:
         self._dense = [_dense(shard.data) for shard in shards]
         self._headers = [ctypes.create_string_buffer(file.header, len(file.header)) for file in plan.files]
         addresses = [tensor.data_ptr() for tensor in self._dense]
+        self._storages = [tensor.untyped_storage() for tensor in self._dense]
+        self._places = [_place(tensor) for tensor in self._dense]
         self._in_place = all(dense is shard.data for dense, shard in zip(self._dense, shards, strict=True))
         self._windows: list[tuple[Window, Moves]] = []
         for file, header in zip(plan.files, self._headers, strict=True):
@@ -60,27 +69,77 @@ class CopyProgram:
         """Say whether a walk found the very same tensors where they were (see `StateWalker`), all host memory."""
         return self._in_place and len(shards) == len(self._shards) and all(map(is_, shards, self._shards))
 
-    def run(self, pool: SlabPool, deliver: Deliver, *, wanted: Callable[[], bool], timeout_s: float) -> None:
+    def run(
+        self,
+        pool: SlabPool,
+        deliver: Deliver,
+        *,
+        wanted: Callable[[], bool],
+        timeout_s: float,
+        beside: bool = False,
+        check: Callable[[], object] = lambda: None,
+    ) -> None:
         """Copy window after window into slabs of *pool*, and *deliver* each full one.
 
         Holds the calling thread for the length of the copy. Stops early, without an error, when *wanted* says False: the
         save has failed or was cancelled, and nobody needs the rest.
 
+        Args:
+            beside: whether the program runs on meanwhile, and needs the GIL.
+            check: called when all is copied, before the last window is delivered; raises when the copy is worth nothing.
+
         Raises:
             StorageTimeoutError: no slab came free within *timeout_s* seconds.
+            TornSnapshotError: a tensor was moved or resized meanwhile.
         """
-        for number, (window, moves) in enumerate(self._windows):
+        for number, (window, moves) in enumerate(self._windows, start=1 - len(self._windows)):
             if not wanted():
                 return
             slab = pool.take(timeout_s)
-            base = slab.address
-            for offset, source, size in moves[:-1]:
-                _held_memmove(base + offset, source, size)
-            lets_go = number < YIELD_FIRST or number % YIELD_EVERY == 0
-            last_move = ctypes.memmove if lets_go else _held_memmove
-            offset, source, size = moves[-1]
-            last_move(base + offset, source, size)
+            try:
+                (_copy_beside if beside else _copy_fast)(slab.address, moves, number + len(self._windows) - 1)
+                if number == 0:
+                    self._check_places()
+                    check()
+            except BaseException:
+                pool.give(slab)
+                raise
             deliver(window, slab)
+
+    def _check_places(self) -> None:
+        if all(map(eq, map(_place, self._dense), self._places)):
+            return
+        names = [
+            shard.name
+            for shard, tensor, place in zip(self._shards, self._dense, self._places, strict=True)
+            if _place(tensor) != place
+        ]
+        raise TornSnapshotError(
+            f"{list_names(names)} moved, or changed in size, while the snapshot was copied: nothing was published. Change "
+            "tensors inside `with ckpt.mutating():`, or save with snapshot='eager'.",
+            names,
+        )
+
+
+def _copy_fast(base: int, moves: Moves, number: int) -> None:
+    """Copy one window while training is held."""
+    for offset, source, size in moves[:-1]:
+        _held_memmove(base + offset, source, size)
+    lets_go = number < YIELD_FIRST or number % YIELD_EVERY == 0
+    last_move = ctypes.memmove if lets_go else _held_memmove
+    offset, source, size = moves[-1]
+    last_move(base + offset, source, size)
+
+
+def _copy_beside(base: int, moves: Moves, _: int) -> None:
+    """Copy one window while training runs."""
+    for offset, source, size in moves:
+        (_held_memmove if size < LONG_MOVE_BYTES else ctypes.memmove)(base + offset, source, size)
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where a tensor is, and how large its storage: cheap, and another one after any move."""
+    return tensor.data_ptr(), tensor.untyped_storage().nbytes()
 
 
 def _moves(file: FilePlan, addresses: list[int]) -> list[tuple[Window, Moves]]:

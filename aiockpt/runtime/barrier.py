@@ -1,23 +1,44 @@
 """Who keeps the optimizer from changing what is still being copied? A barrier that cannot be forgotten.
 
 While a snapshot is being copied on another thread, a global optimizer-step pre-hook holds every optimizer of the process
-until the *whole* ticket is copied (DECISIONS 15). The hook is installed when the first such snapshot starts and removed
-when none is left. Version counters are no guard: fused optimizers change data without bumping them (PEERS: traps).
+until the *whole* ticket is copied (DECISIONS 15). Guarantees:
+
+- A snapshot is guarded before ``save()`` returns.
+- The hook comes with the first barrier of the process and stays: optimizers walk torch's hooks without a lock, and one
+  that is added or removed meanwhile, by whoever finishes a copy, makes ``step()`` raise on another thread. While nothing
+  is copied it costs a step less than a microsecond.
+- A wait ends: a copy that is stuck fails its save, and training goes on. A torn snapshot is never published.
+- A forked child, whose copy of the hook waits for threads that did not come along, is not held.
+
+Version counters are no guard: fused optimizers change data without bumping them (PEERS: traps).
 """
 
 from __future__ import annotations
 
+import os
+import time
+import weakref
 from collections.abc import Callable
-from threading import Lock
+from threading import Lock, RLock
+from types import TracebackType
 from typing import Any
 
+import msgspec
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from aiockpt.errors import StorageTimeoutError
-from aiockpt.runtime.future import Stage
+from aiockpt.errors import StorageTimeoutError, UsageError
+from aiockpt.runtime.future import SaveFuture, Stage
+from aiockpt.runtime.loop import refuse_in_event_loop
 
 GiveUp = Callable[[BaseException], object]
+
+
+class Guarded(msgspec.Struct, eq=False):
+    """A snapshot that is being copied: whose, and how to fail it when its copy is stuck."""
+
+    save: SaveFuture
+    give_up: GiveUp
 
 
 class MutationBarrier:
@@ -25,38 +46,129 @@ class MutationBarrier:
 
     Args:
         timeout_s: how long one wait may last. A copy that is stuck for longer fails its save, and training goes on: the
-            state is about to change under it, and a torn snapshot is never published.
+            state is about to change under it.
+        on_waited: told each wait of a millisecond or more: for which save, and how many seconds. On the thread that waited.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, on_waited: Callable[[int, float], object] = lambda *_: None) -> None:
         self._timeout_s = timeout_s
+        self._on_waited = on_waited
+        self._pid = os.getpid()
         self._lock = Lock()
-        self._copying: dict[Stage[None], GiveUp] = {}
-        self._handle: RemovableHandle | None = None
+        self._copying: dict[Stage[None], Guarded] = {}
+        self._mutating = 0
+        _register(self)
 
-    def guard(self, snapshotted: Stage[None], give_up: GiveUp) -> None:
-        """Hold optimizers from now until *snapshotted* is settled; *give_up* fails a save whose copy is stuck."""
+    def guard(self, save: SaveFuture, give_up: GiveUp) -> None:
+        """Hold optimizers from now until *save* is snapshotted; *give_up* fails it when its copy is stuck."""
+        snapshotted = save.snapshotted()
+        self._copying[snapshotted] = Guarded(save, give_up)
+        snapshotted._inner.add_done_callback(lambda _: self._copying.pop(snapshotted, None))
+
+    def count_mutating(self, more: int) -> None:
+        """Count who is changing the state by hand."""
         with self._lock:
-            self._copying[snapshotted] = give_up
-            if self._handle is None:
-                self._handle = register_optimizer_step_pre_hook(self._before_step)
-        snapshotted._inner.add_done_callback(lambda _: self._release(snapshotted))
+            self._mutating += more
+
+    def check_still(self) -> None:
+        """Raise UsageError when the state is being changed by hand: a snapshot would have half of it."""
+        if self._mutating:
+            raise UsageError(
+                "save() inside mutating(): the state is being changed there; save before the block or after"
+            )
 
     def wait(self) -> None:
         """Block until no snapshot is being copied."""
-        for snapshotted, give_up in list(self._copying.items()):
+        if not self._copying or os.getpid() != self._pid:
+            return
+        for snapshotted, guarded in list(self._copying.items()):
+            began_s = time.perf_counter()
             snapshotted._wait_anyway(self._timeout_s)
-            if not snapshotted.done():
-                give_up(
-                    StorageTimeoutError(f"the snapshot was not copied within {self._timeout_s:g} s; it is given up")
-                )
+            self._waited(guarded, snapshotted, time.perf_counter() - began_s)
 
-    def _before_step(self, *_: Any) -> None:
-        self.wait()
+    async def wait_async(self) -> None:
+        """The same, for event loops."""
+        for snapshotted, guarded in list(self._copying.items()):
+            began_s = time.perf_counter()
+            await snapshotted._settled_within(self._timeout_s)
+            self._waited(guarded, snapshotted, time.perf_counter() - began_s)
 
-    def _release(self, snapshotted: Stage[None]) -> None:
-        with self._lock:
-            self._copying.pop(snapshotted, None)
-            if not self._copying and self._handle is not None:
-                self._handle.remove()
-                self._handle = None
+    def _waited(self, guarded: Guarded, snapshotted: Stage[None], seconds: float) -> None:
+        if not snapshotted.done():
+            guarded.give_up(
+                StorageTimeoutError(f"the snapshot was not copied within {self._timeout_s:g} s; it is given up")
+            )
+        if seconds >= 0.001:
+            self._on_waited(guarded.save.step, seconds)
+
+    def close(self) -> None:
+        """Hold nobody any more. Idempotent."""
+        _forget(self)
+
+    def __repr__(self) -> str:
+        return f"<MutationBarrier {len(self._copying)} snapshots being copied>"
+
+
+_registering = RLock()  # the collector may forget one barrier in the middle of registering another
+_barriers: tuple[weakref.ref[MutationBarrier], ...] = ()
+"""Of this process. Replaced and never changed: steps read it on any thread."""
+_hook: RemovableHandle | None = None
+
+
+def _register(barrier: MutationBarrier) -> None:
+    global _barriers, _hook
+    with _registering:
+        _barriers = (*_barriers, weakref.ref(barrier, _forget))
+        if _hook is None:
+            _hook = register_optimizer_step_pre_hook(_before_step)
+
+
+def _forget(gone: object) -> None:
+    """Take a barrier, or a reference to one that is no more, from the list."""
+    global _barriers
+    with _registering:
+        _barriers = tuple(known for known in _barriers if known is not gone and known() not in (gone, None))
+
+
+def _before_step(*_: Any) -> None:
+    for known in _barriers:
+        barrier = known()
+        if barrier is not None:
+            barrier.wait()
+
+
+class Mutating:
+    """The block in which somebody changes the state by hand: ``with`` in a sync program, ``async with`` in an event loop.
+
+    It begins when no snapshot is being copied, and no save may begin in it.
+    """
+
+    def __init__(self, barrier: MutationBarrier) -> None:
+        self._barrier = barrier
+
+    def __enter__(self) -> None:
+        refuse_in_event_loop("a plain `with ckpt.mutating()`")
+        self._barrier.count_mutating(1)
+        try:
+            self._barrier.wait()
+        except BaseException:
+            self._barrier.count_mutating(-1)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._barrier.count_mutating(-1)
+
+    async def __aenter__(self) -> None:
+        self._barrier.count_mutating(1)
+        try:
+            await self._barrier.wait_async()
+        except BaseException:
+            self._barrier.count_mutating(-1)
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._barrier.count_mutating(-1)

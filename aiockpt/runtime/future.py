@@ -79,6 +79,11 @@ class Stage(Generic[T]):
             self._inner.add_done_callback(lambda _: wake())
             await reached.wait()
 
+    async def _settled_within(self, seconds: float) -> None:
+        """Wait until it is settled, or *seconds* have passed."""
+        with anyio.move_on_after(seconds):
+            await self._settled()
+
     def _value(self) -> T:
         self._told = True
         return self._inner.result()
@@ -182,6 +187,7 @@ class LoadResult(msgspec.Struct, frozen=True):
             other ranks of the ``load_group``, which had read them.
         seconds: from the call to the last verified block.
         skipped: (step id, reason) of newer steps that were not taken.
+        url: the place it was read from. (Single blocks that were bad there may have come from another tier.)
         missing, unexpected: names that the checkpoint lacks, and that nobody wanted (``strict=False``).
         differences: all that did not fit and was left as it was, in words (``strict=False``).
     """
@@ -197,6 +203,7 @@ class LoadResult(msgspec.Struct, frozen=True):
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     differences: tuple[str, ...] = ()
+    url: str = ""
 
 
 class SaveFuture(Future[SaveResult]):

@@ -1,18 +1,16 @@
-"""How much may happen at once? Named limiters for threads, a byte budget for memory, and the one way onto a thread.
+"""How much may happen at once? Named limiters for threads, a pace for bytes, and the one way onto a thread.
 
 Guarantees:
 
 - Waiting for a limit is fair (first come, first served) and cancellable; work that has begun is neither: a thread that
   holds a slab, a file or a caller's buffer is never abandoned, so nothing is reused under its feet.
-- Nothing is spawned before it has its share: take budget, then start, release in ``finally``.
+- Nothing is spawned before it has its share: take a place, then start, release in ``finally``.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import TypeVar, TypeVarTuple
 
 import anyio
@@ -116,73 +114,3 @@ class Pace:
         begin_ns = max(now_ns, self._free_at_ns)
         self._free_at_ns = begin_ns + round(size_bytes / self._bytes_per_s * 1e9)
         await anyio.sleep((begin_ns - now_ns) / 1e9)
-
-
-class BudgetStatistics(msgspec.Struct, frozen=True):
-    """A byte budget at one instant."""
-
-    budget_bytes: int
-    used_bytes: int
-    peak_bytes: int
-    waiting: int
-
-
-class ByteBudget:
-    """At most *budget_bytes* in use at once, first come first served; an oversize item is admitted alone.
-
-    (anyio's CapacityLimiter lends one token to a borrower, so it cannot do this.) Use on one event loop.
-    """
-
-    def __init__(self, budget_bytes: int) -> None:
-        if budget_bytes < 1:
-            raise ValueError(f"the byte budget is {budget_bytes}, give at least 1")
-        self._budget = budget_bytes
-        self._used = 0
-        self._peak = 0
-        self._waiters: deque[tuple[int, anyio.Event]] = deque()
-
-    @asynccontextmanager
-    async def take(self, size_bytes: int) -> AsyncIterator[None]:
-        """Hold *size_bytes* of the budget for the length of the block."""
-        await self._acquire(size_bytes)
-        try:
-            yield
-        finally:
-            self._release(size_bytes)
-
-    def _fits(self, size_bytes: int) -> bool:
-        return self._used == 0 or self._used + size_bytes <= self._budget
-
-    async def _acquire(self, size_bytes: int) -> None:
-        if not self._waiters and self._fits(size_bytes):
-            self._grant(size_bytes)
-            return
-        turn = (size_bytes, anyio.Event())
-        self._waiters.append(turn)
-        try:
-            await turn[1].wait()
-        except BaseException:
-            if turn[1].is_set():  # granted and cancelled at the same moment: give it back
-                self._release(size_bytes)
-            else:
-                self._waiters.remove(turn)
-                self._wake()  # ours may have been the oversize one at the head
-            raise
-
-    def _grant(self, size_bytes: int) -> None:
-        self._used += size_bytes
-        self._peak = max(self._peak, self._used)
-
-    def _release(self, size_bytes: int) -> None:
-        self._used -= size_bytes
-        self._wake()
-
-    def _wake(self) -> None:
-        while self._waiters and self._fits(self._waiters[0][0]):
-            size_bytes, event = self._waiters.popleft()
-            self._grant(size_bytes)
-            event.set()
-
-    def statistics(self) -> BudgetStatistics:
-        """Return the counts of this instant."""
-        return BudgetStatistics(self._budget, self._used, self._peak, len(self._waiters))

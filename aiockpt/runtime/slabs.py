@@ -67,6 +67,12 @@ class SlabPool:
         """Bytes of one slab."""
         return self._slab_bytes
 
+    @property
+    def is_full(self) -> bool:
+        """Whether a slab that is wanted now would have to be waited for."""
+        with self._changed:
+            return not self._free and self._allocated >= self._ceiling
+
     def fit(self, slab_count: int, available_bytes: Callable[[], int]) -> None:
         """Raise the ceiling, when none was given, to *slab_count* slabs, at most a quarter of the memory to spare.
 

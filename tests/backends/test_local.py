@@ -14,7 +14,7 @@ import pytest
 
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.local_handle import Handle
-from aiockpt.backends.local_reader import BOUNCE_BYTES, PIECE_BYTES, Buffers
+from aiockpt.backends.local_reader import BELIEVED_BYTES, BOUNCE_BYTES, PIECE_BYTES, Buffers
 from aiockpt.errors import ObjectExistsError, ObjectNotFoundError, StorageError, StorageFullError, UsageError
 from aiockpt.runtime.world import OsFiles, World
 from aiockpt.storage.open import open_backend
@@ -411,6 +411,20 @@ async def test_the_page_cache_is_asked_for_one_page_lest_it_reads_ahead_in_vain(
     reader = await on(files).open("f")
     await download(reader)
     assert files.probed == [4096]
+    await reader.close()
+
+
+async def test_a_page_cache_that_had_nothing_is_not_asked_again_for_a_while() -> None:
+    files = _CountingProbes()
+    size = 3 * PIECE_BYTES
+    await upload(on(files), "f", patterned(size))
+    reader = await on(files).open("f")
+    for offset in range(0, size, PIECE_BYTES // 4):
+        await download(reader, offset, PIECE_BYTES // 4)
+    assert files.probed == [4096]
+    for _ in range(5 * BELIEVED_BYTES // (4 * size)):
+        await download(reader)
+    assert len(files.probed) == 2
     await reader.close()
 
 

@@ -553,7 +553,7 @@ def test_a_metric_that_no_step_has_is_refused_before_anything_is_deleted(aiockpt
     assert len(list(root.glob("step-*"))) == 3
 
 
-@pytest.mark.parametrize("option", [["--async"], ["--keep", "2"]])
+@pytest.mark.parametrize("option", [["--async"], ["--lazy"], ["--keep", "2"]])
 def test_the_elastic_demo_refuses_what_it_would_ignore(aiockpt_command: Command, option: list[str]) -> None:
     outcome = aiockpt_command("demo", "--elastic", *option)
     assert outcome.status == 2

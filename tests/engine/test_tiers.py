@@ -15,7 +15,8 @@ import torch
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
-from aiockpt.errors import SaveSkippedError, StorageError, UsageError
+from aiockpt.engine import find, lineage
+from aiockpt.errors import SaveSkippedError, StorageError, StorageTimeoutError, UsageError
 from aiockpt.events import Event, Promoted, PromotionFailed
 from aiockpt.storage.backend import Space
 from aiockpt.testing.faults import Fault, FaultyBackend
@@ -56,18 +57,27 @@ class Watch:
 
 
 class Gate(FaultyBackend):
-    """A backend that makes no data file until `open_up`."""
+    """A backend that makes no data file, or with *gated* "list" lists nothing, until `open_up`."""
 
-    def __init__(self, inner: Any, faults: Sequence[Fault] = ()) -> None:
+    def __init__(self, inner: Any, faults: Sequence[Fault] = (), gated: str = "create") -> None:
         super().__init__(inner, list(faults))
+        self._gated = gated
         self._gate = threading.Event()
 
     def open_up(self) -> None:
         self._gate.set()
 
     async def create(self, key: str, size: int) -> Any:
-        await anyio.to_thread.run_sync(self._gate.wait, 30)
+        await self._pass("create")
         return await super().create(key, size)
+
+    async def list(self, prefix: str) -> Any:
+        await self._pass("list")
+        return await super().list(prefix)
+
+    async def _pass(self, verb: str) -> None:
+        if verb == self._gated:
+            await anyio.to_thread.run_sync(self._gate.wait, 30)
 
 
 def test_a_step_is_in_memory_first_committed_on_disk_and_copied_to_the_rest(tmp_path: Path) -> None:
@@ -158,6 +168,45 @@ def test_a_tier_that_never_takes_a_step_is_reported_the_way_it_was_asked_for(tmp
         with aiockpt.Checkpointer([tmp_path / "near", aiockpt.Tier(broken, on_error="raise")], io=SMALL) as ckpt:
             ckpt.save(2, state(2)).result(30)
     assert steps(tmp_path / "near") == [1, 2]
+
+
+def test_a_tier_that_hangs_holds_no_memory_that_others_copy_through(tmp_path: Path) -> None:
+    stuck = Fault(do="hang", verb="upload.write", match="*", times=None)
+    far = FaultyBackend(LocalBackend(str(tmp_path / "far")), [stuck])
+    large = {"x": torch.arange(60_000)}  # 30 windows
+    with aiockpt.Checkpointer([MemoryBackend(), tmp_path / "disk", aiockpt.Tier(far, deadline=1)], io=SMALL) as ckpt:
+        ckpt.save(1, large).result(30)
+        assert ckpt.save(2, large).result(30).durable
+    assert steps(tmp_path / "disk") == [1, 2]
+
+
+def test_whatever_goes_wrong_with_one_step_the_tier_takes_the_next(tmp_path: Path) -> None:
+    class Buggy(LocalBackend):
+        async def create(self, key: str, size: int) -> Any:
+            if "step-00000001" in key:
+                raise ZeroDivisionError("a bug")
+            return await super().create(key, size)
+
+    def complain(error: BaseException) -> None:
+        raise RuntimeError("of the callback")
+
+    far = aiockpt.Tier(Buggy(str(tmp_path / "far")), on_error=complain)
+    with aiockpt.Checkpointer([tmp_path / "near", far], io=SMALL) as ckpt:
+        first, second = (ckpt.save(step, state(step)) for step in (1, 2))
+        assert isinstance(first.committed(far.url).exception(30), ZeroDivisionError)
+        second.committed(far.url).result(30)
+    assert steps(tmp_path / "far") == [2]
+
+
+def test_memory_before_a_disk_holds_the_newest_step_unless_told_otherwise(tmp_path: Path) -> None:
+    several, newest, alone = MemoryBackend(), MemoryBackend(), MemoryBackend()
+    places: list[list[Any]] = [[aiockpt.Tier(several, keep=2), tmp_path / "a"], [newest, tmp_path / "b"], [alone]]
+    for tiers in places:
+        with aiockpt.Checkpointer(tiers, io=SMALL) as ckpt:
+            for step in (1, 2, 3):
+                ckpt.save(step, state(step)).result(30)
+    assert [steps(place) for place in (several, newest, alone)] == [[2, 3], [3], [1, 2, 3]]
+    assert steps(tmp_path / "b") == [1, 2, 3]
 
 
 class Full(MemoryBackend):
@@ -266,6 +315,50 @@ def test_nothing_is_started_from_scratch_while_a_tier_cannot_be_listed(tmp_path:
     with pytest.raises(StorageError):
         loaded([tmp_path / "fresh", away])
     assert loaded([near, away]) == 2
+
+
+def hanging(root: Path) -> FaultyBackend:
+    """A tier that answers no question about its steps."""
+    return FaultyBackend(LocalBackend(str(root)), [Fault(do="hang", verb="list", match="*", times=None)])
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((find, "LIST_PATIENCE_S"), (find, "COPY_PATIENCE_S"), (lineage, "PATIENCE_S")):
+        monkeypatch.setattr(module, name, 0.1)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_tier_that_hangs_is_waited_for_neither_by_a_load_nor_by_a_save(tmp_path: Path) -> None:
+    near, far = two_places(tmp_path)
+    stuck = aiockpt.Tier(hanging(far), deadline=0.1)
+    with aiockpt.Checkpointer([near, stuck], io=SMALL) as ckpt:
+        like = state(-1)
+        assert ckpt.load(like).result(30) is not None
+        assert like["value"] == 2
+        assert ckpt.save(3, state(3)).result(30).durable
+        assert isinstance(ckpt.save(4, state(4)).committed(stuck.url).exception(30), StorageTimeoutError)
+    assert loaded(near) == 4
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_bad_block_is_read_from_a_tier_that_answers(tmp_path: Path) -> None:
+    near, far = two_places(tmp_path)
+    flip(near, 2, 5000)
+    assert loaded([near, hanging(tmp_path / "stuck"), far]) == 2
+
+
+def test_a_tier_that_hangs_is_waited_for_while_no_other_has_steps(tmp_path: Path) -> None:
+    _, far = two_places(tmp_path)
+    away = Gate(LocalBackend(str(far)), gated="list")
+    with aiockpt.Checkpointer([tmp_path / "fresh", away], io=SMALL) as ckpt:
+        like = state(-1)
+        loading = ckpt.load(like)
+        with pytest.raises(TimeoutError):
+            loading.result(0.5)
+        away.open_up()
+        assert loading.result(30) is not None
+    assert like["value"] == 2
 
 
 def test_a_deleted_step_does_not_come_back_from_another_tier(tmp_path: Path) -> None:

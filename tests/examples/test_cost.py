@@ -47,6 +47,17 @@ def test_the_account_compares_the_same_steps_without_those_at_the_start_of_a_pro
     assert (cost.save_bytes_per_s, cost.disk_bytes_per_s) == (50.0, 200.0)
 
 
+def test_the_share_that_is_blocked_is_of_all_steps_of_the_runs_that_save() -> None:
+    killed, resumed = trained(range(6), seconds=1.25), trained(range(4, 10), seconds=1.5)
+    saved(killed, 2, pause_s=0.1)
+    saved(killed, 3, pause_s=0.3)
+    saved(resumed, 5, pause_s=0.2)
+    cost = account(trained(range(10)), [killed, resumed], DISK)
+    assert (cost.steps, cost.saves) == (12, 3)
+    assert cost.blocked_s == pytest.approx(0.6)
+    assert cost.blocked_fraction == pytest.approx(0.6 / (6 * 1.25 + 6 * 1.5))
+
+
 def cost_of(saving: Record) -> Cost:
     return account(trained(range(20)), [saving], DISK)
 

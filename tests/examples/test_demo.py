@@ -16,12 +16,18 @@ from aiockpt.examples.record import Record
 TINY = GPTSize(layers=1, width=16, heads=2, context=8, batch=2)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("asynchronous", "every", "lazy"),
+    [(False, 2, False), (True, 2, False), (False, 1, True), (True, 1, True)],
+    ids=["sync", "async", "each step", "each step, async"],
+)
 def test_a_run_killed_in_the_middle_of_a_save_goes_on_bit_by_bit(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], asynchronous: bool
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], asynchronous: bool, every: int, lazy: bool
 ) -> None:
     folder = tmp_path / "demo"
-    options = DemoOptions(steps=10, every=2, keep=2, dir=folder, asynchronous=asynchronous, json=True, size=TINY)
+    options = DemoOptions(
+        steps=10, every=every, lazy=lazy, keep=2, dir=folder, asynchronous=asynchronous, json=True, size=TINY
+    )
     status = run_demo(options)
     out, progress = capfd.readouterr()
     assert status == EXACT, progress
@@ -30,8 +36,10 @@ def test_a_run_killed_in_the_middle_of_a_save_goes_on_bit_by_bit(
     assert figures["exact"] is True
     assert recovery["differences"] == []
     assert 0 <= recovery["resumed_from"] < recovery["killed_in_save_of"] == choose_doomed_save(options)
-    assert recovery["lost_steps"] >= 2
+    assert recovery["lost_steps"] >= every
     assert cost["saves"] >= 4
+    assert cost["steps"] >= 10
+    assert 0 < cost["blocked_fraction"] < 1
     assert cost["pause_max_s"] >= cost["pause_median_s"] > 0
     assert cost["disk_bytes_per_s"] > 0
     assert {path.name for path in folder.glob("*.jsonl")} == {"reference.jsonl", "killed.jsonl", "resumed.jsonl"}

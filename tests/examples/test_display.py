@@ -25,6 +25,7 @@ STORY: tuple[Told, ...] = (
     StepDone(at_ns=0, step=20, loss=2.25, seconds=0.1),
 )
 COST = Cost(
+    steps=125,
     saves=24,
     pause_median_s=0.0031,
     pause_max_s=0.0125,
@@ -33,6 +34,8 @@ COST = Cost(
     save_bytes_per_s=1e9,
     disk_bytes_per_s=2e9,
     disk_direct=True,
+    blocked_s=0.0815,
+    run_s=20.5,
     slowed_s=0.0042,
     timed_steps=100,
     plain_s=20.0,
@@ -109,6 +112,9 @@ def test_the_result_has_every_figure_in_80_columns() -> None:
         assert expected in text
     for expected in (
         "39 ms",
+        "125 and 24",
+        "0.40% of its time",
+        "0.0815 s of 20.5 s",
         "1,000 MB/s",
         "50% of the idle disk (2,000 MB/s)",
         "+4.2 ms",

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, _Stride
 from torch.nn.parallel import DistributedDataParallel
 
 from aiockpt.adapters.module import is_direct
-from aiockpt.adapters.mutable import hold_still
+from aiockpt.adapters.mutable import Stillness
 from aiockpt.adapters.native import StateWalker
 from aiockpt.adapters.rng import per_rank
 from aiockpt.errors import UnsupportedStateError
@@ -190,7 +190,7 @@ def only_buffers_of_a_sharded_module_are_copied_to_hold_it_still() -> None:
     state = job(fsdp2, Net, 1)
     train(state["model"], state["optimizer"])
     walked = StateWalker().walk(state)
-    still = hold_still(walked, state)
+    still = Stillness().hold(walked, state, trusting=False, reuse=True)
     moved = {
         shard.name
         for shard, old in zip(still.tensors, walked.tensors, strict=True)
@@ -500,7 +500,7 @@ def strided_parts_of_parameters_are_not_copied_to_hold_them_still() -> None:
     )
     walked = StateWalker().walk({"m": holder})
     assert len(walked.tensors) == 2
-    still = hold_still(walked, {"m": holder})
+    still = Stillness().hold(walked, {"m": holder}, trusting=True, reuse=True)
     assert [shard.data.data_ptr() for shard in still.tensors] == [shard.data.data_ptr() for shard in walked.tensors]
 
 

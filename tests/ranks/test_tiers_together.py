@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
+from aiockpt.backends.shm import ShmBackend
+from aiockpt.engine import visibility
+from aiockpt.errors import RankFailedError, StateMismatchError, UsageError
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.ranks.crew import Crew
 from tests.ranks.test_saving_together import equal, loaded, replicated
@@ -77,3 +83,98 @@ def test_ranks_load_together_from_the_nearest_tier_that_has_the_newest_step(tmp_
             return equal(state, replicated(1))
 
         assert crew.on_all(load) == [True] * 3
+
+
+def save_on_all(crew: Crew, step: int, state: dict[str, Any]) -> None:
+    crew.on_all(lambda rank, ckpt: ckpt.save(step, state).result(30))
+
+
+def test_every_rank_makes_the_weights_of_what_it_wrote(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(30, 50) for _ in range(6)))
+    state = {"model": model, "moments": torch.zeros(10), "step": 3}
+    weights = aiockpt.Tier(tmp_path / "weights", content="weights")
+    with Crew(3, lambda rank: [tmp_path / "near", weights]) as crew:
+        crew.on_all(lambda rank, ckpt: ckpt.save(1, state).committed(tmp_path / "weights").result(30))
+    made = {path.name for path in tmp_path.glob("weights/step-*/a-*/d/*")}
+    assert made == {f"r{rank:05d}-0000.safetensors" for rank in range(3)}
+    bare = torch.nn.Sequential(*(torch.nn.Linear(30, 50) for _ in range(6)))
+    with aiockpt.Checkpointer(tmp_path / "weights") as ckpt:
+        assert ckpt.load({"model": bare}).result(30) is not None
+    assert all(torch.equal(mine, other) for mine, other in zip(bare.parameters(), model.parameters(), strict=True))
+
+
+def test_all_ranks_pass_newer_weights_over_or_all_say_what_lacks(tmp_path: Path) -> None:
+    def state(value: float) -> dict[str, Any]:
+        model = torch.nn.Linear(30, 50)
+        torch.nn.init.constant_(model.weight, value)
+        return {"model": model, "moments": torch.full((5000,), value)}
+
+    near, far = tmp_path / "near", tmp_path / "far"
+    with Crew(2, lambda rank: [near, aiockpt.Tier(far, content="weights")]) as crew:
+        for step in (1, 2):
+            save_on_all(crew, step, state(step))
+    shutil.rmtree(near / "step-00000002")
+    with Crew(2, lambda rank: [near, far]) as crew:
+
+        def load(rank: int, ckpt: aiockpt.Checkpointer) -> tuple[int, str, float]:
+            into = state(0)
+            loaded = ckpt.load(into).result(30)
+            assert loaded is not None
+            assert "weights only" in loaded.skipped[0][1]
+            return loaded.step, loaded.url, float(into["moments"][0])
+
+        assert crew.on_all(load) == [(1, f"file://{near}", 1.0)] * 2
+    with Crew(2, far) as crew:
+        errors = crew.errors(lambda rank, ckpt: ckpt.load(state(0)).result(30))
+        assert [type(error) for error in errors] == [StateMismatchError] * 2
+        assert all("moments" in str(error) for error in errors)
+
+
+class Disk(FaultyBackend):
+    """The disk of one host, which has the same name on each."""
+
+    @property
+    def url(self) -> str:
+        return "file:///local"
+
+
+def own_disk(root: Path) -> Any:
+    return Disk(LocalBackend(str(root)), [])
+
+
+def own_memory(root: Path) -> Any:
+    root.mkdir(exist_ok=True)
+    return ShmBackend("run", mount=str(root))
+
+
+@pytest.mark.parametrize("open_own", [own_disk, own_memory])
+@pytest.mark.parametrize("tiers", [1, 2])
+def test_a_place_that_not_all_ranks_see_is_refused_on_all_at_once(tmp_path: Path, tiers: int, open_own: Any) -> None:
+    """Four ranks on two hosts."""
+
+    def places(rank: int) -> list[Any]:
+        return [open_own(tmp_path / f"host-{rank // 2}"), tmp_path / "shared"][:tiers]
+
+    with mock.patch.object(visibility, "LOOK_FOR_S", 0.3), Crew(4, places, on_error=lambda future: None) as crew:
+        errors = crew.errors(lambda rank, ckpt: ckpt.save(1, replicated(1)).result(30))
+    refused = [error for error in errors if isinstance(error, UsageError)]
+    assert refused
+    assert all(isinstance(error, UsageError | RankFailedError) for error in errors)
+    assert all("is not one place for all ranks" in str(error) for error in errors)
+    assert "give a place that all of them share" in str(refused[0])
+    assert not list(tmp_path.glob("**/MANIFEST*"))
+
+
+def test_whether_all_ranks_see_a_place_is_asked_once_and_leaves_nothing(tmp_path: Path) -> None:
+    put: list[str] = []
+
+    class Watched(FaultyBackend):
+        async def put(self, key: str, data: bytes) -> None:
+            put.append(key)
+            await super().put(key, data)
+
+    with Crew(3, lambda rank: Watched(LocalBackend(str(tmp_path / "run")), [])) as crew:
+        for step in (1, 2, 3):
+            save_on_all(crew, step, replicated(step))
+    assert len([key for key in put if key.startswith(".seen-")]) == 1
+    assert not list(tmp_path.glob("run/.seen-*"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import count
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -178,6 +179,45 @@ def test_a_store_that_is_gone_after_the_commit_fails_no_save(tmp_path: Path) -> 
         dying: Any = Dying()
         sharing.meeting._store = dying
         assert crew.on_all(lambda rank, ckpt: ckpt.save(2, state_at(2)).result(30).step) == [2, 2]
+
+
+class ForgetsToLeave:
+    """The store of a rank whose word that it has left one turn or load is lost on the way."""
+
+    def __init__(self, store: Any, lost: str) -> None:
+        self._store, self._lost = store, lost
+
+    def __getattr__(self, verb: str) -> Any:
+        return getattr(self._store, verb)
+
+    def add(self, key: str, amount: int) -> int:
+        if key.endswith(self._lost):
+            raise RuntimeError("Connection reset by peer")
+        return int(self._store.add(key, amount))
+
+
+@pytest.mark.parametrize("what", ["save", "load"])
+def test_a_turn_that_a_rank_never_leaves_does_not_keep_the_notes_of_later_ones(tmp_path: Path, what: str) -> None:
+    def work(rank: int, ckpt: aiockpt.Checkpointer) -> None:
+        if what == "save":
+            step = next(steps[rank])
+            ckpt.save(step, state_at(step)).result(30)
+        else:
+            ckpt.load(state_at(0)).result(30)
+
+    with aiockpt.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state_at(1)).result()
+    steps = [count(2), count(2)]
+    with Crew(2, tmp_path, deadlines=IMPATIENT) as crew:
+        sharing = crew.checkpointers[1]._engine.sharing
+        assert sharing is not None
+        store: Any = ForgetsToLeave(sharing.meeting._store, f"{what}/1/past")
+        sharing.meeting._store = store
+        held = []
+        for _ in range(24):
+            crew.on_all(work)
+            held.append(store.num_keys())
+    assert max(held[12:]) < max(held[:8]) + 6, held
 
 
 class HoldsTheManifest(FaultyBackend):

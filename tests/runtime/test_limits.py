@@ -8,7 +8,7 @@ import threading
 import anyio
 import pytest
 
-from aiockpt.runtime.limits import ByteBudget, Limiter, run_blocking
+from aiockpt.runtime.limits import Limiter, run_blocking
 
 
 async def test_no_more_run_at_once_than_the_limit_says() -> None:
@@ -67,59 +67,6 @@ async def test_the_error_of_blocking_work_reaches_the_caller() -> None:
         await run_blocking(Limiter("x", 1), work)
 
 
-async def test_the_budget_is_never_exceeded_and_first_come_is_first_served() -> None:
-    budget = ByteBudget(10)
-    order: list[int] = []
-    release = anyio.Event()
-
-    async def use(number: int, size: int) -> None:
-        async with budget.take(size):
-            order.append(number)
-            assert budget.statistics().used_bytes <= 10
-            if number == 0:
-                await release.wait()
-
-    async with anyio.create_task_group() as tasks:
-        for number, size in enumerate([8, 4, 1, 1]):
-            tasks.start_soon(use, number, size)
-            await anyio.wait_all_tasks_blocked()
-        assert order == [0]  # 1 and 1 would fit, but 4 came first
-        assert budget.statistics().waiting == 3
-        release.set()
-    assert order == [0, 1, 2, 3]
-    assert budget.statistics().used_bytes == 0
-    assert budget.statistics().peak_bytes == 8
-
-
-async def test_an_oversize_item_is_admitted_alone() -> None:
-    budget = ByteBudget(10)
-    async with budget.take(25):
-        with anyio.move_on_after(0.01) as scope:
-            async with budget.take(1):
-                pytest.fail("it must wait")
-        assert scope.cancelled_caught
-    async with budget.take(1):
-        assert budget.statistics().used_bytes == 1
-
-
-async def test_a_cancelled_waiter_gives_up_its_turn() -> None:
-    budget = ByteBudget(10)
-    got = anyio.Event()
-
-    async def small() -> None:
-        async with budget.take(2):
-            got.set()
-
-    async with anyio.create_task_group() as tasks, budget.take(8):
-        with anyio.move_on_after(0.01):
-            async with budget.take(9):
-                pytest.fail("it must wait")
-        tasks.start_soon(small)
-        with anyio.fail_after(5):
-            await got.wait()
-
-
-@pytest.mark.parametrize("make", [lambda: Limiter("x", 0), lambda: ByteBudget(0)])
-def test_a_limit_below_one_is_refused(make: object) -> None:
+def test_a_limit_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
-        make()  # type: ignore[operator]
+        Limiter("x", 0)

@@ -147,6 +147,7 @@ class HdfsServer:
                 "dfs.namenode.safemode.threshold-pct": "0",
                 "dfs.namenode.fs-limits.min-block-size": "0",
                 "dfs.heartbeat.interval": "1",
+                "dfs.datanode.socket.reuse.keepalive": "60000",  # on a busy machine four seconds pass between two reads
             },
         )
 

@@ -1,0 +1,231 @@
+"""When to save, in a training loop, on all ranks alike? The face of this package: ``every=Cadence(…)``.
+
+    with aiockpt.Checkpointer(url, every=aiockpt.Cadence(max_overhead=0.03, mttf=6 * 3600)) as ckpt:
+        for step in range(ckpt.resume(state), steps):
+            train(batch)
+            ckpt.step(step, state)
+
+Guarantees:
+
+- All ranks answer the same of the same step. Rank 0 measures and decides some steps ahead (`NOTICE_S`), and leaves a note
+  in the job's store; no process group is used. A rank that has not heard of a step waits for the note, at most until the
+  deadline, and raises then: it never saves alone, and never leaves out what others save.
+- Where the note has come, as it has unless a rank is ahead of rank 0 by more than the notice, `Cadence.due` waits for
+  nothing: it takes microseconds.
+- Time is monotonic, that of the checkpointer's world: setting the machine's clock changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from aiockpt.cadence.controller import Controller
+from aiockpt.cadence.intervals import Interval, Limits, Measured
+from aiockpt.cadence.notices import Notices
+from aiockpt.cadence.schedule import Note, Schedule
+from aiockpt.errors import UsageError
+from aiockpt.events import Event
+from aiockpt.runtime.loop import LoopThread
+from aiockpt.runtime.meeting import Meeting
+from aiockpt.runtime.ranks import Ranks, find_ranks
+from aiockpt.runtime.world import Clock, OsClock
+
+NOTICE_S, NOTICE_OF_A_RANK_S = 0.25, 0.001
+"""How long before a step the other ranks are told of it: a look at the store takes longer the more ranks look."""
+
+LEAP = 32
+"""Of a long interval so many notices are decided at once at most: what is decided can be changed no more."""
+
+IN_FLIGHT = 2
+DEADLINE_S = 600.0
+
+
+class Cadence:
+    """Says when to save: as often as it pays, and never more than is allowed.
+
+    Give it to one `aiockpt.Checkpointer`: as ``every=``, and call ``ckpt.step`` after each training step; or as one of the
+    ``observers=``, and ask `due` after each training step, on every rank with the same steps. The rules are told in
+    `aiockpt.cadence.intervals`.
+
+    Args:
+        max_overhead: what saves may cost, as a fraction of the training time: 0.03 is within the noise of most steps.
+        mttf: mean seconds between failures of the whole job (of one of 1,000 machines it is a thousandth of a machine's).
+            None: as often as *max_overhead* and the storage allow.
+        clock: tests pass a simulated one; None takes that of the checkpointer's world.
+
+    Raises:
+        UsageError: an option is not positive.
+    """
+
+    def __init__(self, max_overhead: float = 0.03, *, mttf: float | None = None, clock: Clock | None = None) -> None:
+        for name, value in (("max_overhead", max_overhead), ("mttf", mttf)):
+            if value is not None and not value > 0:
+                raise UsageError(f"Cadence({name}={value!r}): give more than 0")
+        self._limits = Limits(max_overhead, mttf, IN_FLIGHT)
+        self._clock = clock
+        self._now_ns = (clock or OsClock()).monotonic_ns
+        self._controller = Controller(self._limits)
+        self._schedule = Schedule()
+        self._notices: Notices | None = None
+        self._notice_s = 0.0
+        self._ready = False
+        self._events: deque[Event] = deque()
+        self._answered: tuple[int, bool] | None = None
+
+    def join(
+        self,
+        loop: LoopThread,
+        ranks: Ranks,
+        place: str,
+        clock: Clock,
+        in_flight: int = IN_FLIGHT,
+        deadline_s: float = DEADLINE_S,
+    ) -> Callable[[], None]:
+        """Serve the checkpointer that calls this; return what ends that. Called by the checkpointer.
+
+        Args:
+            place: what it saves to, the same on all ranks.
+            deadline_s: for rank 0, when a step is reached that it has not decided.
+
+        Raises:
+            UsageError: it serves one already.
+        """
+        if self._ready:
+            raise UsageError(f"{self!r} serves a Checkpointer already, or was asked before it did: make one for each")
+        self._ready = True
+        self._controller = Controller(Limits(self._limits.max_overhead, self._limits.mttf_s, in_flight))
+        self._now_ns = (self._clock or clock).monotonic_ns
+        if ranks.world_size > 1:
+            meeting = Meeting(ranks.store, f"{place}/cadence", ranks.rank, ranks.world_size)
+            self._notices = Notices(loop, meeting, deadline_s)
+            self._notice_s = NOTICE_S + NOTICE_OF_A_RANK_S * ranks.world_size
+        return self._end
+
+    def _end(self) -> None:
+        if self._notices is not None:
+            self._notices.end()
+
+    @property
+    def _leads(self) -> bool:
+        return self._notices is None or self._notices.is_leader
+
+    # ------------------------------------------------------------------ what happens
+
+    def on_event(self, event: Event) -> None:
+        """Take what became of a save. On the loop thread."""
+        if self._leads:
+            self._events.append(event)
+
+    def due(self, step: int) -> bool:
+        """Say whether to save now that *step* is trained. From the training thread, after every step, on every rank.
+
+        It need not be asked of each step: one that was left out counts with the next.
+
+        Raises:
+            RankTimeoutError: rank 0 has not decided about this step, and the deadline has passed.
+            UsageError: there are other ranks, and no checkpointer to meet them through.
+            BlockingCallError: rank 0 has not decided, and this thread runs an event loop: ask on a worker thread there.
+        """
+        if not self._ready:
+            self._stand_alone()
+        if self._answered is not None and step == self._answered[0]:
+            return self._answered[1]
+        after = self._listen(step)
+        if self._leads:
+            self._lead(step)
+        else:
+            self._follow(after, step)
+        answer = self._schedule.answer(after, step)
+        assert answer is not None
+        if answer:
+            self._controller.expect(step)
+        self._answered = step, answer
+        return answer
+
+    def _stand_alone(self) -> None:
+        """Serve a process that has no other ranks, without a checkpointer."""
+        if find_ranks().world_size > 1:
+            raise UsageError(
+                "Cadence.due() with several ranks: they agree through the checkpointer. Give it to one, as every= or in "
+                "observers=, before you ask"
+            )
+        self._ready = True
+
+    def _listen(self, step: int) -> int:
+        """Take in what has happened up to *step*; return the step that was asked of before it."""
+        while self._events:
+            self._controller.take(self._events.popleft())
+        before = step - 1 if self._answered is None else self._answered[0]
+        if step < before:  # an older checkpoint was loaded
+            before = step - 1
+            self._schedule = Schedule()
+            if self._notices is not None:
+                self._notices.turn_back()
+        if self._leads:
+            self._controller.reach(step, self._now_ns())
+        return before
+
+    # ------------------------------------------------------------------ what follows
+
+    def _lead(self, step: int) -> None:
+        """Decide, when it is time, about the next steps, and tell the other ranks."""
+        schedule, controller = self._schedule, self._controller
+        if self._notices is None:
+            if controller.is_due(step):
+                schedule.add(Note((step,), step + 1, 0, ""))
+            schedule.until = step + 1
+            return
+        notice = controller.notice_steps(self._notice_s)
+        if schedule.until > step + notice:
+            return
+        note = self._decide(step, notice)
+        schedule.add(note)
+        self._notices.post(note)
+
+    def _decide(self, step: int, notice: int) -> Note:
+        """Decide about all steps for two notices from *step* on, and of a long interval about more."""
+        controller, planned = self._controller, self._schedule.planned(step - 1)
+        saves: list[int] = []
+        until = step + 1 + 2 * notice
+        for next_step in range(max(step, self._schedule.until), until):
+            if controller.is_due(next_step, planned):
+                planned.append(next_step)
+                saves.append(next_step)
+        earliest = controller.earliest(planned)
+        if earliest is not None:
+            until = max(until, min(earliest - notice, step + LEAP * notice))
+        return Note(tuple(saves), until, notice, controller.explain())
+
+    def _follow(self, after: int, step: int) -> None:
+        """Hear what rank 0 has decided; wait only where it is not known whether to save *step*."""
+        assert self._notices is not None
+        schedule, notices = self._schedule, self._notices
+        note = notices.heard()
+        if note is not None:
+            schedule.add(note)
+        while schedule.answer(after, step) is None:
+            schedule.add(notices.wait())
+        if schedule.until - step <= schedule.notice:
+            notices.ask()
+
+    # ------------------------------------------------------------------ in words
+
+    @property
+    def interval(self) -> Interval:
+        """From one save to the next, as it is now; on rank 0, which decides."""
+        return self._controller.interval
+
+    @property
+    def measured(self) -> Measured:
+        """What saves and steps took lately; on rank 0, which measures."""
+        return self._controller.measured
+
+    def explain(self) -> str:
+        """Say in a sentence or two how often is saved, which rule makes it so, and what was measured."""
+        if not self._leads:
+            return f"Rank 0 decides. {self._schedule.why}" if self._schedule.why else "Rank 0 has not decided yet."
+        return self._controller.explain()
+
+    def __repr__(self) -> str:
+        return f"<Cadence {self._controller.interval.rule}: every {self._controller.interval.steps} steps>"

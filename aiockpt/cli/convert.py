@@ -1,0 +1,95 @@
+"""How does the terminal convert? Which way is meant is seen from the source: it holds steps, or it holds weights."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import anyio
+from rich.markup import escape
+
+from aiockpt.cli.place import open_place
+from aiockpt.cli.progress import bytes_progress, finish
+from aiockpt.cli.show import count, say, size
+from aiockpt.convert.source import SUFFIX, has_weights
+from aiockpt.errors import UsageError
+from aiockpt.pipeline.discover import scan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiockpt.convert import Converted
+    from aiockpt.runtime.future import Future
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BINARY_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([A-Za-z]*)")
+
+
+def parse_size(text: str) -> int:
+    """Return bytes as Hugging Face's tools write them: ``5GB``, ``500MB``, ``2GiB``, or a number.
+
+    Raises:
+        UsageError: it is no size, or 0.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    unit = None if match is None else (_UNITS | _BINARY_UNITS).get(match[2].upper())
+    if match is None or unit is None or (found := int(float(match[1]) * unit)) < 1:
+        raise UsageError(f"{text!r} is no size: write 5GB, 500MB or 2GiB")
+    return found
+
+
+def parse_ties(pairs: list[str]) -> dict[str, str]:
+    """Return what ``--tie NEW=OLD`` said.
+
+    Raises:
+        UsageError: one of them is no pair.
+    """
+    ties = {}
+    for pair in pairs:
+        other, equals, kept = pair.partition("=")
+        if not (other and equals and kept):
+            raise UsageError(f"--tie {pair}: write NEW_NAME=NAME_IN_THE_FILES")
+        ties[other] = kept
+    return ties
+
+
+def is_step_source(source: str) -> bool:
+    """Return whether *source* holds steps; False where it holds weights.
+
+    Raises:
+        UsageError: it holds neither.
+    """
+    if source.endswith(SUFFIX):
+        return False
+    backend = open_place(source)
+    if any(entry.committed for entry in anyio.run(scan, backend)):
+        return True
+    if anyio.run(has_weights, backend):
+        return False
+    raise UsageError(f"{source} holds neither a committed step nor .safetensors files: nothing to convert")
+
+
+def carry_out(start: Callable[..., Future[Converted]], dry_run: bool, quiet: bool) -> Converted:
+    """Plan the conversion that *start* begins, and carry it out unless *dry_run*; a bar shows how far it is."""
+    planned = finish(start(dry_run=True))
+    if dry_run:
+        return planned
+    with bytes_progress("converting", planned.bytes, quiet) as tick:
+        return finish(start(on_written=tick))
+
+
+def show_converted(done: Converted) -> None:
+    """Print what was converted, or would be."""
+    dtypes = ", ".join(f"{number} {code}" for code, number in done.dtypes.items())
+    ties = f", {count(len(done.ties), 'tied name')}" if done.ties else ""
+    part = f"[bold]{escape(done.prefix)}[/] of step {done.step}"
+    what = f"{part}, {count(done.tensor_count, 'tensor')} ({dtypes}){ties}, {size(done.bytes)}"
+    where = escape(done.url)
+    if done.dry_run:
+        say(f"would write {what} to {where}")
+    else:
+        speed = f"{done.bytes / max(done.seconds, 1e-9) / 1e6:,.0f} MB/s"
+        say(f"[green]✓[/] {what} in {where} after {done.seconds:.2f} s ({speed})")
+    for name in done.files:
+        say(f"[dim]  {escape(name)}[/]")

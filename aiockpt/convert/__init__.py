@@ -1,0 +1,15 @@
+"""How do weights get out of a checkpoint, and into one? As Hugging Face folders, which every tool opens.
+
+A folder is ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` with ``model.safetensors.index.json``. Both ways
+stream: block by block, with bounded memory, from and to any place that a URL can name. Guarantees:
+
+- What is read from a step is verified; shards are put together, memory that several names share is written once.
+- A folder that is half written is never taken for a whole one, and a step is visible when it is committed.
+- Nothing that is there is replaced unless that is asked for.
+"""
+
+from __future__ import annotations
+
+from aiockpt.convert.conversions import Converted as Converted
+from aiockpt.convert.conversions import from_hugging_face as from_hugging_face
+from aiockpt.convert.conversions import to_hugging_face as to_hugging_face

@@ -1,0 +1,79 @@
+"""What becomes of a tensor's elements when another dtype is asked for? Floating point is rounded, the rest stays.
+
+Guarantee: no finite element becomes infinite; the tensor is named instead.
+
+Floats of 8 bits stay as they are: their scales are tensors of their own, and rounding one without the other is no weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from aiockpt.errors import UsageError
+from aiockpt.format.dtypes import torch_name
+
+_FLOATS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_CASTABLE = frozenset(_FLOATS.values())
+
+
+def parse_dtype(name: str | torch.dtype | None) -> str | None:
+    """Return the code of the dtype that floating point is to become; None leaves all as it is.
+
+    Raises:
+        UsageError: it is none that weights can be rounded to.
+    """
+    if name is None:
+        return None
+    code = _FLOATS.get(str(name).removeprefix("torch."))
+    if code is None:
+        raise UsageError(f"dtype {name}: weights can be rounded to {', '.join(_FLOATS)}; give one of these")
+    return code
+
+
+def cast_code(code: str, wanted: str | None) -> str:
+    """Return what the dtype *code* becomes where *wanted* was asked for."""
+    return wanted if wanted is not None and code in _CASTABLE else code
+
+
+def torch_dtype(code: str) -> torch.dtype:
+    """Return torch's dtype of a code."""
+    dtype: torch.dtype = getattr(torch, torch_name(code))
+    return dtype
+
+
+class Cast(msgspec.Struct, frozen=True):
+    """Elements of the tensor *name* as they are stored, and the memory for what they become; both flat."""
+
+    name: str
+    stored: torch.Tensor
+    into: torch.Tensor
+
+
+CHECKED_ELEMENTS = 1 << 16
+"""Looked at together: each thread's allocator keeps the temporaries of the largest look for ever."""
+
+
+def _overflows(cast: torch.Tensor, stored: torch.Tensor) -> bool:
+    return bool((torch.isinf(cast) & ~torch.isinf(stored)).any())
+
+
+def cast_all(casts: Sequence[Cast]) -> None:
+    """Round each to the nearest elements of its new dtype. Runs on a worker thread.
+
+    Raises:
+        UsageError: an element is too large for it.
+    """
+    for cast in casts:
+        cast.into.copy_(cast.stored)
+        looks = range(0, cast.into.numel(), CHECKED_ELEMENTS)
+        if any(
+            _overflows(cast.into[at : at + CHECKED_ELEMENTS], cast.stored[at : at + CHECKED_ELEMENTS]) for at in looks
+        ):
+            dtype = str(cast.into.dtype).removeprefix("torch.")
+            raise UsageError(
+                f"{cast.name} has elements that {dtype} cannot hold: they would become infinite; give another dtype, such "
+                "as bfloat16 or float32"
+            )

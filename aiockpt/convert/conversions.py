@@ -1,0 +1,190 @@
+"""What does a program call to convert? Two functions that return futures; the work is done on the checkpointer's loop."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+
+import msgspec
+import torch
+
+from aiockpt.checkpointer import Checkpointer, Place
+from aiockpt.convert.casting import parse_dtype
+from aiockpt.convert.inbound import Request as _InboundRequest
+from aiockpt.convert.inbound import convert_folder
+from aiockpt.convert.layout import SHARD_BYTES
+from aiockpt.convert.outbound import Request as _OutboundRequest
+from aiockpt.convert.outbound import convert_step
+from aiockpt.convert.source import SUFFIX
+from aiockpt.engine.context import Engine
+from aiockpt.engine.launch import check_step
+from aiockpt.errors import UsageError
+from aiockpt.runtime.future import Future
+from aiockpt.storage.backend import Backend
+from aiockpt.storage.open import open_backend
+
+Convert = Callable[[Engine, Backend, int], Awaitable["Converted"]]
+
+
+class Converted(msgspec.Struct, frozen=True):
+    """A conversion that is done, or what it would do (``dry_run``).
+
+    Attributes:
+        step: of the checkpoint; *url*: what was written, the folder or the checkpoint's place.
+        prefix: the part of the state that the weights are.
+        files: names of the folder's files.
+        tensor_count: of tensors; *dtypes*: how many of each dtype, as they were written.
+        ties: names that share the memory of another tensor, to its name.
+        bytes: of the files that were written, headers included.
+        dry_run: whether nothing was written.
+    """
+
+    step: int
+    url: str
+    prefix: str
+    files: tuple[str, ...]
+    tensor_count: int
+    dtypes: dict[str, int]
+    ties: dict[str, str]
+    bytes: int
+    seconds: float
+    dry_run: bool
+
+
+def to_hugging_face(
+    checkpointer: Checkpointer,
+    folder: Place,
+    *,
+    step: int | None = None,
+    prefix: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+    replace: bool = False,
+    dry_run: bool = False,
+    on_written: Callable[[int], object] = lambda _: None,
+) -> Future[Converted]:
+    """Write the weights of a step (the newest valid one for None) as a Hugging Face folder.
+
+    What is not a weight stays behind: optimizer, values, configuration. ``config.json`` and a tokenizer are yours to add.
+
+    Args:
+        folder: a path, a URL, or a backend, which stays open.
+        prefix: the part of the state that is the weights, ``"model"``; None finds the one module.
+        dtype: what floating point of 16 bits and more is rounded to, ``"bfloat16"``; None leaves all as it is.
+        max_shard_bytes: of tensors in one file.
+        replace: weights that are in the folder are removed; on a file system when all of the new are durable.
+        dry_run: write nothing, and say what would be written.
+        on_written: told the bytes of each window, on the loop thread; for progress.
+
+    Raises (through the future):
+        StepNotFoundError, NoValidCheckpointError: there is nothing to convert.
+        UsageError: the prefix or the dtype does not fit the step.
+        CorruptionError: the step is damaged; nothing is left of the folder.
+        ObjectExistsError: the folder holds weights already.
+        StorageError: of either place.
+    """
+    if _split_file(folder)[1] is not None:
+        raise UsageError(f"{folder}: weights become a folder of files; name a folder")
+    request = _OutboundRequest(
+        None if step is None else check_step(step), prefix, parse_dtype(dtype), max_shard_bytes, replace, dry_run
+    )
+
+    async def convert(engine: Engine, place: Backend, begun_ns: int) -> Converted:
+        done = await convert_step(engine, place, request, on_written)
+        return Converted(
+            step=done.manifest.step,
+            url=place.url,
+            prefix=done.chosen.prefix,
+            files=tuple(file.name for file in done.layout.files),
+            tensor_count=len(done.chosen.weights),
+            dtypes=_count(weight.becomes for weight in done.chosen.weights),
+            ties=done.chosen.ties,
+            bytes=done.layout.file_bytes,
+            seconds=engine.since_s(begun_ns),
+            dry_run=dry_run,
+        )
+
+    return _start(checkpointer, folder, f"conversion to {_called(folder)}", convert)
+
+
+def from_hugging_face(
+    checkpointer: Checkpointer,
+    folder: Place,
+    *,
+    step: int = 0,
+    prefix: str = "model",
+    dtype: str | torch.dtype | None = None,
+    ties: Mapping[str, str] | None = None,
+    replace: bool = False,
+    dry_run: bool = False,
+    on_written: Callable[[int], object] = lambda _: None,
+) -> Future[Converted]:
+    """Save the weights of a Hugging Face folder as a step, as ``save(step, {prefix: model})`` would.
+
+    Args:
+        folder: a path, a URL, or a backend; or the path or URL of one ``.safetensors`` file.
+        prefix: the place in the state that the weights get.
+        dtype: as for `to_hugging_face`.
+        ties: further names of a tensor's memory → its name, for files that do not note them:
+            ``{"lm_head.weight": "model.embed_tokens.weight"}``.
+        replace: add a generation where the step is there already.
+        dry_run, on_written: as for `to_hugging_face`.
+
+    Raises (through the future):
+        UsageError: there are no weights, or several that do not belong together; a tie does not fit.
+        CorruptionError: a file is missing or cut short, a header or the index is not true; nothing became visible.
+        StepExistsError: the step is there already.
+        StorageError: of either place.
+    """
+    folder, only = _split_file(folder)
+    request = _InboundRequest(check_step(step), prefix, parse_dtype(dtype), ties or {}, replace, dry_run, only)
+
+    async def convert(engine: Engine, place: Backend, begun_ns: int) -> Converted:
+        done = await convert_folder(engine, place, request, on_written)
+        return Converted(
+            step=step,
+            url=engine.backend.url,
+            prefix=done.prefix,
+            files=done.files,
+            tensor_count=len(done.state.tensors),
+            dtypes=_count(shard.dtype for shard in done.state.tensors),
+            ties=dict(done.state.alias),
+            bytes=done.file_bytes,
+            seconds=engine.since_s(begun_ns),
+            dry_run=dry_run,
+        )
+
+    return _start(checkpointer, folder, f"conversion of {_called(folder)}", convert)
+
+
+def _start(checkpointer: Checkpointer, folder: Place, what: str, convert: Convert) -> Future[Converted]:
+    """Run *convert* on the checkpointer's loop, with the backend of *folder*."""
+    engine = checkpointer._engine
+
+    async def run() -> Converted:
+        begun_ns = engine.now_ns()
+        place = open_backend(folder, world=engine.world)
+        try:
+            return await convert(engine, place, begun_ns)
+        finally:
+            if place is not folder:
+                await place.close()
+
+    return checkpointer._operation(what, run)
+
+
+def _split_file(place: Place) -> tuple[Place, str | None]:
+    """Return the folder and the name of a file that was named itself."""
+    if not isinstance(place, str | os.PathLike) or not os.fspath(place).endswith(SUFFIX):
+        return place, None
+    folder, slash, name = os.fspath(place).rpartition("/")
+    return folder + "/" if folder.endswith("/") or (slash and not folder) else folder or ".", name
+
+
+def _called(place: Place) -> str:
+    return os.fspath(place) if isinstance(place, str | os.PathLike) else place.url
+
+
+def _count(dtypes: Iterable[str]) -> dict[str, int]:
+    return dict(Counter(dtypes).most_common())

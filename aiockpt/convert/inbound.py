@@ -1,0 +1,318 @@
+"""How does a Hugging Face folder become a step? As a save whose tensors come from files: streamed, voted, committed.
+
+The step is what a save of ``{"model": model}`` would have written, so ``load`` fills a module from it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import anyio
+import msgspec
+import torch
+
+from aiockpt.convert.casting import Cast, cast_all, cast_code, torch_dtype
+from aiockpt.convert.source import Source, open_source
+from aiockpt.convert.streaming import write_file
+from aiockpt.convert.weights import parse_prefix
+from aiockpt.engine import keep
+from aiockpt.engine.context import Engine
+from aiockpt.engine.save import check_space, commit_votes, committed, vote
+from aiockpt.engine.ticket import Ticket
+from aiockpt.errors import CheckpointError, StepExistsError, UsageError
+from aiockpt.format.checksum import ALGORITHM, BLOCK_BYTES, SUM_BYTES, block_count
+from aiockpt.format.dtypes import itemsize
+from aiockpt.format.manifest import FileEntry, Manifest
+from aiockpt.format.names import data_path, join_name, step_id
+from aiockpt.pipeline.collect import Garbage, collect
+from aiockpt.pipeline.commit import Attempt
+from aiockpt.pipeline.copy import Windows
+from aiockpt.pipeline.discover import look_at
+from aiockpt.pipeline.place import byte_view
+from aiockpt.pipeline.serialize import hash_blocks
+from aiockpt.planning.save import HEADER, Copy, FilePlan, Window
+from aiockpt.runtime.limits import Limiter, run_blocking
+from aiockpt.runtime.tasks import open_tasks
+from aiockpt.state.geometry import Box
+from aiockpt.state.shards import ShardedState, TensorShard, digest_structure
+from aiockpt.state.tree import TAG, Node, Path
+from aiockpt.storage.backend import Backend, Seen
+
+logger = logging.getLogger("aiockpt")
+
+WINDOWS = 8
+CAST_BYTES = 8 << 20
+"""Of what is read and waits to be cast, in each window."""
+CUT_BYTES = 1 << 20
+CLEAN_UP_DEADLINE_S = 60.0
+_SECRETS = re.compile(r"(?<=://)[^/@]*@|\?.*", re.DOTALL)
+
+
+class Request(msgspec.Struct, frozen=True):
+    """What a caller asked for; the fields are those of `aiockpt.convert.from_hugging_face`, the dtype as its code.
+
+    Attributes:
+        only: the one file that is meant, None for all of the folder's weights.
+    """
+
+    step: int
+    prefix: str
+    dtype: str | None
+    ties: Mapping[str, str]
+    replace: bool
+    dry_run: bool
+    only: str | None
+
+
+class Inbound(msgspec.Struct, frozen=True):
+    """A conversion to a step: from which files, what of, and what was committed (None in a dry run)."""
+
+    files: tuple[str, ...]
+    state: ShardedState
+    prefix: str
+    file_bytes: int
+    manifest: Manifest | None
+
+
+async def convert_folder(
+    engine: Engine, folder: Backend, request: Request, on_written: Callable[[int], object]
+) -> Inbound:
+    """Save the weights of *folder* as a step; only plan it where that was asked for."""
+    if engine.ranks.world_size > 1 or len(engine.tiers) > 1:
+        raise UsageError(
+            "a conversion is the work of one process, into one place: make a Checkpointer of its own for it"
+        )
+    path = parse_prefix(request.prefix)
+    entry = await look_at(engine.backend, step_id(request.step))
+    if entry.committed and not request.replace:
+        raise StepExistsError(
+            f"{engine.backend.url} has step {request.step} already: give another number, or replace it (--force)"
+        )
+    async with open_source(folder, request.only) as source:
+        state = await run_blocking(engine.state_work, _describe, source, path, request)
+        ticket = Ticket(engine, request.step, state, {}, {"converted_from": _without_secrets(folder.url)})
+        ticket.plan = await run_blocking(engine.state_work, engine.plan, state)
+        planned = Inbound(source.files, state, join_name(path), ticket.plan.file_bytes, None)
+        await check_space(engine, ticket)
+        if request.dry_run:
+            return planned
+        attempt = await engine.begin_attempt(entry, engine.token(6), ticket.number)
+        try:
+            files = await _write_files(engine, ticket, attempt, source, folder, on_written)
+            receipt = await vote(engine, ticket, attempt, files)
+        except BaseException:
+            await _forget(engine, attempt)
+            raise
+        finally:
+            engine.busy_attempts.discard(attempt.attempt)
+        manifest = await commit_votes(engine, attempt, [receipt])
+        await keep.tidy(engine, committed(engine, ticket, manifest.generation))
+    return msgspec.structs.replace(planned, manifest=manifest)
+
+
+def _without_secrets(url: str) -> str:
+    """Return *url* without user, password and query: it stays in the manifest for everybody to read."""
+    return _SECRETS.sub("", url)
+
+
+def _describe(source: Source, path: Path, request: Request) -> ShardedState:
+    """Return the state that a module with these weights has, at *path* of the state."""
+    shards = []
+    for tensor in source.tensors:
+        dtype = cast_code(tensor.dtype, request.dtype)
+        boxes = (Box.whole(tensor.shape),)
+        shards.append(
+            TensorShard(name=_name(path, tensor.name), dtype=dtype, shape=tensor.shape, boxes=boxes, data=None)
+        )
+    alias = {_name(path, other): _name(path, kept) for other, kept in _ties(source, request.ties)}
+    values: Node = {TAG: "module"}
+    for key in reversed(path):
+        values = {str(key): values}
+    return ShardedState(tuple(shards), alias, values, {}, digest_structure(shards, alias))
+
+
+def _name(path: Path, name: str) -> str:
+    return join_name((*path, *name.split(".")))
+
+
+def _ties(source: Source, wanted: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield what the files note and what the caller said of names that share memory."""
+    names = {tensor.name for tensor in source.tensors}
+    for other, kept in wanted.items():
+        if kept not in names or other in names:
+            problem = f"there is no tensor {kept!r}" if kept not in names else f"{other!r} has elements of its own"
+            raise UsageError(f"tie {other}={kept}: {problem}; give NEW_NAME=NAME_IN_THE_FILES")
+    yield from {**source.ties, **wanted}.items()
+
+
+async def _write_files(
+    engine: Engine,
+    ticket: Ticket,
+    attempt: Attempt,
+    source: Source,
+    folder: Backend,
+    on_written: Callable[[int], object],
+) -> tuple[FileEntry, ...]:
+    windows = Windows(WINDOWS, engine.options.io.slab_bytes)
+    reading = Limiter("folder reads", folder.traits.block_reads)
+    block_bytes = engine.options.io.block_bytes or BLOCK_BYTES
+    entries = []
+    for number, file in enumerate(ticket.plan.files):
+        path = data_path(attempt.attempt, 0, number)
+        sums = _Sums(file.size, block_bytes)
+        filler = _Filler(engine, source, file, ticket.state.tensors, reading)
+        await write_file(
+            engine.backend,
+            f"{attempt.id}/{path}",
+            file.size,
+            windows,
+            filler,
+            seen_from=sums.seen_from,
+            on_written=on_written,
+        )
+        entries.append(
+            FileEntry.of(path, size=file.size, rank=0, algo=ALGORITHM, block=block_bytes, sums=bytes(sums.sums))
+        )
+    return tuple(entries)
+
+
+async def _forget(engine: Engine, attempt: Attempt) -> None:
+    """Remove what an attempt left that nobody can commit."""
+    with anyio.move_on_after(CLEAN_UP_DEADLINE_S, shield=True):
+        try:
+            await collect(engine.backend, Garbage(attempt.id, attempt.attempt), engine.token(16))
+        except CheckpointError as error:
+            logger.warning("attempt %s of %s is left as garbage: %s", attempt.attempt, attempt.id, error)
+
+
+class _Sums:
+    """The checksums of a file's blocks, as its windows are written."""
+
+    def __init__(self, size: int, block_bytes: int) -> None:
+        self.sums = bytearray(SUM_BYTES * block_count(size, block_bytes))
+        self._block_bytes = block_bytes
+
+    def seen_from(self, offset: int) -> Seen:
+        """Return what hashes the window at *offset*, a multiple of a block."""
+        place = offset // self._block_bytes * SUM_BYTES
+
+        def seen(run: memoryview) -> None:
+            nonlocal place
+            found = hash_blocks(run, self._block_bytes)
+            self.sums[place : place + len(found)] = found
+            place += len(found)
+
+        return seen
+
+
+class _Batch:
+    """What is read together, and then cast: (file, start, into) of each read, and the bytes that wait to be cast.
+
+    Args:
+        scratch: memory for what is read to be cast. It is used again and again: what many threads allocate and free in
+            turn, the allocator keeps for each of them.
+    """
+
+    def __init__(self, scratch: memoryview) -> None:
+        self._scratch = scratch
+        self.wanted: list[tuple[int, int, memoryview]] = []
+        self.casts: list[Cast] = []
+        self.cast_bytes = 0
+
+    def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return room for so many elements."""
+        size = count * dtype.itemsize
+        room = self._scratch[self.cast_bytes : self.cast_bytes + size]
+        self.cast_bytes += -(-size // 64) * 64
+        return torch.frombuffer(room, dtype=dtype)
+
+
+def _cut(copy: Copy) -> Iterator[Copy]:
+    """Cut a long copy, so that what is read to be cast needs little memory: at most `CAST_BYTES`, eight times as much."""
+    for at in range(0, copy.size, CUT_BYTES):
+        size = min(CUT_BYTES, copy.size - at)
+        yield Copy(copy.window_offset + at, copy.source, copy.source_offset + at, size)
+
+
+class _Filler:
+    """Fills the windows of one data file of a step.
+
+    Args:
+        shards: what is written, in the order of the source's tensors.
+        reading: limits the reads.
+    """
+
+    def __init__(
+        self, engine: Engine, source: Source, file: FilePlan, shards: Sequence[TensorShard], reading: Limiter
+    ) -> None:
+        self._engine = engine
+        self._source = source
+        self._file = file
+        self._shards = shards
+        self._reading = reading
+        self._window_bytes = file.windows[0].size
+        self._scratch = Windows(WINDOWS, 2 * CAST_BYTES)
+
+    async def __call__(self, offset: int, view: memoryview) -> None:
+        window = self._file.windows[offset // self._window_bytes]
+        scratch = await self._scratch.take()
+        try:
+            await self._fill(window, view, scratch.memory)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._scratch.give(scratch)
+
+    async def _fill(self, window: Window, view: memoryview, scratch: memoryview) -> None:
+        batch = _Batch(scratch)
+        for copy in window.copies:
+            if copy.source == HEADER:
+                place = slice(copy.window_offset, copy.window_offset + copy.size)
+                view[place] = self._file.header[copy.source_offset : copy.source_offset + copy.size]
+                continue
+            for cut in _cut(copy):
+                self._plan(cut, view, batch)
+                if batch.cast_bytes >= CAST_BYTES:
+                    await self._carry_out(batch)
+                    batch = _Batch(scratch)
+        await self._carry_out(batch)
+
+    def _plan(self, copy: Copy, view: memoryview, batch: _Batch) -> None:
+        """Add to *batch* what fills the place of *copy* in the window *view*."""
+        tensor, dtype = self._source.tensors[copy.source], self._shards[copy.source].dtype
+        into = view[copy.window_offset : copy.window_offset + copy.size]
+        if tensor.dtype == dtype:
+            batch.wanted.append((tensor.file, tensor.start + copy.source_offset, into))
+            return
+        width = itemsize(dtype)
+        stored = batch.allocate(copy.size // width, torch_dtype(tensor.dtype))
+        start = tensor.start + copy.source_offset // width * itemsize(tensor.dtype)
+        batch.wanted.append((tensor.file, start, byte_view(stored)))
+        batch.casts.append(Cast(tensor.name, stored, torch.frombuffer(into, dtype=torch_dtype(dtype))))
+
+    async def _carry_out(self, batch: _Batch) -> None:
+        async with open_tasks() as tasks:
+            for file, start, into in _join(batch.wanted):
+                tasks.start_soon(self._read, file, start, into)
+        if batch.casts:
+            await run_blocking(self._engine.state_work, cast_all, batch.casts)
+
+    async def _read(self, file: int, start: int, into: Sequence[memoryview]) -> None:
+        async with self._reading:
+            await self._source.readers[file].read(start, into)
+
+
+def _join(wanted: Sequence[tuple[int, int, memoryview]]) -> list[tuple[int, int, list[memoryview]]]:
+    """Make one read of what lies together: a request for each of a thousand small tensors would take all day."""
+    joined: list[tuple[int, int, list[memoryview]]] = []
+    end = (-1, -1)
+    for file, start, into in sorted(wanted, key=lambda one: one[:2]):
+        if not len(into):
+            continue
+        if (file, start) == end:
+            joined[-1][2].append(into)
+        else:
+            joined.append((file, start, [into]))
+        end = (file, start + len(into))
+    return joined

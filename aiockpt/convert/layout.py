@@ -1,0 +1,175 @@
+"""Which weight goes where in a Hugging Face folder? File names, headers, the index; and what an index must look like.
+
+Guarantees:
+
+- Pure. Every weight lies in exactly one file; the files hold what `huggingface_hub` would put there: weights in the order
+  of the model, at most so many bytes a file, one file alone called ``model.safetensors``.
+- Elements are aligned to their size, so that readers can map a file instead of copying it.
+- Memory that several names share is written once; the other names are in the file's metadata, as
+  ``safetensors.torch.save_model`` writes them.
+- `decode_index` accepts plain file names only: no index leads out of its folder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+
+import msgspec
+
+from aiockpt.errors import CorruptionError, ManifestError, UsageError
+from aiockpt.format.document import check_unique_keys, parse
+from aiockpt.format.dtypes import itemsize
+from aiockpt.format.safetensors import PAYLOAD_ALIGNMENT, Entry, encode_header
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9
+"""Where a file ends and the next begins; what ``save_pretrained`` did for years."""
+_METADATA = {"format": "pt"}
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
+_OURS = re.compile(r"model(-[0-9]{5}-of-[0-9]{5})?\.safetensors(\.index\.json)?")
+
+
+class Weight(msgspec.Struct, frozen=True):
+    """One tensor on its way into a folder.
+
+    Attributes:
+        name: what it is called there; *stored*: what the step calls it.
+        dtype: its code in the step; *becomes*: its code in the folder.
+    """
+
+    name: str
+    stored: str
+    dtype: str
+    becomes: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes in the folder."""
+        return prod(self.shape) * itemsize(self.becomes)
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Bytes [start, end) of a file hold *weight*, row-major."""
+
+    start: int
+    end: int
+    weight: Weight
+
+
+class FilePlan(msgspec.Struct, frozen=True):
+    """One file of a folder: its name, its header, its size with the header, and what lies where."""
+
+    name: str
+    header: bytes
+    size: int
+    spans: tuple[Span, ...]
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """A whole folder; *index* is the document that is written last, None where one file needs none."""
+
+    files: tuple[FilePlan, ...]
+    index: bytes | None
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+
+def plan_folder(weights: Sequence[Weight], ties: Mapping[str, str], max_shard_bytes: int = SHARD_BYTES) -> Layout:
+    """Return the files for *weights*, in the order of the model.
+
+    Args:
+        ties: other names of a weight's memory → its name.
+        max_shard_bytes: of tensors in one file; a larger tensor has a file of its own.
+
+    Raises:
+        UsageError: a name cannot stand in a safetensors header.
+    """
+    if max_shard_bytes < 1:
+        raise UsageError(f"max_shard_bytes={max_shard_bytes}: give at least 1")
+    if taken := ties.keys() & _METADATA.keys():
+        raise UsageError(f"{min(taken)!r} shares memory and cannot be noted: safetensors keeps that key; rename it")
+    shards = list(_split(weights, max_shard_bytes))
+    names = [SINGLE_NAME] if len(shards) == 1 else [_shard_name(number, len(shards)) for number in range(len(shards))]
+    files = tuple(_plan_file(name, shard, ties) for name, shard in zip(names, shards, strict=True))
+    return Layout(files, None if len(files) == 1 else _encode_index(files))
+
+
+def _split(weights: Sequence[Weight], max_shard_bytes: int) -> Iterator[list[Weight]]:
+    members: list[Weight] = []
+    held = 0
+    for weight in weights:
+        if members and held + weight.nbytes > max_shard_bytes:
+            yield members
+            members, held = [], 0
+        members.append(weight)
+        held += weight.nbytes
+    yield members
+
+
+def _shard_name(number: int, count: int) -> str:
+    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _plan_file(name: str, weights: Sequence[Weight], ties: Mapping[str, str]) -> FilePlan:
+    entries: list[Entry] = []
+    cursor = 0
+    ordered = sorted(weights, key=_payload_order)
+    for weight in ordered:
+        entries.append(Entry(weight.name, weight.becomes, weight.shape, cursor, cursor + weight.nbytes))
+        cursor += weight.nbytes
+    held = {weight.name for weight in weights}
+    tied = {other: kept for other, kept in ties.items() if kept in held}
+    header = encode_header(entries, {**_METADATA, **tied})
+    spans = tuple(
+        Span(len(header) + entry.start, len(header) + entry.end, weight)
+        for entry, weight in zip(entries, ordered, strict=True)
+    )
+    return FilePlan(name, header, len(header) + cursor, spans)
+
+
+def _payload_order(weight: Weight) -> tuple[bool, int]:
+    """Whole pages first, the rest by falling item size: that of the steps, so that both are read from end to end."""
+    return weight.nbytes % PAYLOAD_ALIGNMENT != 0, -itemsize(weight.becomes)
+
+
+def _encode_index(files: Sequence[FilePlan]) -> bytes:
+    weight_map = {span.weight.name: file.name for file in files for span in file.spans}
+    total_bytes = sum(span.weight.nbytes for file in files for span in file.spans)
+    document = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
+
+
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+def decode_index(data: bytes, what: str) -> dict[str, str]:
+    """Return which file each tensor is in, by an index from outside.
+
+    Raises:
+        CorruptionError: it is no index, or names what is no file of its folder.
+    """
+    try:
+        found = parse(data, _Index, what).weight_map
+        check_unique_keys(data, what)
+    except ManifestError as error:
+        raise CorruptionError(str(error), key=what) from error
+    for tensor, file in found.items():
+        if not _FILE_NAME.fullmatch(file):
+            raise CorruptionError(
+                f"{what} says that {tensor[:80]!r} is in {file[:80]!r}, which is no safetensors file of this folder",
+                key=what,
+            )
+    return found
+
+
+def is_weights(name: str) -> bool:
+    """Return whether *name* is what conversions call their files, the index among them."""
+    return _OURS.fullmatch(name) is not None

@@ -1,0 +1,114 @@
+"""How does a step become a Hugging Face folder? Chosen, laid out, streamed window by window, published."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+
+import anyio
+import msgspec
+import torch
+
+from aiockpt.convert.casting import Cast, cast_all, torch_dtype
+from aiockpt.convert.layout import FilePlan, Layout, plan_folder
+from aiockpt.convert.slices import Slices
+from aiockpt.convert.target import check_target, open_target
+from aiockpt.convert.weights import Chosen, choose_weights
+from aiockpt.engine.context import Engine
+from aiockpt.engine.find import find_manifest
+from aiockpt.format.dtypes import itemsize
+from aiockpt.format.manifest import Manifest
+from aiockpt.pipeline.copy import Windows
+from aiockpt.runtime.limits import run_blocking
+from aiockpt.state.geometry import flat_range_boxes
+from aiockpt.state.shards import TensorShard
+from aiockpt.storage.backend import Backend
+
+WINDOWS = 3
+SLABS_A_WINDOW = 2
+"""A window is read in whole blocks of checksums, so the block at each of its ends is read twice; 32 MiB make that little."""
+
+
+class Request(msgspec.Struct, frozen=True):
+    """What a caller asked for; the fields are those of `aiockpt.convert.to_hugging_face`, the dtype as its code."""
+
+    step: int | None
+    prefix: str | None
+    dtype: str | None
+    max_shard_bytes: int
+    replace: bool
+    dry_run: bool
+
+
+class Outbound(msgspec.Struct, frozen=True):
+    """A conversion to a folder, planned: of which step, what, and into which files."""
+
+    manifest: Manifest
+    chosen: Chosen
+    layout: Layout
+
+
+async def convert_step(
+    engine: Engine, folder: Backend, request: Request, on_written: Callable[[int], object]
+) -> Outbound:
+    """Write the weights of a step into *folder*; only plan it where that was asked for."""
+    found = await find_manifest(engine, request.step)
+    engine, manifest = found.engine, found.manifest
+    chosen = await run_blocking(engine.state_work, choose_weights, manifest, request.prefix, request.dtype)
+    layout = plan_folder(chosen.weights, chosen.ties, request.max_shard_bytes)
+    planned = Outbound(manifest, chosen, layout)
+    if request.dry_run:
+        await check_target(folder, request.replace)
+        return planned
+    async with (
+        open_target(folder, engine.world, layout.file_bytes, request.replace) as target,
+        engine.reading(manifest.id),
+    ):
+        windows = Windows(WINDOWS, SLABS_A_WINDOW * engine.options.io.slab_bytes)
+        slices = Slices(engine, manifest)
+        try:
+            for file in layout.files:
+                await target.write(file.name, file.size, windows, _Filler(engine, slices, file), on_written)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await slices.close()
+        await target.publish(layout.index)
+    return planned
+
+
+class _Filler:
+    """Fills the windows of one file of a folder."""
+
+    def __init__(self, engine: Engine, slices: Slices, file: FilePlan) -> None:
+        self._engine = engine
+        self._slices = slices
+        self._file = file
+
+    async def __call__(self, offset: int, view: memoryview) -> None:
+        end = offset + len(view)
+        header = self._file.header[offset:end]
+        view[: len(header)] = header
+        window = torch.frombuffer(view, dtype=torch.uint8)
+        shards: list[TensorShard] = []
+        casts: list[Cast] = []
+        spans = self._file.spans
+        for span in spans[bisect_right(spans, offset, key=lambda one: one.end) :]:
+            if span.start >= end:
+                break
+            low, high = max(span.start, offset), min(span.end, end)
+            if low == high:
+                continue
+            weight, width = span.weight, itemsize(span.weight.becomes)
+            first, last = (low - span.start) // width, (high - span.start) // width
+            data = window[low - offset : high - offset].view(torch_dtype(weight.becomes))
+            if weight.dtype != weight.becomes:
+                stored = torch.empty(last - first, dtype=torch_dtype(weight.dtype))
+                casts.append(Cast(weight.name, stored, data))
+                data = stored
+            boxes = tuple(flat_range_boxes(weight.shape, first, last))
+            shards.append(
+                TensorShard(name=weight.stored, dtype=weight.dtype, shape=weight.shape, boxes=boxes, data=data)
+            )
+        await self._slices.fill(shards)
+        if casts:
+            await run_blocking(self._engine.state_work, cast_all, casts)

@@ -1,0 +1,244 @@
+"""How does a folder of weights come to be, so that half of one is never taken for a whole?
+
+Guarantees:
+
+- On this machine's file systems files are written and flushed under hidden names, and renamed when all are there; the
+  index last. Elsewhere they are written under their own names: an object store shows them when they are whole, and what
+  HDFS or fsspec shows before is shorter than its header says, which every reader refuses. The index is created last.
+  (Shared memory shows a file at its full size at once; tools read no weights there.)
+- What is there already is refused, or replaced when that was asked for: on a file system only when all of the new is
+  durable, elsewhere before, for a store has no second name for an object.
+- What fails leaves nothing of its own. A crash leaves at most files of hidden names, which the next conversion speaks of.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Protocol
+from urllib.parse import unquote
+
+import anyio
+
+from aiockpt.convert.layout import INDEX_NAME, SINGLE_NAME, is_weights
+from aiockpt.convert.streaming import Fill, write_file
+from aiockpt.errors import (
+    CheckpointError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StorageFullError,
+    UsageError,
+    from_os_error,
+)
+from aiockpt.format.names import parse_step
+from aiockpt.pipeline.copy import Windows
+from aiockpt.runtime.limits import Limiter, run_blocking
+from aiockpt.runtime.world import Files, World
+from aiockpt.storage.backend import Backend
+from aiockpt.storage.transfer import put_once
+
+logger = logging.getLogger("aiockpt")
+
+STAGING_PREFIX, STAGING_SUFFIX = ".aiockpt-", ".part"
+CLEAN_UP_DEADLINE_S = 60.0
+
+
+class Target(Protocol):
+    """Where the files of one conversion go."""
+
+    async def write(
+        self, name: str, size: int, windows: Windows, fill: Fill, on_written: Callable[[int], object]
+    ) -> None:
+        """Make a file durable, as `aiockpt.convert.streaming.write_file` does."""
+
+    async def publish(self, index: bytes | None) -> None:
+        """Make the files that were written the weights of the folder."""
+
+    async def abandon(self) -> None:
+        """Remove what was written."""
+
+
+async def check_target(folder: Backend, replace: bool) -> None:
+    """Refuse a folder that has weights already, or is something else.
+
+    Raises:
+        UsageError: it holds checkpoints.
+        ObjectExistsError: it holds weights, and *replace* is False.
+    """
+    listing = await folder.list("")
+    steps = [name for name in listing.folders if parse_step(name) is not None]
+    if steps:
+        raise UsageError(f"{folder.url} holds checkpoints ({steps[0]}): name a folder of its own for the weights")
+    there = [stat.key for stat in listing.objects if is_weights(stat.key)]
+    if there and not replace:
+        raise ObjectExistsError(f"{folder.url} holds {there[0]} already: name another folder, or replace it (--force)")
+    left = [stat.key for stat in listing.objects if stat.key.startswith(STAGING_PREFIX)]
+    if left and not replace:
+        raise ObjectExistsError(
+            f"{folder.url} holds {left[0]}, of a conversion that runs or was killed: wait, or remove it (--force)"
+        )
+
+
+@asynccontextmanager
+async def open_target(folder: Backend, world: World, size: int, replace: bool) -> AsyncIterator[Target]:
+    """Lend a target for *size* bytes; what the block has not published when it fails is removed.
+
+    Raises:
+        StorageFullError: they do not fit.
+        ObjectExistsError, UsageError: as `check_target`.
+    """
+    await check_target(folder, replace)
+    free = (await folder.space()).free_bytes
+    if free is not None and free < size:
+        raise StorageFullError(f"the folder needs {size:,} bytes and {folder.url} has {free:,} free: free space")
+    target: Target
+    target = _FileSystemTarget(folder, world, replace) if folder.url.startswith("file://") else _StoreTarget(folder)
+    if replace:
+        await _remove_leftovers(folder)
+        if isinstance(target, _StoreTarget):
+            await target.clear()
+    try:
+        yield target
+    except BaseException:
+        with anyio.move_on_after(CLEAN_UP_DEADLINE_S, shield=True):
+            try:
+                await target.abandon()
+            except CheckpointError as error:
+                logger.warning("%s: what the conversion wrote is left there: %s", folder.url, error)
+        raise
+
+
+async def _remove_leftovers(folder: Backend) -> None:
+    names = [stat.key for stat in (await folder.list("")).objects]
+    await folder.delete([name for name in names if name.startswith(STAGING_PREFIX)])
+
+
+def _in_order_of_loss(names: Sequence[str]) -> list[str]:
+    """Return old weights in the order in which to remove them: what makes the others a whole goes first."""
+    return sorted(names, key=lambda name: (name != INDEX_NAME, name != SINGLE_NAME, name))
+
+
+class _StoreTarget:
+    """A place whose objects are absent or whole: they are written under their own names."""
+
+    def __init__(self, folder: Backend) -> None:
+        self._folder = folder
+        self._written: list[str] = []
+        self._index: bytes | None = None
+
+    async def clear(self) -> None:
+        """Remove the weights that are to be replaced."""
+        there = [stat.key for stat in (await self._folder.list("")).objects if is_weights(stat.key)]
+        await self._folder.delete(_in_order_of_loss(there))
+
+    async def write(
+        self, name: str, size: int, windows: Windows, fill: Fill, on_written: Callable[[int], object]
+    ) -> None:
+        await write_file(self._folder, name, size, windows, fill, on_written=on_written)
+        self._written.append(name)
+
+    async def publish(self, index: bytes | None) -> None:
+        self._index = index
+        if index is not None and not await put_once(self._folder, INDEX_NAME, index):
+            raise ObjectExistsError(
+                f"{self._folder.url}: another conversion has written {INDEX_NAME}; use a new folder"
+            )
+
+    async def abandon(self) -> None:
+        if self._index is not None:
+            with suppress(ObjectNotFoundError):
+                if await self._folder.get(INDEX_NAME, len(self._index) + 1) == self._index:  # the answer was lost
+                    await self._folder.delete([INDEX_NAME])
+        await self._folder.delete(self._written)
+
+
+class _FileSystemTarget:
+    """A folder of this machine: files are written under names that nobody reads, and then renamed."""
+
+    def __init__(self, folder: Backend, world: World, replace: bool) -> None:
+        self._folder = folder
+        self._replace = replace
+        self._root = unquote(folder.url.removeprefix("file://"))
+        self._prefix = f"{STAGING_PREFIX}{world.token(6).hex()}-"
+        self._files = world.files
+        self._renaming = Limiter("renaming", 1)
+        self._written: list[str] = []
+        self._moved: list[str] = []
+        self._made_root = False
+
+    async def write(
+        self, name: str, size: int, windows: Windows, fill: Fill, on_written: Callable[[int], object]
+    ) -> None:
+        if not self._written:
+            self._made_root = not await run_blocking(self._renaming, self._has_root)
+        await write_file(self._folder, self._staged(name), size, windows, fill, on_written=on_written)
+        self._written.append(name)
+
+    def _staged(self, name: str) -> str:
+        return f"{self._prefix}{name}{STAGING_SUFFIX}"
+
+    def _has_root(self) -> bool:
+        try:
+            self._files.lstat(self._root)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise from_os_error(error, "looking for", self._root) from error
+        return True
+
+    async def publish(self, index: bytes | None) -> None:
+        if index is not None:
+            await self._folder.put(self._staged(INDEX_NAME), index)
+        there = [stat.key for stat in (await self._folder.list("")).objects if is_weights(stat.key)]
+        if there and not self._replace:
+            raise ObjectExistsError(f"{self._folder.url}: another conversion has written {there[0]}; use a new folder")
+        await run_blocking(self._renaming, self._rename_all, index is not None, there)
+
+    def _rename_all(self, has_index: bool, there: Sequence[str]) -> None:
+        """Replace the weights *there* by the new ones: one file in one step; several while there is no index."""
+        try:
+            if not has_index:
+                self._move(self._written)
+            for name in _in_order_of_loss(there):
+                if has_index or name not in self._written:
+                    self._files.unlink(os.path.join(self._root, name))
+                    _flush(self._files, self._root)
+            if has_index:
+                self._move(self._written)
+                self._move([INDEX_NAME])
+        except OSError as error:
+            raise from_os_error(error, "renaming the converted files in", self._root) from error
+
+    def _move(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._files.rename(os.path.join(self._root, self._staged(name)), os.path.join(self._root, name))
+            self._moved.append(name)
+        _flush(self._files, self._root)
+
+    async def abandon(self) -> None:
+        names = [stat.key for stat in (await self._folder.list("")).objects]
+        left = [name for name in names if name.startswith(self._prefix)]
+        if SINGLE_NAME not in self._moved and INDEX_NAME not in self._moved:  # else they are whole already
+            left += self._moved
+        await self._folder.delete(left)
+        if self._made_root:
+            await run_blocking(self._renaming, self._remove_root)
+
+    def _remove_root(self) -> None:
+        try:
+            self._files.rmdir(self._root)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                raise from_os_error(error, "removing", self._root) from error
+
+
+def _flush(files: Files, folder: str) -> None:
+    """Make the names in *folder* durable."""
+    fd = files.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        files.fsync(fd)
+    finally:
+        files.close(fd)

@@ -1,0 +1,132 @@
+"""Which tensors of a step are the weights, and what does the rest of the world call them?
+
+A step calls a weight ``model.layers.0.weight``: the state's key, then the module's own name. A folder has the module's
+own name alone. So there is a *prefix*; where the state held one module it need not be said.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+from aiockpt.convert.casting import cast_code
+from aiockpt.convert.layout import Weight
+from aiockpt.errors import UnsupportedStateError, UsageError
+from aiockpt.format.dtypes import is_native
+from aiockpt.format.manifest import Manifest
+from aiockpt.format.names import join_name, split_name
+from aiockpt.state.tree import TAG, Node, Path
+
+_OF_A_RANK = re.compile(r"@rank\d+\Z")
+
+
+class Chosen(msgspec.Struct, frozen=True):
+    """The weights of a step.
+
+    Attributes:
+        prefix: the part of the state that they are.
+        weights: each memory once, in the order of the model.
+        ties: other names of the same memory → the name among the weights.
+    """
+
+    prefix: str
+    weights: tuple[Weight, ...]
+    ties: dict[str, str]
+
+
+def parse_prefix(prefix: str) -> Path:
+    """Return the path of a part of the state: ``model``, ``model.`` or ``gan.generator``.
+
+    Raises:
+        UsageError: no leaf could be below it.
+    """
+    path = split_name(prefix.removesuffix("."))
+    if not path:
+        raise UsageError('prefix "": weights need a place in the state; give its key, such as "model"')
+    return path
+
+
+def choose_weights(manifest: Manifest, prefix: str | None, dtype: str | None) -> Chosen:
+    """Return the weights below *prefix*; those of the one module for None.
+
+    Args:
+        dtype: the code that floating point becomes; None leaves it.
+
+    Raises:
+        UsageError: there is no such part, or more than one to choose from; two tensors would have one name.
+        UnsupportedStateError: safetensors has no such dtype.
+    """
+    path = _find_module(manifest) if prefix is None else parse_prefix(prefix)
+    names = dict(_names_below(manifest, path))
+    if not names:
+        raise _nothing_below(manifest, join_name(path))
+    _check_unique(names)
+    kept: dict[str, str] = {}  # by the memory, what it is called in the folder
+    ties: dict[str, str] = {}
+    for stored, name in sorted(names.items(), key=lambda pair: pair[0] in manifest.alias):  # a memory's own name first
+        memory = manifest.alias.get(stored, stored)
+        if memory in kept:
+            ties[name] = kept[memory]
+        else:
+            kept[memory] = name
+    weights = [_weight(manifest, memory, name, dtype) for memory, name in kept.items()]
+    return Chosen(join_name(path), tuple(weights), ties)
+
+
+def _find_module(manifest: Manifest) -> Path:
+    modules = list(_modules(manifest.state.get("global"), ()))
+    if len(modules) == 1:
+        return modules[0]
+    if modules:
+        listed = ", ".join(join_name(path) for path in modules)
+        raise UsageError(f"{manifest.id} holds {len(modules)} modules ({listed}): say which with a prefix")
+    raise UsageError(f"{manifest.id} holds no module: say with a prefix which part is the weights ({_tops(manifest)})")
+
+
+def _modules(node: Node, path: Path) -> Iterator[Path]:
+    if type(node) is not dict:
+        return
+    if node.get(TAG) == "module":
+        yield path
+    elif TAG not in node:
+        for key, child in node.items():
+            yield from _modules(child, (*path, key))
+
+
+def _names_below(manifest: Manifest, path: Path) -> Iterator[tuple[str, str]]:
+    """Yield (name in the step, name in a folder) of the tensors below *path*."""
+    for stored in (*manifest.tensors, *manifest.alias):
+        if _OF_A_RANK.search(stored):
+            continue
+        parts = split_name(stored)
+        if parts[: len(path)] == path and len(parts) > len(path):
+            yield stored, ".".join(map(str, parts[len(path) :]))
+
+
+def _check_unique(names: Mapping[str, str]) -> None:
+    seen: dict[str, str] = {}
+    for stored, name in names.items():
+        if name in seen:
+            raise UsageError(f"{seen[name]} and {stored} would both be called {name!r}: give a longer prefix")
+        seen[name] = stored
+
+
+def _weight(manifest: Manifest, stored: str, name: str, dtype: str | None) -> Weight:
+    entry = manifest.tensors[stored]
+    if not is_native(entry.dtype):
+        raise UnsupportedStateError(stored, f"safetensors readers know no {entry.dtype}; give a prefix without it")
+    return Weight(name, stored, entry.dtype, cast_code(entry.dtype, dtype), entry.shape)
+
+
+def _nothing_below(manifest: Manifest, prefix: str) -> UsageError:
+    every = {join_name(split_name(name)[:depth]) for name in manifest.tensors for depth in (1, 2)}
+    close = difflib.get_close_matches(prefix, sorted(every), n=3)
+    advice = f"did you mean {', '.join(close)}?" if close else f"there is {_tops(manifest)}"
+    return UsageError(f"prefix {prefix!r}: {manifest.id} has no tensor below it; {advice}")
+
+
+def _tops(manifest: Manifest) -> str:
+    return ", ".join(dict.fromkeys(join_name(split_name(name)[:1]) for name in manifest.tensors)) or "no tensor at all"

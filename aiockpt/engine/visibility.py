@@ -1,0 +1,92 @@
+"""Do all ranks see the place where they are about to save together? Asked once for each tier, before its first save.
+
+Receipts in a place are the votes, so every rank must see what the others write there. A disk or a memory of one host is no
+such place for a job on several hosts, whatever its URL looks like: without this question the save would wait for votes
+that nobody will ever see, until its deadline. Rank 0 leaves an object and all others look for it; that also finds what no
+name of a host would tell (two containers of one host, a folder that one of them did not mount).
+"""
+
+from __future__ import annotations
+
+import platform
+from contextlib import suppress
+
+import anyio
+import msgspec
+
+from aiockpt.engine.context import Engine
+from aiockpt.engine.sharing import Sharing, Turn
+from aiockpt.errors import CheckpointError, ObjectNotFoundError, UsageError
+
+LOOK_FOR_S = 10.0
+"""A network file system may take a moment to show a new name."""
+PAUSE_S = 0.05
+_REASONS = {
+    "process": "it is the memory of one process",
+    "node": "it is the memory of one host",
+    "shared": "it is a disk of one host, or is not mounted there",
+}
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """Rank 0's note: the object that it left, and its host, for people."""
+
+    key: str
+    host: str
+
+
+class Visibility:
+    """Whether all ranks see one tier.
+
+    Args:
+        number: of the tier, the same on every rank.
+    """
+
+    def __init__(self, engine: Engine, number: int) -> None:
+        self._engine = engine
+        self._note = f"place/{number}"
+        self._asking = anyio.Lock()
+        self._seen = False
+
+    async def check(self, sharing: Sharing, turn: Turn) -> None:
+        """Return when this rank sees what rank 0 wrote; at once after the first time.
+
+        Raises:
+            UsageError: it does not; says what to do.
+            RankError: another rank failed, or rank 0 is silent.
+        """
+        async with self._asking:
+            if not self._seen:
+                async with sharing.heeding(turn):
+                    await self._look(sharing)
+                self._seen = True
+
+    async def _look(self, sharing: Sharing) -> None:
+        meeting, backend = sharing.meeting, self._engine.backend
+        if meeting.rank == 0:
+            probe = Probe(f".seen-{self._engine.token(6)}", platform.node())
+            await backend.put(probe.key, b"")
+            await meeting.post(self._note, probe)
+        else:
+            what = f"rank 0's object in {backend.url}"
+            probe = await meeting.wait(self._note, Probe, self._engine.options.deadlines.ranks_s, what)
+        try:
+            await self._look_for(probe, meeting.rank)
+        finally:
+            if await meeting.arrive(f"{self._note}/{probe.key}") == meeting.world_size:
+                with suppress(CheckpointError):  # an empty object that stays harms nobody
+                    await backend.delete([probe.key])
+
+    async def _look_for(self, probe: Probe, rank: int) -> None:
+        backend = self._engine.backend
+        with anyio.move_on_after(LOOK_FOR_S):
+            while True:
+                with suppress(ObjectNotFoundError):
+                    await backend.stat(probe.key)
+                    return
+                await anyio.sleep(PAUSE_S)
+        raise UsageError(
+            f"{backend.url} is not one place for all ranks: rank {rank} on {platform.node()} does not see there what rank 0 "
+            f"on {probe.host} wrote, because {_REASONS[backend.traits.scope]}. Ranks that save together vote there, so give "
+            "a place that all of them share; a tier of one host is for jobs on one host"
+        )

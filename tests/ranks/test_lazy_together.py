@@ -1,0 +1,75 @@
+"""Do lazy saves of many ranks keep their promises: one step or none, the state at the call, and nobody held for ever?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import aiockpt
+from tests.ranks.crew import Crew
+
+
+class Rank:
+    """A rank's model (replicated) and optimizer."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(64, 64)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.step()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.ones(2, 64)).square().sum().backward()
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "io", [{}, {"io": aiockpt.IO(pool_bytes=1 << 14, slab_bytes=1 << 14, block_bytes=1 << 12, read_bytes=1 << 14)}]
+)
+def test_a_save_every_step_holds_the_weights_of_its_step(tmp_path: Path, io: Any) -> None:
+    ranks = [Rank() for _ in range(3)]
+    weights: list[torch.Tensor] = []
+    with Crew(3, tmp_path, snapshot="lazy", **io) as crew:
+
+        def train(rank: int, ckpt: aiockpt.Checkpointer) -> None:
+            for step in range(6):
+                if rank == 0:
+                    weights.append(ranks[0].model.weight.detach().clone())
+                ckpt.save(step, ranks[rank].state)
+                ranks[rank].step()
+            ckpt.wait()
+
+        crew.on_all(train)
+    fresh = Rank()
+    with aiockpt.Checkpointer(tmp_path) as ckpt:
+        assert [found.step for found in ckpt.steps().result(30)] == [5, 4, 3, 2, 1, 0]
+        for step in range(6):
+            ckpt.load(fresh.state, step).result(30)
+            assert torch.equal(fresh.model.weight, weights[step])
+
+
+def test_a_rank_that_skips_lets_the_optimizers_of_the_others_go(tmp_path: Path) -> None:
+    ranks = [Rank() for _ in range(2)]
+    with Crew(2, tmp_path, snapshot="lazy", on_error="warn") as crew:
+
+        def train(rank: int, ckpt: aiockpt.Checkpointer) -> BaseException | None:
+            if rank == 1:
+                with pytest.raises(aiockpt.UnsupportedStateError):
+                    ckpt.save(1, {"model": object})
+                return None
+            save = ckpt.save(1, ranks[rank].state)
+            ranks[rank].step()
+            return save.exception(30)
+
+        told, _ = crew.on_all(train)
+        assert isinstance(told, aiockpt.RankError)
+        crew.on_all(lambda rank, ckpt: ckpt.save(2, ranks[rank].state).result(30))

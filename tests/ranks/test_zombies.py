@@ -1,0 +1,72 @@
+"""What can the ranks of an incarnation that was replaced still do to the one that replaced it? Nothing."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import anyio.to_thread
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.backends.local import LocalBackend
+from aiockpt.errors import CommitConflictError, RankFailedError
+from aiockpt.testing.faults import FaultyBackend
+from tests.ranks.crew import Crew
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def state_at(value: float) -> dict[str, Any]:
+    return {f"w{index}": torch.full((300, 33), float(value + index)) for index in range(3)}
+
+
+class StopsAt(FaultyBackend):
+    """A backend whose process stops in the middle of step 2, until it is told to go on."""
+
+    def __init__(self, root: Path, verb: str) -> None:
+        super().__init__(LocalBackend(str(root)))
+        self._verb = verb
+        self.stopped, self.go_on = Event(), Event()
+
+    async def _stop(self, verb: str, key: str) -> None:
+        if verb == self._verb and "step-00000002/" in key:
+            self.stopped.set()
+            await anyio.to_thread.run_sync(self.go_on.wait, 40)
+
+    async def create(self, key: str, size: int) -> Any:
+        await self._stop("create", key)
+        return await super().create(key, size)
+
+    async def put_new(self, key: str, data: bytes) -> None:
+        await self._stop("manifest" if "MANIFEST" in key else "decision" if "DECISION" in key else "", key)
+        await super().put_new(key, data)
+
+
+@pytest.mark.parametrize("verb", ["create", "decision", "manifest"])
+def test_ranks_that_were_replaced_in_the_middle_of_a_save_neither_commit_nor_harm_what_was_saved_since(
+    tmp_path: Path, verb: str
+) -> None:
+    zombies = [StopsAt(tmp_path, verb) for _ in range(2)]
+    with Crew(2, zombies.__getitem__, on_error=lambda future: None) as old, ThreadPoolExecutor(1) as threads:
+        saving = threads.submit(old.errors, lambda rank, ckpt: ckpt.save(2, state_at(1)).result(50))
+        assert zombies[0].stopped.wait(20)
+        with Crew(3, tmp_path) as new:
+            saved = new.on_all(lambda rank, ckpt: ckpt.save(2, state_at(2)).result(30))
+        for zombie in zombies:
+            zombie.go_on.set()
+        errors = saving.result()
+    assert isinstance(errors[0], CommitConflictError), errors
+    assert isinstance(errors[1], CommitConflictError | RankFailedError), errors
+    manifests = sorted((tmp_path / "step-00000002").glob("MANIFEST-*.json"))
+    assert [json.loads(path.read_text())["world_size"] for path in manifests] == [3]
+    assert {result.generation for result in saved} == {1}
+    state = state_at(0)
+    with aiockpt.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.verify(2).result()
+        checkpointer.load(state, 2).result()
+    assert all(torch.equal(tensor, state_at(2)[name]) for name, tensor in state.items())
