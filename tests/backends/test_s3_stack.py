@@ -177,7 +177,10 @@ async def test_troubles_at_random_never_harm_a_step(job: Job, seed: int) -> None
     dice = random.Random(seed)
     kinds: Sequence[Action] = ("reset", "lose_answer", "twice", "answer", "flip", "truncate")
     for step in (2, 3):
-        job.proxy.misbehave(*(Fault(do=dice.choice(kinds), at=dice.randint(1, 30)) for _ in range(8)))
+        doing = [dice.choice(kinds) for _ in range(8)]
+        # Only what is stored carries a checksum. What a store says to an order whose XML is damaged is its own affair.
+        methods = {"flip": "PUT"}
+        job.proxy.misbehave(*(Fault(do=do, method=methods.get(do, ""), at=dice.randint(1, 30)) for do in doing))
         await job.save(step)
         assert await job.load() == step
         assert (await job.look())[0] == step

@@ -141,7 +141,7 @@ async def test_a_small_body_that_came_with_its_headers_needs_no_socket(served: S
     async with aiohttp.ClientSession() as session:
         memory = memoryview(bytearray(5))
         await get(session, url, [memory])
-        assert memory == b"small"
+        assert bytes(memory) == b"small"
 
 
 async def test_a_connection_that_ends_early_is_an_error_and_not_used_again(
