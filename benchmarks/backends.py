@@ -1,6 +1,7 @@
 """What does a storage client cost? aiockpt's backends beside the clients one could use instead, on the same server.
 
-    python -m benchmarks.backends --server drain --server seaweed --out benchmarks/results/backends/s3.json
+    python -m benchmarks.backends --server drain --out benchmarks/results/backends/drain.json
+    python -m benchmarks.backends --server seaweed --out benchmarks/results/backends/seaweed.json
     python -m benchmarks.backends --server hdfs
     python -m benchmarks.backends --server s3://bucket/prefix      # with the AWS tools' environment
 
