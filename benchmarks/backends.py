@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -290,6 +291,7 @@ def main() -> int:
         part_bytes=8 << 20 if arguments.smoke else arguments.part,
         in_flight=arguments.in_flight,
     )
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # servers are ended on the way out
     report = run(plan, lambda so_far: write(so_far, arguments.out) if arguments.out else None)
     print(table(report))
     return 1 if report.failures else 0
