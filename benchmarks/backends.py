@@ -1,6 +1,7 @@
 """What does a storage client cost? aiockpt's backends beside the clients one could use instead, on the same server.
 
-    python -m benchmarks.backends --server drain --server seaweed --out benchmarks/results/backends/s3.json
+    python -m benchmarks.backends --server drain --out benchmarks/results/backends/drain.json
+    python -m benchmarks.backends --server seaweed --out benchmarks/results/backends/seaweed.json
     python -m benchmarks.backends --server hdfs
     python -m benchmarks.backends --server s3://bucket/prefix      # with the AWS tools' environment
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -289,6 +291,7 @@ def main() -> int:
         part_bytes=8 << 20 if arguments.smoke else arguments.part,
         in_flight=arguments.in_flight,
     )
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # servers are ended on the way out
     report = run(plan, lambda so_far: write(so_far, arguments.out) if arguments.out else None)
     print(table(report))
     return 1 if report.failures else 0
