@@ -161,7 +161,7 @@ class WeightsOfStep:
         )
         for read in reads:
             into = [
-                memoryview(np.empty(segment.size, np.uint8))  # untouched: a bytearray is zeroed here, with the GIL
+                np.empty(segment.size, np.uint8).data  # untouched: a bytearray is zeroed here, with the GIL
                 if segment.target == GAP
                 else view[segment.target_offset : segment.target_offset + segment.size]
                 for segment in read.segments
