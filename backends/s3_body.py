@@ -102,7 +102,7 @@ class Body(aiohttp.Payload):
         """Refuse: nothing may read the body but the connection."""
         raise AssertionError("the body of a part was read to be signed or summed; the client is configured not to")
 
-    def decode(self, *_: object) -> str:
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
         """Refuse, as `read`."""
         raise AssertionError("the body of a part is no text")
 

@@ -177,7 +177,7 @@ async def test_troubles_at_random_never_harm_a_step(job: Job, seed: int) -> None
     dice = random.Random(seed)
     kinds: Sequence[Action] = ("reset", "lose_answer", "twice", "answer", "flip", "truncate")
     for step in (2, 3):
-        doing = [dice.choice(kinds) for _ in range(8)]
+        doing: list[Action] = [dice.choice(kinds) for _ in range(8)]
         # Only what is stored carries a checksum. What a store says to an order whose XML is damaged is its own affair.
         methods = {"flip": "PUT"}
         job.proxy.misbehave(*(Fault(do=do, method=methods.get(do, ""), at=dice.randint(1, 30)) for do in doing))
@@ -294,6 +294,7 @@ def test_a_server_whose_disk_is_full_fails_the_save_and_keeps_the_earlier_steps(
         # A full SeaweedFS says 500 InternalError, as it does in passing troubles: it is asked again.
         backend = Retrying(S3Backend("s3://test/run"), RetryPolicy(attempts=3, first_wait_s=0.01))
         with aiockpt.Checkpointer(backend, on_error=lambda _: None) as ckpt:
+            step = 0
             with pytest.raises(StorageError):  # noqa: PT012
                 for step in range(9):
                     ckpt.save(step, make(step)).result(DEADLINE_S)
