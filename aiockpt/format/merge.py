@@ -28,7 +28,7 @@ from aiockpt.format.values import unite
 
 _AGREED = ("id", "step", "attempt", "generation", "sequence", "run", "parent", "world_size")
 _SHOWN = 5
-_FACTS = attrgetter("dtype", "shape")
+_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 _MEMO_PIECES = 100_000
 """Pieces of votes that may be kept in memory for the next ones to be compared with."""
 _merged: Memo[list[tuple[int, int, dict[str, TensorEntry]]], dict[str, TensorEntry]] = Memo()
@@ -137,10 +137,10 @@ def _merge_tensors(votes: Sequence[Receipt]) -> dict[str, TensorEntry]:
     count = sum(sum(map(len, map(pieces_of, vote.tensors.values()))) for vote in votes)
     if count <= min(MAX_PIECES, _MEMO_PIECES):
         return _merge_as_before(votes)
-    entries = _describe(votes)
+    described = _Described(votes)
     if count <= MAX_PIECES:
-        return _merge_pieces(votes, entries)
-    tensors = make_table(votes, entries)
+        return _merge_pieces(votes, described)
+    tensors = make_table(votes, described.entries, described.alike, described.check)
     if sum(len(entry.pieces) for entry in tensors.values()) > MAX_PIECES:
         return tensors
     return {name: TensorEntry(one.dtype, one.shape, tuple(one.pieces)) for name, one in tensors.items()}
@@ -151,38 +151,59 @@ def _merge_as_before(votes: Sequence[Receipt]) -> dict[str, TensorEntry]:
     asked = [(vote.rank, len(vote.files), vote.tensors) for vote in votes]
     merged = _merged.recall(asked)
     if merged is None:
-        merged = _merge_pieces(votes, _describe(votes))
+        merged = _merge_pieces(votes, _Described(votes))
         _merged.remember([(rank, files, dict(tensors)) for rank, files, tensors in asked], merged)
     return dict(merged)
 
 
-def _describe(votes: Sequence[Receipt]) -> dict[str, TensorEntry]:
-    """Return of each tensor what the first rank says that has it. Hot, as the merge is.
+class _Described:
+    """What the first rank that has a tensor says of it, and whether the others agree. Hot, as the merge is.
 
-    Raises:
-        CommitError: ranks describe a tensor differently.
+    Attributes:
+        entries: every tensor, those of the first rank first.
+        alike: the ranks that have the tensors of the first one, in its order; in most jobs all of them.
     """
-    entries: dict[str, TensorEntry] = dict(votes[0].tensors)
-    names, facts = list(entries), list(map(_FACTS, entries.values()))
-    for vote in votes[1:]:
-        if list(vote.tensors) == names and list(map(_FACTS, vote.tensors.values())) == facts:
-            continue  # most ranks of most jobs have a part of every tensor
+
+    def __init__(self, votes: Sequence[Receipt]) -> None:
+        self._votes = votes
+        self.entries: dict[str, TensorEntry] = dict(votes[0].tensors)
+        self._first = self._facts(votes[0].tensors)
+        names = list(self.entries)
+        self.alike = {vote.rank for vote in votes if list(vote.tensors) == names}
+        for vote in votes:
+            if vote.rank not in self.alike:
+                for name, entry in vote.tensors.items():
+                    self.entries.setdefault(name, entry)
+
+    def check(self, vote: Receipt) -> None:
+        """Return when *vote* describes its tensors as others do.
+
+        Raises:
+            CommitError: it does not; names the tensor and both ranks.
+        """
+        if vote.rank in self.alike and self._facts(vote.tensors) == self._first:
+            return
         for name, entry in vote.tensors.items():
-            first = entries.setdefault(name, entry)
+            first = self.entries[name]
             if first.dtype != entry.dtype or first.shape != entry.shape:
-                rank = next(vote.rank for vote in votes if name in vote.tensors)
+                rank = next(vote.rank for vote in self._votes if name in vote.tensors)
                 raise CommitError(
                     f"{vote.id}: {name!r} is {first.dtype} {first.shape} on rank {rank} and {entry.dtype} {entry.shape} "
                     f"on rank {vote.rank}"
                 )
-    return entries
+
+    @staticmethod
+    def _facts(entries: Mapping[str, TensorEntry]) -> tuple[list[str], list[tuple[int, ...]]]:
+        return list(map(_DTYPE, entries.values())), list(map(_SHAPE, entries.values()))
 
 
-def _merge_pieces(votes: Sequence[Receipt], entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+def _merge_pieces(votes: Sequence[Receipt], described: _Described) -> dict[str, TensorEntry]:
     """Merge piece by piece. Hot: 10⁶ pieces in about 1 s."""
+    entries = described.entries
     merged: dict[str, dict[Extent, Piece]] = {name: {} for name in entries}
     base = 0
     for vote in votes:
+        described.check(vote)
         file_count = len(vote.files)
         for name, entry in vote.tensors.items():
             pieces = merged[name]

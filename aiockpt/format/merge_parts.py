@@ -8,7 +8,7 @@ Guarantees:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -24,19 +24,27 @@ Ints = NDArray[np.int64]
 _pieces = attrgetter("pieces")
 
 
-def make_table(votes: Sequence[Receipt], entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+def make_table(
+    votes: Sequence[Receipt],
+    entries: Mapping[str, TensorEntry],
+    alike: Collection[int],
+    check: Callable[[Receipt], object],
+) -> dict[str, TensorEntry]:
     """Return the tensors with the pieces of all *votes* in one table.
 
     Args:
         votes: by rank.
-        entries: what the votes agree on: dtype and shape of every tensor that they have.
+        entries: every tensor that the votes have, those of the first one first.
+        alike: the ranks that have those of the first one, in its order.
+        check: refuses a vote that describes one in another way; asked when the vote is about to be looked at.
 
     Raises:
         CommitError: a piece lies in no file of its rank, or has other dimensions than its tensor.
     """
-    filling = _Filling(votes, entries)
+    filling = _Filling(votes, entries, alike)
     base = 0
     for vote, held in zip(votes, filling.held, strict=True):
+        check(vote)
         filling.add(vote, *held, base)
         base += len(vote.files)
     return lay_out(entries, filling.settle())
@@ -45,10 +53,10 @@ def make_table(votes: Sequence[Receipt], entries: Mapping[str, TensorEntry]) -> 
 class _Filling:
     """Columns with a place for every piece of every vote, tensor by tensor."""
 
-    def __init__(self, votes: Sequence[Receipt], entries: Mapping[str, TensorEntry]) -> None:
+    def __init__(self, votes: Sequence[Receipt], entries: Mapping[str, TensorEntry], alike: Collection[int]) -> None:
         self._names = {name: index for index, name in enumerate(entries)}
         self._dimensions = np.array([len(entry.shape) for entry in entries.values()], np.int64)
-        self._all = list(entries), np.arange(len(entries))
+        self._alike, self._first = alike, np.arange(len(votes[0].tensors))
         self.held = [self._look_at(vote) for vote in votes]
         counts = np.zeros(len(entries), np.int64)
         for tensors, lengths in self.held:
@@ -60,8 +68,8 @@ class _Filling:
 
     def _look_at(self, vote: Receipt) -> tuple[Ints, Ints]:
         """Return the numbers of the tensors in a vote, each once, and how many pieces it has of them."""
-        names, tensors = self._all
-        if list(vote.tensors) != names:
+        tensors = self._first
+        if vote.rank not in self._alike:
             tensors = _numbers(map(self._names.__getitem__, vote.tensors), len(vote.tensors))
         return tensors, _numbers(map(len, map(_pieces, vote.tensors.values())), len(vote.tensors))
 
