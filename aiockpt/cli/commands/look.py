@@ -1,0 +1,131 @@
+"""What is there, and is it as it was saved? ``ls``, ``inspect``, ``verify`` and ``diff`` change nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import anyio
+import typer
+
+from aiockpt.cli import show
+from aiockpt.cli.commands.common import DAMAGED, Everything, Json, Root, Step, app, open_checkpointer, step_number
+from aiockpt.errors import UsageError
+
+if TYPE_CHECKING:
+    from aiockpt.checkpointer import Checkpointer
+    from aiockpt.cli.diff import Change
+    from aiockpt.cli.outcomes import Check
+    from aiockpt.storage.backend import Backend
+
+
+@app.command("ls")
+def list_steps(root: Root, as_json: Json = False) -> None:
+    """List the steps, the newest first, and what descends from what; damaged and unfinished ones too."""
+    from aiockpt.cli.listing import show_survey
+    from aiockpt.cli.place import open_place, roots_below
+    from aiockpt.cli.survey import survey
+
+    backend = open_place(root)
+    found = anyio.run(survey, backend)
+    show.json_or(as_json, found, lambda: show_survey(root, found, () if found.steps else roots_below(backend)))
+
+
+@app.command("inspect")
+def inspect(
+    root: Root,
+    step: Step = None,
+    depth: Annotated[int | None, typer.Option(min=1, help="Levels of the tree to show.", show_default=False)] = None,
+    rank: Annotated[int, typer.Option(min=0, help="Whose values to show, where each rank has its own.")] = 0,
+    everything: Everything = False,
+    as_json: Json = False,
+) -> None:
+    """Show what a step holds: tensors with dtypes, shapes, sizes and files; values; without reading data."""
+    from aiockpt.cli.contents import show_description
+    from aiockpt.cli.place import open_place
+    from aiockpt.cli.survey import find_committed, find_valid
+
+    backend = open_place(root)
+    entry = anyio.run(find_valid, backend) if step is None else anyio.run(find_committed, backend, step)
+    with open_checkpointer(root) as ckpt:
+        seen = ckpt.describe(entry.step).result()
+    if seen.per_rank and str(rank) not in seen.per_rank:
+        raise UsageError(
+            f"--rank {rank}: step {seen.info.step} was saved by {show.count(seen.info.world_size, 'rank')}, from 0"
+        )
+    show.json_or(as_json, seen, lambda: show_description(root, seen, str(rank), depth, everything))
+
+
+@app.command("verify")
+def verify(
+    root: Root,
+    step: Step = None,
+    every: Annotated[bool, typer.Option("--all", "-a", help="Verify every step.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Read every block of a step and compare it. Exit status 0: all is as it was saved; 1: it is not."""
+    from aiockpt.cli.outcomes import show_check
+    from aiockpt.cli.place import open_place
+    from aiockpt.cli.survey import find_committed, survey
+
+    if every and step is not None:
+        raise UsageError("give a step, or --all, not both")
+    backend = open_place(root)
+    steps: list[int] = []
+    if every:
+        steps = [listed.step for listed in anyio.run(survey, backend).steps]
+    if not every or not steps:
+        steps = [anyio.run(find_committed, backend, step).step]
+    results = []
+    with open_checkpointer(root) as ckpt:
+        for number in steps:
+            results.append(_verify_one(ckpt, number, as_json))
+            if not as_json:
+                show_check(results[-1])
+    show.json_or(as_json, results, lambda: None)
+    if not all(result.valid for result in results):
+        raise typer.Exit(DAMAGED)
+
+
+def _verify_one(ckpt: Checkpointer, step: int, quiet: bool) -> Check:
+    from aiockpt.cli.outcomes import Check
+    from aiockpt.cli.progress import bytes_progress, finish
+    from aiockpt.errors import CorruptionError
+
+    try:
+        total = finish(ckpt.describe(step)).info.bytes
+        with bytes_progress(f"verifying step {step}", total, quiet) as tick:
+            done = finish(ckpt.verify(step, on_read=tick))
+    except CorruptionError as error:
+        return Check(step, False, problem=str(error))
+    return Check(step, True, done.generation, done.bytes, done.seconds)
+
+
+@app.command("diff")
+def diff(
+    root: Root,
+    one: Annotated[int, typer.Argument(help="A step, as it was.", parser=step_number, metavar="before")],
+    two: Annotated[int, typer.Argument(help="Another step, as it is.", parser=step_number, metavar="after")],
+    everything: Everything = False,
+    as_json: Json = False,
+) -> None:
+    """Compare two steps: which tensors and values changed, and by how much. Exit status 1: they differ."""
+    from aiockpt.cli.outcomes import show_changes
+    from aiockpt.cli.place import open_place
+
+    changes = anyio.run(_diff, open_place(root), one, two, as_json)
+    show.json_or(as_json, changes, lambda: show_changes(root, one, two, changes, everything))
+    if any(change.kind != "same" for change in changes):
+        raise typer.Exit(DAMAGED)
+
+
+async def _diff(backend: Backend, one: int, two: int, quiet: bool) -> list[Change]:
+    from aiockpt.cli.diff import diff_steps, tensor_bytes
+    from aiockpt.cli.progress import bytes_progress
+    from aiockpt.cli.reading import open_step
+    from aiockpt.cli.survey import find_committed
+
+    entries = [await find_committed(backend, step) for step in (one, two)]
+    async with open_step(backend, entries[0]) as before, open_step(backend, entries[1]) as after:
+        total = sum(tensor_bytes(entry) for entry in before.manifest.tensors.values())
+        with bytes_progress(f"comparing {one} and {two}", total, quiet) as tick:
+            return await diff_steps(before, after, tick)

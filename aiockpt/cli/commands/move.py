@@ -1,0 +1,102 @@
+"""How does a step get to another place, or into another form? ``cp`` and ``convert``."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+import anyio
+import typer
+
+from aiockpt.cli import show
+from aiockpt.cli.commands.common import Json, Step, app, open_checkpointer, step_number
+from aiockpt.errors import UsageError
+
+
+@app.command("cp")
+def copy_steps(
+    source: Annotated[str, typer.Argument(help="Where the checkpoints are: a folder, or a URL.", show_default=False)],
+    target: Annotated[str, typer.Argument(help="Where they go: a folder, or a URL.", show_default=False)],
+    step: Step = None,
+    every: Annotated[bool, typer.Option("--all", "-a", help="Copy every step.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Copy a step to another place, every block compared on the way. Interrupted, it goes on where it was."""
+    from aiockpt.cli.copying import show_copied
+    from aiockpt.cli.place import open_place
+    from aiockpt.cli.progress import bytes_progress, finish
+    from aiockpt.cli.survey import find_committed, find_valid, survey
+
+    if every and step is not None:
+        raise UsageError("give a step, or --all, not both")
+    backend = open_place(source)
+    if every:
+        steps = [listed.step for listed in reversed(anyio.run(survey, backend).steps)]
+    elif step is None:
+        steps = [anyio.run(find_valid, backend).step]
+    else:
+        steps = [anyio.run(find_committed, backend, step).step]
+    copied = []
+    with open_checkpointer(source) as ckpt:
+        for number in steps:
+            with bytes_progress(f"step {number}", finish(ckpt.describe(number)).info.bytes, as_json) as tick:
+                copied.append(finish(ckpt.copy(number, target, on_copied=tick)))
+            if not as_json:
+                show_copied(copied[-1])
+    show.json_or(as_json, copied, lambda: None)
+
+
+@app.command("convert")
+def convert(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="Checkpoints, or a Hugging Face folder or .safetensors file; a path or a URL.", show_default=False
+        ),
+    ],
+    target: Annotated[
+        str, typer.Argument(help="The folder, or the place of the checkpoints, to write.", show_default=False)
+    ],
+    step: Annotated[
+        int | None,
+        typer.Option(
+            help="Which step to convert, the newest when left out; the number it gets, 0 when left out.",
+            parser=step_number,
+            metavar="step",
+            show_default=False,
+        ),
+    ] = None,
+    prefix: Annotated[
+        str | None,
+        typer.Option(
+            help="The part of the state that is the weights: the one module, or model, when left out.",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Round floating point to this dtype, such as bfloat16.", show_default=False)
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Of a file of the folder.")] = "5GB",
+    tie: Annotated[
+        list[str] | None,
+        typer.Option(help="A name that shares the memory of a tensor in the files: NEW=OLD.", show_default=False),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", "-f", help="Replace weights, or a step, that are there.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only show what would be written.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Turn the weights of a step, verified, into a Hugging Face folder; or such a folder into a step."""
+    from aiockpt.cli.convert import carry_out, is_step_source, parse_size, parse_ties, show_converted
+    from aiockpt.convert import from_hugging_face, to_hugging_face
+
+    outward = is_step_source(source)
+    if outward and tie:
+        raise UsageError("--tie is for weights that become a step: a step knows which names share memory")
+    with open_checkpointer(source if outward else target) as ckpt:
+        if outward:
+            start = partial(to_hugging_face, ckpt, target, prefix=prefix, max_shard_bytes=parse_size(max_shard_size))
+            done = carry_out(partial(start, step=step, dtype=dtype, replace=force), dry_run, as_json)
+        else:
+            start = partial(from_hugging_face, ckpt, source, prefix=prefix or "model", ties=parse_ties(tie or []))
+            done = carry_out(partial(start, step=step or 0, dtype=dtype, replace=force), dry_run, as_json)
+    show.json_or(as_json, done, lambda: show_converted(done))

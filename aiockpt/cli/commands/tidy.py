@@ -1,0 +1,63 @@
+"""What shall stay, and what can be finished? ``prune`` deletes, ``commit`` rolls forward."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import anyio
+import typer
+
+from aiockpt.cli import show
+from aiockpt.cli.commands.common import Json, Root, app, open_checkpointer
+from aiockpt.errors import UsageError
+
+
+@app.command("prune")
+def prune(
+    root: Root,
+    last: Annotated[int | None, typer.Option(min=1, help="Keep the newest N steps.", show_default=False)] = None,
+    every: Annotated[
+        int | None, typer.Option(min=1, help="Besides, keep every step divisible by N.", show_default=False)
+    ] = None,
+    best: Annotated[str | None, typer.Option(help="Besides, keep the best by this metric.", show_default=False)] = None,
+    best_count: Annotated[int, typer.Option(min=1, help="How many of the best to keep.")] = 1,
+    mode: Annotated[Literal["min", "max"], typer.Option(help="Which values of --best are good.")] = "min",
+    grace_hours: Annotated[float, typer.Option(min=0, help="Age at which an uncommitted attempt is garbage.")] = 24.0,
+    delete: Annotated[bool, typer.Option("--yes", "-y", help="Really delete; without it only show.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Delete the steps that no rule keeps, and what dead saves left. Only shows what it would do, unless --yes."""
+    from aiockpt.cli.outcomes import show_pruned
+    from aiockpt.cli.place import open_place
+    from aiockpt.cli.survey import check_metric, measure, survey
+    from aiockpt.options import Best, Retention
+
+    if last is None and (every or best):
+        raise UsageError("--every and --best keep steps besides the newest: give --last N too")
+    backend = open_place(root)
+    listed = anyio.run(survey, backend).steps
+    if best:
+        check_metric(best, listed)
+    rule = Best(best, count=best_count, mode=mode) if best else None
+    rules = Retention(last=last, every=every, best=rule, grace_s=grace_hours * 3600)
+    with open_checkpointer(root) as ckpt:
+        found = ckpt.prune(rules, dry_run=True).result()
+        folders = [f"{garbage.step_id}/a-{garbage.attempt}" for garbage in found.garbage]
+        sizes = {step.id: step.bytes for step in listed} | anyio.run(measure, backend, folders)
+        if delete:
+            found = ckpt.prune(rules).result()
+    show.json_or(as_json, found, lambda: show_pruned(found, sizes, delete, ruled=last is not None))
+
+
+@app.command("commit")
+def commit(root: Root, as_json: Json = False) -> None:
+    """Finish the commits that dead jobs could not: every attempt whose receipts are complete is rolled forward."""
+    from aiockpt.cli.outcomes import show_finished
+    from aiockpt.cli.place import open_place
+    from aiockpt.cli.survey import survey
+
+    backend = open_place(root)
+    with open_checkpointer(root) as ckpt:
+        finished = ckpt.finish_commits().result()
+    left = anyio.run(survey, backend).unfinished
+    show.json_or(as_json, {"finished": finished, "unfinished": left}, lambda: show_finished(root, finished, left))

@@ -1,0 +1,126 @@
+"""What will this place, and this machine, do? ``doctor``, ``bench`` and ``demo`` try it out."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from aiockpt.cli import show
+from aiockpt.cli.commands.common import STORAGE_FAILED, Json, Root, app
+from aiockpt.errors import StorageAccessError, UsageError
+
+
+@app.command("doctor")
+def doctor(
+    root: Root,
+    size_mib: Annotated[int, typer.Option("--size", min=8, help="MiB of each file of the speed test.")] = 512,
+    as_json: Json = False,
+) -> None:
+    """Say what this file system can do: O_DIRECT, links, flush latency, free space, raw write and read speed."""
+    from aiockpt.cli.doctor import REPEATS, examine
+    from aiockpt.cli.outcomes import show_diagnosis
+    from aiockpt.cli.place import local_folder
+    from aiockpt.cli.progress import bytes_progress
+
+    folder = local_folder(root)
+    space = shutil.disk_usage(folder)
+    if not space.total:
+        raise UsageError(f"{folder}: a file system that has no size; checkpoints cannot be kept there")
+    free_mib = space.free >> 20
+    if size_mib >= free_mib:
+        raise UsageError(f"--size {size_mib}: {folder} has {free_mib} MiB free; give less")
+    try:
+        with bytes_progress("writing and reading", 2 * REPEATS * (size_mib << 20), as_json) as tick:
+            found = examine(folder, size_mib << 20, tick)
+    except PermissionError as error:
+        advice = "give this user the right, or name another folder"
+        raise StorageAccessError(
+            f"{folder}: what a commit needs cannot be tried ({error.strerror}); {advice}"
+        ) from error
+    show.json_or(as_json, found, lambda: show_diagnosis(found))
+    if found.problems:
+        raise typer.Exit(STORAGE_FAILED)
+
+
+@app.command("bench")
+def bench(
+    url: Annotated[str, typer.Argument(help="The place: a folder, or a URL.", show_default=False)],
+    sizes: Annotated[str, typer.Option(help="Of data files, the smallest first.")] = "16MiB,256MiB",
+    concurrency: Annotated[str, typer.Option(help="Requests under way at once, a point for each.")] = "1,2,4,8,16",
+    seconds: Annotated[float, typer.Option(help="Of each point.")] = 2.0,
+    most: Annotated[str, typer.Option("--bytes", help="To move in each point, and to lie there, at most.")] = "1GiB",
+    soak: Annotated[float, typer.Option(help="Seconds of a mixed workload with faults; 0: none.")] = 0.0,
+    faults: Annotated[float, typer.Option(help="Fraction of the soak's calls that fail on purpose.")] = 0.05,
+    seed: Annotated[int, typer.Option(help="Of the bytes, and of the soak's dice.")] = 0,
+    json_to: Annotated[
+        str | None, typer.Option("--json", help="Write the report to a file; - prints it.", show_default=False)
+    ] = None,
+    plot_to: Annotated[
+        Path | None, typer.Option("--plot", help="Draw throughput and p99 into a .png or .svg.", show_default=False)
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", "-a", help="Show every point.")] = False,
+) -> None:
+    """Stress a place before a run is trusted to it: throughput, latency, errors; every byte read is compared.
+
+    It works in a folder of its own that is removed at the end, also after control-C. Exit status 1: something is wrong.
+    """
+    from aiockpt.cli.bench import parse_bytes, parse_count, parse_list, run_bench
+    from aiockpt.stress.plan import Plan
+
+    plan = Plan(
+        sizes=parse_list("--sizes", sizes, parse_bytes),
+        concurrency=parse_list("--concurrency", concurrency, parse_count),
+        seconds=seconds,
+        most_bytes=parse_bytes("--bytes", most),
+        soak_s=soak,
+        faults=faults,
+        seed=seed,
+    )
+    raise typer.Exit(run_bench(url, plan, json_to, plot_to, everything))
+
+
+@app.command("demo")
+def demo(
+    folder: Annotated[
+        Path | None, typer.Option("--dir", help="Where to save; a temporary folder when left out.", show_default=False)
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Training steps.  [default: 120; 60 with --elastic]", show_default=False)
+    ] = None,
+    every: Annotated[int, typer.Option(help="Save every N steps.")] = 5,
+    lazy: Annotated[
+        bool, typer.Option("--lazy", help="Copy beside training, not in the call; not with --elastic.")
+    ] = False,
+    keep: Annotated[
+        int | None,
+        typer.Option(help="Keep the last N checkpoints.  [default: 3; all with --elastic]", show_default=False),
+    ] = None,
+    asynchronous: Annotated[bool, typer.Option("--async", help="Use the async trainer; not with --elastic.")] = False,
+    elastic: Annotated[bool, typer.Option("--elastic", help="Resume on other ranks: 2, 2, 1 and 4 processes.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="No live display.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train a small GPT with checkpoints, kill it in the middle of a save, resume, and show what it cost."""
+    if elastic:
+        from aiockpt.examples.elastic import run_elastic
+
+        if asynchronous or lazy or keep is not None:
+            refused = "--async" if asynchronous else "--lazy" if lazy else "--keep"
+            raise UsageError(f"--elastic has no {refused}: its trainer is train_elastic.py")
+        raise typer.Exit(run_elastic(steps=60 if steps is None else steps, every=every, folder=folder, as_json=as_json))
+    from aiockpt.examples.demo import DemoOptions, run_demo
+
+    options = DemoOptions(
+        steps=120 if steps is None else steps,
+        every=every,
+        lazy=lazy,
+        keep=3 if keep is None else keep,
+        dir=folder,
+        asynchronous=asynchronous,
+        plain=plain,
+        json=as_json,
+    )
+    raise typer.Exit(run_demo(options))
