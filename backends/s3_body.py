@@ -16,6 +16,7 @@ import msgspec
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import StreamWriter
 
+from aiockpt.backends.s3_wire import send
 from aiockpt.errors import UsageError
 
 try:
@@ -24,8 +25,6 @@ except ImportError:  # optional: it is a compiled package
     crt = None
 
 Checksum = Literal["crc64nvme", "crc32"]
-SLICE_BYTES = 1 << 20
-"""What the transport is given at once: it copies what the socket does not take, so not more."""
 
 
 class Summing(msgspec.Struct, frozen=True):
@@ -112,12 +111,10 @@ class Body(aiohttp.Payload):
 
     async def write(self, writer: AbstractStreamWriter) -> None:
         """Send it, slice by slice."""
-        transport = writer.transport if isinstance(writer, StreamWriter) else None  # it is gone from there once closed
+        assert isinstance(writer, StreamWriter)
+        transport = writer.transport  # it is gone from there once closed
         try:
-            for view in self._views:
-                for start in range(0, len(view), SLICE_BYTES):
-                    self._moved()
-                    await writer.write(view[start : start + SLICE_BYTES])
+            await send(writer, self._views, self._moved)
         except BaseException:
             if transport is not None:
                 transport.abort()

@@ -1,13 +1,15 @@
-"""How does the body of an answer come off a plain connection? From the socket straight into the caller's memory.
+"""How do large bodies pass a plain connection? Between the socket and the caller's memory, with nothing in between.
 
 aiohttp speaks the HTTP. Between the headers and the end of a body of known length there is nothing to speak, so those bytes
-pass the event loop's own ``sock_recv_into``: one copy, which the kernel makes, where the library allocates pieces, parses
-and queues them, and we copy them. Measured against a server that only sends, 16 MiB a read, 4 at once, hashing included:
-0.39 s of processor time a GiB instead of 0.62, and 1.4 × the throughput.
+pass the event loop's own ``sock_recv_into`` and ``sock_sendall``: one copy, which the kernel makes, where the library
+allocates pieces, parses and queues them on their way in, and copies on their way out what the socket does not take at once.
+Measured with a server that only sends, 16 MiB a read, 4 at once, hashing included: 0.39 s of processor time a GiB instead
+of 0.62, and 1.4 × the throughput.
 
 Guarantees:
 
-- What aiohttp had read ahead comes first; the connection is aiohttp's again afterwards, and is reused.
+- What aiohttp had read ahead comes first, and what it has to send goes first; the connection is aiohttp's again afterwards,
+  and is reused.
 - Where the bytes on the wire are not the body (TLS, a body of unknown length), all of it goes through aiohttp.
 - A body that ends early is an error of aiohttp's, whichever way it came.
 """
@@ -16,10 +18,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from aiohttp import ClientPayloadError, ClientResponse
+from aiohttp.http import StreamWriter
 
+SLICE_BYTES = 1 << 20
+"""What is sent between two looks; aiohttp's transport copies what the socket leaves of it."""
+_WITH_HEADERS_BYTES = 32 << 10
 _READ_AHEAD_BYTES = 1 << 20
 
 
@@ -82,6 +88,39 @@ async def receive(response: ClientResponse, sink: Sink, moved: Callable[[], obje
     content.feed_eof()  # for aiohttp the body is over, too: the connection goes back to its pool
     if not transport.is_closing():
         transport.resume_reading()
+
+
+async def send(writer: StreamWriter, views: Sequence[memoryview], moved: Callable[[], object]) -> None:
+    """Send *views* as the body of the request that *writer* has begun; call *moved* before each slice.
+
+    Raises:
+        ConnectionError, ClientError: the connection broke.
+    """
+    loop = asyncio.get_running_loop()
+    plain: socket.socket | None = None
+    try:
+        for number, piece in enumerate(_cut(views)):
+            moved()
+            transport = writer.transport
+            if number and plain is None:
+                plain = open_plain(transport) if writer.length is None and not writer.chunked else None
+            if plain is None or transport is None or transport.is_closing() or transport.get_write_buffer_size():
+                await writer.write(piece)
+            else:
+                await loop.sock_sendall(plain, piece)
+    finally:
+        if plain is not None:
+            plain.close()
+
+
+def _cut(views: Sequence[memoryview]) -> Iterator[memoryview]:
+    """Yield *views* in slices, a small one first: it goes with the headers, and leaves nothing behind in the transport."""
+    size = _WITH_HEADERS_BYTES
+    for view in views:
+        start = 0
+        while start < len(view):
+            yield view[start : start + size]
+            start, size = start + size, SLICE_BYTES
 
 
 def open_plain(transport: asyncio.Transport | None) -> socket.socket | None:

@@ -1,11 +1,13 @@
-"""How the body of an answer reaches the caller's memory: off the socket itself, and through aiohttp where that cannot be."""
+"""How large bodies pass between memory and a connection: by the socket itself, and through aiohttp where that cannot be."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import shutil
 import ssl
 import subprocess
+from asyncio.selector_events import _SelectorTransport  # type: ignore[attr-defined]
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 from aiohttp import ClientPayloadError, web
 
 from aiockpt.backends import s3_wire
+from aiockpt.backends.s3_body import Body
 from aiockpt.backends.s3_wire import Sink, receive
 from aiockpt.testing.backend_suite import patterned
 
@@ -29,6 +32,7 @@ class Served:
         connections: the client's addresses, in the order of the requests.
         chunked: send it without its length.
         sent: bytes after which the connection breaks.
+        received: the bodies that came; *taken*: bytes of them after which the connection is cut.
     """
 
     def __init__(self) -> None:
@@ -36,6 +40,19 @@ class Served:
         self.chunked = False
         self.sent = SIZE
         self.body = BODY
+        self.received: list[bytes] = []
+        self.taken: int | None = None
+
+    async def take(self, request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        self.connections.append(request.transport.get_extra_info("peername"))
+        body = bytearray()
+        async for piece in request.content.iter_any():
+            body += piece
+            if self.taken is not None and len(body) >= self.taken:
+                request.transport.abort()
+        self.received.append(bytes(body))
+        return web.Response(status=201)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         assert request.transport is not None
@@ -67,6 +84,7 @@ async def url(served: Served) -> AsyncIterator[str]:
 async def _run(served: Served, context: ssl.SSLContext | None) -> AsyncIterator[str]:
     application = web.Application()
     application.router.add_get("/", served.handle)
+    application.router.add_put("/", served.take)
     runner = web.AppRunner(application, access_log=None, shutdown_timeout=0)
     await runner.setup()
     try:
@@ -181,3 +199,71 @@ async def test_what_is_encrypted_goes_through_aiohttp(
             await get(session, url, [memory])
             assert memory == BODY
     assert opened == [False]
+
+
+# ------------------------------------------------------------------ sending
+
+
+async def put(session: aiohttp.ClientSession, url: str, views: Sequence[memoryview]) -> int:
+    async with session.put(url, data=Body(views, lambda: None), ssl=False) as response:
+        await response.read()
+        return response.status
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (100_000, 100_001, 2 << 20)])
+async def test_a_body_is_sent_from_memory_and_the_connection_is_used_again(
+    served: Served, url: str, opened: list[bool], cuts: Sequence[int]
+) -> None:
+    edges = [0, *cuts, SIZE]
+    views = [memoryview(BODY)[a:b] for a, b in itertools.pairwise(edges)]
+    async with aiohttp.ClientSession() as session:
+        for _ in range(3):
+            assert await put(session, url, views) == 201
+    assert served.received == [BODY] * 3
+    assert len(set(served.connections)) == 1
+    assert opened == [True] * 3
+
+
+async def test_a_small_body_goes_with_its_headers(served: Served, url: str, opened: list[bool]) -> None:
+    async with aiohttp.ClientSession() as session:
+        assert await put(session, url, [memoryview(b"small")]) == 201
+    assert served.received == [b"small"]
+    assert not opened
+
+
+async def test_while_the_connection_has_something_to_send_nothing_overtakes_it(
+    served: Served, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def overtake(*_: object) -> None:
+        raise AssertionError("sent past what the transport holds")
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "sock_sendall", overtake)
+    monkeypatch.setattr(_SelectorTransport, "get_write_buffer_size", lambda _: 1)
+    async with aiohttp.ClientSession() as session:
+        assert await put(session, url, [memoryview(BODY)]) == 201
+    assert served.received == [BODY]
+
+
+async def test_a_connection_that_is_cut_while_a_body_is_sent_is_an_error_and_not_used_again(
+    served: Served, url: str, opened: list[bool]
+) -> None:
+    served.taken = 1_000_000
+    large = memoryview(bytes(64 << 20))
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(aiohttp.ClientError):
+            await put(session, url, [large])
+        served.taken = None
+        assert await put(session, url, [memoryview(BODY)]) == 201
+    assert served.received[-1] == BODY
+    assert len(set(served.connections)) == len(served.connections)  # aiohttp may have tried twice
+    assert all(opened)
+
+
+async def test_what_is_to_be_encrypted_goes_through_aiohttp(
+    served: Served, opened: list[bool], certificate: ssl.SSLContext
+) -> None:
+    async for url in _run(served, certificate):
+        async with aiohttp.ClientSession() as session:
+            assert await put(session, url, [memoryview(BODY)]) == 201
+    assert served.received == [BODY]
+    assert not any(opened)
