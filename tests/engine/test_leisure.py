@@ -48,6 +48,10 @@ class Held:
         return held_upload
 
 
+def held_place() -> Any:
+    return Held()
+
+
 class Run:
     """A network of 48 slabs with its optimizer."""
 
@@ -102,7 +106,7 @@ WAYS_TO_WAIT: dict[str, Callable[[aiockpt.Checkpointer, Run, aiockpt.SaveFuture]
 
 @pytest.mark.parametrize("way", WAYS_TO_WAIT)
 def test_few_slabs_go_round_until_somebody_waits(way: str) -> None:
-    run, place = Run(), Held()
+    run, place = Run(), held_place()
     weight = run.model.weight.detach().clone()
     with aiockpt.Checkpointer(place, snapshot="lazy", io=IO) as ckpt:
         known(ckpt, 1000.0)
@@ -120,7 +124,7 @@ def test_few_slabs_go_round_until_somebody_waits(way: str) -> None:
 
 
 def test_a_save_that_ends_before_the_step_never_has_a_copy_of_the_state() -> None:
-    run, place = Run(), Held()
+    run, place = Run(), held_place()
     place.gate.set()
     with aiockpt.Checkpointer(place, snapshot="lazy", io=IO) as ckpt:
         known(ckpt, 1000.0)
@@ -132,7 +136,7 @@ def test_a_save_that_ends_before_the_step_never_has_a_copy_of_the_state() -> Non
 
 @pytest.mark.parametrize("quiet_s", [None, 0.5])
 def test_a_copy_is_made_at_once_when_a_step_is_near_or_none_was_seen(quiet_s: float | None) -> None:
-    run, place = Run(), Held()
+    run, place = Run(), held_place()
     with aiockpt.Checkpointer(place, snapshot="lazy", io=IO) as ckpt:
         if quiet_s is not None:
             known(ckpt, quiet_s)
@@ -142,7 +146,7 @@ def test_a_copy_is_made_at_once_when_a_step_is_near_or_none_was_seen(quiet_s: fl
 
 
 def test_a_save_that_is_cancelled_at_its_leisure_is_copied_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, place, inside = Run(), Held(), threading.Semaphore(0)
+    run, place, inside = Run(), held_place(), threading.Semaphore(0)
     wait = Leisure.wait
 
     def seen(leisure: Leisure, left_bytes: int, timeout_s: float) -> None:
@@ -167,7 +171,7 @@ def test_a_save_that_is_cancelled_at_its_leisure_is_copied_no_further(monkeypatc
 
 
 def test_how_long_a_program_leaves_its_state_alone_is_learned_from_its_steps() -> None:
-    run, place = Run(), Held()
+    run, place = Run(), held_place()
     place.gate.set()
     with aiockpt.Checkpointer(place, snapshot="lazy", io=IO) as ckpt:
         for step in range(3):
@@ -219,7 +223,7 @@ def test_a_slab_that_comes_back_is_filled_at_once() -> None:
 
 
 def test_a_bandwidth_is_kept() -> None:
-    run, place = Run(), Held()
+    run, place = Run(), held_place()
     place.gate.set()
     io = msgspec.structs.replace(IO, bandwidth=10e6)
     with aiockpt.Checkpointer(place, io=io) as ckpt:
