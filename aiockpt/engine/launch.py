@@ -11,7 +11,7 @@ Guarantees:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -19,6 +19,7 @@ import torch
 
 from aiockpt.adapters.mutable import Stillness
 from aiockpt.adapters.native import StateWalker
+from aiockpt.engine.device_snapshot import Devices, Taken
 from aiockpt.engine.sharing import Turn
 from aiockpt.engine.ticket import Ticket
 from aiockpt.engine.tiers import Tiers
@@ -45,7 +46,8 @@ class Launcher:
         self._engine = engine = tiers.engines[0]
         self._barrier = barrier
         self._walker = StateWalker(rank=engine.ranks.rank)
-        self._stillness = Stillness(engine.options.mutable, engine.options.immutable)
+        self._stillness = Stillness(engine.options.mutable, engine.options.immutable, engine.accelerator)
+        self._devices = Devices(engine.accelerator)
         self._saves: list[SaveFuture] = []
         self._copying = Limiter("snapshot", 1)
         self._last_copy: Stage[None] | None = None
@@ -98,9 +100,13 @@ class Launcher:
         walked = self._walker.walk(state)
         before = [stage for stage in (self._must_end_first(), self._must_be_copied_first()) if stage is not None]
         waits = bool(before) or turn is not None
-        elsewhere = snapshot == "lazy" or (runs_event_loop() and (waits or _tensor_bytes(walked) > INLINE_COPY_BYTES))
-        still = walked
-        if elsewhere:
+        devices = self._devices.find(walked.tensors)
+        taken = Taken(walked, snapshot)
+        if snapshot == "device":
+            taken = self._devices.clone(walked, busy=self._must_be_copied_first() is not None)
+        still, snapshot = taken.state, taken.snapshot
+        elsewhere = snapshot != "eager" or (runs_event_loop() and (waits or _tensor_bytes(walked) > INLINE_COPY_BYTES))
+        if elsewhere and snapshot != "device":
             still = self._stillness.hold(
                 walked, state, trusting=snapshot == "eager", reuse=self._must_be_copied_first() is None
             )
@@ -114,12 +120,18 @@ class Launcher:
             begun_ns=begun_ns,
             snapshot=snapshot,
             copied_at_call_bytes=_copied_bytes(walked, still),
+            after=[(device, self._engine.accelerator.now(device)) for device in devices],
+            reason=taken.reason,
         )
+        self._pin(devices)
         self._tiers.prepare(ticket.future)
         if elsewhere:
-            self._last_copy = ticket.future.snapshotted()
+            self._last_copy = ticket.copied
             self._saves.append(ticket.future)
-            self._barrier.guard(ticket.future, ticket.stop)
+            if snapshot == "device":
+                ticket.future._snapshotted._resolve(None)
+            else:
+                self._barrier.guard(ticket.future, ticket.stop, ticket.enqueued)
             ticket.let_go()
             if before:
                 self._engine.loop.submit(self._copy_later, before, ticket)
@@ -130,6 +142,10 @@ class Launcher:
                 stage._wait_anyway(self._engine.options.deadlines.close_s)
             self._copy(ticket)
         return ticket.future
+
+    def _pin(self, devices: Collection[torch.device]) -> None:
+        for device in devices:
+            self._engine.pool.pin_with(self._engine.accelerator.lane(device))
 
     async def _copy_later(self, before: Sequence[Stage[Any]], ticket: Ticket) -> None:
         """Wait for what must come first: here, for workers that wait would be missed by those that write."""
@@ -212,12 +228,14 @@ class Launcher:
             raise
         self._engine.leave(turn)
         plan, pool = self._engine.plan(share), self._engine.pool
+        self._pin(self._devices.find(share.tensors))
         pool.fit(plan.window_count, available_bytes)
         pool.warm_up(plan.window_count)
 
     def forget(self) -> None:
         """Let go of the last state."""
         self._walker.forget()
+        self._devices.forget()
         self._stillness.forget()
 
 
