@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from operator import is_
 
 import msgspec
 import torch
@@ -41,7 +42,7 @@ class Devices:
 
     def find(self, tensors: tuple[TensorShard, ...]) -> Mapping[torch.device, int]:
         """Return the devices that *tensors* are on, and how many bytes of them are there; nothing of host memory."""
-        if tensors is not self._seen:
+        if len(tensors) != len(self._seen) or not all(map(is_, tensors, self._seen)):
             sizes: dict[torch.device, int] = {}
             for shard in tensors:
                 device = self._accelerator.device_of(shard.data)

@@ -250,7 +250,9 @@ class Flights:
     def _land_first(self) -> None:
         for mark in self._under_way[0].marks:
             if not self._wait(mark):
-                raise StorageTimeoutError("a device did not copy a window to the host in time; the snapshot is given up")
+                raise StorageTimeoutError(
+                    "a device did not copy a window to the host in time; the snapshot is given up"
+                )
         self._deliver_first()
 
     def _deliver_first(self) -> None:

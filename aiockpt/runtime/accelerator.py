@@ -4,7 +4,7 @@ A device runs the work that it is given in *streams*, each in order, beside each
 program's own work is in its *compute stream*; copies of a snapshot are in a *lane*, a stream of ours. What is later than
 what is said with *marks*. Three orders make a snapshot right, and each has a test that fails without it:
 
-- the lane follows the compute stream as of the call, or it copies what is not computed yet (`Accelerator.now`, `Lane.follow`);
+- the lane follows the compute stream as of the call (`Accelerator.now`, `Lane.follow`), or it copies too early;
 - the compute stream waits for the lane before an optimizer steps (`Mark.order_before_compute`);
 - nobody reads or reuses the memory of a copy on the host before its mark is *done*.
 

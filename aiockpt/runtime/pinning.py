@@ -40,7 +40,9 @@ class Pinning:
                 self._pinned[address] = self._pins
             except RuntimeError as error:
                 self._refused = True
-                logger.warning("staging memory cannot be pinned, so copies from devices hold training longer: %s", error)
+                logger.warning(
+                    "staging memory cannot be pinned, so copies from devices hold training longer: %s", error
+                )
 
     def unpin(self, address: int) -> None:
         """Take `pin` back, if there was one."""
@@ -48,5 +50,7 @@ class Pinning:
         if pins is not None:
             try:
                 pins.unpin(address)
-            except RuntimeError as error:  # the driver ends before us at the interpreter's end, and its mappings with it
+            except (
+                RuntimeError
+            ) as error:  # the driver ends before us at the interpreter's end, and its mappings with it
                 logger.info("staging memory was not unpinned: %s", error)

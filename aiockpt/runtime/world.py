@@ -1,8 +1,9 @@
 """Where does aiockpt touch the outside? Here, and nowhere else.
 
 ``Files`` is every file-system call the engine makes, ``Clock`` every look at the time, ``World.token`` every random
-byte, ``Accelerator`` every stream and event of a device. The real ones are thin; `aiockpt.testing.simulation` has twins with a seed, faults and power cuts. HTTP passes
-the other seam, the backend contract. Blocking calls reach threads through `runtime.limits.run_blocking` only.
+byte, ``Accelerator`` every stream and event of a device. The real ones are thin; `aiockpt.testing.simulation` has twins
+with a seed, faults and power cuts, `aiockpt.testing.twin_accelerator` one whose device is late. HTTP passes the other
+seam, the backend contract. Blocking calls reach threads through `runtime.limits.run_blocking` only.
 """
 
 from __future__ import annotations
