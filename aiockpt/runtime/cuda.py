@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Lock
+from typing import Any
 
 import torch
 
@@ -37,12 +38,12 @@ class CudaMark:
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self._device = device
-        self.event = torch.cuda.Event()
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.event.record(stream)
 
     def done(self) -> bool:
         with torch.cuda.device(self._device):
-            return bool(self.event.query())
+            return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def wait(self, timeout_s: float) -> bool:
         gives_up_s = time.monotonic() + timeout_s
@@ -64,7 +65,7 @@ class CudaLane:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         with torch.cuda.device(device):
-            self._stream = torch.cuda.Stream(device)
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def follow(self, mark: Mark) -> None:
         assert isinstance(mark, CudaMark)
@@ -91,17 +92,21 @@ class CudaLane:
 
     def pin(self, address: int, size_bytes: int) -> None:
         with torch.cuda.device(self._device):
-            self._check("cudaHostRegister", int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, _PORTABLE)))
+            self._check("cudaHostRegister", _runtime().cudaHostRegister(address, size_bytes, _PORTABLE))
 
     def unpin(self, address: int) -> None:
         with torch.cuda.device(self._device):
-            self._check("cudaHostUnregister", int(torch.cuda.cudart().cudaHostUnregister(address)))
+            self._check("cudaHostUnregister", _runtime().cudaHostUnregister(address))
 
-    def _check(self, what: str, code: int) -> None:
-        if code:
+    def _check(self, what: str, answer: Any) -> None:
+        if int(answer):
             with suppress(RuntimeError):
                 torch.zeros(1, device=self._device)  # the launch takes the thread's last error with it
-            raise RuntimeError(f"{what} answered with error {code}")
+            raise RuntimeError(f"{what} answered with error {int(answer)}")
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 class Cuda:

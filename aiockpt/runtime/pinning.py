@@ -25,15 +25,13 @@ class Pinning:
 
     def use(self, pins: Pins) -> None:
         """Pin with *pins* from now on; whoever comes first pins for all devices."""
-        with self._lock:
-            self._pins = self._pins or pins
+        if self._pins is None:  # without the lock, which may be held for the milliseconds of a registration
+            self._pins = pins
 
     def pin(self, address: int, size_bytes: int) -> None:
         """Pin memory that is not pinned yet. Where that is refused, say so once, and go on with pageable memory."""
-        if self._pins is None or self._refused or address in self._pinned:
-            return
         with self._lock:
-            if self._refused:
+            if self._pins is None or self._refused or address in self._pinned:
                 return
             try:
                 self._pins.pin(address, size_bytes)
