@@ -33,7 +33,7 @@ class Queued(torch.optim.Optimizer):
         super().__init__(parameters, {})
         self.twin = twin
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.twin.compute(lambda held=parameter.data: held.add_(1))  # type: ignore[misc]
@@ -93,9 +93,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 @pytest.mark.parametrize("io", [SMALL, ONE_SLAB], ids=["large pool", "one slab"])
 @pytest.mark.parametrize("pace", ["late", "early"])
 @pytest.mark.parametrize("snapshot", ["eager", "lazy", "device"])
-def test_every_save_is_the_state_at_its_call(
-    snapshot: Snapshot, pace: Any, io: aiockpt.IO, tmp_path: Path
-) -> None:
+def test_every_save_is_the_state_at_its_call(snapshot: Snapshot, pace: Any, io: aiockpt.IO, tmp_path: Path) -> None:
     run, expected = Run(TwinAccelerator(pace)), {}
     with run.open(tmp_path, snapshot=snapshot, io=io) as ckpt:
         for step in range(4):
@@ -304,7 +302,7 @@ def test_what_no_optimizer_owns_is_copied_on_the_device_without_waiting_for_it(t
         run.twin.hold()
         waits = run.twin.host_wait_count
         save = ckpt.save(1, run.state)
-        run.twin.compute(lambda: run.model[1].running_mean.add_(5))  # type: ignore[union-attr, operator]
+        run.twin.compute(lambda: run.model[1].running_mean.add_(5))  # type: ignore[operator]
         assert run.twin.host_wait_count - waits <= 1  # the worker's
         run.twin.release()
         save.result(60)

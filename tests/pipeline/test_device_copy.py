@@ -203,8 +203,9 @@ def test_after_an_error_a_slab_goes_back_when_its_copy_is_done_and_not_before() 
     mark_of: dict[int, Any] = {}
 
     def enqueue(number: int, slab: Slab, real: Any = snapshot.program._devices.enqueue) -> Any:
-        for device, mark_of[slab.address] in real(number, slab):
-            yield device, mark_of[slab.address]
+        for device, mark in real(number, slab):
+            mark_of[slab.address] = mark
+            yield device, mark
 
     def fail() -> None:
         snapshot.pool.give = watched  # type: ignore[method-assign]
