@@ -26,7 +26,8 @@ import torch
 
 from aiockpt.errors import TornSnapshotError
 from aiockpt.format.names import list_names
-from aiockpt.pipeline.device_copy import Deliver, DeviceCopies, Flights, is_row_major
+from aiockpt.pipeline.device_copy import DeviceCopies, is_row_major
+from aiockpt.pipeline.flights import Deliver, Flights
 from aiockpt.planning.save import HEADER, Copy, FilePlan, SavePlan, Window
 from aiockpt.runtime.accelerator import Accelerator, Mark
 from aiockpt.runtime.slabs import SlabPool
@@ -105,14 +106,14 @@ class CopyProgram:
             TornSnapshotError: a tensor was moved or resized meanwhile.
         """
         copy = _copy_beside if beside else _copy_fast
-        self._devices.begin(after)
+        on_devices = self._devices.begin(after)
         last_marks: dict[torch.device, Mark] = {}
         with Flights(pool, deliver, timeout_s) as flights:
             for number, (window, moves) in enumerate(self._windows):
                 if not wanted():
                     return
                 flight = flights.begin(window)
-                for device, mark in self._devices.enqueue(number, flight.slab):
+                for device, mark in on_devices.enqueue(number, flight.slab):
                     flight.marks.append(mark)
                     last_marks[device] = mark
                 copy(flight.slab.address, moves, number)

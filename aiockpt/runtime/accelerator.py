@@ -49,7 +49,7 @@ class Pins(Protocol):
 
 
 class Lane(Pins, Protocol):
-    """A stream of our own on one device. Any thread, one at a time."""
+    """A stream of our own on one device. Any thread."""
 
     def follow(self, mark: Mark) -> None:
         """Put everything that is enqueued from now on behind *mark*."""

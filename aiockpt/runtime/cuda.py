@@ -9,7 +9,8 @@ What it takes care of, from torch 2.13's source:
 - A copy to the host is asynchronous only into registered memory, and on the *current* stream of the source's device.
 - A refused registration stays behind as the thread's last error, and the next kernel launch would raise it.
 - In the capture of a graph nothing runs, so nothing needs to wait; a stream must not wait there for an event of outside.
-  Replays call no hook: `Checkpointer.barrier` before them is the program's own duty.
+  Replays call no hook: `Checkpointer.barrier` before them is the program's own duty. Our looks at events on other threads
+  would end a capture in its default mode: capture with ``capture_error_mode="thread_local"`` while a save is under way.
 """
 
 from __future__ import annotations

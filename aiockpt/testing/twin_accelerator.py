@@ -82,7 +82,10 @@ class TwinLane:
         self._twin._enqueue(self._stream, mark)
 
     def empty(self, size_bytes: int) -> torch.Tensor:
-        return torch.full((size_bytes,), 0xA5, dtype=torch.uint8)  # what uninitialised memory never is by chance
+        memory = torch.full((size_bytes,), 0xA5, dtype=torch.uint8)  # what uninitialised memory never is by chance
+        self._twin._count_scratch(size_bytes)
+        weakref.finalize(memory, self._twin._count_scratch, -size_bytes).atexit = False
+        return memory
 
     def enqueue(self, work: Callable[[], object]) -> TwinMark:
         return self._twin._enqueue(self._stream, work)
@@ -110,6 +113,7 @@ class TwinAccelerator:
         refuses_pins: whether it refuses to pin, as a container with little locked memory does.
         spare_bytes: what a device has room for beside training.
         work_count: pieces of work that lanes were given; *host_wait_count*: how often a thread waited for a mark.
+        scratch_bytes: what lanes hold of their own; *peak_scratch_bytes*: the most they ever held.
         clones: copies that were made on devices, as weak references.
     """
 
@@ -120,6 +124,7 @@ class TwinAccelerator:
         self.spare_bytes = 1 << 40
         self.work_count = 0
         self.host_wait_count = 0
+        self.scratch_bytes = self.peak_scratch_bytes = 0
         self.clones: list[weakref.ref[torch.Tensor]] = []
         self._pace = pace
         self._immediate = immediate
@@ -201,6 +206,10 @@ class TwinAccelerator:
         return max(0, size_bytes - self.spare_bytes)
 
     # how time goes by
+
+    def _count_scratch(self, more_bytes: int) -> None:
+        self.scratch_bytes += more_bytes
+        self.peak_scratch_bytes = max(self.peak_scratch_bytes, self.scratch_bytes)
 
     def _compute_stream(self, device: torch.device) -> _Stream:
         with self._changed:

@@ -172,6 +172,7 @@ def test_the_program_may_compute_in_a_stream_of_its_own(tmp_path: Path) -> None:
     model, stream = net(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    aside: dict[str, torch.Tensor] = {}
     with aiockpt.Checkpointer(tmp_path, snapshot="lazy", io=SMALL) as ckpt, torch.cuda.stream(stream):
         for step in range(4):
             model(torch.randn(32, 256, device="cuda:0")).square().mean().backward()

@@ -212,6 +212,21 @@ def test_the_copy_on_the_device_is_freed_after_a_failure_too(tmp_path: Path) -> 
     assert [clone for clone in run.twin.clones if clone() is not None] == []
 
 
+@pytest.mark.parametrize("snapshot", ["lazy", "device"])
+def test_after_a_cancelled_save_the_optimizer_and_the_next_save_go_on(snapshot: Snapshot, tmp_path: Path) -> None:
+    run = Run(TwinAccelerator("late"))
+    expected = run.copied()
+    with run.open(tmp_path, snapshot=snapshot) as ckpt:
+        run.twin.hold()
+        cancelled = ckpt.save(1, run.state)
+        cancelled.cancel()
+        assert isinstance(cancelled.exception(60), SaveCancelledError)
+        run.twin.release()
+        ckpt.save(2, run.state).result(60)
+        run.optimizer.step()
+    assert_equal(loaded(tmp_path, 2), expected)
+
+
 def test_where_the_device_has_no_room_the_snapshot_is_lazy_and_says_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -307,6 +322,16 @@ def test_what_no_optimizer_owns_is_copied_on_the_device_without_waiting_for_it(t
         run.twin.release()
         save.result(60)
     assert_equal(loaded(tmp_path, 1), expected)
+
+
+def test_what_no_optimizer_owns_is_copied_after_all_that_was_asked_of_the_device_before(tmp_path: Path) -> None:
+    run = Run(TwinAccelerator("early"))
+    mean = run.model.state_dict()["1.running_mean"]
+    with run.open(tmp_path, snapshot="lazy") as ckpt:
+        for step in range(3):  # later saves copy into the memory of the first
+            run.twin.compute(lambda: mean.add_(5))
+            ckpt.save(step, run.state).result(60)
+    assert [loaded(tmp_path, step)["1.running_mean"].unique().tolist() for step in range(3)] == [[5], [10], [15]]
 
 
 def test_a_warm_save_compiles_nothing_anew(tmp_path: Path) -> None:

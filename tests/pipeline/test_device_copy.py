@@ -12,11 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiockpt.errors import StorageTimeoutError, TornSnapshotError
+from aiockpt.adapters.native import StateWalker
+from aiockpt.errors import StorageTimeoutError
 from aiockpt.pipeline.device_copy import SMALL_BYTES
 from aiockpt.pipeline.snapshot import CopyProgram
+from aiockpt.planning.save import plan_save
 from aiockpt.runtime.accelerator import Mark
-from aiockpt.runtime.slabs import Slab, SlabPool
+from aiockpt.runtime.slabs import SlabPool
 from aiockpt.testing.twin_accelerator import TwinAccelerator
 from tests.pipeline.device_states import SLAB_BYTES, Writer, planned, read_back
 
@@ -114,20 +116,32 @@ def test_the_twin_tears_a_snapshot_that_does_not_follow_the_compute_stream() -> 
     assert Snapshot(twin, state).take(after=())["weight"].eq(0).any()
 
 
-def test_small_neighbours_travel_together_and_large_ones_alone() -> None:
+def moved_together(sizes: Mapping[str, int]) -> list[set[int]]:
+    """Return the sizes of the tensors that travel as one, for each such journey."""
     twin = TwinAccelerator("late")
-    state = placed(twin, **{f"small{number}": torch.randn(11) for number in range(50)}, large=torch.randn(20000))
-    walked, plan = planned(state)
-    program = CopyProgram(plan, walked.tensors, twin)
-    runs = [run for parts in program._devices._windows for part in parts for run in part.runs]
-    gathered = [run for run in runs if len(run.pieces) > 1]
-    assert sum(len(run.pieces) for run in gathered) >= 50
-    assert len(gathered) <= 2
-    assert all(piece.size < SMALL_BYTES for run in gathered for piece in run.pieces)
-    assert_equal(Snapshot(twin, state).take(), state)
+    state = placed(twin, **{name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes.items()})
+    walked = StateWalker().walk(state)
+    plan = plan_save(walked, slab_bytes=1 << 20, file_bytes=1 << 30)
+    parts = CopyProgram(plan, walked.tensors, twin)._devices.windows
+    runs = [run for of_window in parts for part in of_window for run in part.runs if len(run.pieces) > 1]
+    return [{piece.size for piece in run.pieces} for run in runs]
 
 
-def test_what_is_not_row_major_is_made_so_in_the_lane_and_let_go() -> None:
+def test_small_neighbours_travel_together_and_large_ones_alone() -> None:
+    assert moved_together({f"small{number}": 11 for number in range(50)} | {"large": 70_000}) == [{11}]
+    assert moved_together({f"large{number}": SMALL_BYTES for number in range(4)}) == []
+    assert moved_together({f"small{number}": SMALL_BYTES - 4096 for number in range(4)}) == [{SMALL_BYTES - 4096}]
+
+
+def test_what_travels_together_is_one_piece_of_work_and_exact() -> None:
+    twin = TwinAccelerator("late")
+    state = placed(twin, **{f"small{number}": torch.randn(number) for number in range(90)})
+    snapshot = Snapshot(twin, state)
+    assert_equal(snapshot.take(), state)
+    assert twin.work_count == sum(map(len, snapshot.program._devices.windows))
+
+
+def test_what_is_not_row_major_is_made_so_in_the_lane() -> None:
     twin = TwinAccelerator("early")
     whole = torch.randn(64, 96)
     twin.place([whole])
@@ -136,8 +150,15 @@ def test_what_is_not_row_major_is_made_so_in_the_lane_and_let_go() -> None:
     snapshot = Snapshot(twin, state)
     found = snapshot.take()
     assert_equal(found, {name: tensor.contiguous() for name, tensor in state.items()})
-    assert snapshot.program._devices._made == {}
     assert snapshot.program.serves(snapshot.walked.tensors)
+
+
+def test_of_what_is_made_row_major_the_device_holds_no_more_than_is_on_its_way() -> None:
+    twin = TwinAccelerator("early")
+    state = placed(twin, **{f"turned{number}": torch.randn(64, 100).t() for number in range(9)})
+    assert_equal(Snapshot(twin, state).take(), {name: tensor.contiguous() for name, tensor in state.items()})
+    assert twin.peak_scratch_bytes <= 2 * 64 * 100 * 4
+    assert twin.scratch_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -194,34 +215,6 @@ def test_a_snapshot_that_nobody_wants_any_more_leaves_no_slab_under_way() -> Non
     assert snapshot.marks == ()
 
 
-def test_after_an_error_a_slab_goes_back_when_its_copy_is_done_and_not_before() -> None:
-    twin = TwinAccelerator("late")
-    state = placed(twin, weight=torch.randn(3000))
-    snapshot = Snapshot(twin, state)
-    given: list[bool] = []
-    give = snapshot.pool.give
-    mark_of: dict[int, Any] = {}
-
-    def enqueue(number: int, slab: Slab, real: Any = snapshot.program._devices.enqueue) -> Any:
-        for device, mark in real(number, slab):
-            mark_of[slab.address] = mark
-            yield device, mark
-
-    def fail() -> None:
-        snapshot.pool.give = watched  # type: ignore[method-assign]
-        raise TornSnapshotError("torn", ["weight"])
-
-    def watched(slab: Slab) -> None:
-        given.append(mark_of[slab.address].reached)
-        give(slab)
-
-    snapshot.program._devices.enqueue = enqueue  # type: ignore[method-assign]
-    with pytest.raises(TornSnapshotError):
-        snapshot.take(check=fail)
-    assert given == [True] * 3
-    assert snapshot.pool.statistics().used_slabs == 0
-
-
 def test_a_slab_that_the_device_never_fills_is_never_used_again() -> None:
     twin = TwinAccelerator("late")
     state = placed(twin, weight=torch.randn(3000))
@@ -229,7 +222,7 @@ def test_a_slab_that_the_device_never_fills_is_never_used_again() -> None:
     twin.hold()
     with pytest.raises(StorageTimeoutError, match="device"):
         snapshot.take(timeout_s=0.05)
-    assert snapshot.pool.statistics().used_slabs == sum(map(bool, snapshot.program._devices._windows)) == 3
+    assert snapshot.pool.statistics().used_slabs == sum(map(bool, snapshot.program._devices.windows)) == 3
     twin.release()
     slab = snapshot.pool.take(1)
     slab.memory[:] = b"\x00" * len(slab.memory)
