@@ -72,7 +72,7 @@ class Ticket:
         self.future = SaveFuture(step)
         self.copied: Stage[None] = Stage(f"copy of step {step}")
         self.enqueued: Stage[Sequence[Mark]] = Stage(f"copies of step {step}, enqueued")
-        self.copied._inner.add_done_callback(lambda _: self.enqueued._resolve(()))
+        self.future._snapshotted._inner.add_done_callback(lambda _: self.enqueued._resolve(()))
         self.future._inner.add_done_callback(lambda _: self.copied._resolve(None))
         self.metrics = dict(metrics)
         self.user = user
@@ -125,8 +125,8 @@ class Ticket:
             self.state = msgspec.structs.replace(self.state, tensors=())  # not ours to keep alive any longer
             self._witness = None
         if self._stopped_by is None:
-            self.future._snapshotted._resolve(None)
             self.copied._resolve(None)
+            self.future._snapshotted._resolve(None)
             self._engine.loop.call_soon(self._engine.emit, self._taken(copied_from_ns))
 
     def let_go(self) -> None:
