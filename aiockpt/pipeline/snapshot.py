@@ -19,6 +19,7 @@ Guarantees:
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Sequence
 from operator import eq, is_
 
@@ -29,8 +30,13 @@ from aiockpt.format.names import list_names
 from aiockpt.pipeline.device_copy import DeviceCopies, is_row_major
 from aiockpt.pipeline.flights import Deliver, Flights
 from aiockpt.planning.save import HEADER, Copy, FilePlan, SavePlan, Window
+<<<<<<< HEAD
 from aiockpt.runtime.accelerator import Accelerator, Mark
 from aiockpt.runtime.slabs import SlabPool
+=======
+from aiockpt.runtime.rhythm import Leisure
+from aiockpt.runtime.slabs import Slab, SlabPool
+>>>>>>> main
 from aiockpt.state.shards import TensorShard
 
 YIELD_FIRST, YIELD_EVERY = 8, 8
@@ -85,6 +91,7 @@ class CopyProgram:
         wanted: Callable[[], bool],
         timeout_s: float,
         beside: bool = False,
+        leisure: Leisure | None = None,
         check: Callable[[], object] = lambda: None,
         after: Sequence[tuple[torch.device, Mark]] = (),
         enqueued: Callable[[Sequence[Mark]], object] = lambda _: None,
@@ -96,6 +103,7 @@ class CopyProgram:
 
         Args:
             beside: whether the program runs on meanwhile, and needs the GIL.
+            leisure: how many slabs it fills at once, and for how long; None fills as many as it gets.
             check: called when all is copied, before the last window is delivered; raises when the copy is worth nothing.
             after: how far the compute stream of each device was at the call: copies there begin behind that.
             enqueued: called once nothing is left but what devices will do by themselves, with the marks behind it; not
@@ -105,6 +113,7 @@ class CopyProgram:
             StorageTimeoutError: no slab came free within *timeout_s* seconds, or a device did not answer.
             TornSnapshotError: a tensor was moved or resized meanwhile.
         """
+<<<<<<< HEAD
         copy = _copy_beside if beside else _copy_fast
         on_devices = self._devices.begin(after)
         last_marks: dict[torch.device, Mark] = {}
@@ -118,6 +127,22 @@ class CopyProgram:
                     last_marks[device] = mark
                 copy(flight.slab.address, moves, number)
                 if number == len(self._windows) - 1:
+=======
+        left_bytes = sum(window.size for window, _ in self._windows)
+        for number, (window, moves) in enumerate(self._windows):
+            if leisure is not None:
+                leisure.wait(left_bytes, timeout_s)
+            if not wanted():
+                return
+            slab = pool.take(timeout_s)
+            try:
+                began_ns = time.perf_counter_ns()
+                (_copy_beside if beside else _copy_fast)(slab.address, moves, number)
+                left_bytes -= window.size
+                if leisure is not None:
+                    leisure.copied(window.size, (time.perf_counter_ns() - began_ns) / 1e9)
+                if not left_bytes:
+>>>>>>> main
                     self._check_places()
                     check()
                 flights.hand_on()

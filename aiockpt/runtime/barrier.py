@@ -60,9 +60,11 @@ class MutationBarrier:
         self._pid = os.getpid()
         self._lock = Lock()
         self._copying: dict[Stage[None], Guarded] = {}
+        self._unstepped: tuple[Callable[[], object], ...] = ()
         self._mutating = 0
         _register(self)
 
+<<<<<<< HEAD
     def guard(self, save: SaveFuture, give_up: GiveUp, enqueued: Stage[Sequence[Mark]]) -> None:
         """Hold optimizers from now until *save* is snapshotted; *give_up* fails it when its copy is stuck.
 
@@ -70,6 +72,18 @@ class MutationBarrier:
             enqueued: from when on it is enough that the compute streams wait for its marks; settled with the snapshot at
                 the latest.
         """
+=======
+    def guard(self, save: SaveFuture, give_up: GiveUp, on_step: Callable[[], object] | None = None) -> None:
+        """Hold optimizers from now until *save* is snapshotted.
+
+        Args:
+            give_up: fails the save when its copy is stuck.
+            on_step: told when the state is about to change for the first time from now on, copied or not.
+        """
+        if on_step is not None:
+            with self._lock:
+                self._unstepped += (on_step,)
+>>>>>>> main
         snapshotted = save.snapshotted()
         self._copying[snapshotted] = Guarded(save, give_up, enqueued)
         snapshotted._inner.add_done_callback(lambda _: self._copying.pop(snapshotted, None))
@@ -88,8 +102,9 @@ class MutationBarrier:
 
     def wait(self) -> None:
         """Block until no snapshot is being copied."""
-        if not self._copying or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return
+        self._tell_step()
         for snapshotted, guarded in list(self._copying.items()):
             began_s = time.perf_counter()
             snapshotted._wait_anyway(self._timeout_s)
@@ -97,11 +112,13 @@ class MutationBarrier:
 
     async def wait_async(self) -> None:
         """The same, for event loops."""
+        self._tell_step()
         for snapshotted, guarded in list(self._copying.items()):
             began_s = time.perf_counter()
             await snapshotted._settled_within(self._timeout_s)
             self._waited(guarded, snapshotted, time.perf_counter() - began_s)
 
+<<<<<<< HEAD
     def order_step(self) -> None:
         """Let no optimizer step that the calling thread begins now overtake a copy; block only for what is not enqueued."""
         if not self._copying or os.getpid() != self._pid:
@@ -116,6 +133,17 @@ class MutationBarrier:
 
     def _waited(self, guarded: Guarded, awaited: Stage[Any], seconds: float) -> None:
         if not awaited.done():
+=======
+    def _tell_step(self) -> None:
+        if self._unstepped:
+            with self._lock:
+                told, self._unstepped = self._unstepped, ()
+            for on_step in told:
+                on_step()
+
+    def _waited(self, guarded: Guarded, snapshotted: Stage[None], seconds: float) -> None:
+        if not snapshotted.done():
+>>>>>>> main
             guarded.give_up(
                 StorageTimeoutError(f"the snapshot was not copied within {self._timeout_s:g} s; it is given up")
             )
