@@ -131,17 +131,13 @@ class Launcher:
         if elsewhere:
             self._last_copy = ticket.copied
             self._saves.append(ticket.future)
-<<<<<<< HEAD
+            leisure = self._leisure() if snapshot == "lazy" else None
             if snapshot == "device":
                 ticket.future._snapshotted._resolve(None)
             else:
-                self._barrier.guard(ticket.future, ticket.stop, ticket.enqueued)
-            ticket.let_go()
-=======
-            leisure = self._leisure() if snapshot == "lazy" else None
-            self._barrier.guard(ticket.future, ticket.stop, None if leisure is None else leisure.stepped)
+                on_step = None if leisure is None else leisure.stepped
+                self._barrier.guard(ticket.future, ticket.stop, ticket.enqueued, on_step)
             ticket.let_go(leisure)
->>>>>>> main
             if before:
                 self._engine.loop.submit(self._copy_later, before, ticket)
             else:
@@ -191,7 +187,7 @@ class Launcher:
         A first copy into untouched memory is so slow that writers give slabs back before new ones are made: it ends with
         a handful, and without this every later save would pay for some more (measured: 5 × a plain copy, not 1.2 ×).
         """
-        await ticket.future.snapshotted()._settled()
+        await ticket.copied._settled()
         if ticket.took_whole:
             await run_blocking(self._engine.state_work, self._engine.pool.warm_up, ticket.plan.window_count)
 

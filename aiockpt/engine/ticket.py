@@ -16,13 +16,9 @@ from aiockpt.options import Snapshot
 from aiockpt.pipeline.upload import Handover
 from aiockpt.pipeline.witness import Witness
 from aiockpt.planning.save import SavePlan, Window
-<<<<<<< HEAD
 from aiockpt.runtime.accelerator import Mark
 from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
-=======
-from aiockpt.runtime.future import SaveFuture, SaveResult
 from aiockpt.runtime.rhythm import Leisure
->>>>>>> main
 from aiockpt.runtime.slabs import Slab
 from aiockpt.state.shards import ShardedState
 
@@ -111,18 +107,7 @@ class Ticket:
         """
         copied_from_ns = self._engine.now_ns()
         try:
-            program = self._engine.copy_program(self.plan, self.state.tensors, keep=self.snapshot != "device")
-            program.run(
-                self._engine.pool,
-                self._hand_over,
-                wanted=lambda: self._stopped_by is None,
-                timeout_s=self._engine.options.deadlines.slab_s,
-                beside=self._pause_s is not None,
-                leisure=self._leisure,
-                check=lambda: None if self._witness is None else self._witness.check(),
-                after=self._after,
-                enqueued=self.enqueued._resolve,
-            )
+            self._run_program()
         except BaseException as error:
             self.stop(error)
             if not isinstance(error, Exception):
@@ -136,12 +121,32 @@ class Ticket:
             self.future._snapshotted._resolve(None)
             self._engine.loop.call_soon(self._engine.emit, self._taken(copied_from_ns))
 
+    def _run_program(self) -> None:
+        passing = self.snapshot == "device"
+        program = self._engine.copy_program(self.plan, self.state.tensors, keep=not passing)
+        try:
+            program.run(
+                self._engine.pool,
+                self._hand_over,
+                wanted=lambda: self._stopped_by is None,
+                timeout_s=self._engine.options.deadlines.slab_s,
+                beside=self._pause_s is not None,
+                leisure=self._leisure,
+                check=lambda: None if self._witness is None else self._witness.check(),
+                after=self._after,
+                enqueued=self.enqueued._resolve,
+            )
+        finally:
+            if passing:
+                program.forget()
+
     def let_go(self, leisure: Leisure | None) -> None:
         """Note that the call returns now, before the copy: whoever copies does it beside the program, at *leisure*."""
         self._pause_s = self._engine.since_s(self.begun_ns)
         self._leisure = leisure
         if leisure is not None:
-            self.future._snapshotted._on_wait = leisure.end
+            for stage in (self.future._snapshotted, self.copied, self.enqueued):
+                stage._on_wait = leisure.end
 
     @property
     def took_whole(self) -> bool:

@@ -62,7 +62,7 @@ class DeviceCopies:
         tensors: Sequence[torch.Tensor],
         devices: Sequence[torch.device | None],
     ) -> None:
-        self.tensors = tensors
+        self.tensors: Sequence[torch.Tensor] = tensors
         self.lanes = {device: accelerator.lane(device) for device in dict.fromkeys(devices) if device is not None}
         flat = {
             number: _bytes(tensor)
@@ -81,6 +81,10 @@ class DeviceCopies:
             if device in self.lanes:
                 self.lanes[device].follow(mark)
         return DeviceRun(self)
+
+    def forget(self) -> None:
+        """Let go of the tensors."""
+        self.tensors, self.windows = (), []
 
 
 class DeviceRun:

@@ -71,12 +71,14 @@ class Flights:
         while self._under_way and self._under_way[0].done():
             self._deliver_first()
 
+    def fill(self, flight: Flight, *, anyway: bool) -> bool:
+        """Return whether *flight* is full; wait for that when *anyway*."""
+        if anyway and not all(map(self._wait, flight.marks)):
+            raise StorageTimeoutError("a device did not fill a slab in time; the snapshot is given up")
+        return flight.done()
+
     def _land_first(self) -> None:
-        for mark in self._under_way[0].marks:
-            if not self._wait(mark):
-                raise StorageTimeoutError(
-                    "a device did not copy a window to the host in time; the snapshot is given up"
-                )
+        self.fill(self._under_way[0], anyway=True)
         self._deliver_first()
 
     def _deliver_first(self) -> None:

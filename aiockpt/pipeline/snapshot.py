@@ -30,13 +30,9 @@ from aiockpt.format.names import list_names
 from aiockpt.pipeline.device_copy import DeviceCopies, is_row_major
 from aiockpt.pipeline.flights import Deliver, Flights
 from aiockpt.planning.save import HEADER, Copy, FilePlan, SavePlan, Window
-<<<<<<< HEAD
 from aiockpt.runtime.accelerator import Accelerator, Mark
-from aiockpt.runtime.slabs import SlabPool
-=======
 from aiockpt.runtime.rhythm import Leisure
-from aiockpt.runtime.slabs import Slab, SlabPool
->>>>>>> main
+from aiockpt.runtime.slabs import SlabPool
 from aiockpt.state.shards import TensorShard
 
 YIELD_FIRST, YIELD_EVERY = 8, 8
@@ -64,7 +60,7 @@ class CopyProgram:
     """
 
     def __init__(self, plan: SavePlan, shards: Sequence[TensorShard], accelerator: Accelerator) -> None:
-        self._shards = shards
+        self._shards: Sequence[TensorShard] = shards
         devices = [accelerator.device_of(shard.data) for shard in shards]
         self._dense = [
             _dense(shard.data) if device is None else shard.data for shard, device in zip(shards, devices, strict=True)
@@ -113,41 +109,36 @@ class CopyProgram:
             StorageTimeoutError: no slab came free within *timeout_s* seconds, or a device did not answer.
             TornSnapshotError: a tensor was moved or resized meanwhile.
         """
-<<<<<<< HEAD
         copy = _copy_beside if beside else _copy_fast
         on_devices = self._devices.begin(after)
         last_marks: dict[torch.device, Mark] = {}
+        left_bytes = sum(window.size for window, _ in self._windows)
         with Flights(pool, deliver, timeout_s) as flights:
             for number, (window, moves) in enumerate(self._windows):
+                if leisure is not None:
+                    leisure.wait(left_bytes, timeout_s)
                 if not wanted():
                     return
                 flight = flights.begin(window)
+                began_ns = time.perf_counter_ns()
                 for device, mark in on_devices.enqueue(number, flight.slab):
                     flight.marks.append(mark)
                     last_marks[device] = mark
                 copy(flight.slab.address, moves, number)
-                if number == len(self._windows) - 1:
-=======
-        left_bytes = sum(window.size for window, _ in self._windows)
-        for number, (window, moves) in enumerate(self._windows):
-            if leisure is not None:
-                leisure.wait(left_bytes, timeout_s)
-            if not wanted():
-                return
-            slab = pool.take(timeout_s)
-            try:
-                began_ns = time.perf_counter_ns()
-                (_copy_beside if beside else _copy_fast)(slab.address, moves, number)
                 left_bytes -= window.size
-                if leisure is not None:
+                if leisure is not None and flights.fill(flight, anyway=not leisure.whole):
                     leisure.copied(window.size, (time.perf_counter_ns() - began_ns) / 1e9)
                 if not left_bytes:
->>>>>>> main
                     self._check_places()
                     check()
                 flights.hand_on()
             if last_marks:
                 enqueued(list(last_marks.values()))
+
+    def forget(self) -> None:
+        """Let go of the tensors, whoever still holds this program: the traceback of a copy that failed does."""
+        self._shards, self._dense, self._storages, self._windows = (), [], [], []
+        self._devices.forget()
 
     def _check_places(self) -> None:
         if all(map(eq, map(_place, self._dense), self._places)):

@@ -64,26 +64,24 @@ class MutationBarrier:
         self._mutating = 0
         _register(self)
 
-<<<<<<< HEAD
-    def guard(self, save: SaveFuture, give_up: GiveUp, enqueued: Stage[Sequence[Mark]]) -> None:
-        """Hold optimizers from now until *save* is snapshotted; *give_up* fails it when its copy is stuck.
-
-        Args:
-            enqueued: from when on it is enough that the compute streams wait for its marks; settled with the snapshot at
-                the latest.
-        """
-=======
-    def guard(self, save: SaveFuture, give_up: GiveUp, on_step: Callable[[], object] | None = None) -> None:
+    def guard(
+        self,
+        save: SaveFuture,
+        give_up: GiveUp,
+        enqueued: Stage[Sequence[Mark]],
+        on_step: Callable[[], object] | None = None,
+    ) -> None:
         """Hold optimizers from now until *save* is snapshotted.
 
         Args:
             give_up: fails the save when its copy is stuck.
+            enqueued: from when on it is enough that the compute streams wait for its marks; settled with the snapshot at
+                the latest.
             on_step: told when the state is about to change for the first time from now on, copied or not.
         """
         if on_step is not None:
             with self._lock:
                 self._unstepped += (on_step,)
->>>>>>> main
         snapshotted = save.snapshotted()
         self._copying[snapshotted] = Guarded(save, give_up, enqueued)
         snapshotted._inner.add_done_callback(lambda _: self._copying.pop(snapshotted, None))
@@ -118,11 +116,11 @@ class MutationBarrier:
             await snapshotted._settled_within(self._timeout_s)
             self._waited(guarded, snapshotted, time.perf_counter() - began_s)
 
-<<<<<<< HEAD
     def order_step(self) -> None:
         """Let no optimizer step that the calling thread begins now overtake a copy; block only for what is not enqueued."""
-        if not self._copying or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return
+        self._tell_step()
         for guarded in list(self._copying.values()):
             began_s = time.perf_counter()
             guarded.enqueued._wait_anyway(self._timeout_s)
@@ -131,9 +129,6 @@ class MutationBarrier:
                 for mark in guarded.enqueued.result():
                     mark.order_before_compute()
 
-    def _waited(self, guarded: Guarded, awaited: Stage[Any], seconds: float) -> None:
-        if not awaited.done():
-=======
     def _tell_step(self) -> None:
         if self._unstepped:
             with self._lock:
@@ -141,9 +136,8 @@ class MutationBarrier:
             for on_step in told:
                 on_step()
 
-    def _waited(self, guarded: Guarded, snapshotted: Stage[None], seconds: float) -> None:
-        if not snapshotted.done():
->>>>>>> main
+    def _waited(self, guarded: Guarded, awaited: Stage[Any], seconds: float) -> None:
+        if not awaited.done():
             guarded.give_up(
                 StorageTimeoutError(f"the snapshot was not copied within {self._timeout_s:g} s; it is given up")
             )

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import aiockpt
-from aiockpt.errors import SaveCancelledError
+from aiockpt.errors import SaveCancelledError, StorageTimeoutError
 from aiockpt.events import BarrierWaited, Event, SnapshotTaken
 from aiockpt.options import Snapshot
 from aiockpt.runtime.world import World
@@ -208,6 +208,19 @@ def test_the_copy_on_the_device_is_freed_after_a_failure_too(tmp_path: Path) -> 
         save.cancel()
         run.twin.release()
         assert isinstance(save.exception(60), SaveCancelledError)
+    gc.collect()
+    assert [clone for clone in run.twin.clones if clone() is not None] == []
+
+
+def test_an_error_that_somebody_keeps_holds_no_copy_on_the_device(tmp_path: Path) -> None:
+    run = Run(TwinAccelerator("late"))
+    deadlines = aiockpt.Deadlines(slab_s=0.1)
+    with run.open(tmp_path, snapshot="device", on_error="warn", deadlines=deadlines) as ckpt:
+        run.twin.hold()
+        error = ckpt.save(1, run.state).exception(60)
+        assert isinstance(error, StorageTimeoutError)
+        run.twin.release()
+        run.twin.finish()
     gc.collect()
     assert [clone for clone in run.twin.clones if clone() is not None] == []
 
