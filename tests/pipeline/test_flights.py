@@ -90,14 +90,21 @@ def test_after_an_error_slabs_go_back_when_the_device_is_done_with_them_and_nobo
     assert scene.pool.statistics().used_slabs == 0
 
 
-def test_slabs_that_a_device_never_fills_are_lost_and_waited_for_once() -> None:
-    scene = Scene(timeout_s=0.05)
+def test_slabs_that_a_device_never_fills_are_lost_and_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene, waits, wait = Scene(timeout_s=0.05), list[float](), TwinMark.wait
+
+    def noted(mark: TwinMark, timeout_s: float) -> bool:
+        waits.append(timeout_s)
+        return wait(mark, timeout_s)
+
+    monkeypatch.setattr(TwinMark, "wait", noted)
     scene.twin.hold()
     with pytest.raises(StorageTimeoutError, match="device"):
         scene.fly(4)
     assert scene.pool.given == scene.delivered == []
     assert scene.pool.statistics().used_slabs == 4
     assert scene.pool.is_full
+    assert sorted(waits) == [0, 0, 0, 0, 0.05]
 
 
 def test_slabs_of_a_broken_device_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
