@@ -28,6 +28,7 @@ from aiockpt.format.values import unite
 
 _AGREED = ("id", "step", "attempt", "generation", "sequence", "run", "parent", "world_size")
 _SHOWN = 5
+_FACTS = attrgetter("dtype", "shape")
 _MEMO_PIECES = 100_000
 """Pieces of votes that may be kept in memory for the next ones to be compared with."""
 _merged: Memo[list[tuple[int, int, dict[str, TensorEntry]]], dict[str, TensorEntry]] = Memo()
@@ -161,8 +162,11 @@ def _describe(votes: Sequence[Receipt]) -> dict[str, TensorEntry]:
     Raises:
         CommitError: ranks describe a tensor differently.
     """
-    entries: dict[str, TensorEntry] = {}
-    for vote in votes:
+    entries: dict[str, TensorEntry] = dict(votes[0].tensors)
+    names, facts = list(entries), list(map(_FACTS, entries.values()))
+    for vote in votes[1:]:
+        if list(vote.tensors) == names and list(map(_FACTS, vote.tensors.values())) == facts:
+            continue  # most ranks of most jobs have a part of every tensor
         for name, entry in vote.tensors.items():
             first = entries.setdefault(name, entry)
             if first.dtype != entry.dtype or first.shape != entry.shape:
