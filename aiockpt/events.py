@@ -31,17 +31,20 @@ class SnapshotTaken(Event, frozen=True, tag=True):
 
     Attributes:
         bytes: of tensors.
-        snapshot: how it was taken, "eager" or "lazy".
+        snapshot: how it was taken: "eager", "lazy" or "device".
+        reason: why it was not taken as it was asked for; empty when it was.
         pause_s: how long the call held its caller.
         copy_s: how long the copy took, on whatever thread.
-        copied_at_call_bytes: of a lazy snapshot, copied in the call because other things than optimizers change it.
+        copied_at_call_bytes: of a lazy snapshot, copied in the call because other things than optimizers change it; of one
+            on the device, all of it.
     """
 
     bytes: int
     pause_s: float
     copy_s: float
-    snapshot: Literal["eager", "lazy"] = "eager"
+    snapshot: Literal["eager", "lazy", "device"] = "eager"
     copied_at_call_bytes: int = 0
+    reason: str = ""
 
 
 class BarrierWaited(Event, frozen=True, tag=True):

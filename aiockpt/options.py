@@ -28,8 +28,9 @@ OnExists = Literal["new_generation", "skip", "raise"]
 Verify = Literal["read", "full", "none"]
 """Check the blocks that are read (default), every block of the checkpoint first, or nothing (benchmarks only)."""
 
-Snapshot = Literal["eager", "lazy"]
-"""When tensors are copied: before ``save`` returns (default), or beside what follows, until an optimizer steps."""
+Snapshot = Literal["eager", "lazy", "device"]
+"""When tensors are copied: before ``save`` returns (default), or beside what follows, until an optimizer steps; or, where
+they are on a device with room for a second copy, at once but there, and to the host beside what follows."""
 
 Debug = Literal["digest"]
 """Compare digests of the state at the call with those at the end of the copy: a change meanwhile fails the save."""

@@ -3,7 +3,8 @@
 While a snapshot is copied beside the running program the barrier holds the optimizers, and nothing else. Forward itself
 changes buffers (BatchNorm statistics, FP8 amax, router bias) and teachers (momentum encoders), an EMA is updated by hand,
 and bare tensors are the user's. So only what an optimizer owns is trusted to be still; the rest is copied at the call
-(DECISIONS 15), each time into the same memory.
+(DECISIONS 15), each time into the same memory. What is on a device is copied there, in the order of its compute stream:
+the call does not wait for it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from aiockpt.adapters.kinds import kind_of
 from aiockpt.adapters.tensors import local_tensors
 from aiockpt.errors import UsageError
 from aiockpt.format.names import split_name
+from aiockpt.runtime.accelerator import Accelerator
+from aiockpt.runtime.cuda import Cuda
 from aiockpt.state.shards import ShardedState, TensorShard
 from aiockpt.state.tree import Path
 
@@ -35,9 +38,13 @@ class Stillness:
         mutable: names, or what they begin with, of tensors that are copied at the call whatever owns them.
         immutable: the same of tensors that change only behind the barrier although no optimizer owns them, such as the
             frozen weights under an adapter. The longer name wins.
+        accelerator: copies what is on a device; None takes CUDA's.
     """
 
-    def __init__(self, mutable: Sequence[str] = (), immutable: Sequence[str] = ()) -> None:
+    def __init__(
+        self, mutable: Sequence[str] = (), immutable: Sequence[str] = (), accelerator: Accelerator | None = None
+    ) -> None:
+        self._accelerator = accelerator or Cuda()
         self._rules = {_path(name): False for name in immutable} | {_path(name): True for name in mutable}
         self._seen: tuple[tuple[TensorShard, ...], bool] = ((), False)
         self._moving: list[int] = []
@@ -54,14 +61,13 @@ class Stillness:
             self._moving = self._find_moving(walked.tensors, state, trusting)
             self._seen, self._held = (walked.tensors, trusting), ()
         if self._held and reuse:
-            with torch.no_grad():
-                for index in self._moving:
-                    self._held[index].data.copy_(walked.tensors[index].data)
+            for index in self._moving:
+                self._accelerator.clone(walked.tensors[index].data, self._held[index].data)
         elif self._moving:
             held = list(walked.tensors)
             for index in self._moving:
                 shard = held[index]
-                held[index] = msgspec.structs.replace(shard, data=shard.data.detach().clone())
+                held[index] = msgspec.structs.replace(shard, data=self._accelerator.clone(shard.data))
             self._held = tuple(held)
         return msgspec.structs.replace(walked, tensors=self._held) if self._moving else walked
 

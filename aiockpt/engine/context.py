@@ -21,6 +21,8 @@ from aiockpt.pipeline.discover import StepEntry
 from aiockpt.pipeline.snapshot import CopyProgram
 from aiockpt.pipeline.upload import Uploader
 from aiockpt.planning.save import PAGE_BYTES, SavePlan, plan_save
+from aiockpt.runtime.accelerator import Accelerator
+from aiockpt.runtime.cuda import Cuda
 from aiockpt.runtime.future import SaveFuture
 from aiockpt.runtime.limits import Limiter, Pace
 from aiockpt.runtime.loop import LoopThread
@@ -45,6 +47,7 @@ class Engine:
         tiers: the engines of all tiers, the nearest first; in most checkpointers just this one.
         sharing: how ranks share a state out; None for a process that saves alone.
         busy_attempts: nonces of attempts under way here; garbage collection leaves them alone.
+        accelerator: the devices that tensors may be on.
         failed: failed saves, oldest first, until the checkpointer has told its caller.
     """
 
@@ -66,6 +69,7 @@ class Engine:
         if nearer is None:
             self.sharing = make_sharing(ranks, backend.url, options.deadlines.ranks_s, self.token(16))
             self.pool = SlabPool(options.io.slab_bytes, options.io.pool_bytes)
+            self.accelerator: Accelerator = world.accelerator or Cuda()
             self.lineage = Lineage(ranks, lambda: self.token(6))
             self.busy_attempts: set[str] = set()
             self.failed: deque[SaveFuture] = deque()
@@ -74,6 +78,7 @@ class Engine:
         else:
             self.tiers = nearer.tiers
             self.sharing, self.pool, self.lineage = nearer.sharing, nearer.pool, nearer.lineage
+            self.accelerator = nearer.accelerator
             self.busy_attempts, self.failed, self._observers = nearer.busy_attempts, nearer.failed, nearer._observers
         self.tiers.append(self)
         self.lineage.places.append(backend)
@@ -137,13 +142,18 @@ class Engine:
         self._plan = (state.structure, plan)
         return plan
 
-    def copy_program(self, plan: SavePlan, shards: Sequence[TensorShard]) -> CopyProgram:
-        """Return the copies of *plan*: the cached ones while the tensors are where they were. Any thread."""
+    def copy_program(self, plan: SavePlan, shards: Sequence[TensorShard], *, keep: bool = True) -> CopyProgram:
+        """Return the copies of *plan*: the cached ones while the tensors are where they were. Any thread.
+
+        Args:
+            keep: whether the tensors will be there for the next save.
+        """
         cached = self._program
         if cached is not None and cached[0] is plan and cached[1].serves(shards):
             return cached[1]
-        program = CopyProgram(plan, shards)
-        self._program = (plan, program) if program.serves(shards) else None
+        program = CopyProgram(plan, shards, self.accelerator)
+        if keep:
+            self._program = (plan, program) if program.serves(shards) else None
         return program
 
     def release_memory(self) -> None:

@@ -12,7 +12,7 @@ Guarantees:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -20,6 +20,7 @@ import torch
 
 from aiockpt.adapters.mutable import Stillness
 from aiockpt.adapters.native import StateWalker
+from aiockpt.engine.device_snapshot import Devices, Taken
 from aiockpt.engine.sharing import Turn
 from aiockpt.engine.ticket import Ticket
 from aiockpt.engine.tiers import Tiers
@@ -47,7 +48,8 @@ class Launcher:
         self._engine = engine = tiers.engines[0]
         self._barrier = barrier
         self._walker = StateWalker(rank=engine.ranks.rank)
-        self._stillness = Stillness(engine.options.mutable, engine.options.immutable)
+        self._stillness = Stillness(engine.options.mutable, engine.options.immutable, engine.accelerator)
+        self._devices = Devices(engine.accelerator)
         self._saves: list[SaveFuture] = []
         self._copying = Limiter("snapshot", 1)
         self._last_copy: Stage[None] | None = None
@@ -101,9 +103,13 @@ class Launcher:
         walked = self._walker.walk(state)
         before = [stage for stage in (self._must_end_first(), self._must_be_copied_first()) if stage is not None]
         waits = bool(before) or turn is not None
-        elsewhere = snapshot == "lazy" or (runs_event_loop() and (waits or _tensor_bytes(walked) > INLINE_COPY_BYTES))
-        still = walked
-        if elsewhere:
+        devices = self._devices.find(walked.tensors)
+        taken = Taken(walked, snapshot)
+        if snapshot == "device":
+            taken = self._devices.clone(walked, busy=self._must_be_copied_first() is not None)
+        still, snapshot = taken.state, taken.snapshot
+        elsewhere = snapshot != "eager" or (runs_event_loop() and (waits or _tensor_bytes(walked) > INLINE_COPY_BYTES))
+        if elsewhere and snapshot != "device":
             still = self._stillness.hold(
                 walked, state, trusting=snapshot == "eager", reuse=self._must_be_copied_first() is None
             )
@@ -117,13 +123,20 @@ class Launcher:
             begun_ns=begun_ns,
             snapshot=snapshot,
             copied_at_call_bytes=_copied_bytes(walked, still),
+            after=[(device, self._engine.accelerator.now(device)) for device in devices],
+            reason=taken.reason,
         )
+        self._pin(devices)
         self._tiers.prepare(ticket.future)
         if elsewhere:
-            self._last_copy = ticket.future.snapshotted()
+            self._last_copy = ticket.copied
             self._saves.append(ticket.future)
             leisure = self._leisure() if snapshot == "lazy" else None
-            self._barrier.guard(ticket.future, ticket.stop, None if leisure is None else leisure.stepped)
+            if snapshot == "device":
+                ticket.future._snapshotted._resolve(None)
+            else:
+                on_step = None if leisure is None else leisure.stepped
+                self._barrier.guard(ticket.future, ticket.stop, ticket.enqueued, on_step)
             ticket.let_go(leisure)
             if before:
                 self._engine.loop.submit(self._copy_later, before, ticket)
@@ -134,6 +147,10 @@ class Launcher:
                 stage._wait_anyway(self._engine.options.deadlines.close_s)
             self._copy(ticket)
         return ticket.future
+
+    def _pin(self, devices: Collection[torch.device]) -> None:
+        for device in devices:
+            self._engine.pool.pin_with(self._engine.accelerator.lane(device))
 
     async def _copy_later(self, before: Sequence[Stage[Any]], ticket: Ticket) -> None:
         """Wait for what must come first: here, for workers that wait would be missed by those that write."""
@@ -170,7 +187,7 @@ class Launcher:
         A first copy into untouched memory is so slow that writers give slabs back before new ones are made: it ends with
         a handful, and without this every later save would pay for some more (measured: 5 × a plain copy, not 1.2 ×).
         """
-        await ticket.future.snapshotted()._settled()
+        await ticket.copied._settled()
         if ticket.took_whole:
             await run_blocking(self._engine.state_work, self._engine.pool.warm_up, ticket.plan.window_count)
 
@@ -221,12 +238,14 @@ class Launcher:
             raise
         self._engine.leave(turn)
         plan, pool = self._engine.plan(share), self._engine.pool
+        self._pin(self._devices.find(share.tensors))
         pool.fit(plan.window_count, available_bytes)
         pool.warm_up(plan.window_count)
 
     def forget(self) -> None:
         """Let go of the last state."""
         self._walker.forget()
+        self._devices.forget()
         self._stillness.forget()
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import anyio
 import msgspec
+import torch
 
 from aiockpt.engine.context import Engine
 from aiockpt.engine.sharing import Turn
@@ -15,7 +16,8 @@ from aiockpt.options import Snapshot
 from aiockpt.pipeline.upload import Handover
 from aiockpt.pipeline.witness import Witness
 from aiockpt.planning.save import SavePlan, Window
-from aiockpt.runtime.future import SaveFuture, SaveResult
+from aiockpt.runtime.accelerator import Mark
+from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
 from aiockpt.runtime.rhythm import Leisure
 from aiockpt.runtime.slabs import Slab
 from aiockpt.state.shards import ShardedState
@@ -29,7 +31,10 @@ class Ticket:
         turn: which save it is among those of all ranks; None for a process that saves alone.
         state: the tensors until they are copied, and the encoded values; after `prepare` what this rank writes of them.
         plan: what goes where; set by `prepare`.
-        snapshot: how it is copied: in the call, or lazily.
+        snapshot: how it is copied: in the call, lazily, or from a copy on the devices.
+        enqueued: when nothing is left to copy but what devices do by themselves: the marks behind that.
+        copied: when the slabs have all of it, or it has failed; for one that is copied from a copy, later than its
+            future's *snapshotted*.
         agreed: whether `prepare` had to plan with other ranks.
         voting: whether this rank's receipt may be in storage: from there on others may commit.
         slabs: the way of full slabs to the writers, by data file; set by `prepare`.
@@ -50,10 +55,14 @@ class Ticket:
         begun_ns: int | None = None,
         snapshot: Snapshot = "eager",
         copied_at_call_bytes: int = 0,
+        after: Sequence[tuple[torch.device, Mark]] = (),
+        reason: str = "",
     ) -> None:
         self.begun_ns = engine.now_ns() if begun_ns is None else begun_ns
         self.snapshot: Snapshot = snapshot
         self._copied_at_call_bytes = copied_at_call_bytes
+        self._after = after
+        self._reason = reason
         self._witness = Witness(state.tensors) if engine.options.debug == "digest" else None
         self._pause_s: float | None = None
         self._leisure: Leisure | None = None
@@ -63,6 +72,10 @@ class Ticket:
         self.agreed = False
         self.voting = False
         self.future = SaveFuture(step)
+        self.copied: Stage[None] = Stage(f"copy of step {step}")
+        self.enqueued: Stage[Sequence[Mark]] = Stage(f"copies of step {step}, enqueued")
+        self.future._snapshotted._inner.add_done_callback(lambda _: self.enqueued._resolve(()))
+        self.future._inner.add_done_callback(lambda _: self.copied._resolve(None))
         self.metrics = dict(metrics)
         self.user = user
         self.slabs = []
@@ -94,7 +107,25 @@ class Ticket:
         """
         copied_from_ns = self._engine.now_ns()
         try:
-            self._engine.copy_program(self.plan, self.state.tensors).run(
+            self._run_program()
+        except BaseException as error:
+            self.stop(error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        finally:
+            self.state = msgspec.structs.replace(self.state, tensors=())  # not ours to keep alive any longer
+            self._witness = None
+        if self._stopped_by is None:
+            self.copied._resolve(None)
+            self.future._snapshotted._resolve(None)
+            self._engine.loop.call_soon(self._engine.emit, self._taken(copied_from_ns))
+
+    def _run_program(self) -> None:
+        passing = self.snapshot == "device"
+        program = self._engine.copy_program(self.plan, self.state.tensors, keep=not passing)
+        try:
+            program.run(
                 self._engine.pool,
                 self._hand_over,
                 wanted=lambda: self._stopped_by is None,
@@ -102,23 +133,20 @@ class Ticket:
                 beside=self._pause_s is not None,
                 leisure=self._leisure,
                 check=lambda: None if self._witness is None else self._witness.check(),
+                after=self._after,
+                enqueued=self.enqueued._resolve,
             )
-        except BaseException as error:
-            self.stop(error)
-            if not isinstance(error, Exception):
-                raise
-            return
-        self.state = msgspec.structs.replace(self.state, tensors=())  # not ours to keep alive any longer
-        if self._stopped_by is None:
-            self.future._snapshotted._resolve(None)
-            self._engine.loop.call_soon(self._engine.emit, self._taken(copied_from_ns))
+        finally:
+            if passing:
+                program.forget()
 
     def let_go(self, leisure: Leisure | None) -> None:
         """Note that the call returns now, before the copy: whoever copies does it beside the program, at *leisure*."""
         self._pause_s = self._engine.since_s(self.begun_ns)
         self._leisure = leisure
         if leisure is not None:
-            self.future._snapshotted._on_wait = leisure.end
+            for stage in (self.future._snapshotted, self.copied, self.enqueued):
+                stage._on_wait = leisure.end
 
     @property
     def took_whole(self) -> bool:
@@ -133,6 +161,7 @@ class Ticket:
             snapshot=self.snapshot,
             pause_s=self._engine.since_s(self.begun_ns) if self._pause_s is None else self._pause_s,
             copied_at_call_bytes=self._copied_at_call_bytes,
+            reason=self._reason,
             copy_s=self._engine.since_s(copied_from_ns),
         )
 
@@ -141,6 +170,7 @@ class Ticket:
 
     def refuse(self, error: BaseException) -> None:
         """End a save that never ran."""
+        self.state = msgspec.structs.replace(self.state, tensors=())
         self._engine.loop.call_soon(self._fail, error)
 
     def cancel(self) -> None:

@@ -11,6 +11,7 @@ Guarantees:
 - The GIL is let go during the largest move of every fourth window, not with every tensor: getting it back from the
   writers after each of hundreds of moves made the pause 1.5 × a plain copy; never letting it go kept the disk idle.
 - Beside the running program (a lazy snapshot) the GIL is let go during every move of 256 KiB and more.
+- What is on a device is copied from there into the slabs (`aiockpt.pipeline.device_copy`), beside what the host copies.
 - A program holds its tensors and their storages: their memory cannot be freed while it may be copied, unless somebody
   resizes a storage, which is noticed.
 """
@@ -26,12 +27,14 @@ import torch
 
 from aiockpt.errors import TornSnapshotError
 from aiockpt.format.names import list_names
+from aiockpt.pipeline.device_copy import DeviceCopies, is_row_major
+from aiockpt.pipeline.flights import Deliver, Flights
 from aiockpt.planning.save import HEADER, Copy, FilePlan, SavePlan, Window
+from aiockpt.runtime.accelerator import Accelerator, Mark
 from aiockpt.runtime.rhythm import Leisure
-from aiockpt.runtime.slabs import Slab, SlabPool
+from aiockpt.runtime.slabs import SlabPool
 from aiockpt.state.shards import TensorShard
 
-Deliver = Callable[[Window, Slab], object]
 YIELD_FIRST, YIELD_EVERY = 8, 8
 """The GIL is let go in each of the first windows, so that writing starts, and in every eighth from there on. Measured
 with 16 MiB windows on 2 cores: more often gains less on the disk than it costs training (benchmarks/README.md)."""
@@ -51,13 +54,17 @@ class CopyProgram:
 
     Args:
         plan: what goes where.
-        shards: the tensors, in the plan's order. One that is not row-major host memory is copied there now; such a
+        shards: the tensors, in the plan's order. One in host memory that is not row-major is copied there now; such a
             program serves one save only.
+        accelerator: knows which tensors are on a device.
     """
 
-    def __init__(self, plan: SavePlan, shards: Sequence[TensorShard]) -> None:
-        self._shards = shards
-        self._dense = [_dense(shard.data) for shard in shards]
+    def __init__(self, plan: SavePlan, shards: Sequence[TensorShard], accelerator: Accelerator) -> None:
+        self._shards: Sequence[TensorShard] = shards
+        devices = [accelerator.device_of(shard.data) for shard in shards]
+        self._dense = [
+            _dense(shard.data) if device is None else shard.data for shard, device in zip(shards, devices, strict=True)
+        ]
         self._headers = [ctypes.create_string_buffer(file.header, len(file.header)) for file in plan.files]
         addresses = [tensor.data_ptr() for tensor in self._dense]
         self._storages = [tensor.untyped_storage() for tensor in self._dense]
@@ -65,10 +72,11 @@ class CopyProgram:
         self._in_place = all(dense is shard.data for dense, shard in zip(self._dense, shards, strict=True))
         self._windows: list[tuple[Window, Moves]] = []
         for file, header in zip(plan.files, self._headers, strict=True):
-            self._windows += _moves(file, [*addresses, ctypes.addressof(header)])
+            self._windows += _moves(file, [*addresses, ctypes.addressof(header)], [*devices, None])
+        self._devices = DeviceCopies(accelerator, plan, self._dense, devices)
 
     def serves(self, shards: Sequence[TensorShard]) -> bool:
-        """Say whether a walk found the very same tensors where they were (see `StateWalker`), all host memory."""
+        """Say whether a walk found the very same tensors where they were (see `StateWalker`), with nothing copied aside."""
         return self._in_place and len(shards) == len(self._shards) and all(map(is_, shards, self._shards))
 
     def run(
@@ -81,6 +89,8 @@ class CopyProgram:
         beside: bool = False,
         leisure: Leisure | None = None,
         check: Callable[[], object] = lambda: None,
+        after: Sequence[tuple[torch.device, Mark]] = (),
+        enqueued: Callable[[Sequence[Mark]], object] = lambda _: None,
     ) -> None:
         """Copy window after window into slabs of *pool*, and *deliver* each full one.
 
@@ -91,31 +101,44 @@ class CopyProgram:
             beside: whether the program runs on meanwhile, and needs the GIL.
             leisure: how many slabs it fills at once, and for how long; None fills as many as it gets.
             check: called when all is copied, before the last window is delivered; raises when the copy is worth nothing.
+            after: how far the compute stream of each device was at the call: copies there begin behind that.
+            enqueued: called once nothing is left but what devices will do by themselves, with the marks behind it; not
+                where no device has a part.
 
         Raises:
-            StorageTimeoutError: no slab came free within *timeout_s* seconds.
+            StorageTimeoutError: no slab came free within *timeout_s* seconds, or a device did not answer.
             TornSnapshotError: a tensor was moved or resized meanwhile.
         """
+        copy = _copy_beside if beside else _copy_fast
+        on_devices = self._devices.begin(after)
+        last_marks: dict[torch.device, Mark] = {}
         left_bytes = sum(window.size for window, _ in self._windows)
-        for number, (window, moves) in enumerate(self._windows):
-            if leisure is not None:
-                leisure.wait(left_bytes, timeout_s)
-            if not wanted():
-                return
-            slab = pool.take(timeout_s)
-            try:
-                began_ns = time.perf_counter_ns()
-                (_copy_beside if beside else _copy_fast)(slab.address, moves, number)
-                left_bytes -= window.size
+        with Flights(pool, deliver, timeout_s) as flights:
+            for number, (window, moves) in enumerate(self._windows):
                 if leisure is not None:
+                    leisure.wait(left_bytes, timeout_s)
+                if not wanted():
+                    return
+                flight = flights.begin(window)
+                began_ns = time.perf_counter_ns()
+                for device, mark in on_devices.enqueue(number, flight.slab):
+                    flight.marks.append(mark)
+                    last_marks[device] = mark
+                copy(flight.slab.address, moves, number)
+                left_bytes -= window.size
+                if leisure is not None and flights.fill(flight, anyway=not leisure.whole):
                     leisure.copied(window.size, (time.perf_counter_ns() - began_ns) / 1e9)
                 if not left_bytes:
                     self._check_places()
                     check()
-            except BaseException:
-                pool.give(slab)
-                raise
-            deliver(window, slab)
+                flights.hand_on()
+            if last_marks:
+                enqueued(list(last_marks.values()))
+
+    def forget(self) -> None:
+        """Let go of the tensors, whoever still holds this program: the traceback of a copy that failed does."""
+        self._shards, self._dense, self._storages, self._windows = (), [], [], []
+        self._devices.forget()
 
     def _check_places(self) -> None:
         if all(map(eq, map(_place, self._dense), self._places)):
@@ -134,6 +157,8 @@ class CopyProgram:
 
 def _copy_fast(base: int, moves: Moves, number: int) -> None:
     """Copy one window while training is held."""
+    if not moves:
+        return
     for offset, source, size in moves[:-1]:
         _held_memmove(base + offset, source, size)
     lets_go = number < YIELD_FIRST or number % YIELD_EVERY == 0
@@ -153,8 +178,10 @@ def _place(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.untyped_storage().nbytes()
 
 
-def _moves(file: FilePlan, addresses: list[int]) -> list[tuple[Window, Moves]]:
-    """Return the copies of one file, the largest of each window last; the header's address is the last one (−1)."""
+def _moves(
+    file: FilePlan, addresses: Sequence[int], devices: Sequence[torch.device | None]
+) -> list[tuple[Window, Moves]]:
+    """Return the host's copies of one file, the largest of each window last; the header is the last source (−1)."""
     assert HEADER == -1
     return [
         (
@@ -162,6 +189,7 @@ def _moves(file: FilePlan, addresses: list[int]) -> list[tuple[Window, Moves]]:
             [
                 (copy.window_offset, addresses[copy.source] + copy.source_offset, copy.size)
                 for copy in sorted(window.copies, key=_size)
+                if devices[copy.source] is None
             ],
         )
         for window in file.windows
@@ -174,6 +202,6 @@ def _size(copy: Copy) -> int:
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor itself where its memory is what is written, else a host copy in row-major order."""
-    if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+    if tensor.device.type == "cpu" and is_row_major(tensor):
         return tensor
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()

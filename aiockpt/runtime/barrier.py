@@ -4,6 +4,7 @@ While a snapshot is being copied on another thread, a global optimizer-step pre-
 until the *whole* ticket is copied (DECISIONS 15). Guarantees:
 
 - A snapshot is guarded before ``save()`` returns.
+- What devices will copy by themselves holds no optimizer on the host: its compute stream waits for them, in its place.
 - The hook comes with the first barrier of the process and stays: optimizers walk torch's hooks without a lock, and one
   that is added or removed meanwhile, by whoever finishes a copy, makes ``step()`` raise on another thread. While nothing
   is copied it costs a step less than a microsecond.
@@ -18,7 +19,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Lock, RLock
 from types import TracebackType
 from typing import Any
@@ -28,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from aiockpt.errors import StorageTimeoutError, UsageError
+from aiockpt.runtime.accelerator import Mark
 from aiockpt.runtime.future import SaveFuture, Stage
 from aiockpt.runtime.loop import refuse_in_event_loop
 
@@ -35,10 +37,12 @@ GiveUp = Callable[[BaseException], object]
 
 
 class Guarded(msgspec.Struct, eq=False):
-    """A snapshot that is being copied: whose, and how to fail it when its copy is stuck."""
+    """A snapshot that is being copied: whose, how to fail it when its copy is stuck, and the marks of what is left to
+    devices, once nothing else is."""
 
     save: SaveFuture
     give_up: GiveUp
+    enqueued: Stage[Sequence[Mark]]
 
 
 class MutationBarrier:
@@ -60,18 +64,26 @@ class MutationBarrier:
         self._mutating = 0
         _register(self)
 
-    def guard(self, save: SaveFuture, give_up: GiveUp, on_step: Callable[[], object] | None = None) -> None:
+    def guard(
+        self,
+        save: SaveFuture,
+        give_up: GiveUp,
+        enqueued: Stage[Sequence[Mark]],
+        on_step: Callable[[], object] | None = None,
+    ) -> None:
         """Hold optimizers from now until *save* is snapshotted.
 
         Args:
             give_up: fails the save when its copy is stuck.
+            enqueued: from when on it is enough that the compute streams wait for its marks; settled with the snapshot at
+                the latest.
             on_step: told when the state is about to change for the first time from now on, copied or not.
         """
         if on_step is not None:
             with self._lock:
                 self._unstepped += (on_step,)
         snapshotted = save.snapshotted()
-        self._copying[snapshotted] = Guarded(save, give_up)
+        self._copying[snapshotted] = Guarded(save, give_up, enqueued)
         snapshotted._inner.add_done_callback(lambda _: self._copying.pop(snapshotted, None))
 
     def count_mutating(self, more: int) -> None:
@@ -104,6 +116,19 @@ class MutationBarrier:
             await snapshotted._settled_within(self._timeout_s)
             self._waited(guarded, snapshotted, time.perf_counter() - began_s)
 
+    def order_step(self) -> None:
+        """Let no optimizer step that the calling thread begins now overtake a copy; block only for what is not enqueued."""
+        if os.getpid() != self._pid:
+            return
+        self._tell_step()
+        for guarded in list(self._copying.values()):
+            began_s = time.perf_counter()
+            guarded.enqueued._wait_anyway(self._timeout_s)
+            self._waited(guarded, guarded.enqueued, time.perf_counter() - began_s)
+            if guarded.enqueued.done():
+                for mark in guarded.enqueued.result():
+                    mark.order_before_compute()
+
     def _tell_step(self) -> None:
         if self._unstepped:
             with self._lock:
@@ -111,8 +136,8 @@ class MutationBarrier:
             for on_step in told:
                 on_step()
 
-    def _waited(self, guarded: Guarded, snapshotted: Stage[None], seconds: float) -> None:
-        if not snapshotted.done():
+    def _waited(self, guarded: Guarded, awaited: Stage[Any], seconds: float) -> None:
+        if not awaited.done():
             guarded.give_up(
                 StorageTimeoutError(f"the snapshot was not copied within {self._timeout_s:g} s; it is given up")
             )
@@ -152,7 +177,7 @@ def _before_step(*_: Any) -> None:
     for known in _barriers:
         barrier = known()
         if barrier is not None:
-            barrier.wait()
+            barrier.order_step()
 
 
 class Mutating:

@@ -17,7 +17,9 @@ from collections.abc import Callable
 import msgspec
 
 from aiockpt.errors import ClosedError, StorageTimeoutError
+from aiockpt.runtime.accelerator import Pins
 from aiockpt.runtime.memory import address_of, map_pages
+from aiockpt.runtime.pinning import Pinning
 
 
 class PoolStatistics(msgspec.Struct, frozen=True):
@@ -61,6 +63,8 @@ class SlabPool:
         self._turns: deque[object] = deque()
         self._changed = threading.Condition()
         self._closed = False
+        self._pinning = Pinning()
+        self._lost: list[Slab] = []
 
     @property
     def slab_bytes(self) -> int:
@@ -87,7 +91,13 @@ class SlabPool:
     def warm_up(self, slab_count: int) -> None:
         """Allocate and touch *slab_count* slabs, as far as the ceiling goes."""
         while self._claim_new(min(slab_count, self._ceiling)):
-            self._add(Slab(self._slab_bytes))
+            slab = Slab(self._slab_bytes)
+            self._pinning.pin(slab.address, self._slab_bytes)
+            self._add(slab)
+
+    def pin_with(self, pins: Pins) -> None:
+        """Pin every slab from now on, once: what is made when it is made, what is there when it is next taken."""
+        self._pinning.use(pins)
 
     def _claim_new(self, wanted: int) -> bool:
         with self._changed:
@@ -108,6 +118,11 @@ class SlabPool:
             StorageTimeoutError: none came free in time.
             ClosedError: the pool was closed meanwhile.
         """
+        slab = self._take(timeout_s)
+        self._pinning.pin(slab.address, self._slab_bytes)
+        return slab
+
+    def _take(self, timeout_s: float) -> Slab:
         with self._changed:
             turn = object()
             self._turns.append(turn)
@@ -158,8 +173,16 @@ class SlabPool:
         """Take *slab* back."""
         with self._changed:
             self._used -= 1
-            self._free.append(slab)
+            if not self._closed:
+                self._free.append(slab)
             self._changed.notify_all()
+        if self._closed:
+            self._pinning.unpin(slab.address)
+
+    def lose(self, slab: Slab) -> None:
+        """Keep *slab* out of use for ever: a device may still write into it."""
+        with self._changed:
+            self._lost.append(slab)
 
     def statistics(self) -> PoolStatistics:
         """Return the counts of this instant."""
@@ -177,8 +200,10 @@ class SlabPool:
         """Wake whoever waits and let the memory go. Idempotent."""
         with self._changed:
             self._closed = True
-            self._free.clear()
+            free, self._free = self._free, []
             self._changed.notify_all()
+        for slab in free:
+            self._pinning.unpin(slab.address)
 
     def __repr__(self) -> str:
         seen = self.statistics()

@@ -1,8 +1,9 @@
 """Where does aiockpt touch the outside? Here, and nowhere else.
 
 ``Files`` is every file-system call the engine makes, ``Clock`` every look at the time, ``World.token`` every random
-byte. The real ones are thin; `aiockpt.testing.simulation` has twins with a seed, faults and power cuts. HTTP passes
-the other seam, the backend contract. Blocking calls reach threads through `runtime.limits.run_blocking` only.
+byte, ``Accelerator`` every stream and event of a device. The real ones are thin; `aiockpt.testing.simulation` has twins
+with a seed, faults and power cuts, `aiockpt.testing.twin_accelerator` one whose device is late. HTTP passes the other
+seam, the backend contract. Blocking calls reach threads through `runtime.limits.run_blocking` only.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from aiockpt.runtime.accelerator import Accelerator
 
 
 class Files(Protocol):
@@ -77,8 +81,9 @@ class OsClock:
 
 @dataclass(frozen=True)
 class World:
-    """The outside of one engine: files, clock and random bytes."""
+    """The outside of one engine: files, clock, random bytes, and the devices that tensors are on (None: CUDA's)."""
 
     files: Files = field(default_factory=OsFiles)
     clock: Clock = field(default_factory=OsClock)
     token: Callable[[int], bytes] = os.urandom
+    accelerator: Accelerator | None = None

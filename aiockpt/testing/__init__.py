@@ -7,6 +7,7 @@
   stands still, random bytes with a seed, and whole programs run on one thread.
 - `simulated_objects`, `objects_client`, `object_troubles`: an object store in memory, the backend for it, and what can
   happen to each request, by plan or by seed.
+- `twin_accelerator`: devices whose work comes late, in the worst order that is allowed, on a machine that has none.
 - `simulated_time`: an event loop whose time leaps, so that deadlines and waits of hours are tested in no time.
 
 Import the modules by name; `backend_suite` needs pytest (``pip install 'aiockpt[testing]'``).

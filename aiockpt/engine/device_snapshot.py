@@ -1,0 +1,86 @@
+"""Can the state be copied where it is? All of it, at the call, in the order of the compute streams; milliseconds.
+
+Guarantees:
+
+- The copies hold the state as of the call, whatever the program does next; no optimizer waits for anything.
+- Training keeps the memory that it needs: there is one such copy at a time, and none where the device has no room beside
+  the peak of training. Then the snapshot is lazy, and says why.
+- What is in host memory is copied in the call as well. A state that is all there is copied eagerly.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from operator import is_
+
+import msgspec
+import torch
+
+from aiockpt.options import Snapshot
+from aiockpt.runtime.accelerator import Accelerator
+from aiockpt.state.shards import ShardedState, TensorShard
+
+logger = logging.getLogger("aiockpt")
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """A snapshot as it can be had: of which state, how, and why not as it was asked for."""
+
+    state: ShardedState
+    snapshot: Snapshot
+    reason: str = ""
+
+
+class Devices:
+    """Knows which devices a state is on, and copies it there."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._seen: tuple[TensorShard, ...] = ()
+        self._sizes: dict[torch.device, int] = {}
+
+    def find(self, tensors: tuple[TensorShard, ...]) -> Mapping[torch.device, int]:
+        """Return the devices that *tensors* are on, and how many bytes of them are there; nothing of host memory."""
+        if len(tensors) != len(self._seen) or not all(map(is_, tensors, self._seen)):
+            sizes: dict[torch.device, int] = {}
+            for shard in tensors:
+                device = self._accelerator.device_of(shard.data)
+                if device is not None:
+                    sizes[device] = sizes.get(device, 0) + shard.data.nbytes
+            self._seen, self._sizes = tensors, sizes
+        return self._sizes
+
+    def clone(self, walked: ShardedState, *, busy: bool) -> Taken:
+        """Copy *walked* on its devices, if that is possible.
+
+        Args:
+            busy: whether the last such copy is still needed.
+        """
+        sizes = self.find(walked.tensors)
+        if not sizes:
+            return Taken(walked, "eager", "no tensor is on a device")
+        reason = "the last copy on the device is still on its way to the host" if busy else self._why_not(sizes)
+        if not reason:
+            try:
+                return Taken(self._clone(walked), "device")
+            except torch.OutOfMemoryError as error:
+                reason = f"the device has no memory for a copy: {str(error).partition('.')[0]}"
+        logger.warning("the snapshot is lazy: %s", reason)
+        return Taken(walked, "lazy", reason)
+
+    def _why_not(self, sizes: Mapping[torch.device, int]) -> str:
+        for device, size_bytes in sizes.items():
+            missing_bytes = self._accelerator.lend(device, size_bytes)
+            if missing_bytes:
+                return f"{device} lacks {missing_bytes:,} of {size_bytes:,} bytes for a copy beside what training needs"
+        return ""
+
+    def _clone(self, walked: ShardedState) -> ShardedState:
+        clone = self._accelerator.clone
+        tensors = tuple(msgspec.structs.replace(shard, data=clone(shard.data)) for shard in walked.tensors)
+        return msgspec.structs.replace(walked, tensors=tensors)
+
+    def forget(self) -> None:
+        """Let go of the last state."""
+        self._seen, self._sizes = (), {}

@@ -1,0 +1,196 @@
+"""How do tensors on devices get into slabs? Copied straight there, in the lanes of their devices, while they compute.
+
+Guarantees:
+
+- No copy is waited for before the next one is enqueued, as far as there are slabs; none of the calls holds the GIL long.
+- Small tensors that are neighbours in the file travel together: gathered on the device, then moved as one. A move costs
+  some microseconds to start however small it is, which is what 64 KiB take on their way.
+- What is not row-major is made so on the device, in the lane's order, with memory that is let go with its last window.
+- A run shares no memory on the device with another one. When a slab is full is told by marks: `aiockpt.pipeline.flights`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import msgspec
+import torch
+
+from aiockpt.planning.save import Copy, SavePlan, Window
+from aiockpt.runtime.accelerator import Accelerator, Mark
+from aiockpt.runtime.slabs import Slab
+
+SMALL_BYTES = 64 << 10
+"""What takes no longer on its way than to start it. Not measured here; on PCIe 4 and 5 that is at 40 to 100 KiB."""
+
+
+class _Run(msgspec.Struct, frozen=True):
+    """Pieces of one device that lie side by side in a window: moved as one. *sources* are their bytes, where they stay."""
+
+    offset: int
+    size: int
+    pieces: tuple[Copy, ...]
+    sources: tuple[torch.Tensor, ...] | None
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """What one device moves into one window.
+
+    Attributes:
+        begins, ends: the tensors that must be made row-major, whose first or last bytes are here.
+    """
+
+    device: torch.device
+    runs: tuple[_Run, ...]
+    begins: tuple[int, ...]
+    ends: tuple[int, ...]
+
+
+class DeviceCopies:
+    """The part of a copy program that devices carry out.
+
+    Args:
+        plan: what goes where.
+        tensors: by their number in the plan.
+        devices: where each is; None in host memory, which is not our concern.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        plan: SavePlan,
+        tensors: Sequence[torch.Tensor],
+        devices: Sequence[torch.device | None],
+    ) -> None:
+        self.tensors: Sequence[torch.Tensor] = tensors
+        self.lanes = {device: accelerator.lane(device) for device in dict.fromkeys(devices) if device is not None}
+        flat = {
+            number: _bytes(tensor)
+            for number, (tensor, device) in enumerate(zip(tensors, devices, strict=True))
+            if device is not None and is_row_major(tensor)
+        }
+        self.windows = _parts([window for file in plan.files for window in file.windows], devices, flat)
+        self.gathered_bytes = dict.fromkeys(self.lanes, 0)
+        for part in (part for parts in self.windows for part in parts):
+            together = [run.size for run in part.runs if len(run.pieces) > 1]
+            self.gathered_bytes[part.device] = max(self.gathered_bytes[part.device], *together, 0)
+
+    def begin(self, after: Iterable[tuple[torch.device, Mark]]) -> DeviceRun:
+        """Return one run of them, all of it behind the marks of the devices' compute streams."""
+        for device, mark in after:
+            if device in self.lanes:
+                self.lanes[device].follow(mark)
+        return DeviceRun(self)
+
+    def forget(self) -> None:
+        """Let go of the tensors."""
+        self.tensors, self.windows = (), []
+
+
+class DeviceRun:
+    """The copies of one save. Its memory on devices is its own: a run that failed may still be under way."""
+
+    def __init__(self, copies: DeviceCopies) -> None:
+        self._copies = copies
+        self._made: dict[int, torch.Tensor] = {}
+        self._gathered = {
+            device: lane.empty(copies.gathered_bytes[device])
+            for device, lane in copies.lanes.items()
+            if copies.gathered_bytes[device]
+        }
+
+    def enqueue(self, number: int, slab: Slab) -> Iterator[tuple[torch.device, Mark]]:
+        """Let every device that has some of window *number* copy it into *slab*; yield the mark behind each."""
+        for part in self._copies.windows[number]:
+            yield part.device, self._enqueue(part, slab)
+
+    def _enqueue(self, part: _Part, slab: Slab) -> Mark:
+        lane, tensors = self._copies.lanes[part.device], self._copies.tensors
+        self._made |= {number: lane.empty(tensors[number].nbytes) for number in part.begins}
+        made = [(tensors[number], self._made[number]) for number in part.begins]
+        host = torch.frombuffer(slab.memory, dtype=torch.uint8)
+        moves = [(host[run.offset : run.offset + run.size], self._sources(run)) for run in part.runs]
+
+        def work() -> None:
+            for tensor, into in made:
+                into.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            for target, sources in moves:
+                source = sources[0]
+                if len(sources) > 1:  # the lane's order lets all of a run meet in the same memory
+                    source = self._gathered[part.device][: target.numel()]
+                    torch.cat(sources, out=source)
+                target.copy_(source, non_blocking=True)
+
+        mark = lane.enqueue(work)
+        for number in part.ends:
+            del self._made[number]
+        return mark
+
+    def _sources(self, run: _Run) -> tuple[torch.Tensor, ...]:
+        return tuple(_source(piece, self._made) for piece in run.pieces) if run.sources is None else run.sources
+
+
+def is_row_major(tensor: torch.Tensor) -> bool:
+    """Return whether the memory of *tensor*, in order, is what is written."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _source(piece: Copy, flat: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    return flat[piece.source][piece.source_offset : piece.source_offset + piece.size]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _parts(
+    windows: Sequence[Window], devices: Sequence[torch.device | None], flat: Mapping[int, torch.Tensor]
+) -> list[list[_Part]]:
+    """Return what each device moves into each window; *flat* are the bytes of the tensors that are row-major."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for number, window in enumerate(windows):
+        for copy in window.copies:
+            first.setdefault(copy.source, number)
+            last[copy.source] = number
+    parts: list[list[_Part]] = []
+    for number, window in enumerate(windows):
+        of_device: dict[torch.device, list[Copy]] = {}
+        for copy in window.copies:
+            device = devices[copy.source] if copy.source >= 0 else None
+            if device is not None:
+                of_device.setdefault(device, []).append(copy)
+        parts.append(
+            [
+                _Part(
+                    device,
+                    tuple(_run(pieces, flat) for pieces in _neighbours(copies, flat)),
+                    tuple(c.source for c in copies if c.source not in flat and first[c.source] == number),
+                    tuple(c.source for c in copies if c.source not in flat and last[c.source] == number),
+                )
+                for device, copies in of_device.items()
+            ]
+        )
+    return parts
+
+
+def _neighbours(copies: Sequence[Copy], flat: Mapping[int, torch.Tensor]) -> Iterator[list[Copy]]:
+    """Yield what moves at once: small neighbours of one kind (row-major, or made so) together, all else alone."""
+    some: list[Copy] = []
+    for copy in copies:
+        if some and not (_joins(some[-1], copy) and (some[-1].source in flat) == (copy.source in flat)):
+            yield some
+            some = []
+        some.append(copy)
+    if some:
+        yield some
+
+
+def _joins(one: Copy, other: Copy) -> bool:
+    adjacent = one.window_offset + one.size == other.window_offset
+    return adjacent and max(one.size, other.size) < SMALL_BYTES
+
+
+def _run(pieces: Sequence[Copy], flat: Mapping[int, torch.Tensor]) -> _Run:
+    sources = tuple(_source(piece, flat) for piece in pieces) if pieces[0].source in flat else None
+    return _Run(pieces[0].window_offset, sum(piece.size for piece in pieces), tuple(pieces), sources)

@@ -1,0 +1,157 @@
+"""How does a CUDA device (or ROCm, which torch calls by the same name) copy beside training? torch.cuda, and nothing else.
+
+Everything of streams, events and pinning is in this module; nothing of CUDA starts before a state has a tensor there.
+What it takes care of, from torch 2.13's source:
+
+- Worker threads begin on device 0. Each call enters ``torch.cuda.device`` first, which on leaving goes back to a device
+  only where a context exists; ``torch.cuda.stream`` alone would set device 0 on leaving, and `cudaSetDevice` makes a
+  context there (CUDA 12): some hundred MiB on a device that is another rank's.
+- A copy to the host is asynchronous only into registered memory, and on the *current* stream of the source's device.
+- A refused registration stays behind as the thread's last error, and the next kernel launch would raise it.
+- In the capture of a graph nothing runs, so nothing needs to wait; a stream must not wait there for an event of outside.
+  Replays call no hook: `Checkpointer.barrier` before them is the program's own duty. Our looks at events on other threads
+  would end a capture in its default mode: capture with ``capture_error_mode="thread_local"`` while a save is under way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from threading import Lock
+from typing import Any
+
+import torch
+
+from aiockpt.runtime.accelerator import Mark
+
+POLL_S = 0.0002
+"""Between looks at an event: a window of 16 MiB takes about 0.5 ms on its way."""
+RESERVE_BYTES = 512 << 20
+"""Left free beside a clone and the peak of training, for fragments and for what others take of the device. Not measured."""
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+
+
+class CudaMark:
+    """An event that was recorded in a stream of *device*."""
+
+    __slots__ = ("_device", "event")
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self._device = device
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.event.record(stream)
+
+    def done(self) -> bool:
+        with torch.cuda.device(self._device):
+            return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self, timeout_s: float) -> bool:
+        gives_up_s = time.monotonic() + timeout_s
+        while not self.done():
+            if time.monotonic() >= gives_up_s:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def order_before_compute(self) -> None:
+        with torch.cuda.device(self._device):
+            if not torch.cuda.is_current_stream_capturing():
+                torch.cuda.current_stream(self._device).wait_event(self.event)
+
+
+class CudaLane:
+    """A side stream of *device*."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def follow(self, mark: Mark) -> None:
+        assert isinstance(mark, CudaMark)
+        with torch.cuda.device(self._device):
+            self._stream.wait_event(mark.event)
+
+    def empty(self, size_bytes: int) -> torch.Tensor:
+        with self._current():  # the allocator gives the memory of a stream back to that stream, in its order
+            return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+
+    def enqueue(self, work: Callable[[], object]) -> CudaMark:
+        with self._current():
+            try:
+                work()
+            except BaseException:
+                self._stream.synchronize()
+                raise
+            return CudaMark(self._device, self._stream)
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield
+
+    def pin(self, address: int, size_bytes: int) -> None:
+        with torch.cuda.device(self._device):
+            self._check("cudaHostRegister", _runtime().cudaHostRegister(address, size_bytes, _PORTABLE))
+
+    def unpin(self, address: int) -> None:
+        with torch.cuda.device(self._device):
+            self._check("cudaHostUnregister", _runtime().cudaHostUnregister(address))
+
+    def _check(self, what: str, answer: Any) -> None:
+        if int(answer):
+            with suppress(RuntimeError):
+                torch.zeros(1, device=self._device)  # the launch takes the thread's last error with it
+            raise RuntimeError(f"{what} answered with error {int(answer)}")
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+class Cuda:
+    """The CUDA devices of this process."""
+
+    def __init__(self) -> None:
+        self._making = Lock()
+        self._lanes: dict[torch.device, CudaLane] = {}
+        self._lent_bytes: dict[torch.device, int] = {}
+        self._training_bytes: dict[torch.device, int] = {}
+
+    def device_of(self, tensor: torch.Tensor) -> torch.device | None:
+        return tensor.device if tensor.is_cuda else None
+
+    def lane(self, device: torch.device) -> CudaLane:
+        with self._making:
+            if device not in self._lanes:
+                self._lanes[device] = CudaLane(device)
+            return self._lanes[device]
+
+    def now(self, device: torch.device) -> CudaMark:
+        with torch.cuda.device(device):
+            return CudaMark(device, torch.cuda.current_stream(device))
+
+    def clone(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        if into is None:
+            return tensor.detach().clone()
+        with torch.no_grad():
+            return into.copy_(tensor)
+
+    def lend(self, device: torch.device, size_bytes: int) -> int:
+        """Return how many bytes are missing; 0: they may be taken now, beside the peak that training has shown.
+
+        What is free between two steps is not free: the next forward wants its activations back. So the peak counts,
+        without the clones that are in it.
+        """
+        with torch.cuda.device(device):
+            free_bytes, _ = torch.cuda.mem_get_info(device)
+            peak_bytes = torch.cuda.max_memory_allocated(device)
+            room_bytes = free_bytes + torch.cuda.memory_reserved(device)
+        lent_bytes = self._lent_bytes.get(device, 0)
+        training_bytes = max(peak_bytes - lent_bytes, self._training_bytes.get(device, 0))
+        self._training_bytes[device] = training_bytes
+        missing_bytes = max(0, size_bytes + training_bytes + RESERVE_BYTES - room_bytes)
+        if not missing_bytes:
+            self._lent_bytes[device] = max(lent_bytes, size_bytes)
+        return missing_bytes

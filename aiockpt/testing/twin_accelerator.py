@@ -1,0 +1,299 @@
+"""What would a device do, at its worst? A twin of `aiockpt.runtime.cuda` without a device, and without luck.
+
+Tensors in host memory are *placed* on devices. Their compute streams and lanes are queues of calls, which the twin carries
+out when it pleases, as long as each queue keeps its order and nobody passes a mark too early: the freedom that a real
+device has. So a missing order is no race that is won most of the time; it is wrong bytes in every run.
+
+- ``"late"``: lanes do only what somebody waits for, and compute streams all they can. What forgets to wait for a copy, or
+  to hold the optimizer for it, loses.
+- ``"early"``: the reverse. What forgets that a copy must come after the program's own work loses.
+- a `random.Random`: in between, another way with every seed.
+
+The program's own work is `TwinAccelerator.compute`, and queues up too. Or it is simply done, such as a real optimizer's
+step; then the twin is *immediate*: `Mark.order_before_compute` returns when that work may be done.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from threading import Condition
+from typing import Literal
+
+import torch
+from torch import nn
+
+from aiockpt.runtime.accelerator import Mark
+
+STUCK_S = 60.0
+Pace = Literal["late", "early"] | random.Random
+
+
+class TwinMark:
+    """A point in a queue of the twin."""
+
+    def __init__(self, twin: TwinAccelerator, stream: _Stream) -> None:
+        self._twin = twin
+        self.stream = stream
+        self.reached = False
+
+    def done(self) -> bool:
+        return self._twin._looked(self)
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._twin._waited(self, timeout_s)
+
+    def order_before_compute(self) -> None:
+        self._twin._order(self)
+
+
+class _Stream:
+    """Calls and marks to come, in order; a mark of another stream must be reached there first."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.queue: deque[Callable[[], object] | TwinMark] = deque()
+
+    def blocked_by(self) -> TwinMark | None:
+        head = self.queue[0]
+        return head if isinstance(head, TwinMark) and head.stream is not self and not head.reached else None
+
+    def step(self) -> None:
+        """Do one thing."""
+        head = self.queue.popleft()
+        if not isinstance(head, TwinMark):
+            head()
+        elif head.stream is self:
+            head.reached = True
+
+
+class TwinLane:
+    """A lane of the twin."""
+
+    def __init__(self, twin: TwinAccelerator, stream: _Stream) -> None:
+        self._twin = twin
+        self._stream = stream
+
+    def follow(self, mark: Mark) -> None:
+        assert isinstance(mark, TwinMark)
+        self._twin._enqueue(self._stream, mark)
+
+    def empty(self, size_bytes: int) -> torch.Tensor:
+        memory = torch.full((size_bytes,), 0xA5, dtype=torch.uint8)  # what uninitialised memory never is by chance
+        self._twin._count_scratch(size_bytes)
+        weakref.finalize(memory, self._twin._count_scratch, -size_bytes).atexit = False
+        return memory
+
+    def enqueue(self, work: Callable[[], object]) -> TwinMark:
+        return self._twin._enqueue(self._stream, work)
+
+    def pin(self, address: int, size_bytes: int) -> None:
+        if self._twin.refuses_pins:
+            raise RuntimeError("this twin pins nothing")
+        assert address not in self._twin.pinned, "pinned twice: CUDA refuses that"
+        self._twin.pinned[address] = size_bytes
+        self._twin.pin_count += 1
+
+    def unpin(self, address: int) -> None:
+        del self._twin.pinned[address]
+
+
+class TwinAccelerator:
+    """Devices that are not there; give it as ``World(accelerator=…)``.
+
+    Args:
+        pace: what happens by itself, and when.
+        immediate: whether the program's own work is simply done.
+
+    Attributes:
+        pinned: what host memory is registered, by address; *pin_count*: how often some was.
+        refuses_pins: whether it refuses to pin, as a container with little locked memory does.
+        spare_bytes: what a device has room for beside training.
+        work_count: pieces of work that lanes were given; *host_wait_count*: how often a thread waited for a mark.
+        scratch_bytes: what lanes hold of their own; *peak_scratch_bytes*: the most they ever held.
+        clones: copies that were made on devices, as weak references.
+    """
+
+    def __init__(self, pace: Pace = "late", *, immediate: bool = False) -> None:
+        self.pinned: dict[int, int] = {}
+        self.pin_count = 0
+        self.refuses_pins = False
+        self.spare_bytes = 1 << 40
+        self.work_count = 0
+        self.host_wait_count = 0
+        self.scratch_bytes = self.peak_scratch_bytes = 0
+        self.clones: list[weakref.ref[torch.Tensor]] = []
+        self._pace = pace
+        self._immediate = immediate
+        self._held = False
+        self._changed = Condition()
+        self._compute: dict[torch.device, _Stream] = {}
+        self._lanes: dict[torch.device, tuple[_Stream, TwinLane]] = {}
+        self._homes: dict[int, tuple[torch.device, object]] = {}
+
+    # what tests do
+
+    def place(self, what: torch.Tensor | nn.Module | Iterable[torch.Tensor], device: str = "cuda:0") -> None:
+        """Say that tensors are on *device*, for ever."""
+        if isinstance(what, nn.Module):
+            what = [*what.parameters(), *what.buffers()]
+        for tensor in [what] if isinstance(what, torch.Tensor) else what:
+            storage = tensor.untyped_storage()
+            if storage.nbytes():
+                self._homes[storage.data_ptr()] = (torch.device(device), storage)
+
+    def compute(self, work: Callable[[], object], device: str = "cuda:0") -> None:
+        """Let the program's compute stream do *work*, whenever it does."""
+        self._enqueue(self._compute_stream(torch.device(device)), work)
+
+    def hold(self) -> None:
+        """Let no lane do anything until `release`; whoever waits for one waits."""
+        with self._changed:
+            self._held = True
+
+    def release(self) -> None:
+        """Take `hold` back."""
+        with self._changed:
+            self._held = False
+            self._play()
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Do all that is to do, as a synchronisation of all devices would."""
+        with self._changed:
+            for stream in self._streams():
+                self._drain(stream)
+            self._changed.notify_all()
+
+    @property
+    def used_devices(self) -> Collection[torch.device]:
+        """The devices that have a lane."""
+        return self._lanes.keys()
+
+    # what the engine does
+
+    def device_of(self, tensor: torch.Tensor) -> torch.device | None:
+        home = self._homes.get(tensor.untyped_storage().data_ptr())
+        return None if home is None else home[0]
+
+    def lane(self, device: torch.device) -> TwinLane:
+        with self._changed:
+            if device not in self._lanes:
+                stream = _Stream(device)
+                self._lanes[device] = (stream, TwinLane(self, stream))
+            return self._lanes[device][1]
+
+    def now(self, device: torch.device) -> TwinMark:
+        return self._mark(self._compute_stream(device))
+
+    def clone(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        device = self.device_of(tensor)
+        copy = torch.empty_like(tensor) if into is None else into
+        if device is None:
+            return copy.copy_(tensor.detach())
+        if into is None:
+            address = copy.untyped_storage().data_ptr()
+            self._homes[address] = (device, None)
+            weakref.finalize(copy, self._homes.pop, address, None).atexit = False
+            self.clones.append(weakref.ref(copy))
+        self._enqueue(self._compute_stream(device), lambda: copy.copy_(tensor.detach()))
+        return copy
+
+    def lend(self, device: torch.device, size_bytes: int) -> int:
+        return max(0, size_bytes - self.spare_bytes)
+
+    # how time goes by
+
+    def _count_scratch(self, more_bytes: int) -> None:
+        self.scratch_bytes += more_bytes
+        self.peak_scratch_bytes = max(self.peak_scratch_bytes, self.scratch_bytes)
+
+    def _compute_stream(self, device: torch.device) -> _Stream:
+        with self._changed:
+            return self._compute.setdefault(device, _Stream(device))
+
+    def _streams(self) -> Sequence[_Stream]:
+        return [*self._compute.values(), *(stream for stream, _ in self._lanes.values())]
+
+    def _is_lane(self, stream: _Stream) -> bool:
+        return stream is not self._compute.get(stream.device)
+
+    def _enqueue(self, stream: _Stream, item: Callable[[], object] | TwinMark) -> TwinMark:
+        with self._changed:
+            stream.queue.append(item)
+            if self._is_lane(stream) and not isinstance(item, TwinMark):
+                self.work_count += 1
+            return self._mark(stream)
+
+    def _mark(self, stream: _Stream) -> TwinMark:
+        with self._changed:
+            mark = TwinMark(self, stream)
+            stream.queue.append(mark)
+            self._play()
+            return mark
+
+    def _play(self) -> None:
+        """Do what the pace lets happen by itself."""
+        if isinstance(self._pace, random.Random):
+            for _ in range(self._pace.randrange(6)):
+                able = [stream for stream in self._streams() if self._able(stream)]
+                if able:
+                    self._pace.choice(able).step()
+            return
+        early = self._pace == "early"
+        moved = True
+        while moved:
+            moved = False
+            for stream in self._streams():
+                while self._is_lane(stream) == early and self._able(stream):
+                    stream.step()
+                    moved = True
+
+    def _able(self, stream: _Stream) -> bool:
+        return bool(stream.queue) and stream.blocked_by() is None and not (self._held and self._is_lane(stream))
+
+    def _demand(self, mark: TwinMark) -> bool:
+        """Do what must be done to reach *mark*; return whether that was possible."""
+        while not mark.reached:
+            if self._held and self._is_lane(mark.stream):
+                return False
+            blocking = mark.stream.blocked_by()
+            if blocking is not None and not self._demand(blocking):
+                return False
+            mark.stream.step()
+        return True
+
+    def _drain(self, stream: _Stream) -> None:
+        while stream.queue:
+            blocking = stream.blocked_by()
+            if blocking is not None:
+                self._demand(blocking)
+            stream.step()
+
+    def _looked(self, mark: TwinMark) -> bool:
+        with self._changed:
+            self._play()
+            return mark.reached
+
+    def _waited(self, mark: TwinMark, timeout_s: float) -> bool:
+        with self._changed:
+            self.host_wait_count += 1
+            return self._await(mark, timeout_s)
+
+    def _await(self, mark: TwinMark, timeout_s: float) -> bool:
+        gives_up_s = time.monotonic() + timeout_s
+        while not self._demand(mark):
+            if not self._changed.wait(max(0.0, gives_up_s - time.monotonic())) and time.monotonic() >= gives_up_s:
+                return False
+        self._changed.notify_all()
+        return True
+
+    def _order(self, mark: TwinMark) -> None:
+        with self._changed:
+            if self._immediate:
+                assert self._await(mark, STUCK_S), "a lane was held for ever"
+            else:
+                self._enqueue(self._compute_stream(mark.stream.device), mark)

@@ -1,0 +1,386 @@
+"""Does a checkpointer save what was on a device at the call, and hold the program no longer than it must? With a twin."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import aiockpt
+from aiockpt.errors import SaveCancelledError, StorageTimeoutError
+from aiockpt.events import BarrierWaited, Event, SnapshotTaken
+from aiockpt.options import Snapshot
+from aiockpt.runtime.world import World
+from aiockpt.testing.twin_accelerator import TwinAccelerator
+
+KIB = 1024
+SMALL = aiockpt.IO(slab_bytes=64 * KIB, block_bytes=64 * KIB, read_bytes=64 * KIB)
+ONE_SLAB = aiockpt.IO(pool_bytes=64 * KIB, slab_bytes=64 * KIB, block_bytes=64 * KIB, read_bytes=64 * KIB)
+
+
+class Queued(torch.optim.Optimizer):
+    """Adds one to every parameter, whenever the compute stream of the twin gets to it."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter], twin: TwinAccelerator) -> None:
+        super().__init__(parameters, {})
+        self.twin = twin
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.twin.compute(lambda held=parameter.data: held.add_(1))  # type: ignore[misc]
+
+
+class Watch:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def on_event(self, event: Event) -> None:
+        self.events.append(event)
+
+    def snapshots(self) -> list[SnapshotTaken]:
+        return [event for event in self.events if isinstance(event, SnapshotTaken)]
+
+
+class Run:
+    """A model on a device of the twin, a note in host memory, and an optimizer whose steps queue up."""
+
+    def __init__(self, twin: TwinAccelerator) -> None:
+        torch.manual_seed(0)
+        self.twin = twin
+        self.model = nn.Sequential(nn.Linear(64, 300), nn.BatchNorm1d(300), nn.Linear(300, 200))
+        twin.place(self.model)
+        self.note = torch.arange(5.0)
+        self.optimizer = Queued(self.model.parameters(), twin)
+        self.watch = Watch()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "note": self.note}
+
+    def copied(self) -> dict[str, torch.Tensor]:
+        self.twin.finish()
+        return {"note": self.note.clone(), **{name: held.clone() for name, held in self.model.state_dict().items()}}
+
+    def open(self, place: Path, **options: Any) -> aiockpt.Checkpointer:
+        return aiockpt.Checkpointer(
+            place, observers=[self.watch], world=World(accelerator=self.twin), **{"io": SMALL, **options}
+        )
+
+
+def loaded(place: Path, step: int) -> dict[str, torch.Tensor]:
+    run = Run(TwinAccelerator())
+    with aiockpt.Checkpointer(place) as ckpt:
+        ckpt.load({"model": run.model, "note": run.note}, step).result(60)
+    return {"note": run.note, **run.model.state_dict()}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+
+
+@pytest.mark.parametrize("io", [SMALL, ONE_SLAB], ids=["large pool", "one slab"])
+@pytest.mark.parametrize("pace", ["late", "early"])
+@pytest.mark.parametrize("snapshot", ["eager", "lazy", "device"])
+def test_every_save_is_the_state_at_its_call(snapshot: Snapshot, pace: Any, io: aiockpt.IO, tmp_path: Path) -> None:
+    run, expected = Run(TwinAccelerator(pace)), {}
+    with run.open(tmp_path, snapshot=snapshot, io=io) as ckpt:
+        for step in range(4):
+            expected[step] = run.copied()
+            run.optimizer.step()  # may be carried out after the call, and must be in what is saved
+            expected[step] |= {name: expected[step][name] + 1 for name, _ in run.model.named_parameters()}
+            ckpt.save(step, run.state)
+            run.optimizer.step()
+    for step in range(4):
+        assert_equal(loaded(tmp_path, step), expected[step])
+
+
+def test_a_real_optimizer_waits_where_the_device_would(tmp_path: Path) -> None:
+    twin = TwinAccelerator("late", immediate=True)
+    run, expected = Run(twin), {}
+    optimizer = torch.optim.AdamW(run.model.parameters(), lr=0.1)
+    with run.open(tmp_path, snapshot="lazy") as ckpt:
+        for step in range(4):
+            run.model(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
+            expected[step] = run.copied()
+            ckpt.save(step, {"model": run.model, "note": run.note})
+    for step in range(4):
+        assert_equal(loaded(tmp_path, step), expected[step])
+
+
+@contextmanager
+def unordered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let optimizers wait for what is not enqueued, and forget the marks."""
+    with monkeypatch.context() as patched:
+        patched.setattr("aiockpt.testing.twin_accelerator.TwinMark.order_before_compute", lambda _: None)
+        yield
+
+
+def test_without_the_order_the_same_save_is_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(TwinAccelerator("late"))
+    expected = run.copied()
+    run.twin.hold()
+    with unordered(monkeypatch), run.open(tmp_path, snapshot="lazy") as ckpt:
+        ckpt.save(1, run.state)
+        run.optimizer.step()
+        run.twin.release()
+    assert not torch.equal(loaded(tmp_path, 1)["0.weight"], expected["0.weight"])
+
+
+def test_a_step_goes_on_while_the_device_still_copies(tmp_path: Path) -> None:
+    run = Run(TwinAccelerator("late"))
+    expected = run.copied()
+    with run.open(tmp_path, snapshot="lazy") as ckpt:
+        ckpt.warm_up(run.state).result(60)
+        run.twin.hold()
+        save = ckpt.save(1, run.state)
+        run.optimizer.step()
+        assert not save.snapshotted().done()
+        run.twin.release()
+        save.result(60)
+    assert_equal(loaded(tmp_path, 1), expected)
+
+
+def test_who_changes_the_state_by_hand_waits_until_the_copy_is_over(tmp_path: Path) -> None:
+    run = Run(TwinAccelerator("late"))
+    with run.open(tmp_path, snapshot="lazy") as ckpt:
+        run.twin.hold()
+        save = ckpt.save(1, run.state)
+        threading.Timer(0.2, run.twin.release).start()
+        with ckpt.mutating():
+            assert save.snapshotted().done()
+    assert [event for event in run.watch.events if isinstance(event, BarrierWaited)]
+
+
+def test_an_eager_save_returns_when_the_device_is_done(tmp_path: Path) -> None:
+    run = Run(TwinAccelerator("late"))
+    with run.open(tmp_path) as ckpt:
+        save = ckpt.save(1, run.state)
+        assert save.snapshotted().done()
+        assert all(not stream.queue for stream, _ in run.twin._lanes.values())
+
+
+def test_a_snapshot_on_the_device_holds_no_optimizer_and_reads_its_copy_alone(tmp_path: Path) -> None:
+    run = Run(TwinAccelerator("late"))
+    expected = run.copied()
+    with run.open(tmp_path, snapshot="device") as ckpt:
+        run.twin.hold()
+        save = ckpt.save(1, run.state)
+        assert save.snapshotted().done()
+        for _ in range(3):
+            run.optimizer.step()
+        with ckpt.mutating():
+            run.note.zero_()
+        assert not save.written().done()
+        run.twin.release()
+        save.result(60)
+        assert run.watch.snapshots()[0].snapshot == "device"
+    assert_equal(loaded(tmp_path, 1), expected)
+
+
+def test_the_copy_on_the_device_is_freed_when_the_host_has_it(tmp_path: Path) -> None:
+    run = Run(TwinAccelerator("late"))
+    with run.open(tmp_path, snapshot="device") as ckpt:
+        save = ckpt.save(1, run.state)
+        save.result(60)
+        gc.collect()
+        assert run.twin.clones
+        assert [clone for clone in run.twin.clones if clone() is not None] == []
+
+
+def test_the_copy_on_the_device_is_freed_after_a_failure_too(tmp_path: Path) -> None:
+    run = Run(TwinAccelerator("late"))
+    with run.open(tmp_path, snapshot="device", on_error="warn") as ckpt:
+        run.twin.hold()
+        save = ckpt.save(1, run.state)
+        save.cancel()
+        run.twin.release()
+        assert isinstance(save.exception(60), SaveCancelledError)
+    gc.collect()
+    assert [clone for clone in run.twin.clones if clone() is not None] == []
+
+
+def test_an_error_that_somebody_keeps_holds_no_copy_on_the_device(tmp_path: Path) -> None:
+    run = Run(TwinAccelerator("late"))
+    deadlines = aiockpt.Deadlines(slab_s=0.1)
+    with run.open(tmp_path, snapshot="device", on_error="warn", deadlines=deadlines) as ckpt:
+        run.twin.hold()
+        error = ckpt.save(1, run.state).exception(60)
+        assert isinstance(error, StorageTimeoutError)
+        run.twin.release()
+        run.twin.finish()
+    gc.collect()
+    assert [clone for clone in run.twin.clones if clone() is not None] == []
+
+
+@pytest.mark.parametrize("snapshot", ["lazy", "device"])
+def test_after_a_cancelled_save_the_optimizer_and_the_next_save_go_on(snapshot: Snapshot, tmp_path: Path) -> None:
+    run = Run(TwinAccelerator("late"))
+    expected = run.copied()
+    with run.open(tmp_path, snapshot=snapshot) as ckpt:
+        run.twin.hold()
+        cancelled = ckpt.save(1, run.state)
+        cancelled.cancel()
+        assert isinstance(cancelled.exception(60), SaveCancelledError)
+        run.twin.release()
+        ckpt.save(2, run.state).result(60)
+        run.optimizer.step()
+    assert_equal(loaded(tmp_path, 2), expected)
+
+
+def test_where_the_device_has_no_room_the_snapshot_is_lazy_and_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(TwinAccelerator("late"))
+    run.twin.spare_bytes = 1000
+    expected = run.copied()
+    with run.open(tmp_path, snapshot="device") as ckpt, caplog.at_level(logging.WARNING, "aiockpt"):
+        ckpt.save(1, run.state)
+        run.optimizer.step()
+    (taken,) = run.watch.snapshots()
+    assert taken.snapshot == "lazy"
+    assert "cuda:0 lacks" in taken.reason
+    assert taken.reason in caplog.text
+    assert run.twin.clones != [] or taken.copied_at_call_bytes > 0
+    assert_equal(loaded(tmp_path, 1), expected)
+
+
+def test_a_clone_that_does_not_fit_after_all_makes_the_snapshot_lazy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(TwinAccelerator("late"))
+    real, calls = run.twin.clone, []
+
+    def clone(tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        calls.append(tensor)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+        return real(tensor, into)
+
+    monkeypatch.setattr(run.twin, "clone", clone)
+    expected = run.copied()
+    with run.open(tmp_path, snapshot="device") as ckpt:
+        ckpt.save(1, run.state)
+        run.optimizer.step()
+    assert "out of memory" in run.watch.snapshots()[0].reason
+    assert_equal(loaded(tmp_path, 1), expected)
+
+
+def test_there_is_one_copy_of_the_state_on_the_device_at_a_time(tmp_path: Path) -> None:
+    run = Run(TwinAccelerator("late"))
+    with run.open(tmp_path, snapshot="device") as ckpt:
+        run.twin.hold()
+        ckpt.save(1, run.state)
+        ckpt.save(2, run.state)
+        run.twin.release()
+    assert [event.snapshot for event in run.watch.snapshots()] == ["device", "lazy"]
+
+
+def test_a_state_in_host_memory_is_copied_eagerly_where_a_device_was_asked_for(tmp_path: Path) -> None:
+    run = Run(TwinAccelerator("late"))
+    with run.open(tmp_path, snapshot="device") as ckpt:
+        save = ckpt.save(1, {"note": run.note})
+        assert save.snapshotted().done()
+    (taken,) = run.watch.snapshots()
+    assert (taken.snapshot, taken.reason) == ("eager", "no tensor is on a device")
+    assert not run.twin.used_devices
+
+
+def test_slabs_are_pinned_once_and_unpinned_in_the_end(tmp_path: Path) -> None:
+    run = Run(TwinAccelerator("late"))
+    with run.open(tmp_path, snapshot="lazy") as ckpt:
+        ckpt.warm_up(run.state).result(60)
+        warm = run.twin.pin_count
+        for step in range(5):
+            ckpt.save(step, run.state).result(60)
+        pool = ckpt.statistics().pool
+        assert 0 < warm == run.twin.pin_count == pool.allocated_bytes // pool.slab_bytes
+    assert run.twin.pinned == {}
+
+
+def test_where_nothing_can_be_pinned_it_is_said_once_and_the_save_is_right(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(TwinAccelerator("late"))
+    run.twin.refuses_pins = True
+    expected = run.copied()
+    with run.open(tmp_path) as ckpt, caplog.at_level(logging.WARNING, "aiockpt"):
+        for step in range(3):
+            ckpt.save(step, run.state).result(60)
+    assert caplog.text.count("cannot be pinned") == 1
+    assert_equal(loaded(tmp_path, 2), expected)
+
+
+def test_what_no_optimizer_owns_is_copied_on_the_device_without_waiting_for_it(tmp_path: Path) -> None:
+    run = Run(TwinAccelerator("late"))
+    expected = run.copied()
+    with run.open(tmp_path, snapshot="lazy") as ckpt:
+        run.twin.hold()
+        waits = run.twin.host_wait_count
+        save = ckpt.save(1, run.state)
+        run.twin.compute(lambda: run.model[1].running_mean.add_(5))  # type: ignore[operator]
+        assert run.twin.host_wait_count - waits <= 1  # the worker's
+        run.twin.release()
+        save.result(60)
+    assert_equal(loaded(tmp_path, 1), expected)
+
+
+def test_what_no_optimizer_owns_is_copied_after_all_that_was_asked_of_the_device_before(tmp_path: Path) -> None:
+    run = Run(TwinAccelerator("early"))
+    mean = run.model.state_dict()["1.running_mean"]
+    with run.open(tmp_path, snapshot="lazy") as ckpt:
+        for step in range(3):  # later saves copy into the memory of the first
+            run.twin.compute(lambda: mean.add_(5))
+            ckpt.save(step, run.state).result(60)
+    assert [loaded(tmp_path, step)["1.running_mean"][0].item() for step in range(3)] == [5, 10, 15]
+
+
+def test_a_warm_save_compiles_nothing_anew(tmp_path: Path) -> None:
+    run = Run(TwinAccelerator("late"))
+    with run.open(tmp_path) as ckpt:
+        ckpt.save(1, run.state).result(60)
+        program = ckpt._engine._program
+        assert program is not None
+        ckpt.save(2, run.state).result(60)
+        assert ckpt._engine._program is program
+
+
+async def test_in_an_event_loop_an_eager_save_is_guarded_the_same_way(tmp_path: Path) -> None:
+    run = Run(TwinAccelerator("late"))
+    expected = run.copied()
+    async with run.open(tmp_path, max_in_flight=1) as ckpt:
+        for step in range(2):
+            save = ckpt.save(step, run.state)
+            run.optimizer.step()
+            run.optimizer.step()
+            await save
+    assert_equal(loaded_elsewhere(tmp_path, 0), expected)
+
+
+def loaded_elsewhere(place: Path, step: int) -> dict[str, torch.Tensor]:
+    """Load on a thread without an event loop."""
+    found: list[dict[str, torch.Tensor]] = []
+    thread = threading.Thread(target=lambda: found.append(loaded(place, step)))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_the_barrier_by_hand_waits_on_the_host(tmp_path: Path) -> None:
+    run = Run(TwinAccelerator("late"))
+    with run.open(tmp_path, snapshot="lazy") as ckpt:
+        save = ckpt.save(1, run.state)
+        ckpt.barrier()
+        assert save.snapshotted().done()

@@ -1,0 +1,34 @@
+"""Is everything that a device is told of streams, events and pinned memory in one module?"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1] / "aiockpt"
+STREAMS = re.compile(
+    r"torch\.(cuda|accelerator|Stream|Event)\b"
+    r"|(?:from|import) torch\.cuda|\.pin_memory\(|non_blocking=True|record_stream|wait_(?:event|stream)\b|cudaHost"
+)
+ALLOWED = {
+    "runtime/cuda.py": "the module",
+    "runtime/accelerator.py": "says what it is for",
+    "pipeline/device_copy.py": "the copies themselves, inside a lane",
+    "adapters/rng.py": "the generators' states",
+    "adapters/intake.py": "where a new tensor is made",
+}
+
+
+def test_only_the_module_talks_to_devices() -> None:
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if STREAMS.search(path.read_text()) and "testing" not in path.parts
+    }
+    assert found <= ALLOWED.keys()
+
+
+def test_copies_beside_the_program_are_made_in_lanes_only() -> None:
+    text = (PACKAGE / "pipeline" / "device_copy.py").read_text()
+    assert not re.search(r"torch\.cuda|torch\.accelerator", text)
+    assert text.count("non_blocking=True") == 1
