@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
@@ -13,11 +14,13 @@ from aiockpt.errors import SaveCancelledError
 from aiockpt.events import SaveFailed, SnapshotTaken
 from aiockpt.options import Snapshot
 from aiockpt.pipeline.upload import Handover
-from aiockpt.pipeline.witness import Witness
 from aiockpt.planning.save import SavePlan, Window
 from aiockpt.runtime.future import SaveFuture, SaveResult
 from aiockpt.runtime.slabs import Slab
 from aiockpt.state.shards import ShardedState
+
+if TYPE_CHECKING:  # a writer process copies no state, and need not load torch
+    from aiockpt.pipeline.witness import Witness
 
 
 class Ticket:
@@ -25,6 +28,7 @@ class Ticket:
 
     Attributes:
         number: of the save, in the order of the calls.
+        nonce: of the attempt; None where whoever begins it makes one.
         turn: which save it is among those of all ranks; None for a process that saves alone.
         state: the tensors until they are copied, and the encoded values; after `prepare` what this rank writes of them.
         plan: what goes where; set by `prepare`.
@@ -32,6 +36,7 @@ class Ticket:
         agreed: whether `prepare` had to plan with other ranks.
         voting: whether this rank's receipt may be in storage: from there on others may commit.
         slabs: the way of full slabs to the writers, by data file; set by `prepare`.
+        hand_over: takes each full slab, on the thread that copies; gives it to *slabs* unless somebody else is to have it.
     """
 
     plan: SavePlan
@@ -53,9 +58,10 @@ class Ticket:
         self.begun_ns = engine.now_ns() if begun_ns is None else begun_ns
         self.snapshot: Snapshot = snapshot
         self._copied_at_call_bytes = copied_at_call_bytes
-        self._witness = Witness(state.tensors) if engine.options.debug == "digest" else None
+        self._witness = _make_witness(state) if engine.options.debug == "digest" else None
         self._pause_s: float | None = None
         self.number = engine.lineage.next_number()
+        self.nonce: str | None = None
         self.turn = turn
         self.state = state
         self.agreed = False
@@ -64,6 +70,7 @@ class Ticket:
         self.metrics = dict(metrics)
         self.user = user
         self.slabs = []
+        self.hand_over: Callable[[Window, Slab], object] = self._hand_over
         self._engine = engine
         self._stopped_by: BaseException | None = None
         self._scope: anyio.CancelScope | None = None
@@ -82,7 +89,7 @@ class Ticket:
         """
         self.state, self.agreed = self._engine.share(self.turn, self.state)
         self.plan = self._engine.plan(self.state)
-        self.slabs = [Handover(self._engine.pool, len(file.windows)) for file in self.plan.files]
+        self.slabs = [Handover(self._engine.lender, len(file.windows)) for file in self.plan.files]
 
     def copy(self) -> None:
         """Copy the state into slabs, handing each full one to the loop; then the state may change.
@@ -94,7 +101,7 @@ class Ticket:
         try:
             self._engine.copy_program(self.plan, self.state.tensors).run(
                 self._engine.pool,
-                self._hand_over,
+                self.hand_over,
                 wanted=lambda: self._stopped_by is None,
                 timeout_s=self._engine.options.deadlines.slab_s,
                 beside=self._pause_s is not None,
@@ -175,3 +182,9 @@ class Ticket:
             engine.failed.append(self.future)
         engine.emit(SaveFailed(at_ns=engine.now_ns(), step=self.step, error=repr(error), seconds=seconds))
         self.future._fail(error)
+
+
+def _make_witness(state: ShardedState) -> Witness:
+    from aiockpt.pipeline.witness import Witness
+
+    return Witness(state.tensors)
