@@ -169,7 +169,7 @@ class Checkpointer:
         self._loop = LoopThread("aiockpt", on_exit=self._drain_at_exit)
         self._engine = Engine(backends[0], self._loop, self._options, observers, world, ranks, memory=memory)
         here = Tiers(tiers, self._engine, backends, working=memory is None)
-        self._tiers: Destination = here if memory is None else Elsewhere(here, tiers, memory)
+        self._tiers: Destination = here if memory is None else self._start_writer(here, tiers, memory)
         self._barrier = MutationBarrier(deadlines.slab_s, self._tell_waited)
         self._launcher = Launcher(self._tiers, self._barrier)
         sharing = self._engine.sharing
@@ -183,6 +183,14 @@ class Checkpointer:
             self._companions.append(
                 cadence.join(self._loop, ranks, place, world.clock, max_in_flight, deadlines.ranks_s)
             )
+
+    def _start_writer(self, here: Tiers, tiers: Sequence[Tier], memory: SharedMemory) -> Destination:
+        try:
+            return Elsewhere(here, tiers, memory)
+        except BaseException:
+            self._loop.close()
+            memory.close()
+            raise
 
     # ------------------------------------------------------------------ save
 

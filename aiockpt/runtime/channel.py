@@ -1,6 +1,7 @@
-"""How do two processes talk? In frames over a socket pair: length, then bytes. What they mean is not known here.
+"""How do two processes talk? In frames over a socket: length, then bytes. What they mean is not known here.
 
-Guarantees:
+One socket pair for each direction: an answer that nobody is there to receive any more breaks the way back, and takes nothing
+of what the other side has sent before its end. Guarantees:
 
 - A frame arrives whole or not at all, in the order in which frames were sent; after a failed send none follows.
 - When `Sender.send` returns the kernel has the frames: they arrive although this process is killed in the next instant.
@@ -23,46 +24,39 @@ _LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 1 << 30
 
 
-class Line:
-    """One end of a connection. One thread at a time sends, in turn; the loop thread receives.
+class Sender:
+    """Sends frames; any thread, one at a time.
 
     Args:
-        end: a connected stream socket, which belongs to the line from now on.
+        end: a connected stream socket, which belongs to the sender from now on.
         timeout_s: how long one `send` may wait for the other side to take what was sent before.
     """
 
     def __init__(self, end: socket.socket, timeout_s: float) -> None:
         end.settimeout(timeout_s)
+        _close_in_forks(end)
         self._end = end
         self._sending = Lock()
         self._broken = False
-        self._ends = [end]
-        _register(self)
 
     def send(self, compose: Callable[[], Iterable[bytes]]) -> None:
-        """Send the frames that *compose* returns, together; it is called when nothing else is being sent. Any thread.
+        """Send the frames that *compose* returns, together; it is called when nothing else is being sent.
 
         Raises:
             OSError: the other side is gone, or takes nothing; nothing can be sent any more.
         """
         with self._sending:
             if self._broken:
-                raise BrokenPipeError("the line is broken")
+                raise BrokenPipeError("the other side is gone")
+            data = b"".join(_framed(frame) for frame in compose())
             try:
-                self._end.sendall(b"".join(_framed(frame) for frame in compose()))
-            except OSError:
+                self._end.sendall(data)
+            except BaseException:  # half a frame may be there
                 self.hang_up()
                 raise
 
-    async def open(self) -> Incoming:
-        """Return what arrives. Call it once, on the loop that receives."""
-        end = self._end.dup()
-        self._ends.append(end)
-        reader, writer = await asyncio.open_unix_connection(sock=end)
-        return Incoming(reader, writer)
-
     def hang_up(self) -> None:
-        """Send nothing more: both sides see the end, and whoever is sending raises. Idempotent, any thread, never waits."""
+        """Send nothing more: the other side sees the end, and whoever is sending raises. Idempotent, never waits."""
         self._broken = True
         with suppress(OSError):  # the other side was faster
             self._end.shutdown(socket.SHUT_RDWR)
@@ -73,37 +67,66 @@ class Line:
         with self._sending:  # whoever is sending has to leave before the descriptor means something else
             self._end.close()
 
-    def _forget(self) -> None:
-        """In a forked child: close its copies, and leave the connection as it is."""
-        for end in self._ends:
-            end.close()
 
+class Receiver:
+    """Receives frames, on one event loop.
 
-class Incoming:
-    """What arrives at one end, and a way to answer from the loop thread. Use one way of sending on one end only."""
+    Args:
+        end: a connected stream socket, which belongs to the receiver from now on.
+    """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
+    def __init__(self, end: socket.socket) -> None:
+        _close_in_forks(end)
+        self._end = end
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def receive(self) -> bytes | None:
         """Return the next frame; None when there will be none any more."""
+        if self._streams is None:
+            self._streams = await asyncio.open_unix_connection(sock=self._end)
+        reader, _ = self._streams
         try:
-            (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-            return await self._reader.readexactly(size)
+            (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+            return await reader.readexactly(size)
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
 
+    def hang_up(self) -> None:
+        """Have `receive` end, whatever the other side does. Idempotent, any thread, never waits."""
+        with suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Let the socket go, on the loop. Idempotent."""
+        if self._streams is None:
+            self._end.close()
+        else:
+            self._streams[1].close()
+
+
+class Poster:
+    """Sends frames without ever waiting, on one event loop; what nobody is there to receive is dropped."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def open(self) -> None:
+        """Begin."""
+        _, self._writer = await asyncio.open_unix_connection(sock=self._end)
+
     def post(self, frame: bytes) -> None:
-        """Send a frame soon, in order; never blocks. What nobody is there to receive is dropped."""
+        """Send a frame soon, in order."""
+        assert self._writer is not None
         if not self._writer.is_closing():
             self._writer.write(_framed(frame))
 
     async def close(self) -> None:
         """Send what was posted, and close."""
-        with suppress(OSError):
-            self._writer.close()
-            await self._writer.wait_closed()
+        if self._writer is not None:
+            with suppress(OSError):
+                self._writer.close()
+                await self._writer.wait_closed()
 
 
 def _framed(frame: bytes) -> bytes:
@@ -112,19 +135,19 @@ def _framed(frame: bytes) -> bytes:
     return _LENGTH.pack(len(frame)) + frame
 
 
-_lines: weakref.WeakSet[Line] = weakref.WeakSet()
+_ends: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _registered = False
 
 
-def _register(line: Line) -> None:
+def _close_in_forks(end: socket.socket) -> None:
     global _registered
-    _lines.add(line)
+    _ends.add(end)
     if not _registered:
         _registered = True
-        os.register_at_fork(after_in_child=_forget_all)
+        os.register_at_fork(after_in_child=_close_all)
 
 
-def _forget_all() -> None:
-    for line in list(_lines):
-        line._forget()
-    _lines.clear()
+def _close_all() -> None:
+    for end in list(_ends):
+        end.close()
+    _ends.clear()

@@ -63,7 +63,7 @@ class Connection:
 
     def _send(self, compose: Callable[[], Iterable[bytes]]) -> None:
         try:
-            self.process.line.send(compose)
+            self.process.orders.send(compose)
         except OSError as error:
             raise self.death() from error
 

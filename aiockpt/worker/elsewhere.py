@@ -18,7 +18,7 @@ from aiockpt.engine.context import Engine
 from aiockpt.engine.save import emit_start
 from aiockpt.engine.ticket import Ticket
 from aiockpt.engine.tiers import Tiers
-from aiockpt.errors import WriterLostError
+from aiockpt.errors import CheckpointError
 from aiockpt.options import Tier
 from aiockpt.runtime.future import SaveFuture, SaveResult
 from aiockpt.runtime.limits import Limiter, run_blocking
@@ -69,6 +69,7 @@ class Elsewhere:
         self._talking = Limiter("writer", 2)
         self._replacing = anyio.Lock()
         self._errands: dict[int, Errand] = {}
+        self._begun: dict[int, Errand] = {}  # the same, until `save` asks for it: it may have ended by then
         self._connection = self._start()
 
     @property
@@ -98,11 +99,12 @@ class Elsewhere:
         save = self._order(ticket, ticket.nonce)
         try:
             self._begin(self._connection, save, ticket)
-        except WriterLostError:
+        except CheckpointError:  # it is gone, or cannot work
             self._begin(engine.loop.submit(self._replace, self._connection).result(), save, ticket)
 
     def _begin(self, connection: Connection, save: Save, ticket: Ticket) -> None:
-        self._errands[ticket.number] = Errand(connection, ticket.step, ticket.future, self._tiers.stages(ticket.future))
+        errand = Errand(connection, ticket.step, ticket.future, self._tiers.stages(ticket.future))
+        self._errands[ticket.number] = self._begun[ticket.number] = errand
         ticket.hand_over = connection.takes_windows(ticket, self._engine.pool)
         connection.begin(save, ticket.plan)
 
@@ -131,7 +133,7 @@ class Elsewhere:
             CheckpointError: as `Tiers.save`.
         """
         emit_start(engine, ticket)
-        errand = self._errands[ticket.number]
+        errand = self._begun.pop(ticket.number)
         try:
             await errand.answer._settled()
         except anyio.get_cancelled_exc_class():
@@ -159,13 +161,13 @@ class Elsewhere:
         if not connection.buried.done():
             logger.warning("%r still writes after %g s; it goes on without this process", connection, deadline_s)
             connection.left_alone = True
-            connection.process.line.hang_up()
+            connection.process.hang_up()
             await connection.buried._settled_within(END_S)
         await self._tiers.close()
 
     async def _tell(self, connection: Connection, order: Order) -> None:
         """Tell a writer something that it need not hear if it is gone."""
-        with suppress(WriterLostError):
+        with suppress(CheckpointError):
             await run_blocking(self._talking, connection.tell, order)
 
     # ------------------------------------------------------------------ the writer's life
@@ -181,26 +183,25 @@ class Elsewhere:
         """Return a writer in place of a *dead* one."""
         async with self._replacing:
             if self._connection is dead:
-                dead.process.line.hang_up()
+                dead.process.hang_up()
                 await dead.buried._settled()
                 self._connection = await run_blocking(self._talking, self._start)
         return self._connection
 
     async def _listen(self, connection: Connection) -> None:
         """Do what a writer says, to its end."""
-        incoming = await connection.process.line.open()
+        answers = connection.process.answers
         try:
-            while (frame := await incoming.receive()) is not None:
+            while (frame := await answers.receive()) is not None:
                 self._hear(connection, decode_answer(frame))
         except Exception:
             logger.exception("what %r says is not understood", connection)
         await self._bury(connection)
-        await incoming.close()
 
     async def _bury(self, connection: Connection) -> None:
         """Reap a writer; then take back the slabs that it had, and end its saves."""
         process = connection.process
-        process.line.hang_up()
+        process.hang_up()
         if not connection.left_alone:
             await run_blocking(self._talking, process.end, END_S)
         connection.lose()
@@ -210,7 +211,7 @@ class Elsewhere:
             if errand.connection is connection:
                 errand.fail(connection.death())
                 del self._errands[number]
-        process.line.close()
+        process.close()
         connection.buried._resolve(None)
 
     def _hear(self, connection: Connection, answer: Answer) -> None:

@@ -51,7 +51,8 @@ def unpack(failure: Failure) -> Exception:
 def _make(failure: Failure) -> Exception:
     kind = getattr(errors, failure.kind, None) or getattr(builtins, failure.kind, None)
     if isinstance(kind, type) and issubclass(kind, Exception):
-        error = kind.__new__(kind, failure.message)  # past constructors that would write the message anew
+        make = OSError.__new__ if issubclass(kind, OSError) else kind.__new__
+        error = make(kind, failure.message)  # past constructors that would write the message anew
         error.args = (failure.message,)
         vars(error).update({name: _as_tuples(value) for name, value in failure.attributes.items()})
         if str(error) == failure.message:

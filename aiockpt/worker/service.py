@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -25,8 +24,9 @@ from aiockpt.engine.tiers import Tiers
 from aiockpt.events import Event, SaveFailed, SaveStarted
 from aiockpt.options import Options, Tier
 from aiockpt.planning.save import SavePlan
-from aiockpt.runtime.channel import Incoming, Line
+from aiockpt.runtime.channel import Poster, Receiver
 from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
+from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.loop import LoopThread
 from aiockpt.runtime.ranks import Ranks
 from aiockpt.runtime.tasks import open_tasks
@@ -58,45 +58,47 @@ from aiockpt.worker.writing import LentSlabs, Post, Writing
 
 logger = logging.getLogger("aiockpt")
 
+LAST_WORDS_S = 60.0
+"""For the trainer to take what it was told; one that is gone takes nothing."""
 
-def main() -> None:
-    """Serve the trainer whose socket, memory and niceness the command line names."""
-    line_fd, memory_fd, nice = map(int, sys.argv[1:])
+
+def main(orders_fd: int, answers_fd: int, memory_fd: int) -> None:
+    """Serve the trainer at the other end of these descriptors."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)  # what ends a job in order; this process ends with the trainer
-    if nice:
-        os.nice(nice)  # the disk's priority follows it, unless somebody has set one (ioprio_set(2))
-    line = Line(socket.socket(fileno=line_fd), timeout_s=0)
+    orders, answers = Receiver(socket.socket(fileno=orders_fd)), Poster(socket.socket(fileno=answers_fd))
     loop = LoopThread("aiockpt-writer", on_exit=lambda: None)
     try:
-        loop.submit(_serve, loop, line, memory_fd).result()
+        loop.submit(_serve, loop, orders, answers, memory_fd).result()
     finally:
         loop.close()
 
 
-async def _serve(loop: LoopThread, line: Line, memory_fd: int) -> None:
-    incoming = await line.open()
-
+async def _serve(loop: LoopThread, orders: Receiver, answers: Poster, memory_fd: int) -> None:
     def post(answer: Answer) -> None:
-        incoming.post(encode(answer))
+        answers.post(encode(answer))
 
+    await answers.open()
     try:
-        hello = await _receive(incoming)
+        hello = await _receive(orders)
         if not isinstance(hello, Hello):
             return
-        logging.basicConfig(level=hello.log_level, format=f"aiockpt writer {os.getpid()}: %(message)s")
+        logging.basicConfig(format=f"aiockpt writer {os.getpid()}: %(message)s")
+        logger.setLevel(hello.log_level)
         try:
-            service = Service(loop, hello, memory_fd, post)
+            service = await run_blocking(Limiter("start", 1), Service, loop, hello, memory_fd, post)
         except Exception as error:  # noqa: BLE001  the trainer raises it
             post(Broken(pack(error)))
             return
-        await service.serve(incoming)
+        await service.serve(orders)
     finally:
-        await incoming.close()
+        with anyio.move_on_after(LAST_WORDS_S):
+            await answers.close()
+        orders.close()
 
 
-async def _receive(incoming: Incoming) -> Order | None:
-    frame = await incoming.receive()
+async def _receive(orders: Receiver) -> Order | None:
+    frame = await orders.receive()
     return None if frame is None else decode_order(frame)
 
 
@@ -125,14 +127,14 @@ class Service:
         self._plan: SavePlan | None = None
         self._saves: dict[int, Writing] = {}
 
-    async def serve(self, incoming: Incoming) -> None:
+    async def serve(self, orders: Receiver) -> None:
         """Do what arrives, and when nothing more will: finish what is complete, and give up the rest."""
         async with open_tasks() as tasks:
-            while (order := await _receive(incoming)) is not None and not isinstance(order, Close):
+            while (order := await _receive(orders)) is not None and not isinstance(order, Close):
                 self._take(order, tasks)
             tasks.cancel_scope.deadline = anyio.current_time() + self._deadline_s
             for writing in self._saves.values():
-                writing.abandon_unless_complete()
+                writing.go_on_if_complete()
         await self._tiers.close()
 
     def _take(self, order: Order, tasks: TaskGroup) -> None:
@@ -163,12 +165,16 @@ class Service:
             error = ticket.future.exception(0)
             self._post(Settled(ticket.number, result, None if error is None else pack(error)))
             if result is not None and not result.existed:
-                await self._tiers.tidy(result)
-        except Exception:
-            logger.exception("after the save of step %d", ticket.step)
+                await self._tidy(result)
         finally:
             del self._saves[ticket.number]
             self._post(Tidied(ticket.number))
+
+    async def _tidy(self, result: SaveResult) -> None:
+        try:
+            await self._tiers.tidy(result)
+        except Exception:  # the step is safe; other saves must not end with this one
+            logger.exception("cleaning up after step %d", result.step)
 
     def _tell_stages(self, ticket: Ticket) -> None:
         """Have the trainer told of what *ticket* reaches."""
@@ -210,8 +216,7 @@ class _Failures(deque[SaveFuture]):
         self._post = post
 
     def append(self, future: SaveFuture) -> None:
-        error = future.exception(0)
-        if future._cancel is None and error is not None:
+        if future._cancel is None and (error := future.exception(0)) is not None:
             self._post(GaveUp(future.step, None, pack(error)))
 
 

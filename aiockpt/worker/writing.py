@@ -45,12 +45,14 @@ class Writing:
         self._missing -= 1
         self.ticket.slabs[window.file].arrive(window, slab)
 
-    def abandon_unless_complete(self) -> None:
-        """Stop when windows are missing: they will not come."""
+    def go_on_if_complete(self) -> None:
+        """Stop when windows are missing: the trainer has ended, and they will not come."""
+        step = self.ticket.step
         if self._missing:
-            step = self.ticket.step
             logger.warning("the trainer ended before the snapshot of step %d was complete: nothing of it is kept", step)
             self.ticket.stop(WriterLostError(f"the trainer ended before the snapshot of step {step} was complete"))
+        else:
+            logger.info("the trainer has ended; step %d is written all the same", step)
 
 
 class LentSlabs:
