@@ -17,6 +17,8 @@ import os
 from threading import Lock
 from typing import Protocol
 
+from aiockpt.errors import ClosedError
+
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
 _madvise = ctypes.CDLL(None, use_errno=True).madvise  # unlike mmap.madvise it lets the GIL go
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -76,6 +78,8 @@ class SharedMemory:
     def map(self, number: int, size_bytes: int) -> mmap.mmap:
         """Return piece *number* of equal pieces of *size_bytes*, a multiple of the page size."""
         with self._growing:
+            if self._closed:  # the descriptor may be another file's by now
+                raise ClosedError("the shared memory is closed")
             end = (number + 1) * size_bytes
             if os.fstat(self.fd).st_size < end:
                 os.ftruncate(self.fd, end)

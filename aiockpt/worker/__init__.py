@@ -12,6 +12,8 @@ Guarantees:
   or failed, or late (``Deadlines.close_s``).
 - A writer that dies fails the saves that it had (`aiockpt.WriterLostError`), returns their slabs, and costs nothing else:
   the next save starts another one.
+- It cannot outlive what ends every process at once: a batch system's last SIGKILL, the end of a container whose process 1
+  is the trainer (start that one under an init, ``docker run --init``), the machine.
 - Errors of the writer are raised in the trainer as what they are, events reach the trainer's observers, in order.
 
 Read in this order: `messages`; `elsewhere` and `connection` (the trainer's side); `process` (how a writer starts and ends);

@@ -14,7 +14,7 @@ from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend
 from aiockpt.worker.messages import Hello, TierOrder, encode
 
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 _INSTEAD = "; use worker='thread'"
 
 

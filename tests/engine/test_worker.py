@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import psutil
+import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 
@@ -235,7 +235,7 @@ def test_structures_may_alternate(tmp_path: Path) -> None:
             ckpt.save(step, states[step % 3])
         ckpt.wait()
         for step in range(3):
-            like = {
+            like: dict[str, Any] = {
                 key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
                 for key, value in states[step].items()
             }
@@ -309,7 +309,8 @@ def test_every_tier_gets_its_steps_and_its_stages(tmp_path: Path, run: Run) -> N
 def test_a_tier_that_gives_up_is_told_the_way_it_was_asked_for(
     policy: str, orders: Orders, tmp_path: Path, run: Run
 ) -> None:
-    watch, errors = Watch(), []
+    watch = Watch()
+    errors: list[BaseException] = []
     orders.fail("create", errno.ENOSPC)
     on_error: Any = errors.append if policy == "call" else "raise"
     far = aiockpt.Tier(orders.url, deadline=0.2, on_error=on_error)

@@ -25,7 +25,8 @@ def die(*_: object) -> None:
 
 def before_window(number: int, act: Callable[[], object]) -> None:
     """Have the copy *act* before it fills that window."""
-    real, seen = copying._copy_fast, []
+    real = copying._copy_fast
+    seen: list[int] = []
 
     def copy(*arguments: Any) -> None:
         if len(seen) == number:
@@ -33,13 +34,14 @@ def before_window(number: int, act: Callable[[], object]) -> None:
         seen.append(number)
         real(*arguments)
 
-    copying._copy_fast = copy
+    copying._copy_fast = copy  # type: ignore[assignment]
 
 
 def hold_the_loop(ckpt: aiockpt.Checkpointer) -> None:
     """Have the engine's loop do nothing for a minute, from now on."""
     asleep = threading.Event()
-    ckpt._loop.call_soon(lambda: (asleep.set(), time.sleep(60)))
+    ckpt._loop.call_soon(asleep.set)
+    ckpt._loop.call_soon(time.sleep, 60)
     asleep.wait()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from aiockpt.errors import ClosedError
 from aiockpt.runtime import memory
 
 SIZE_BYTES = 3 * mmap.PAGESIZE + 5
@@ -50,6 +51,8 @@ def test_shared_memory_is_there_already_and_another_map_of_it_sees_the_same() ->
     assert bytes(pages[0][:5]) == b"other"
     shared.close()
     shared.close()
+    with pytest.raises(ClosedError):
+        shared.map(3, 1 << 20)
     assert bytes(pages[2][:5]) == b"piece"
 
 
