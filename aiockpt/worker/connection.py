@@ -147,11 +147,15 @@ class Errand:
                 self.tidied._resolve(None)
 
     def fail(self, error: Exception) -> None:
-        """Settle the rest: the writer is gone."""
+        """Settle the rest: the writer is gone.
+
+        The tiers of a save that has no outcome yet fail with it. (One that was never sent is given to the next writer.)
+        """
+        if self.answer.done():
+            for stage in self.stages:
+                stage._fail(error)
         self.answer._fail(error)
         self.tidied._resolve(None)
-        for stage in self.stages:
-            stage._fail(error)
 
 
 def _settle(stage: Stage[SaveResult], answer: TierSettled | Settled) -> None:

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 from functools import partial
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import anyio
 import anyio.lowlevel
@@ -20,8 +20,10 @@ from aiockpt.adapters.native import StateWalker
 from aiockpt.errors import CheckpointError, StorageError
 from aiockpt.planning.save import plan_save
 from aiockpt.runtime.channel import Poster, Receiver, Sender
+from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
+from aiockpt.worker.connection import Connection, Errand
 from aiockpt.worker.failures import Failure, pack, unpack
-from aiockpt.worker.messages import AnyEvent, Plan, decode_order, encode, strip_plan
+from aiockpt.worker.messages import AnyEvent, Plan, Settled, decode_order, encode, strip_plan
 
 
 def sent(error: BaseException) -> Exception:
@@ -100,6 +102,19 @@ def test_a_plan_arrives_with_the_same_windows_and_entries() -> None:
     cut = [(w.file, w.offset, w.size) for file in got.files for w in file.windows]
     assert cut == [(w.file, w.offset, w.size) for file in plan.files for w in file.windows]
     assert len(cut) > 3
+
+
+def test_a_save_that_its_writer_never_had_may_be_given_to_the_next_one() -> None:
+    result = SaveResult(step=1, id="step-00000001", generation=1, bytes=0, seconds=0.0)
+    for committed in (False, True):
+        far: Stage[SaveResult] = Stage("far")
+        errand = Errand(cast(Connection, None), 1, SaveFuture(1), [far])
+        if committed:
+            errand.hear(Settled(1, result))
+        errand.fail(errors.WriterLostError("gone"))
+        assert far.done() == committed
+        assert errand.is_committed == committed
+        assert errand.tidied.done()
 
 
 # ------------------------------------------------------------------ frames
