@@ -162,6 +162,8 @@ class IO(msgspec.Struct, frozen=True, kw_only=True):
         file_bytes: where a data file ends and the next begins. One file a rank is fastest; 4 GiB suits every tool.
         read_bytes: bytes of one read; a multiple of *block_bytes*.
         verify: which blocks are checked while loading.
+        bandwidth: bytes/s of a save into the place that it waits for. None: as fast as it goes. For a disk or
+            a network that training needs too.
         nice: how much a writer process (``worker="process"``) gives way to others, for the processor and the disk, from 0
             to 19, as ``nice(1)`` counts. 0: a save should end soon.
     """
@@ -172,9 +174,12 @@ class IO(msgspec.Struct, frozen=True, kw_only=True):
     file_bytes: int = 4 * GIB
     read_bytes: int = 16 * MIB
     verify: Verify = "read"
+    bandwidth: float | None = None
     nice: int = 0
 
     def __post_init__(self) -> None:
+        if self.bandwidth is not None and not self.bandwidth > 0:
+            raise UsageError(f"IO(bandwidth={self.bandwidth}): give more than 0 bytes/s, or None")
         block = BLOCK_BYTES if self.block_bytes is None else self.block_bytes
         if block < 4096 or block & (block - 1):
             raise UsageError(f"IO(block_bytes={block}): give a power of two of at least 4096")

@@ -42,11 +42,13 @@ class Way(msgspec.Struct, kw_only=True):
         block_s: seconds of each block of steps, the last save durable.
         call_s: how long each call of its save held training.
         waited_s: how long optimizers were held by each snapshot that they met.
+        loop_s: processor seconds of our loop thread in each block: what it takes of the interpreter's lock, at most.
     """
 
     block_s: list[float] = []
     call_s: list[float] = []
     waited_s: list[float] = []
+    loop_s: list[float] = []
 
 
 class Result(msgspec.Struct, kw_only=True):
@@ -100,6 +102,10 @@ class Ours:
     def wait(self) -> None:
         self.checkpointer.wait()
 
+    def loop_s(self) -> float:
+        """Return the processor seconds of the loop thread so far; it is of one engine."""
+        return self.checkpointer._engine.loop.cpu_s()
+
 
 class Dcp:
     """``async_save`` by its defaults; the folder of the save before is removed off the clock of its call."""
@@ -135,10 +141,13 @@ def run(size_bytes: int, steps: int, rounds: int, work: Path) -> Result:
     number = 0
     for done in range(rounds + 1):
         for name, saver in savers.items():
+            busy_s = saver.loop_s() if isinstance(saver, Ours) else None
             seconds = _block(training, saver, number, steps if done else 2)
             number += steps
             if done:
                 ways[name].block_s.append(seconds)
+                if busy_s is not None:
+                    ways[name].loop_s.append(saver.loop_s() - busy_s)
             else:  # the first block warms up
                 ways[name].call_s.clear()
                 ways[name].waited_s.clear()
@@ -177,12 +186,13 @@ def table(result: Result) -> str:
     """Return the run as a table in Markdown."""
     quiet_s = statistics.median(result.ways["none"].block_s)
     lines = [
-        "| a save every step | time, of that without saves | held by the call | held at the optimizer |",
-        "| --- | --- | --- | --- |",
+        "| a save every step | time, of that without saves | held by the call | held at the optimizer | loop thread |",
+        "| --- | --- | --- | --- | --- |",
     ]
     for name, way in result.ways.items():
         calls, waits = _shown(way.call_s), _shown(way.waited_s)
-        lines.append(f"| {name} | {statistics.median(way.block_s) / quiet_s:.3f} | {calls} | {waits} |")
+        share = f"{100 * sum(way.loop_s) / sum(way.block_s):.1f} % of the time" if way.loop_s else "–"
+        lines.append(f"| {name} | {statistics.median(way.block_s) / quiet_s:.3f} | {calls} | {waits} | {share} |")
     step_s = quiet_s / result.steps
     return "\n".join([*lines, "", f"{result.state_bytes / 2**20:.0f} MiB of state; a step takes {step_s * 1e3:.0f} ms"])
 

@@ -139,4 +139,8 @@ class RawSaver:
     def save(self, step: int, state: states.State) -> Future[None]:
         """Copy *state*, start to write it, and return the future of the write."""
         copy_by_memmove(state, self._memory)
+        return self.write(step)
+
+    def write(self, step: int) -> Future[None]:
+        """Start to write what is in memory, with no copy at all."""
         return self._thread.submit(write_direct, None, self._folder / f"raw-{step}", self._memory)

@@ -108,9 +108,17 @@ def load(contender: Contender, state: State, folder: Path, repetitions: int) -> 
 
 def train(contender: Contender, state: State, folder: Path, repetitions: int) -> Samples:
     """What saves take from a training loop; the first save, which warms the contender up, is not counted."""
+    return _slowed(contender, state, folder, repetitions, training.small_step())
+
+
+def lazy(contender: Contender, state: State, folder: Path, repetitions: int) -> Samples:
+    """What saves take from forward and backward: a loop that gathers gradients, so that no optimizer waits for a copy."""
+    return _slowed(contender, state, folder, repetitions, training.small_step(optimizes=False))
+
+
+def _slowed(contender: Contender, state: State, folder: Path, repetitions: int, step: Callable[[], None]) -> Samples:
     contender.open(folder, state)
     _save_once(contender, 1, state)
-    step = training.small_step()
     seen = [
         training.measure_save(step, lambda index=index: contender.save(2 + index, state))  # type: ignore[misc]
         for index in range(repetitions)
@@ -137,4 +145,5 @@ SCENARIOS: dict[str, Callable[[Contender, State, Path, int], Samples]] = {
     "warmed": warmed,
     "load": load,
     "train": train,
+    "lazy": lazy,
 }

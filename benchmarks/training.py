@@ -30,8 +30,12 @@ class Slowdown(msgspec.Struct, frozen=True):
     saving_p99_s: float
 
 
-def small_step() -> Callable[[], None]:
-    """Return a training step of well under a millisecond: forward, backward, and an optimizer step on a tiny model."""
+def small_step(*, optimizes: bool = True) -> Callable[[], None]:
+    """Return a training step of well under a millisecond: forward, backward, and an optimizer step on a tiny model.
+
+    Args:
+        optimizes: whether the optimizer steps, which would end a lazy snapshot's leisure in the first millisecond.
+    """
     torch.set_num_threads(1)
     layers = [layer for _ in range(8) for layer in (torch.nn.Linear(48, 48), torch.nn.Tanh())]
     model = torch.nn.Sequential(*layers)
@@ -41,7 +45,8 @@ def small_step() -> Callable[[], None]:
     def step() -> None:
         optimizer.zero_grad()
         model(batch).square().mean().backward()
-        optimizer.step()
+        if optimizes:
+            optimizer.step()
 
     return step
 

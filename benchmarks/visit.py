@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks import state as states
-from benchmarks.contenders import CONTENDERS, make
+from benchmarks.contenders import CONTENDERS, make, taking_part
 from benchmarks.floor_scenarios import FLOORS, FLOORS_OF
 from benchmarks.report import Samples
 from benchmarks.scenarios import SCENARIOS
@@ -74,5 +74,4 @@ def _take(turn: Turn, state: State, folder: Path, repetitions: int) -> Samples:
 
 def participants(scenario: str) -> tuple[str, ...]:
     """Return who takes part in *scenario*, floors first."""
-    contenders = ("aiockpt",) if scenario == "warmed" else tuple(CONTENDERS)
-    return (*FLOORS_OF[scenario], *contenders)
+    return (*FLOORS_OF[scenario], *taking_part(scenario))

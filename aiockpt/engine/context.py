@@ -22,7 +22,7 @@ from aiockpt.pipeline.discover import StepEntry
 from aiockpt.pipeline.upload import Uploader
 from aiockpt.planning.save import PAGE_BYTES, SavePlan, plan_save
 from aiockpt.runtime.future import SaveFuture
-from aiockpt.runtime.limits import Limiter
+from aiockpt.runtime.limits import Limiter, Pace
 from aiockpt.runtime.loop import LoopThread
 from aiockpt.runtime.memory import Memory
 from aiockpt.runtime.ranks import Ranks
@@ -92,7 +92,7 @@ class Engine:
         if block_bytes is None:
             block_bytes = BLOCK_BYTES if ranks.world_size == 1 else SHARED_BLOCK_BYTES
         self._payload_alignment = PAGE_BYTES if ranks.world_size == 1 else max(PAGE_BYTES, block_bytes)
-        self.uploader = Uploader(backend, self.lender, block_bytes)
+        self.uploader = Uploader(backend, self.lender, block_bytes, Pace(options.io.bandwidth, world.clock))
         self.state_work = Limiter("state", 2)
         self.cleaning = anyio.Lock()
         if isinstance(backend, Retrying):

@@ -6,7 +6,8 @@ Guarantees:
 - A save that must wait for another one to end, or for other ranks, never holds an event loop: it waits on a worker, and
   the optimizers wait for it at the barrier.
 - States are copied one after the other, in the order of the calls, so that two never wait for each other's slabs.
-- After the first snapshot of a state the staging pool holds all of it, so that later ones are one copy.
+- After the first snapshot of a state the staging pool holds all of it, so that later ones are one copy; but not where
+  lazy copies end in time with a few slabs (`aiockpt.runtime.rhythm`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.loop import runs_event_loop
 from aiockpt.runtime.memory import available_bytes
+from aiockpt.runtime.rhythm import Leisure, Rhythm
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.state.shards import ShardedState
 
@@ -75,6 +77,7 @@ class Launcher:
         self._saves: list[SaveFuture] = []
         self._copying = Limiter("snapshot", 1)
         self._last_copy: Stage[None] | None = None
+        self._rhythm = Rhythm(engine.now_ns)
 
     @property
     def in_flight(self) -> Sequence[SaveFuture]:
@@ -145,8 +148,9 @@ class Launcher:
         if elsewhere:
             self._last_copy = ticket.future.snapshotted()
             self._saves.append(ticket.future)
-            self._barrier.guard(ticket.future, ticket.stop)
-            ticket.let_go()
+            leisure = self._leisure() if snapshot == "lazy" else None
+            self._barrier.guard(ticket.future, ticket.stop, None if leisure is None else leisure.stepped)
+            ticket.let_go(leisure)
             if before:
                 self._engine.loop.submit(self._copy_later, before, ticket)
             else:
@@ -194,7 +198,12 @@ class Launcher:
         a handful, and without this every later save would pay for some more (measured: 5 × a plain copy, not 1.2 ×).
         """
         await ticket.future.snapshotted()._settled()
-        await run_blocking(self._engine.state_work, self._engine.pool.warm_up, ticket.plan.window_count)
+        if ticket.took_whole:
+            await run_blocking(self._engine.state_work, self._engine.pool.warm_up, ticket.plan.window_count)
+
+    def _leisure(self) -> Leisure:
+        engine = self._engine
+        return self._rhythm.begin(engine.pool, engine.uploader.busy_slabs)
 
     def _why_full(self, snapshot: Snapshot) -> str | None:
         """Say why a save that begins now would wait; None when it would not."""

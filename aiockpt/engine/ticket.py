@@ -16,6 +16,7 @@ from aiockpt.options import Snapshot
 from aiockpt.pipeline.upload import Handover
 from aiockpt.planning.save import SavePlan, Window
 from aiockpt.runtime.future import SaveFuture, SaveResult
+from aiockpt.runtime.rhythm import Leisure
 from aiockpt.runtime.slabs import Slab
 from aiockpt.state.shards import ShardedState
 
@@ -60,6 +61,7 @@ class Ticket:
         self._copied_at_call_bytes = copied_at_call_bytes
         self._witness = _make_witness(state) if engine.options.debug == "digest" else None
         self._pause_s: float | None = None
+        self._leisure: Leisure | None = None
         self.number = engine.lineage.next_number()
         self.nonce: str | None = None
         self.turn = turn
@@ -105,6 +107,7 @@ class Ticket:
                 wanted=lambda: self._stopped_by is None,
                 timeout_s=self._engine.options.deadlines.slab_s,
                 beside=self._pause_s is not None,
+                leisure=self._leisure,
                 check=lambda: None if self._witness is None else self._witness.check(),
             )
         except BaseException as error:
@@ -117,9 +120,17 @@ class Ticket:
             self.future._snapshotted._resolve(None)
             self._engine.loop.call_soon(self._engine.emit, self._taken(copied_from_ns))
 
-    def let_go(self) -> None:
-        """Note that the call returns now, before the copy: whoever copies does it beside the program."""
+    def let_go(self, leisure: Leisure | None) -> None:
+        """Note that the call returns now, before the copy: whoever copies does it beside the program, at *leisure*."""
         self._pause_s = self._engine.since_s(self.begun_ns)
+        self._leisure = leisure
+        if leisure is not None:
+            self.future._snapshotted._on_wait = leisure.end
+
+    @property
+    def took_whole(self) -> bool:
+        """Whether the copy wanted slabs for all of the state."""
+        return self._leisure is None or self._leisure.whole
 
     def _taken(self, copied_from_ns: int) -> SnapshotTaken:
         return SnapshotTaken(
@@ -147,6 +158,8 @@ class Ticket:
         """End the save with *error*, from any thread; too late once the commit has begun."""
         if self._stopped_by is None:
             self._stopped_by = error
+            if self._leisure is not None:
+                self._leisure.end()
             self._engine.loop.call_soon(self._cancel_scope)
 
     def _cancel_scope(self) -> None:

@@ -16,10 +16,10 @@ import gc
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 
 from aiockpt.errors import ManifestError
 from aiockpt.format.checksum import digest128
@@ -35,7 +35,9 @@ _SEAL_BYTES = len(_SEAL) + len("xxh3_128:") + 32 + len(b'"}\n')
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 _TOKEN = re.compile(rb'[{}]|"(?:[^"\\]++|\\.)*+"[ \t\r\n]*+:?', re.DOTALL)
 _NOT_STRUCTURE = bytes(sorted(set(range(256)) - set(b"[]{},")))
-_LEVELS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+_LEVELS = np.zeros(256, np.int8)
+_LEVELS[list(b"[{")] = 1
+_LEVELS[list(b"]}")] = -1
 
 T = TypeVar("T")
 
@@ -142,7 +144,7 @@ def check_tree(raw: bytes, what: str) -> int:
     nodes = _count_nodes(structure)
     if nodes > MAX_TREE_NODES:
         raise ManifestError(f"{what} has more than {MAX_TREE_NODES} values: use tensors")
-    depth = max(accumulate(_LEVELS.get(character, 0) for character in structure), default=0)
+    depth = np.cumsum(_LEVELS[np.frombuffer(structure, np.uint8)], dtype=np.int64).max(initial=0)
     if depth > MAX_TREE_DEPTH:
         raise ManifestError(f"{what} is nested deeper than {MAX_TREE_DEPTH} levels")
     return nodes

@@ -19,6 +19,7 @@ from typing import Any
 from aiockpt.errors import CommitError, ManifestError
 from aiockpt.format.document import collector_paused
 from aiockpt.format.manifest import FileEntry, Manifest, Piece, Receipt, TensorEntry
+from aiockpt.format.memo import Memo
 from aiockpt.format.merge_parts import make_table
 from aiockpt.format.parts import REQUIRED, table_of
 from aiockpt.format.tiling import Extent
@@ -27,6 +28,10 @@ from aiockpt.format.values import unite
 
 _AGREED = ("id", "step", "attempt", "generation", "sequence", "run", "parent", "world_size")
 _SHOWN = 5
+_FACTS = attrgetter("dtype", "shape")
+_MEMO_PIECES = 100_000
+"""Pieces of votes that may be kept in memory for the next ones to be compared with."""
+_merged: Memo[list[tuple[int, int, dict[str, TensorEntry]]], dict[str, TensorEntry]] = Memo()
 
 
 def merge_receipts(receipts: Sequence[Receipt], *, writer: str, write_id: str, created_ns: int) -> Manifest:
@@ -128,14 +133,27 @@ def _merge_files(votes: Sequence[Receipt]) -> tuple[FileEntry, ...]:
 
 def _merge_tensors(votes: Sequence[Receipt]) -> dict[str, TensorEntry]:
     """Collect the pieces of each tensor, by their offsets, so that a load finds its own by bisection."""
-    entries = _describe(votes)
     pieces_of = attrgetter("pieces")
-    if sum(sum(map(len, map(pieces_of, vote.tensors.values()))) for vote in votes) <= MAX_PIECES:
+    count = sum(sum(map(len, map(pieces_of, vote.tensors.values()))) for vote in votes)
+    if count <= min(MAX_PIECES, _MEMO_PIECES):
+        return _merge_as_before(votes)
+    entries = _describe(votes)
+    if count <= MAX_PIECES:
         return _merge_pieces(votes, entries)
     tensors = make_table(votes, entries)
     if sum(len(entry.pieces) for entry in tensors.values()) > MAX_PIECES:
         return tensors
     return {name: TensorEntry(one.dtype, one.shape, tuple(one.pieces)) for name, one in tensors.items()}
+
+
+def _merge_as_before(votes: Sequence[Receipt]) -> dict[str, TensorEntry]:
+    """Merge piece by piece, unless the votes before said the same of their tensors."""
+    asked = [(vote.rank, len(vote.files), vote.tensors) for vote in votes]
+    merged = _merged.recall(asked)
+    if merged is None:
+        merged = _merge_pieces(votes, _describe(votes))
+        _merged.remember([(rank, files, dict(tensors)) for rank, files, tensors in asked], merged)
+    return dict(merged)
 
 
 def _describe(votes: Sequence[Receipt]) -> dict[str, TensorEntry]:
@@ -144,8 +162,11 @@ def _describe(votes: Sequence[Receipt]) -> dict[str, TensorEntry]:
     Raises:
         CommitError: ranks describe a tensor differently.
     """
-    entries: dict[str, TensorEntry] = {}
-    for vote in votes:
+    entries: dict[str, TensorEntry] = dict(votes[0].tensors)
+    names, facts = list(entries), list(map(_FACTS, entries.values()))
+    for vote in votes[1:]:
+        if list(vote.tensors) == names and list(map(_FACTS, vote.tensors.values())) == facts:
+            continue  # most ranks of most jobs have a part of every tensor
         for name, entry in vote.tensors.items():
             first = entries.setdefault(name, entry)
             if first.dtype != entry.dtype or first.shape != entry.shape:

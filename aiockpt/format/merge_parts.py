@@ -36,8 +36,8 @@ def make_table(votes: Sequence[Receipt], entries: Mapping[str, TensorEntry]) -> 
     """
     filling = _Filling(votes, entries)
     base = 0
-    for vote in votes:
-        filling.add(vote, base)
+    for vote, held in zip(votes, filling.held, strict=True):
+        filling.add(vote, *held, base)
         base += len(vote.files)
     return lay_out(entries, filling.settle())
 
@@ -48,23 +48,25 @@ class _Filling:
     def __init__(self, votes: Sequence[Receipt], entries: Mapping[str, TensorEntry]) -> None:
         self._names = {name: index for index, name in enumerate(entries)}
         self._dimensions = np.array([len(entry.shape) for entry in entries.values()], np.int64)
+        self._all = list(entries), np.arange(len(entries))
+        self.held = [self._look_at(vote) for vote in votes]
         counts = np.zeros(len(entries), np.int64)
-        for vote in votes:
-            tensors, lengths = self._held(vote)
+        for tensors, lengths in self.held:
             counts[tensors] += lengths
         self._bounds, self._box_bounds = _bounds(counts), _bounds(counts * self._dimensions)
         self._next = self._bounds[:-1].copy()
         self.file, self.start, self.end = (np.empty(self._bounds[-1], np.int64) for _ in range(3))
         self.offsets, self.sizes = (np.empty(self._box_bounds[-1], np.int64) for _ in range(2))
 
-    def _held(self, vote: Receipt) -> tuple[Ints, Ints]:
+    def _look_at(self, vote: Receipt) -> tuple[Ints, Ints]:
         """Return the numbers of the tensors in a vote, each once, and how many pieces it has of them."""
-        tensors = _numbers(map(self._names.__getitem__, vote.tensors), len(vote.tensors))
+        names, tensors = self._all
+        if list(vote.tensors) != names:
+            tensors = _numbers(map(self._names.__getitem__, vote.tensors), len(vote.tensors))
         return tensors, _numbers(map(len, map(_pieces, vote.tensors.values())), len(vote.tensors))
 
-    def add(self, vote: Receipt, first_file: int) -> None:
+    def add(self, vote: Receipt, tensors: Ints, lengths: Ints, first_file: int) -> None:
         """Put the pieces of one vote into their places."""
-        tensors, lengths = self._held(vote)
         pieces = list(chain.from_iterable(map(_pieces, vote.tensors.values())))
         owners = np.repeat(tensors, lengths)
         rows = np.repeat(self._next[tensors], lengths) + _steps(lengths)

@@ -25,6 +25,7 @@ from aiockpt.format.check_parts import find_bad_piece, tiles_all, volume_of
 from aiockpt.format.checksum import ALGORITHM, SUM_BYTES, block_count, digest128
 from aiockpt.format.dtypes import ITEMSIZES, is_native
 from aiockpt.format.manifest import MAX_RANK, FileEntry, Manifest, Piece, Receipt, TensorEntry
+from aiockpt.format.memo import Memo
 from aiockpt.format.names import (
     MAX_NAME_BYTES,
     attempt_prefix,
@@ -52,6 +53,10 @@ _MAX_PATH_PARTS = 4
 _MAX_REASON = 600
 """Characters: names and shapes in a message come from whoever wrote the document."""
 
+_MEMO_PIECES = 100_000
+"""Of a layout that may be kept in memory for the next manifest to be compared with."""
+_good: Memo[tuple[dict[str, TensorEntry], dict[str, str], list[int]], bool] = Memo()
+
 Placed = tuple[str, Piece]
 """A tensor's name and one of its pieces."""
 
@@ -71,17 +76,32 @@ def check_manifest(m: Manifest, step_id: str, generation: int) -> None:
     if (REQUIRED in m.requires) != (table is not None):
         _refuse(what, "it requires parts, and its pieces are not in a table, or the other way round")
     if table is None:
-        _check_tensors(m.tensors, m.files, what)
+        _check_layout(m, what)
     else:
         _check_table(m.tensors, table, m.files, what)
-    for name, entry in m.tensors.items():
-        _check_coverage(name, entry, what)
-    _check_alias(m.alias, m.tensors, what)
+        _check_whole(m, what)
     for rank in m.state.get("per_rank", ()):
         if not (
             rank.isascii() and rank.isdigit() and len(rank) < 8 and str(int(rank)) == rank and int(rank) < m.world_size
         ):
             _refuse(what, f"its state names the rank {rank[:40]!r} in a world of {m.world_size}")
+
+
+def _check_layout(m: Manifest, what: str) -> None:
+    """Check the tensors of a manifest without a table; not again those of the one before."""
+    layout = (m.tensors, m.alias, [file.size for file in m.files])
+    if _good.recall(layout):
+        return
+    _check_tensors(m.tensors, m.files, what)
+    _check_whole(m, what)
+    if sum(len(entry.pieces) for entry in m.tensors.values()) <= _MEMO_PIECES:
+        _good.remember((dict(m.tensors), dict(m.alias), layout[2]), True)
+
+
+def _check_whole(m: Manifest, what: str) -> None:
+    for name, entry in m.tensors.items():
+        _check_coverage(name, entry, what)
+    _check_alias(m.alias, m.tensors, what)
 
 
 def check_receipt(receipt: Receipt, step_id: str, attempt: str, rank: int) -> None:

@@ -18,6 +18,7 @@ Guarantees:
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Sequence
 from operator import eq, is_
 
@@ -26,6 +27,7 @@ import torch
 from aiockpt.errors import TornSnapshotError
 from aiockpt.format.names import list_names
 from aiockpt.planning.save import HEADER, Copy, FilePlan, SavePlan, Window
+from aiockpt.runtime.rhythm import Leisure
 from aiockpt.runtime.slabs import Slab, SlabPool
 from aiockpt.state.shards import TensorShard
 
@@ -77,6 +79,7 @@ class CopyProgram:
         wanted: Callable[[], bool],
         timeout_s: float,
         beside: bool = False,
+        leisure: Leisure | None = None,
         check: Callable[[], object] = lambda: None,
     ) -> None:
         """Copy window after window into slabs of *pool*, and *deliver* each full one.
@@ -86,19 +89,27 @@ class CopyProgram:
 
         Args:
             beside: whether the program runs on meanwhile, and needs the GIL.
+            leisure: how many slabs it fills at once, and for how long; None fills as many as it gets.
             check: called when all is copied, before the last window is delivered; raises when the copy is worth nothing.
 
         Raises:
             StorageTimeoutError: no slab came free within *timeout_s* seconds.
             TornSnapshotError: a tensor was moved or resized meanwhile.
         """
-        for number, (window, moves) in enumerate(self._windows, start=1 - len(self._windows)):
+        left_bytes = sum(window.size for window, _ in self._windows)
+        for number, (window, moves) in enumerate(self._windows):
+            if leisure is not None:
+                leisure.wait(left_bytes, timeout_s)
             if not wanted():
                 return
             slab = pool.take(timeout_s)
             try:
-                (_copy_beside if beside else _copy_fast)(slab.address, moves, number + len(self._windows) - 1)
-                if number == 0:
+                began_ns = time.perf_counter_ns()
+                (_copy_beside if beside else _copy_fast)(slab.address, moves, number)
+                left_bytes -= window.size
+                if leisure is not None:
+                    leisure.copied(window.size, (time.perf_counter_ns() - began_ns) / 1e9)
+                if not left_bytes:
                     self._check_places()
                     check()
             except BaseException:

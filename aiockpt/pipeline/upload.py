@@ -18,7 +18,7 @@ from aiockpt.format.checksum import ALGORITHM, SUM_BYTES, block_count
 from aiockpt.format.manifest import FileEntry
 from aiockpt.pipeline.serialize import hash_blocks
 from aiockpt.planning.save import FilePlan, Window
-from aiockpt.runtime.limits import Limiter, LimiterStatistics
+from aiockpt.runtime.limits import Limiter, LimiterStatistics, Pace
 from aiockpt.runtime.slabs import Lender, Slab
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend, Upload
@@ -85,12 +85,14 @@ class Uploader:
         backend: where to.
         pool: where slabs go back to.
         block_bytes: bytes under one checksum.
+        pace: at which all of them are written together.
     """
 
-    def __init__(self, backend: Backend, pool: Lender, block_bytes: int) -> None:
+    def __init__(self, backend: Backend, pool: Lender, block_bytes: int, pace: Pace) -> None:
         self._backend = backend
         self._pool = pool
         self._block_bytes = block_bytes
+        self._pace = pace
         self._writers = backend.traits.block_writes + 1  # one hashes while the others write
         self._writing = Limiter("write", self._writers)
 
@@ -113,6 +115,11 @@ class Uploader:
                 await upload.abort()
             raise
         return FileEntry.of(path, size=file.size, rank=rank, algo=ALGORITHM, block=self._block_bytes, sums=bytes(sums))
+
+    @property
+    def busy_slabs(self) -> int:
+        """How many slabs keep all writers busy while another one is filled."""
+        return self._writers + 1
 
     def statistics(self) -> tuple[LimiterStatistics, ...]:
         """Return the limiters' counts of this instant."""
@@ -140,6 +147,7 @@ class Uploader:
             hashed += len(found)
 
         try:
+            await self._pace.let_through(sum(run.nbytes for run in runs))
             await upload.write(offset, runs, seen)
         finally:
             for _, slab in batch:

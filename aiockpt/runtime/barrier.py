@@ -56,11 +56,20 @@ class MutationBarrier:
         self._pid = os.getpid()
         self._lock = Lock()
         self._copying: dict[Stage[None], Guarded] = {}
+        self._unstepped: tuple[Callable[[], object], ...] = ()
         self._mutating = 0
         _register(self)
 
-    def guard(self, save: SaveFuture, give_up: GiveUp) -> None:
-        """Hold optimizers from now until *save* is snapshotted; *give_up* fails it when its copy is stuck."""
+    def guard(self, save: SaveFuture, give_up: GiveUp, on_step: Callable[[], object] | None = None) -> None:
+        """Hold optimizers from now until *save* is snapshotted.
+
+        Args:
+            give_up: fails the save when its copy is stuck.
+            on_step: told when the state is about to change for the first time from now on, copied or not.
+        """
+        if on_step is not None:
+            with self._lock:
+                self._unstepped += (on_step,)
         snapshotted = save.snapshotted()
         self._copying[snapshotted] = Guarded(save, give_up)
         snapshotted._inner.add_done_callback(lambda _: self._copying.pop(snapshotted, None))
@@ -79,8 +88,9 @@ class MutationBarrier:
 
     def wait(self) -> None:
         """Block until no snapshot is being copied."""
-        if not self._copying or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return
+        self._tell_step()
         for snapshotted, guarded in list(self._copying.items()):
             began_s = time.perf_counter()
             snapshotted._wait_anyway(self._timeout_s)
@@ -88,10 +98,18 @@ class MutationBarrier:
 
     async def wait_async(self) -> None:
         """The same, for event loops."""
+        self._tell_step()
         for snapshotted, guarded in list(self._copying.items()):
             began_s = time.perf_counter()
             await snapshotted._settled_within(self._timeout_s)
             self._waited(guarded, snapshotted, time.perf_counter() - began_s)
+
+    def _tell_step(self) -> None:
+        if self._unstepped:
+            with self._lock:
+                told, self._unstepped = self._unstepped, ()
+            for on_step in told:
+                on_step()
 
     def _waited(self, guarded: Guarded, snapshotted: Stage[None], seconds: float) -> None:
         if not snapshotted.done():

@@ -27,13 +27,21 @@ T = TypeVar("T")
 _Inner = concurrent.futures.Future
 
 
+def _do_nothing() -> None:
+    """Nobody minds."""
+
+
 class Stage(Generic[T]):
-    """A point that the work reaches once, with a value, or never, with an error."""
+    """A point that the work reaches once, with a value, or never, with an error.
+
+    ``_on_wait`` is called whenever somebody begins to wait for it, on the thread that waits.
+    """
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._inner: _Inner[T] = _Inner()
         self._told = False
+        self._on_wait: Callable[[], object] = _do_nothing
 
     def done(self) -> bool:
         """Say whether the point was reached or the work has failed."""
@@ -61,6 +69,7 @@ class Stage(Generic[T]):
     def _wait_here(self, timeout: float | None) -> None:
         if self._inner.done():
             return
+        self._on_wait()
         refuse_in_event_loop(f"waiting for {self._what}")
         try:
             self._inner.exception(timeout)
@@ -68,11 +77,13 @@ class Stage(Generic[T]):
             raise TimeoutError(f"{self._what}: not reached within {timeout} s; the work goes on") from None
 
     async def _wait(self) -> T:
+        if not self._inner.done():
+            self._on_wait()
         await self._settled()
         return self._value()
 
     async def _settled(self) -> None:
-        """Wait until it is settled, and take nothing from it."""
+        """Wait until it is settled, take nothing from it, and hurry nobody."""
         if not self._inner.done():
             reached = anyio.Event()
             wake = _waker(reached)
@@ -81,6 +92,8 @@ class Stage(Generic[T]):
 
     async def _settled_within(self, seconds: float) -> None:
         """Wait until it is settled, or *seconds* have passed."""
+        if not self._inner.done():
+            self._on_wait()
         with anyio.move_on_after(seconds):
             await self._settled()
 
@@ -90,6 +103,8 @@ class Stage(Generic[T]):
 
     def _wait_anyway(self, timeout_s: float) -> None:
         """Block until it is settled, even on a thread with an event loop: for the barrier, whose copy runs elsewhere."""
+        if not self._inner.done():
+            self._on_wait()
         concurrent.futures.wait([self._inner], timeout_s)
 
     def _resolve(self, value: T) -> None:

@@ -16,6 +16,7 @@ import concurrent.futures
 import concurrent.futures.thread
 import os
 import threading
+import time
 import weakref
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
@@ -56,7 +57,13 @@ class LoopThread:
     async def _set_up(self) -> asyncio.AbstractEventLoop:
         loop = asyncio.get_running_loop()
         loop.set_default_executor(self._executor)
+        self._cpu_clock = time.pthread_getcpuclockid(threading.get_ident())
         return loop
+
+    def cpu_s(self) -> float:
+        """Return the processor seconds of the loop thread so far. Nearly all of them hold the interpreter's lock."""
+        self.check()
+        return time.clock_gettime(self._cpu_clock)
 
     def check(self) -> None:
         """Raise when this process or thread must not use the loop.

@@ -161,6 +161,16 @@ class SlabPool:
         mine = self._turns[0] is turn
         return self._closed or (mine and (bool(self._free) or self._allocated < self._ceiling))
 
+    def wait(self, enough: Callable[[int], bool], timeout_s: float) -> bool:
+        """Wait until *enough* holds of the number of slabs in use, or the pool is closed; return False after *timeout_s*."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._closed or enough(self._used), timeout_s)
+
+    def wake(self) -> None:
+        """Have all who `wait` look again."""
+        with self._changed:
+            self._changed.notify_all()
+
     def give(self, slab: Slab) -> None:
         """Take *slab* back."""
         with self._changed:

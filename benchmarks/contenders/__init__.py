@@ -87,6 +87,7 @@ class Base:
 
 CONTENDERS = {
     "aiockpt": ("ours", "Aiockpt"),
+    "aiockpt-lazy": ("ours", "AiockptLazy"),
     "dcp-save": ("dcp", "Save"),
     "dcp-save-4-threads": ("dcp", "SaveWithThreads"),
     "dcp-async-thread": ("dcp", "AsyncThread"),
@@ -97,6 +98,15 @@ CONTENDERS = {
     "safetensors": ("safetensors_file", "Safetensors"),
 }
 """Name → module below `benchmarks.contenders` and class in it."""
+
+
+ONLY = {"warmed": ("aiockpt",), "lazy": ("aiockpt-lazy",)}
+"""Who alone takes part in a scenario."""
+
+
+def taking_part(scenario: str) -> tuple[str, ...]:
+    """Return the contenders of *scenario*."""
+    return ONLY.get(scenario) or tuple(name for name in CONTENDERS if name != "aiockpt-lazy")
 
 
 def make(name: str) -> Contender:

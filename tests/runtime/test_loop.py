@@ -112,3 +112,9 @@ loop = LoopThread("test", on_exit=drain)
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert (run.returncode, run.stdout, run.stderr) == (0, "flushed at exit\n", "")
+
+
+def test_what_the_loop_thread_computes_is_counted(loop: LoopThread) -> None:
+    before_s = loop.cpu_s()
+    loop._portal.call(sum, range(3_000_000))
+    assert 0.005 < loop.cpu_s() - before_s < 5

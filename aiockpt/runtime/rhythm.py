@@ -1,0 +1,98 @@
+"""How much of a state must be in slabs at once? As little as the writers need, for as long as nobody waits for the copy.
+
+A copy beside the running program has until the optimizer steps. Where the bytes reach the storage before that, a few slabs
+that go round between the copy and the writers are enough, and no copy of the whole state is ever made (DataStates-LLM
+copies all of it; DECISIONS 16: a block is hashed and written from the slab it was copied to). Guarantees:
+
+- Whoever waits for a snapshot ends its leisure at once: what is left is copied as fast as memory allows.
+- It also ends by itself before an optimizer is expected, so that what is left is copied until then; a program that was not
+  seen to step yet is expected at any moment.
+- It never outlasts the deadline for a slab: a storage that stands still is told of as it is for any save.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from aiockpt.runtime.slabs import SlabPool
+
+REMEMBERED = 4
+"""Steps; the shortest of them is expected again."""
+EARLY = 0.85
+"""The part of the expected time that is counted on."""
+SLOWER = 2.0
+"""How much longer than the last one a copy may take."""
+
+
+class Rhythm:
+    """Remembers for how long a program leaves its state alone after a save, and how fast it was copied. Any thread.
+
+    Args:
+        now_ns: the monotonic time.
+    """
+
+    def __init__(self, now_ns: Callable[[], int]) -> None:
+        self._now_ns = now_ns
+        self._quiet_s: deque[float] = deque(maxlen=REMEMBERED)
+        self._bytes_per_s: float | None = None
+
+    def begin(self, pool: SlabPool, slabs: int) -> Leisure:
+        """Return the leisure of a snapshot that begins now, whose writers are kept busy by *slabs* slabs."""
+        return Leisure(self, pool, slabs, self._now_ns())
+
+    def since_s(self, begun_ns: int) -> float:
+        """Return the seconds since *begun_ns*."""
+        return (self._now_ns() - begun_ns) / 1e9
+
+    def stepped(self, seconds: float) -> None:
+        """Note that the state was left alone for *seconds* after a save."""
+        self._quiet_s.append(seconds)
+
+    def copied(self, size_bytes: int, seconds: float) -> None:
+        """Note that *size_bytes* were copied in *seconds*."""
+        rate = size_bytes / max(seconds, 1e-6)
+        self._bytes_per_s = rate if self._bytes_per_s is None else (3 * self._bytes_per_s + rate) / 4
+
+    def spare_s(self, elapsed_s: float, left_bytes: int) -> float:
+        """Return for how much longer *left_bytes* may wait, *elapsed_s* after the save began; 0 when nothing is known."""
+        if not self._quiet_s or self._bytes_per_s is None:
+            return 0.0
+        return EARLY * min(self._quiet_s) - elapsed_s - SLOWER * left_bytes / self._bytes_per_s
+
+
+class Leisure:
+    """The leisure of one snapshot.
+
+    Attributes:
+        whole: whether slabs for the whole state may have been wanted at once.
+    """
+
+    def __init__(self, rhythm: Rhythm, pool: SlabPool, slabs: int, begun_ns: int) -> None:
+        self._rhythm = rhythm
+        self._pool = pool
+        self._slabs = slabs
+        self._begun_ns = begun_ns
+        self.whole = False
+
+    def stepped(self) -> None:
+        """Note that the state is about to change, for the first time since the save. Any thread."""
+        self._rhythm.stepped(self._rhythm.since_s(self._begun_ns))
+
+    def end(self) -> None:
+        """End it: somebody waits for the copy. Any thread; idempotent."""
+        if not self.whole:
+            self.whole = True
+            self._pool.wake()
+
+    def wait(self, left_bytes: int, timeout_s: float) -> None:
+        """Wait until a slab is worth filling, *left_bytes* being left to copy; *timeout_s* seconds at most."""
+        if self.whole:
+            return
+        spare_s = self._rhythm.spare_s(self._rhythm.since_s(self._begun_ns), left_bytes)
+        if spare_s <= 0 or not self._pool.wait(lambda used: self.whole or used < self._slabs, min(spare_s, timeout_s)):
+            self.whole = True
+
+    def copied(self, size_bytes: int, seconds: float) -> None:
+        """Note that a slab of *size_bytes* was filled in *seconds*."""
+        self._rhythm.copied(size_bytes, seconds)

@@ -1,0 +1,233 @@
+"""Does a lazy copy take few slabs while nobody waits, and all it needs as soon as somebody does?"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+import aiockpt
+from aiockpt.backends.memory import MemoryBackend
+from aiockpt.runtime.rhythm import Leisure, Rhythm
+from aiockpt.runtime.slabs import SlabPool
+from aiockpt.storage.backend import Seen, Upload
+
+KIB = 1 << 10
+SLAB = 64 * KIB
+IO = aiockpt.IO(pool_bytes=128 * SLAB, slab_bytes=SLAB, block_bytes=SLAB, read_bytes=SLAB)
+
+
+class Held:
+    """A backend whose data files are not written before `gate` is set."""
+
+    def __init__(self) -> None:
+        self._inner = MemoryBackend()
+        self.gate = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def create(self, key: str, size: int) -> Upload:
+        upload: Any = await self._inner.create(key, size)
+        write = upload.write
+
+        async def held(offset: int, runs: Sequence[memoryview], seen: Seen | None = None) -> None:
+            assert await anyio.to_thread.run_sync(self.gate.wait, 60)
+            await write(offset, runs, seen)
+
+        upload.write = held
+        held_upload: Upload = upload
+        return held_upload
+
+
+class Run:
+    """A network of 48 slabs with its optimizer."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(512, 512, bias=False)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.step()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.ones(2, 512)).square().mean().backward()
+        self.optimizer.step()
+
+
+def known(ckpt: aiockpt.Checkpointer, quiet_s: float) -> None:
+    """Have it know a program that leaves its state alone for *quiet_s*, and a fast memory."""
+    ckpt._launcher._rhythm.stepped(quiet_s)
+    ckpt._launcher._rhythm.copied(1 << 30, 1.0)
+
+
+def wait_for(reached: Callable[[], bool]) -> None:
+    deadline = threading.Event()
+    for _ in range(3000):
+        if reached():
+            return
+        deadline.wait(0.01)
+    raise AssertionError("not reached within 30 s")
+
+
+def used(ckpt: aiockpt.Checkpointer) -> int:
+    return ckpt._engine.pool.statistics().used_slabs
+
+
+async def _wait(stage: aiockpt.SaveFuture) -> None:
+    await stage.snapshotted()
+
+
+WAYS_TO_WAIT: dict[str, Callable[[aiockpt.Checkpointer, Run, aiockpt.SaveFuture], object]] = {
+    "a step": lambda _, run, __: run.step(),
+    "the barrier": lambda ckpt, _, __: ckpt.barrier(),
+    "wait_mutable": lambda ckpt, _, __: anyio.run(ckpt.wait_mutable),
+    "a wait for the snapshot": lambda _, __, save: save.snapshotted().result(30),
+    "an await of the snapshot": lambda _, __, save: anyio.run(_wait, save),
+    "the next save": lambda ckpt, run, save: ckpt.save(2, run.state) and save.snapshotted().result(30),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_WAIT)
+def test_few_slabs_go_round_until_somebody_waits(way: str) -> None:
+    run, place = Run(), Held()
+    weight = run.model.weight.detach().clone()
+    with aiockpt.Checkpointer(place, snapshot="lazy", io=IO) as ckpt:
+        known(ckpt, 1000.0)
+        save = ckpt.save(1, run.state)
+        few = ckpt._engine.uploader.busy_slabs
+        wait_for(lambda: used(ckpt) == few)
+        assert not save.snapshotted().done()
+        WAYS_TO_WAIT[way](ckpt, run, save)
+        assert save.snapshotted().done()
+        assert used(ckpt) >= 48
+        place.gate.set()
+        save.result(30)
+        ckpt.load(run.state, 1).result(30)
+    assert torch.equal(run.model.weight, weight)
+
+
+def test_a_save_that_ends_before_the_step_never_has_a_copy_of_the_state() -> None:
+    run, place = Run(), Held()
+    place.gate.set()
+    with aiockpt.Checkpointer(place, snapshot="lazy", io=IO) as ckpt:
+        known(ckpt, 1000.0)
+        ckpt.save(1, run.state).result(30)
+        seen = ckpt._engine.pool.statistics()
+        assert seen.peak_used_slabs <= ckpt._engine.uploader.busy_slabs
+        assert seen.allocated_bytes <= ckpt._engine.uploader.busy_slabs * SLAB
+
+
+@pytest.mark.parametrize("quiet_s", [None, 0.5])
+def test_a_copy_is_made_at_once_when_a_step_is_near_or_none_was_seen(quiet_s: float | None) -> None:
+    run, place = Run(), Held()
+    with aiockpt.Checkpointer(place, snapshot="lazy", io=IO) as ckpt:
+        if quiet_s is not None:
+            known(ckpt, quiet_s)
+        save = ckpt.save(1, run.state)
+        wait_for(save.snapshotted().done)  # `done` asks, and does not wait
+        place.gate.set()
+
+
+def test_a_save_that_is_cancelled_at_its_leisure_is_copied_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, place, inside = Run(), Held(), threading.Semaphore(0)
+    wait = Leisure.wait
+
+    def seen(leisure: Leisure, left_bytes: int, timeout_s: float) -> None:
+        inside.release()
+        wait(leisure, left_bytes, timeout_s)
+        assert inside.acquire(blocking=False)
+
+    with aiockpt.Checkpointer(place, snapshot="lazy", io=IO) as ckpt:
+        ckpt.save(1, run.state).snapshotted().result(30)
+        known(ckpt, 30.0)
+        monkeypatch.setattr(Leisure, "wait", seen)
+        save = ckpt.save(2, run.state)
+        wait_for(lambda: inside._value == 1)
+        save.cancel()
+        began_s = time.monotonic()
+        wait_for(lambda: inside._value == 0)
+        took_s, copied = time.monotonic() - began_s, used(ckpt)
+        place.gate.set()
+        assert save.exception(30) is not None
+        assert took_s < 10
+        assert copied == 49  # the header has a window of its own
+
+
+def test_how_long_a_program_leaves_its_state_alone_is_learned_from_its_steps() -> None:
+    run, place = Run(), Held()
+    place.gate.set()
+    with aiockpt.Checkpointer(place, snapshot="lazy", io=IO) as ckpt:
+        for step in range(3):
+            ckpt.save(step, run.state).result(30)
+            run.step()
+            run.step()
+        assert len(ckpt._launcher._rhythm._quiet_s) == 3
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.ns = 0
+
+    def __call__(self) -> int:
+        return self.ns
+
+
+def test_the_shortest_of_the_last_times_is_expected_and_the_copy_counted_twice() -> None:
+    clock = Clock()
+    rhythm = Rhythm(clock)
+    assert rhythm.spare_s(0.0, 0) == 0.0
+    rhythm.copied(1000, 1.0)
+    for seconds in (10.0, 1.0, 20.0, 20.0, 20.0):
+        rhythm.stepped(seconds)
+    assert rhythm.spare_s(0.0, 0) == pytest.approx(0.85)
+    rhythm.stepped(20.0)
+    assert rhythm.spare_s(2.0, 1000) == pytest.approx(17.0 - 2.0 - 2.0)
+
+
+def test_a_storage_that_stands_still_ends_the_leisure_at_the_deadline() -> None:
+    rhythm, pool = Rhythm(Clock()), SlabPool(4 * KIB, 40 * KIB)
+    rhythm.stepped(1000.0)
+    rhythm.copied(1000, 1.0)
+    leisure = rhythm.begin(pool, 1)
+    pool.take(1)
+    leisure.wait(0, 0.01)
+    assert leisure.whole
+
+
+def test_a_slab_that_comes_back_is_filled_at_once() -> None:
+    rhythm, pool = Rhythm(Clock()), SlabPool(4 * KIB, 40 * KIB)
+    rhythm.stepped(1000.0)
+    rhythm.copied(1000, 1.0)
+    leisure = rhythm.begin(pool, 1)
+    slab = pool.take(1)
+    threading.Timer(0.05, partial(pool.give, slab)).start()
+    leisure.wait(0, 30.0)
+    assert not leisure.whole
+
+
+def test_a_bandwidth_is_kept() -> None:
+    run, place = Run(), Held()
+    place.gate.set()
+    io = msgspec.structs.replace(IO, bandwidth=10e6)
+    with aiockpt.Checkpointer(place, io=io) as ckpt:
+        result = ckpt.save(1, run.state).result(30)
+    assert result.seconds >= 0.8 * result.bytes / 10e6
+
+
+@pytest.mark.parametrize("bandwidth", [0, -1.0, float("nan")])
+def test_a_bandwidth_of_nothing_is_refused(bandwidth: float) -> None:
+    with pytest.raises(aiockpt.UsageError, match=r"IO\(bandwidth="):
+        aiockpt.IO(bandwidth=bandwidth)
