@@ -228,6 +228,23 @@ def test_what_the_trainer_prunes_leaves_what_the_writer_writes_alone(orders: Ord
         until(lambda: not ckpt._engine.busy_attempts, "the end of the attempt")
 
 
+def test_waiting_for_all_waits_for_what_follows_a_save_too(orders: Orders, run: Run) -> None:
+    with aiockpt.Checkpointer(orders.url, worker="process", io=SMALL, retention=aiockpt.Retention(last=1)) as ckpt:
+        ckpt.save(1, run.state).result(30)
+        ckpt.wait()
+        orders.has_reached("put")
+        orders.hold("put")  # of the hint, which comes before retention
+        ckpt.save(2, run.state).result(30)
+        waiting = threading.Thread(target=ckpt.wait)
+        waiting.start()
+        until(lambda: orders.has_reached("put"), "the hint")
+        waiting.join(0.3)
+        assert waiting.is_alive()
+        orders.let_go("put")
+        waiting.join(30)
+        assert [folder.name for folder in orders.path.glob("step-*")] == ["step-00000002"]
+
+
 def test_structures_may_alternate(tmp_path: Path) -> None:
     states: list[dict[str, Any]] = [{"a": torch.arange(9000.0)}, {"b": torch.arange(5), "n": 3}, {"only": "values"}]
     with aiockpt.Checkpointer(tmp_path, worker="process", io=SMALL) as ckpt:
