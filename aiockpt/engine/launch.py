@@ -45,9 +45,11 @@ class Destination(Protocol):
     @property
     def engines(self) -> Sequence[Engine]:
         """Of all tiers, the nearest first."""
+        ...
 
     def takes(self, step: int) -> bool:
         """Say whether any tier takes *step*."""
+        ...
 
     def prepare(self, future: SaveFuture) -> None:
         """Give *future* a stage for each tier, when it is registered."""
@@ -57,6 +59,7 @@ class Destination(Protocol):
 
     async def save(self, engine: Engine, ticket: Ticket) -> SaveResult:
         """Save one state; when this returns it is committed."""
+        ...
 
     async def tidy(self, result: SaveResult) -> None:
         """Clean up where a save was committed."""

@@ -44,6 +44,7 @@ class Memory(Protocol):
 
     def map(self, number: int, size_bytes: int) -> mmap.mmap:
         """Return piece *number*, zeroed and faulted in; each number is asked for once. Any thread."""
+        ...
 
     def close(self) -> None:
         """Make no more pieces; those that are mapped stay. Idempotent."""
