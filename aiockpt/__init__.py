@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         TornSnapshotError,
         UnsupportedStateError,
         UsageError,
+        WriterLostError,
     )
     from aiockpt.options import IO, Best, Deadlines, Retention, Tier
     from aiockpt.runtime.future import Future, LoadFuture, LoadResult, SaveFuture, SaveResult
@@ -77,6 +78,7 @@ __all__ = [
     "UnsupportedStateError",
     "UsageError",
     "Verified",
+    "WriterLostError",
     "per_rank",
     "register_codec",
 ]

@@ -23,7 +23,7 @@ from aiockpt.engine import keep
 from aiockpt.engine.context import Engine
 from aiockpt.engine.failures import raise_failures, report_failures, undelivered
 from aiockpt.engine.keep import Copied, Description, Pruned, StepInfo, Verified
-from aiockpt.engine.launch import Launcher, check_step
+from aiockpt.engine.launch import Destination, Launcher, check_step
 from aiockpt.engine.load import Filled, LoadRequest, load
 from aiockpt.engine.load_together import LoadTogether
 from aiockpt.engine.read import read
@@ -42,6 +42,7 @@ from aiockpt.options import (
     Snapshot,
     Tier,
     WhenFull,
+    Worker,
     check_tiers,
 )
 from aiockpt.runtime.barrier import Mutating, MutationBarrier
@@ -49,12 +50,15 @@ from aiockpt.runtime.companion import accompany
 from aiockpt.runtime.future import Future, LoadFuture, LoadResult, SaveFuture
 from aiockpt.runtime.limits import LimiterStatistics, run_blocking
 from aiockpt.runtime.loop import LoopThread, refuse_in_event_loop
+from aiockpt.runtime.memory import SharedMemory
 from aiockpt.runtime.peers import find_peers
 from aiockpt.runtime.ranks import Ranks, find_ranks
 from aiockpt.runtime.slabs import PoolStatistics
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
+from aiockpt.worker.elsewhere import Elsewhere
+from aiockpt.worker.orders import check_worker
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -85,7 +89,8 @@ class Checkpointer:
             ``[Tier("shm://run"), Tier("/local"), Tier("s3://bucket/run", every=10)]``.
         retention: what to keep, applied after each commit; None keeps all.
         snapshot: when ``save`` copies the state: ``"eager"``, before it returns, or ``"lazy"``, beside the next forward and
-            backward; the next step of any optimizer waits for what is left. A call may say otherwise.
+            backward; the next step of any optimizer waits for what is left. ``"device"`` takes a copy on the device first,
+            where there is room, and no optimizer waits; else it is lazy. A call may say otherwise.
         mutable: names of tensors, or what they begin with, that a lazy save copies in the call although an optimizer owns
             them. What no optimizer owns (buffers, bare tensors, an EMA, frozen parameters) is copied there anyway.
         immutable: the same of tensors that a lazy save may leave in place although no optimizer owns them: frozen weights.
@@ -98,6 +103,9 @@ class Checkpointer:
         on_exists: what to do when a step is committed already: add a ``"new_generation"`` of it, which readers take from
             then on, ``"skip"``, or ``"raise"``.
         on_error: a failed background save is raised by the next call (``"raise"``), warned of, or given to a callable.
+        worker: what writes: a ``"thread"`` of this process, or a ``"process"`` of its own, which finishes every save that is
+            ``snapshotted`` although this one is killed in the next instant. For a single rank on Linux, and places that
+            are given by URL. Loading, listing and verifying stay here.
         io: how bytes move: pool, block and slab sizes, verification.
         deadlines: when a wait gives up.
         observers: who is told of events (`aiockpt.events`), on the loop thread; a ``Companion`` has a task there too.
@@ -126,6 +134,7 @@ class Checkpointer:
         when_full: WhenFull = "wait",
         on_exists: OnExists = "new_generation",
         on_error: OnError = "raise",
+        worker: Worker = "thread",
         io: IO = IO(),
         deadlines: Deadlines = Deadlines(),
         observers: Sequence[Observer] = (),
@@ -145,18 +154,23 @@ class Checkpointer:
             when_full=when_full,
             on_exists=on_exists,
             on_error=on_error,
+            worker=worker,
             io=io,
             deadlines=deadlines,
         )
         ranks = ranks or find_ranks()
         peers = find_peers(load_group, ranks)
-        world = world or World()
         observers = [*observers, *([] if self._cadence is None or self._cadence in observers else [self._cadence])]
         tiers = _as_tiers(url, retention)
-        backends = [open_backend(tier.url, world=world) for tier in tiers]
+        backends = [open_backend(tier.url, world=world or World()) for tier in tiers]
+        if worker == "process":
+            check_worker(tiers, backends, ranks, world)
+        world = world or World()
+        memory = SharedMemory() if worker == "process" else None
         self._loop = LoopThread("aiockpt", on_exit=self._drain_at_exit)
-        self._engine = Engine(backends[0], self._loop, self._options, observers, world, ranks)
-        self._tiers = Tiers(tiers, self._engine, backends)
+        self._engine = Engine(backends[0], self._loop, self._options, observers, world, ranks, memory=memory)
+        here = Tiers(tiers, self._engine, backends, working=memory is None)
+        self._tiers: Destination = here if memory is None else self._start_writer(here, tiers, memory)
         self._barrier = MutationBarrier(deadlines.slab_s, self._tell_waited)
         self._launcher = Launcher(self._tiers, self._barrier)
         sharing = self._engine.sharing
@@ -170,6 +184,14 @@ class Checkpointer:
             self._companions.append(
                 cadence.join(self._loop, ranks, place, world.clock, max_in_flight, deadlines.ranks_s)
             )
+
+    def _start_writer(self, here: Tiers, tiers: Sequence[Tier], memory: SharedMemory) -> Destination:
+        try:
+            return Elsewhere(here, tiers, memory)
+        except BaseException:
+            self._loop.close()
+            memory.close()
+            raise
 
     # ------------------------------------------------------------------ save
 
@@ -195,7 +217,7 @@ class Checkpointer:
             step: its number, 0 or more.
             state: nested dict of modules, optimizers, anything with ``state_dict()/load_state_dict()``, tensors and plain
                 values; see README.
-            snapshot: ``"eager"`` or ``"lazy"``; None takes what the checkpointer was made with.
+            snapshot: ``"eager"``, ``"lazy"`` or ``"device"``; None takes what the checkpointer was made with.
             metrics: numbers (tensors of one element too) for ``Retention(best=…)`` and for people.
             user: anything JSON can hold; kept in the manifest.
 

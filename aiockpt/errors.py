@@ -22,6 +22,7 @@
     ├── SaveCancelledError                           somebody called .cancel()
     ├── SaveSkippedError                             the policy for too many saves in flight said skip
     ├── TornSnapshotError                            the state changed while it was copied; nothing was published
+    ├── WriterLostError                              the process that writes has died; the storage knows how far it got
     ├── BackgroundSaveError                          an earlier save failed; carries it and the new future
     └── StorageError(OSError)                        the world outside broke; `retryable` says whether again may help
         ├── ObjectNotFoundError(FileNotFoundError)
@@ -194,6 +195,11 @@ class TornSnapshotError(CheckpointError):
     def __init__(self, message: str, tensors: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.tensors = tuple(tensors)
+
+
+class WriterLostError(CheckpointError):
+    """The process of ``worker="process"`` ended before the save did. Whether the step is committed is unknown: look at the
+    storage. The next save starts another process."""
 
 
 class BackgroundSaveError(CheckpointError):

@@ -39,6 +39,9 @@ WhenFull = Literal["wait", "skip", "eager"]
 """``max_in_flight`` saves are running, or no slab is free for a lazy one: wait (default; a lazy save does so in the
 background, and holds the optimizers meanwhile), skip this save, or wait and copy in the call."""
 
+Worker = Literal["thread", "process"]
+"""What writes: a thread of this process (default), or a process of its own, which outlives this one if need be."""
+
 OnError = Literal["raise", "warn"] | Callable[["SaveFuture"], object]
 """A background save failed: raise at the next call (default), warn, or call this with its future."""
 
@@ -162,6 +165,8 @@ class IO(msgspec.Struct, frozen=True, kw_only=True):
         verify: which blocks are checked while loading.
         bandwidth: bytes/s of a save into the place that it waits for. None: as fast as it goes. For a disk or
             a network that training needs too.
+        nice: how much a writer process (``worker="process"``) gives way to others, for the processor and the disk, from 0
+            to 19, as ``nice(1)`` counts. 0: a save should end soon.
     """
 
     pool_bytes: int | None = None
@@ -171,6 +176,7 @@ class IO(msgspec.Struct, frozen=True, kw_only=True):
     read_bytes: int = 16 * MIB
     verify: Verify = "read"
     bandwidth: float | None = None
+    nice: int = 0
 
     def __post_init__(self) -> None:
         if self.bandwidth is not None and not self.bandwidth > 0:
@@ -184,6 +190,8 @@ class IO(msgspec.Struct, frozen=True, kw_only=True):
                 raise UsageError(f"IO({name}={value}): give a multiple of block_bytes ({block})")
         if self.pool_bytes is not None and self.pool_bytes < self.slab_bytes:
             raise UsageError(f"IO(pool_bytes={self.pool_bytes}): give at least one slab ({self.slab_bytes})")
+        if not 0 <= self.nice <= 19:
+            raise UsageError(f"IO(nice={self.nice}): give 0 to 19")
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
@@ -217,6 +225,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     when_full: WhenFull = "wait"
     on_exists: OnExists = "new_generation"
     on_error: OnError = "raise"
+    worker: Worker = "thread"
     io: IO = IO()
     deadlines: Deadlines = Deadlines()
 
@@ -232,6 +241,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         check_choice("snapshot", self.snapshot, Snapshot)
         check_choice("when_full", self.when_full, WhenFull)
         check_choice("on_exists", self.on_exists, OnExists)
+        check_choice("worker", self.worker, Worker)
         if self.debug is not None:
             check_choice("debug", self.debug, Debug)
         if not callable(self.on_error):
@@ -240,6 +250,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(f"max_in_flight={self.max_in_flight}: give at least 1")
         if self.every is not None and self.every < 1:
             raise UsageError(f"every={self.every}: give at least 1, or None to decide each save yourself")
+        if self.io.nice and self.worker == "thread":
+            raise UsageError(f"IO(nice={self.io.nice}) is for a writer process: give worker='process' as well")
 
 
 def check_choice(name: str, value: object, words: object) -> None:

@@ -13,7 +13,8 @@ PUBLIC = frozenset(
     CorruptionError Deadlines Description Future IO LoadFuture LoadResult Loader LoaderPart NoValidCheckpointError Pruned RNG
     RankError Ranks
     Retention SaveFuture SaveResult ShardedSampler Span StateMismatchError StepInfo StepNotFoundError StorageError
-    Stream StreamLoader TensorInfo Tier TornSnapshotError UnsupportedStateError UsageError Verified per_rank register_codec
+    Stream StreamLoader TensorInfo Tier TornSnapshotError UnsupportedStateError UsageError Verified WriterLostError per_rank
+    register_codec
     """.split()  # noqa: SIM905  one block of names reads better than a list of strings
 )
 

@@ -6,6 +6,8 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import anyio
 
@@ -18,20 +20,22 @@ from aiockpt.options import SHARED_BLOCK_BYTES, Options
 from aiockpt.pipeline.collect import lease_key
 from aiockpt.pipeline.commit import Attempt
 from aiockpt.pipeline.discover import StepEntry
-from aiockpt.pipeline.snapshot import CopyProgram
 from aiockpt.pipeline.upload import Uploader
 from aiockpt.planning.save import PAGE_BYTES, SavePlan, plan_save
 from aiockpt.runtime.accelerator import Accelerator
-from aiockpt.runtime.cuda import Cuda
 from aiockpt.runtime.future import SaveFuture
 from aiockpt.runtime.limits import Limiter, Pace
 from aiockpt.runtime.loop import LoopThread
+from aiockpt.runtime.memory import Memory
 from aiockpt.runtime.ranks import Ranks
-from aiockpt.runtime.slabs import SlabPool
+from aiockpt.runtime.slabs import Lender, SlabPool
 from aiockpt.runtime.world import World
 from aiockpt.state.shards import ShardedState, TensorShard
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.retry import Retrying
+
+if TYPE_CHECKING:  # a writer process copies no state, and need not load torch
+    from aiockpt.pipeline.snapshot import CopyProgram
 
 logger = logging.getLogger("aiockpt")
 
@@ -41,13 +45,14 @@ class Engine:
 
     Args:
         nearer: the engine of a nearer tier, whose pool, ranks, lineage and observers this one shares.
+        memory: of the staging pool; that of this process alone for None.
+        lender: whom slabs go back to that were written; the pool for None.
 
     Attributes:
         lineage: where new saves stand among all others.
         tiers: the engines of all tiers, the nearest first; in most checkpointers just this one.
         sharing: how ranks share a state out; None for a process that saves alone.
         busy_attempts: nonces of attempts under way here; garbage collection leaves them alone.
-        accelerator: the devices that tensors may be on.
         failed: failed saves, oldest first, until the checkpointer has told its caller.
     """
 
@@ -60,6 +65,9 @@ class Engine:
         world: World,
         ranks: Ranks,
         nearer: Engine | None = None,
+        *,
+        memory: Memory | None = None,
+        lender: Lender | None = None,
     ) -> None:
         self.backend = backend
         self.loop = loop
@@ -68,8 +76,8 @@ class Engine:
         self.ranks = ranks
         if nearer is None:
             self.sharing = make_sharing(ranks, backend.url, options.deadlines.ranks_s, self.token(16))
-            self.pool = SlabPool(options.io.slab_bytes, options.io.pool_bytes)
-            self.accelerator: Accelerator = world.accelerator or Cuda()
+            self.pool = SlabPool(options.io.slab_bytes, options.io.pool_bytes, memory)
+            self.lender: Lender = lender or self.pool
             self.lineage = Lineage(ranks, lambda: self.token(6))
             self.busy_attempts: set[str] = set()
             self.failed: deque[SaveFuture] = deque()
@@ -78,7 +86,7 @@ class Engine:
         else:
             self.tiers = nearer.tiers
             self.sharing, self.pool, self.lineage = nearer.sharing, nearer.pool, nearer.lineage
-            self.accelerator = nearer.accelerator
+            self.lender = nearer.lender
             self.busy_attempts, self.failed, self._observers = nearer.busy_attempts, nearer.failed, nearer._observers
         self.tiers.append(self)
         self.lineage.places.append(backend)
@@ -86,7 +94,7 @@ class Engine:
         if block_bytes is None:
             block_bytes = BLOCK_BYTES if ranks.world_size == 1 else SHARED_BLOCK_BYTES
         self._payload_alignment = PAGE_BYTES if ranks.world_size == 1 else max(PAGE_BYTES, block_bytes)
-        self.uploader = Uploader(backend, self.pool, block_bytes, Pace(options.io.bandwidth, world.clock))
+        self.uploader = Uploader(backend, self.lender, block_bytes, Pace(options.io.bandwidth, world.clock))
         self.state_work = Limiter("state", 2)
         self.cleaning = anyio.Lock()
         if isinstance(backend, Retrying):
@@ -148,6 +156,8 @@ class Engine:
         Args:
             keep: whether the tensors will be there for the next save.
         """
+        from aiockpt.pipeline.snapshot import CopyProgram
+
         cached = self._program
         if cached is not None and cached[0] is plan and cached[1].serves(shards):
             return cached[1]
@@ -166,6 +176,15 @@ class Engine:
         attempt = await self.lineage.begin_attempt(entry, nonce, number)
         self.busy_attempts.add(attempt.attempt)
         return attempt
+
+    @cached_property
+    def accelerator(self) -> Accelerator:
+        """The devices that tensors may be on; asked for by who copies, in the nearest tier's engine."""
+        if self.world.accelerator is not None:
+            return self.world.accelerator
+        from aiockpt.runtime.cuda import Cuda
+
+        return Cuda()
 
     @property
     def being_read(self) -> frozenset[str]:

@@ -10,7 +10,6 @@ import msgspec
 
 from aiockpt.engine.context import Engine
 from aiockpt.engine.find import committed_steps, find_manifest, find_step, finish_commits
-from aiockpt.engine.load import verify_files
 from aiockpt.errors import CheckpointError, CorruptionError, StorageError
 from aiockpt.events import GarbageDeleted, StepDeleted
 from aiockpt.format.manifest import Manifest
@@ -160,6 +159,8 @@ async def verify(engine: Engine, step: int | None, on_read: Callable[[int], obje
     Raises:
         CorruptionError: names the first bad file, block, offset and tensors.
     """
+    from aiockpt.engine.load import verify_files  # it loads torch, which a writer process (`aiockpt.worker`) need not
+
     begun_ns = engine.now_ns()
     found = await find_manifest(engine, step)
     engine, manifest = found.engine, found.manifest

@@ -13,22 +13,22 @@ Guarantees:
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
 
 from aiockpt.adapters.mutable import Stillness
 from aiockpt.adapters.native import StateWalker
+from aiockpt.engine.context import Engine
 from aiockpt.engine.device_snapshot import Devices, Taken
 from aiockpt.engine.sharing import Turn
 from aiockpt.engine.ticket import Ticket
-from aiockpt.engine.tiers import Tiers
 from aiockpt.errors import SaveSkippedError, UsageError
 from aiockpt.events import SaveSkipped
 from aiockpt.options import MIB, Snapshot, check_choice
 from aiockpt.runtime.barrier import MutationBarrier
-from aiockpt.runtime.future import SaveFuture, Stage
+from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.loop import runs_event_loop
 from aiockpt.runtime.memory import available_bytes
@@ -40,10 +40,39 @@ INLINE_COPY_BYTES = 16 * MIB
 """Inside a running event loop a larger state is copied on a worker: 16 MiB is about a millisecond."""
 
 
+class Destination(Protocol):
+    """Where saves go: the tiers, written to from here (`aiockpt.engine.tiers`) or by another process (`aiockpt.worker`)."""
+
+    @property
+    def engines(self) -> Sequence[Engine]:
+        """Of all tiers, the nearest first."""
+        ...
+
+    def takes(self, step: int) -> bool:
+        """Say whether any tier takes *step*."""
+        ...
+
+    def prepare(self, future: SaveFuture) -> None:
+        """Give *future* a stage for each tier, when it is registered."""
+
+    def announce(self, ticket: Ticket) -> None:
+        """Hear that *ticket* is planned, and copied next; on the thread that copies."""
+
+    async def save(self, engine: Engine, ticket: Ticket) -> SaveResult:
+        """Save one state; when this returns it is committed."""
+        ...
+
+    async def tidy(self, result: SaveResult) -> None:
+        """Clean up where a save was committed."""
+
+    async def close(self) -> None:
+        """Finish what is under way, and close all tiers."""
+
+
 class Launcher:
     """Starts the saves of one checkpointer and knows which are in flight."""
 
-    def __init__(self, tiers: Tiers, barrier: MutationBarrier) -> None:
+    def __init__(self, tiers: Destination, barrier: MutationBarrier) -> None:
         self._tiers = tiers
         self._engine = engine = tiers.engines[0]
         self._barrier = barrier
@@ -168,6 +197,7 @@ class Launcher:
     def _copy(self, ticket: Ticket) -> None:
         """Plan and start this save, and copy its state on this thread."""
         ticket.prepare()
+        self._tiers.announce(ticket)
         self._engine.pool.fit(ticket.plan.window_count, available_bytes)
         if ticket.future not in self._saves:
             self._saves.append(ticket.future)

@@ -90,6 +90,17 @@ class Lineage:
         await look(nearest)
         return max(clocks)
 
+    def position(self) -> tuple[str, str | None, int]:
+        """Return where the next save stands: the run, the step that it descends from, and the clock of that."""
+        return self._run, self._parent, self._seen
+
+    def take_position(self, run: str, parent: str | None, seen: int) -> None:
+        """Stand where the lineage of another process stands, for which this one saves."""
+        self._run, self._parent = run, parent
+        self._seen = max(self._seen, seen)
+        if self._clock is not None:
+            self._clock = max(self._clock, seen)
+
     def descend_from(self, loaded: Manifest) -> None:
         """Begin a new line of saves at a step that was loaded: what was saved before is another branch."""
         self._parent = loaded.id

@@ -39,7 +39,7 @@ async def save(engine: Engine, ticket: Ticket) -> SaveResult:
             then, but for a time-out, whose outcome the storage knows.
     """
     emit_start(engine, ticket)
-    begun = await begin(engine, ticket, engine.token(6))
+    begun = await begin(engine, ticket, ticket.nonce or engine.token(6))
     if isinstance(begun, SaveResult):
         return begun
     try:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
-import torch
 
 from aiockpt.engine.context import Engine
 from aiockpt.engine.sharing import Turn
@@ -14,7 +14,6 @@ from aiockpt.errors import SaveCancelledError
 from aiockpt.events import SaveFailed, SnapshotTaken
 from aiockpt.options import Snapshot
 from aiockpt.pipeline.upload import Handover
-from aiockpt.pipeline.witness import Witness
 from aiockpt.planning.save import SavePlan, Window
 from aiockpt.runtime.accelerator import Mark
 from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
@@ -22,12 +21,18 @@ from aiockpt.runtime.rhythm import Leisure
 from aiockpt.runtime.slabs import Slab
 from aiockpt.state.shards import ShardedState
 
+if TYPE_CHECKING:  # a writer process copies no state, and need not load torch
+    import torch
+
+    from aiockpt.pipeline.witness import Witness
+
 
 class Ticket:
     """One save, registered on the caller's thread. `prepare` plans it; then it may run, and be copied.
 
     Attributes:
         number: of the save, in the order of the calls.
+        nonce: of the attempt; None where whoever begins it makes one.
         turn: which save it is among those of all ranks; None for a process that saves alone.
         state: the tensors until they are copied, and the encoded values; after `prepare` what this rank writes of them.
         plan: what goes where; set by `prepare`.
@@ -38,6 +43,7 @@ class Ticket:
         agreed: whether `prepare` had to plan with other ranks.
         voting: whether this rank's receipt may be in storage: from there on others may commit.
         slabs: the way of full slabs to the writers, by data file; set by `prepare`.
+        hand_over: takes each full slab, on the thread that copies; gives it to *slabs* unless somebody else is to have it.
     """
 
     plan: SavePlan
@@ -63,10 +69,11 @@ class Ticket:
         self._copied_at_call_bytes = copied_at_call_bytes
         self._after = after
         self._reason = reason
-        self._witness = Witness(state.tensors) if engine.options.debug == "digest" else None
+        self._witness = _make_witness(state) if engine.options.debug == "digest" else None
         self._pause_s: float | None = None
         self._leisure: Leisure | None = None
         self.number = engine.lineage.next_number()
+        self.nonce: str | None = None
         self.turn = turn
         self.state = state
         self.agreed = False
@@ -79,6 +86,7 @@ class Ticket:
         self.metrics = dict(metrics)
         self.user = user
         self.slabs = []
+        self.hand_over: Callable[[Window, Slab], object] = self._hand_over
         self._engine = engine
         self._stopped_by: BaseException | None = None
         self._scope: anyio.CancelScope | None = None
@@ -97,7 +105,7 @@ class Ticket:
         """
         self.state, self.agreed = self._engine.share(self.turn, self.state)
         self.plan = self._engine.plan(self.state)
-        self.slabs = [Handover(self._engine.pool, len(file.windows)) for file in self.plan.files]
+        self.slabs = [Handover(self._engine.lender, len(file.windows)) for file in self.plan.files]
 
     def copy(self) -> None:
         """Copy the state into slabs, handing each full one to the loop; then the state may change.
@@ -127,7 +135,7 @@ class Ticket:
         try:
             program.run(
                 self._engine.pool,
-                self._hand_over,
+                self.hand_over,
                 wanted=lambda: self._stopped_by is None,
                 timeout_s=self._engine.options.deadlines.slab_s,
                 beside=self._pause_s is not None,
@@ -218,3 +226,9 @@ class Ticket:
             engine.failed.append(self.future)
         engine.emit(SaveFailed(at_ns=engine.now_ns(), step=self.step, error=repr(error), seconds=seconds))
         self.future._fail(error)
+
+
+def _make_witness(state: ShardedState) -> Witness:
+    from aiockpt.pipeline.witness import Witness
+
+    return Witness(state.tensors)

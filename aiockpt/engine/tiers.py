@@ -41,12 +41,15 @@ class Tiers:
     Args:
         nearest: the engine of the first; those of the others share its pool, ranks and lineage.
         backends: of all tiers.
+        working: whether steps are saved and copied here, and not by another process.
 
     Attributes:
         engines: of all tiers, each with the retention of its tier.
     """
 
-    def __init__(self, tiers: Sequence[Tier], nearest: Engine, backends: Sequence[Backend]) -> None:
+    def __init__(
+        self, tiers: Sequence[Tier], nearest: Engine, backends: Sequence[Backend], *, working: bool = True
+    ) -> None:
         rules = [_retention(tier, backends[n], backends[n + 1 :]) for n, tier in enumerate(tiers)]
         self.engines = (nearest, *[_engine_of(rules[n], nearest, backends[n]) for n in range(1, len(tiers))])
         nearest.options = msgspec.structs.replace(nearest.options, retention=rules[0])
@@ -55,7 +58,8 @@ class Tiers:
             for number, (tier, engine) in enumerate(zip(tiers, self.engines, strict=True))
         ]
         self._uncapped = Pace(None, nearest.world.clock)
-        for rung in self._rungs[1:]:
+        self._climbing = self._rungs[1:] if working else []
+        for rung in self._climbing:
             nearest.loop.submit(rung.work)
 
     def takes(self, step: int) -> bool:
@@ -71,6 +75,13 @@ class Tiers:
             if not rung.tier.takes(future.step):
                 stage._fail(SaveSkippedError(f"{rung.url} takes the steps that are multiples of {rung.tier.every}"))
             future._tiers |= dict.fromkeys(rung.names, stage)
+
+    def stages(self, future: SaveFuture) -> list[Stage[SaveResult]]:
+        """Return those that `prepare` gave to *future*, the nearest tier's first."""
+        return [future._tiers[rung.url] for rung in self._rungs] if future._tiers else []
+
+    def announce(self, ticket: Ticket) -> None:
+        """Hear that *ticket* is planned, and copied next; on the thread that copies. Here nothing has to be known before."""
 
     async def save(self, engine: Engine, ticket: Ticket) -> SaveResult:
         """Save one state; when this returns it is committed in the first durable tier that takes it.
@@ -188,7 +199,7 @@ class Tiers:
         try:
             with anyio.move_on_after(self.engines[0].options.deadlines.close_s):
                 async with open_tasks() as tasks:
-                    for rung in self._rungs[1:]:
+                    for rung in self._climbing:
                         tasks.start_soon(rung.close)
         finally:
             for engine in self.engines:

@@ -19,7 +19,7 @@ from aiockpt.format.manifest import FileEntry
 from aiockpt.pipeline.serialize import hash_blocks
 from aiockpt.planning.save import FilePlan, Window
 from aiockpt.runtime.limits import Limiter, LimiterStatistics, Pace
-from aiockpt.runtime.slabs import Slab, SlabPool
+from aiockpt.runtime.slabs import Lender, Slab
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend, Upload
 
@@ -39,7 +39,7 @@ class Handover:
         count: the windows of the file.
     """
 
-    def __init__(self, pool: SlabPool, count: int) -> None:
+    def __init__(self, pool: Lender, count: int) -> None:
         self._pool = pool
         self._waiting: deque[tuple[Window, Slab]] = deque()
         self._to_take = count
@@ -88,7 +88,7 @@ class Uploader:
         pace: at which all of them are written together.
     """
 
-    def __init__(self, backend: Backend, pool: SlabPool, block_bytes: int, pace: Pace) -> None:
+    def __init__(self, backend: Backend, pool: Lender, block_bytes: int, pace: Pace) -> None:
         self._backend = backend
         self._pool = pool
         self._block_bytes = block_bytes

@@ -10,15 +10,18 @@ are touched when they are made and never given back before ``close``. Guarantees
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections import deque
 from collections.abc import Callable
+from itertools import count
+from typing import Protocol
 
 import msgspec
 
 from aiockpt.errors import ClosedError, StorageTimeoutError
 from aiockpt.runtime.accelerator import Pins
-from aiockpt.runtime.memory import address_of, map_pages
+from aiockpt.runtime.memory import Memory, PrivateMemory, address_of
 from aiockpt.runtime.pinning import Pinning
 
 
@@ -34,14 +37,21 @@ class PoolStatistics(msgspec.Struct, frozen=True):
 
 
 class Slab:
-    """A window of pre-faulted, page-aligned memory; *address* is that of its first byte."""
+    """A window of pre-faulted, page-aligned memory; *address* is that of its first byte, *number* its place in the pool."""
 
-    __slots__ = ("address", "memory")
+    __slots__ = ("address", "memory", "number")
 
-    def __init__(self, size_bytes: int) -> None:
-        pages = map_pages(size_bytes)
+    def __init__(self, pages: mmap.mmap, number: int) -> None:
         self.memory = memoryview(pages)
         self.address = address_of(pages)
+        self.number = number
+
+
+class Lender(Protocol):
+    """Whom slabs go back to that were written."""
+
+    def give(self, slab: Slab, /) -> None:
+        """Take *slab* back; once for each time it was lent."""
 
 
 class SlabPool:
@@ -50,10 +60,13 @@ class SlabPool:
     Args:
         slab_bytes: size of each slab.
         ceiling_bytes: the most the pool may hold; at least one slab. None lets it `fit` the states it meets.
+        memory: where slabs are made; that of this process alone for None.
     """
 
-    def __init__(self, slab_bytes: int, ceiling_bytes: int | None) -> None:
+    def __init__(self, slab_bytes: int, ceiling_bytes: int | None, memory: Memory | None = None) -> None:
         self._slab_bytes = slab_bytes
+        self._memory = memory or PrivateMemory()
+        self._numbers = count()
         self._fits = ceiling_bytes is None
         self._ceiling = 1 if ceiling_bytes is None else max(1, ceiling_bytes // slab_bytes)
         self._free: list[Slab] = []
@@ -91,7 +104,7 @@ class SlabPool:
     def warm_up(self, slab_count: int) -> None:
         """Allocate and touch *slab_count* slabs, as far as the ceiling goes."""
         while self._claim_new(min(slab_count, self._ceiling)):
-            slab = Slab(self._slab_bytes)
+            slab = self._make()
             self._pinning.pin(slab.address, self._slab_bytes)
             self._add(slab)
 
@@ -147,13 +160,17 @@ class SlabPool:
     def _new(self) -> Slab:
         """Allocate outside the lock: touching the pages takes milliseconds."""
         try:
-            return Slab(self._slab_bytes)
+            return self._make()
         except BaseException:
             with self._changed:
                 self._used -= 1
                 self._allocated -= 1
                 self._changed.notify_all()
             raise
+
+    def _make(self) -> Slab:
+        number = next(self._numbers)
+        return Slab(self._memory.map(number, self._slab_bytes), number)
 
     def _may_take(self, turn: object) -> bool:
         mine = self._turns[0] is turn
@@ -204,6 +221,7 @@ class SlabPool:
             self._changed.notify_all()
         for slab in free:
             self._pinning.unpin(slab.address)
+        self._memory.close()
 
     def __repr__(self) -> str:
         seen = self.statistics()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import resource
+from pathlib import Path
 
 import pytest
 
+from aiockpt.errors import ClosedError
 from aiockpt.runtime import memory
 
 SIZE_BYTES = 3 * mmap.PAGESIZE + 5
@@ -33,3 +36,48 @@ def test_the_memory_is_zero_starts_on_a_page_and_is_there_already(
 
 def test_memory_that_is_not_there_would_be_noticed() -> None:
     assert faults_of_touching(mmap.mmap(-1, 64 << 20)) > 1000
+
+
+def test_shared_memory_is_there_already_and_another_map_of_it_sees_the_same() -> None:
+    shared = memory.SharedMemory()
+    pages = [shared.map(number, 1 << 20) for number in (1, 0, 2)]
+    assert faults_of_touching(pages[2]) < 20
+    for number, piece in zip((1, 0, 2), pages, strict=True):
+        piece[:5] = b"piece"
+        piece[5] = number
+    seen = [memory.map_shared(shared.fd, number, 1 << 20) for number in range(3)]
+    assert [bytes(piece[:6]) for piece in seen] == [b"piece\x00", b"piece\x01", b"piece\x02"]
+    seen[1][:5] = b"other"
+    assert bytes(pages[0][:5]) == b"other"
+    shared.close()
+    shared.close()
+    with pytest.raises(ClosedError):
+        shared.map(3, 1 << 20)
+    assert bytes(pages[2][:5]) == b"piece"
+
+
+def test_growing_in_any_order_never_cuts_off_what_is_mapped() -> None:
+    shared = memory.SharedMemory()
+    last = shared.map(9, mmap.PAGESIZE)
+    first = shared.map(0, mmap.PAGESIZE)
+    last[0], first[0] = 1, 2
+    assert (last[0], first[0]) == (1, 2)
+    assert os.fstat(shared.fd).st_size == 10 * mmap.PAGESIZE
+    shared.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system has no O_DIRECT")
+def test_a_disk_takes_shared_memory_directly(tmp_path: Path) -> None:
+    shared = memory.SharedMemory()
+    pages = shared.map(1, 1 << 20)
+    pages[:] = bytes(range(256)) * 4096
+    try:
+        fd = os.open(tmp_path / "direct", os.O_CREAT | os.O_WRONLY | os.O_DIRECT)
+    except OSError:
+        pytest.skip("this file system has no O_DIRECT")
+    try:
+        assert os.pwrite(fd, memoryview(pages), 0) == 1 << 20
+    finally:
+        os.close(fd)
+        shared.close()
+    assert (tmp_path / "direct").read_bytes() == bytes(range(256)) * 4096

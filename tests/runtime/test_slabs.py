@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 
 import pytest
 
 from aiockpt.errors import ClosedError, StorageTimeoutError
+from aiockpt.runtime.memory import PrivateMemory
 from aiockpt.runtime.slabs import SlabPool
 
 KIB = 1024
@@ -111,15 +113,18 @@ def test_closing_wakes_whoever_waits() -> None:
     assert len(failures) == 1
 
 
-def test_a_failed_allocation_leaves_the_counts_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = SlabPool(4 * KIB, 4 * KIB)
+def test_a_failed_allocation_leaves_the_counts_right() -> None:
+    class Scarce(PrivateMemory):
+        failures = 1
 
-    def no_memory(size_bytes: int) -> object:
-        raise MemoryError
+        def map(self, number: int, size_bytes: int) -> mmap.mmap:
+            if self.failures:
+                self.failures -= 1
+                raise MemoryError
+            return super().map(number, size_bytes)
 
-    with monkeypatch.context() as patch:
-        patch.setattr("aiockpt.runtime.slabs.Slab", no_memory)
-        with pytest.raises(MemoryError):
-            pool.take(1)
+    pool = SlabPool(4 * KIB, 4 * KIB, Scarce())
+    with pytest.raises(MemoryError):
+        pool.take(1)
     assert pool.statistics().used_slabs == 0
     pool.give(pool.take(1))

@@ -1,0 +1,153 @@
+"""How do two processes talk? In frames over a socket: length, then bytes. What they mean is not known here.
+
+One socket pair for each direction: an answer that nobody is there to receive any more breaks the way back, and takes nothing
+of what the other side has sent before its end. Guarantees:
+
+- A frame arrives whole or not at all, in the order in which frames were sent; after a failed send none follows.
+- When `Sender.send` returns the kernel has the frames: they arrive although this process is killed in the next instant.
+- A forked child has no end that counts: its copies are closed, so that the death of the parent is seen on the other side.
+  A program that this one starts has none either, unless it was given one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from threading import Lock
+
+_LENGTH = struct.Struct("<I")
+MAX_FRAME_BYTES = 1 << 30
+
+
+class Sender:
+    """Sends frames; any thread, one at a time.
+
+    Args:
+        end: a connected stream socket, which belongs to the sender from now on.
+        timeout_s: how long one `send` may wait for the other side to take what was sent before.
+    """
+
+    def __init__(self, end: socket.socket, timeout_s: float) -> None:
+        end.settimeout(timeout_s)
+        _close_in_forks(end)
+        self._end = end
+        self._sending = Lock()
+        self._broken = False
+
+    def send(self, compose: Callable[[], Iterable[bytes]]) -> None:
+        """Send the frames that *compose* returns, together; it is called when nothing else is being sent.
+
+        Raises:
+            OSError: the other side is gone, or takes nothing; nothing can be sent any more.
+        """
+        with self._sending:
+            if self._broken:
+                raise BrokenPipeError("the other side is gone")
+            data = b"".join(_framed(frame) for frame in compose())
+            try:
+                self._end.sendall(data)
+            except BaseException:  # half a frame may be there
+                self.hang_up()
+                raise
+
+    def hang_up(self) -> None:
+        """Send nothing more: the other side sees the end, and whoever is sending raises. Idempotent, never waits."""
+        self._broken = True
+        with suppress(OSError):  # the other side was faster
+            self._end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Hang up and let the socket go. Idempotent."""
+        self.hang_up()
+        with self._sending:  # whoever is sending has to leave before the descriptor means something else
+            self._end.close()
+
+
+class Receiver:
+    """Receives frames, on one event loop.
+
+    Args:
+        end: a connected stream socket, which belongs to the receiver from now on.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        _close_in_forks(end)
+        self._end = end
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def receive(self) -> bytes | None:
+        """Return the next frame; None when there will be none any more."""
+        if self._streams is None:
+            self._streams = await asyncio.open_unix_connection(sock=self._end)
+        reader, _ = self._streams
+        try:
+            (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+            return await reader.readexactly(size)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+
+    def hang_up(self) -> None:
+        """Have `receive` end, whatever the other side does. Idempotent, any thread, never waits."""
+        with suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Let the socket go, on the loop. Idempotent."""
+        if self._streams is None:
+            self._end.close()
+        else:
+            self._streams[1].close()
+
+
+class Poster:
+    """Sends frames without ever waiting, on one event loop; what nobody is there to receive is dropped."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def open(self) -> None:
+        """Begin."""
+        _, self._writer = await asyncio.open_unix_connection(sock=self._end)
+
+    def post(self, frame: bytes) -> None:
+        """Send a frame soon, in order."""
+        assert self._writer is not None
+        if not self._writer.is_closing():
+            self._writer.write(_framed(frame))
+
+    async def close(self) -> None:
+        """Send what was posted, and close."""
+        if self._writer is not None:
+            with suppress(OSError):
+                self._writer.close()
+                await self._writer.wait_closed()
+
+
+def _framed(frame: bytes) -> bytes:
+    if len(frame) > MAX_FRAME_BYTES:
+        raise ValueError(f"a frame of {len(frame)} bytes")
+    return _LENGTH.pack(len(frame)) + frame
+
+
+_ends: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_registered = False
+
+
+def _close_in_forks(end: socket.socket) -> None:
+    global _registered
+    _ends.add(end)
+    if not _registered:
+        _registered = True
+        os.register_at_fork(after_in_child=_close_all)
+
+
+def _close_all() -> None:
+    for end in list(_ends):
+        end.close()
+    _ends.clear()

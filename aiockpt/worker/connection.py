@@ -1,0 +1,165 @@
+"""What has a writer of ours? Slabs that it writes from, and saves that it has not finished.
+
+The thread that copies and the loop thread meet here. They change the two dicts by single operations only, which exclude each
+other, so that a slab is given back once, whatever dies when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from aiockpt.engine.ticket import Ticket
+from aiockpt.errors import WriterLostError
+from aiockpt.planning.save import SavePlan, Window
+from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
+from aiockpt.runtime.slabs import Slab, SlabPool
+from aiockpt.worker.failures import unpack
+from aiockpt.worker.messages import Filled, Order, Plan, Reached, Save, Settled, Tidied, TierSettled, encode, strip_plan
+from aiockpt.worker.process import WriterProcess
+
+
+class Connection:
+    """One writer, from its start until it is buried.
+
+    Attributes:
+        process: the writer.
+        lent: slabs that it has, by number.
+        broken: why it said that it cannot work.
+        left_alone: whether it may go on although nobody listens.
+        buried: settled when it is gone and has nothing of ours.
+    """
+
+    def __init__(self, process: WriterProcess) -> None:
+        self.process = process
+        self.lent: dict[int, Slab] = {}
+        self.broken: Exception | None = None
+        self.left_alone = False
+        self.buried: Stage[None] = Stage("the end of a writer process")
+        self._lost = False
+        self._plan = ""
+
+    def tell(self, *orders: Order) -> None:
+        """Send *orders*; when this returns they will arrive. Any thread but the loop's.
+
+        Raises:
+            WriterLostError: the writer is gone.
+        """
+        self._send(lambda: map(encode, orders))
+
+    def begin(self, save: Save, plan: SavePlan) -> None:
+        """Send a save, and its plan when the last one was another.
+
+        Raises:
+            WriterLostError: the writer is gone.
+        """
+
+        def compose() -> list[bytes]:
+            if self._plan == plan.digest:
+                return [encode(save)]
+            self._plan = plan.digest
+            return [encode(Plan(strip_plan(plan))), encode(save)]
+
+        self._send(compose)
+
+    def _send(self, compose: Callable[[], Iterable[bytes]]) -> None:
+        try:
+            self.process.orders.send(compose)
+        except OSError as error:
+            raise self.death() from error
+
+    def takes_windows(self, ticket: Ticket, pool: SlabPool) -> Callable[[Window, Slab], None]:
+        """Return what hands the windows of *ticket* to the writer, and their slabs with them; on the thread that copies."""
+        firsts, count = [], 0
+        for file in ticket.plan.files:
+            firsts.append(count)
+            count += len(file.windows)
+
+        def hand_over(window: Window, slab: Slab) -> None:
+            self.lent[slab.number] = slab
+            if self._lost:  # nobody else may have seen this slab: `lose` came before
+                self.take_back(slab.number, pool)
+                raise self.death()
+            place = firsts[window.file] + window.offset // pool.slab_bytes
+            self.tell(Filled(ticket.number, place, slab.number))
+
+        return hand_over
+
+    def take_back(self, number: int, pool: SlabPool) -> None:
+        """Give slab *number* back to its pool, once."""
+        slab = self.lent.pop(number, None)
+        if slab is not None:
+            pool.give(slab)
+
+    def lose(self) -> None:
+        """Note that the writer is gone; what it is handed from now on comes back at once."""
+        self._lost = True
+
+    def death(self) -> Exception:
+        """Return why nothing more comes of it."""
+        return self.broken or WriterLostError(
+            f"{self!r} {self.process.fate}: whether what it was saving is committed, `aiockpt ls` shows; what it said is on "
+            "the standard error. The next save starts another one."
+        )
+
+    def __repr__(self) -> str:
+        return f"<writer process {self.process.pid}>"
+
+
+class Errand:
+    """One save that a writer was given.
+
+    Attributes:
+        stages: of the tiers, the nearest first; none where there is only one.
+        answer: the outcome; *tidied*: nothing follows but what farther tiers do.
+    """
+
+    def __init__(
+        self, connection: Connection, step: int, future: SaveFuture, stages: Sequence[Stage[SaveResult]]
+    ) -> None:
+        self.connection = connection
+        self.stages = stages
+        self.answer: Stage[SaveResult] = Stage(f"save of step {step}, in the writer")
+        self.tidied: Stage[None] = Stage(f"save of step {step}, tidied")
+        self._future = future
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the writer has committed it."""
+        return self.answer.done() and self.answer.exception(0) is None
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will be heard of it."""
+        return self.tidied.done() and all(stage.done() for stage in self.stages)
+
+    def hear(self, answer: Reached | TierSettled | Settled | Tidied) -> None:
+        """Settle what the writer says is settled."""
+        match answer:
+            case Reached(stage="written"):
+                self._future._written._resolve(None)
+            case Reached():
+                self._future._in_memory._resolve(None)
+            case TierSettled():
+                _settle(self.stages[answer.tier], answer)
+            case Settled():
+                _settle(self.answer, answer)
+            case Tidied():
+                self.tidied._resolve(None)
+
+    def fail(self, error: Exception) -> None:
+        """Settle the rest: the writer is gone.
+
+        The tiers of a save that has no outcome yet fail with it. (One that was never sent is given to the next writer.)
+        """
+        if self.answer.done():
+            for stage in self.stages:
+                stage._fail(error)
+        self.answer._fail(error)
+        self.tidied._resolve(None)
+
+
+def _settle(stage: Stage[SaveResult], answer: TierSettled | Settled) -> None:
+    if answer.result is not None:
+        stage._resolve(answer.result)
+    elif answer.failure is not None:
+        stage._fail(unpack(answer.failure))

@@ -1,0 +1,246 @@
+"""How does the trainer save through a writer process? It says what is saved, fills slabs, and hears how it goes.
+
+`Elsewhere` stands where `aiockpt.engine.tiers.Tiers` stands when saves are written here. Guarantees:
+
+- A slab is either the pool's or the writer's. Those of a writer that died go back to the pool when the process is gone.
+- Every save that a writer had ends: with what the writer says, or with its death.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+
+import anyio
+
+from aiockpt.engine.context import Engine
+from aiockpt.engine.save import emit_start
+from aiockpt.engine.ticket import Ticket
+from aiockpt.engine.tiers import Tiers
+from aiockpt.errors import CheckpointError
+from aiockpt.options import Tier
+from aiockpt.runtime.future import SaveFuture, SaveResult
+from aiockpt.runtime.limits import Limiter, run_blocking
+from aiockpt.runtime.memory import SharedMemory
+from aiockpt.worker.connection import Connection, Errand
+from aiockpt.worker.failures import unpack
+from aiockpt.worker.messages import (
+    Answer,
+    Broken,
+    Cancel,
+    Close,
+    Freed,
+    GaveUp,
+    Happened,
+    Order,
+    Reached,
+    Save,
+    Settled,
+    Tidied,
+    TierSettled,
+    decode_answer,
+    to_json,
+)
+from aiockpt.worker.orders import compose_hello
+from aiockpt.worker.process import WriterProcess
+
+logger = logging.getLogger("aiockpt")
+
+END_S = 60.0
+"""How long a writer may take to end once it has hung up."""
+
+
+class Elsewhere:
+    """The tiers of one checkpointer, to which a writer process saves.
+
+    Args:
+        tiers: the same, as this process reads them; not working.
+        given: what they were made of.
+        memory: in which the slabs are.
+    """
+
+    def __init__(self, tiers: Tiers, given: Sequence[Tier], memory: SharedMemory) -> None:
+        self._tiers = tiers
+        self._given = given
+        self._memory = memory
+        self._engine = tiers.engines[0]
+        self._hello = compose_hello(given, self._engine.options)
+        self._talking = Limiter("writer", 2)
+        self._replacing = anyio.Lock()
+        self._errands: dict[int, Errand] = {}
+        self._begun: dict[int, Errand] = {}  # the same, until `save` asks for it: it may have ended by then
+        self._connection = self._start()
+
+    @property
+    def engines(self) -> Sequence[Engine]:
+        """Of all tiers, the nearest first."""
+        return self._tiers.engines
+
+    def takes(self, step: int) -> bool:
+        """Say whether any tier takes *step*."""
+        return self._tiers.takes(step)
+
+    def prepare(self, future: SaveFuture) -> None:
+        """Give *future* a stage for each tier."""
+        self._tiers.prepare(future)
+
+    # ------------------------------------------------------------------ saves
+
+    def announce(self, ticket: Ticket) -> None:
+        """Tell the writer what is saved, and have the slabs go there. On the thread that copies.
+
+        Raises:
+            WriterLostError: the writer is gone, and so is the one that was started in its place.
+        """
+        engine = self._engine
+        ticket.nonce = engine.token(6)
+        engine.busy_attempts.add(ticket.nonce)  # what this process prunes leaves it alone
+        save = self._order(ticket, ticket.nonce)
+        try:
+            self._begin(self._connection, save, ticket)
+        except CheckpointError:  # it is gone, or cannot work
+            self._begin(engine.loop.submit(self._replace, self._connection).result(), save, ticket)
+
+    def _begin(self, connection: Connection, save: Save, ticket: Ticket) -> None:
+        errand = Errand(connection, ticket.step, ticket.future, self._tiers.stages(ticket.future))
+        self._errands[ticket.number] = self._begun[ticket.number] = errand
+        ticket.hand_over = connection.takes_windows(ticket, self._engine.pool)
+        connection.begin(save, ticket.plan)
+
+    def _order(self, ticket: Ticket, nonce: str) -> Save:
+        run, parent, seen = self._engine.lineage.position()
+        return Save(
+            number=ticket.number,
+            step=ticket.step,
+            nonce=nonce,
+            begun_ns=ticket.begun_ns,
+            values=to_json(ticket.state.values),
+            per_rank=to_json(ticket.state.per_rank),
+            alias=dict(ticket.state.alias),
+            metrics=ticket.metrics,
+            user=to_json(ticket.user),
+            run=run,
+            parent=parent,
+            seen=seen,
+        )
+
+    async def save(self, engine: Engine, ticket: Ticket) -> SaveResult:
+        """Wait until the writer has saved. A cancellation is told to it, and may come too late there.
+
+        Raises:
+            WriterLostError: it died.
+            CheckpointError: as `Tiers.save`.
+        """
+        emit_start(engine, ticket)
+        errand = self._begun.pop(ticket.number)
+        try:
+            await errand.answer._settled()
+        except anyio.get_cancelled_exc_class():
+            with anyio.CancelScope(shield=True):
+                await self._tell(errand.connection, Cancel(ticket.number))
+                await errand.answer._settled_within(engine.options.deadlines.commit_s)
+            if not errand.is_committed:
+                raise
+        finally:
+            engine.busy_attempts.discard(ticket.nonce or "")
+        return errand.answer.result(0)
+
+    async def tidy(self, result: SaveResult) -> None:
+        """Wait until the writer has cleaned up after the save of this very *result*."""
+        async with self._engine.cleaning:
+            for errand in list(self._errands.values()):
+                if errand.is_committed and errand.answer.result(0) is result:
+                    await errand.tidied._settled()
+
+    async def close(self) -> None:
+        """Have the writer finish, wait for its end, and close what this process reads from."""
+        connection, deadline_s = self._connection, self._engine.options.deadlines.close_s
+        await self._tell(connection, Close())
+        await connection.buried._settled_within(deadline_s)
+        if not connection.buried.done():
+            logger.warning("%r still writes after %g s; it goes on without this process", connection, deadline_s)
+            connection.left_alone = True
+            connection.process.hang_up()
+            await connection.buried._settled_within(END_S)
+        await self._tiers.close()
+
+    async def _tell(self, connection: Connection, order: Order) -> None:
+        """Tell a writer something that it need not hear if it is gone."""
+        with suppress(CheckpointError):
+            await run_blocking(self._talking, connection.tell, order)
+
+    # ------------------------------------------------------------------ the writer's life
+
+    def _start(self) -> Connection:
+        options = self._engine.options
+        process = WriterProcess(self._hello, self._memory.fd, options.io.nice, options.deadlines.slab_s)
+        connection = Connection(process)
+        self._engine.loop.submit(self._listen, connection)
+        return connection
+
+    async def _replace(self, dead: Connection) -> Connection:
+        """Return a writer in place of a *dead* one."""
+        async with self._replacing:
+            if self._connection is dead:
+                dead.process.hang_up()
+                await dead.buried._settled()
+                self._connection = await run_blocking(self._talking, self._start)
+        return self._connection
+
+    async def _listen(self, connection: Connection) -> None:
+        """Do what a writer says, to its end."""
+        answers = connection.process.answers
+        try:
+            while (frame := await answers.receive()) is not None:
+                self._hear(connection, decode_answer(frame))
+        except Exception:
+            logger.exception("what %r says is not understood", connection)
+        await self._bury(connection)
+
+    async def _bury(self, connection: Connection) -> None:
+        """Reap a writer; then take back the slabs that it had, and end its saves."""
+        process = connection.process
+        process.hang_up()
+        if not connection.left_alone:
+            await run_blocking(self._talking, process.end, END_S)
+        connection.lose()
+        for number in list(connection.lent):
+            connection.take_back(number, self._engine.pool)
+        for number, errand in list(self._errands.items()):
+            if errand.connection is connection:
+                errand.fail(connection.death())
+                del self._errands[number]
+        process.close()
+        connection.buried._resolve(None)
+
+    def _hear(self, connection: Connection, answer: Answer) -> None:
+        """Do what one message says."""
+        match answer:
+            case Freed():
+                connection.take_back(answer.slab, self._engine.pool)
+            case Happened():
+                self._engine.emit(answer.event)
+            case Reached() | TierSettled() | Settled() | Tidied():
+                errand = self._errands[answer.number]
+                errand.hear(answer)
+                if errand.ended:
+                    del self._errands[answer.number]
+            case GaveUp():
+                self._hear_given_up(answer)
+            case Broken():
+                connection.broken = unpack(answer.failure)
+
+    def _hear_given_up(self, told: GaveUp) -> None:
+        """Do what the tier's ``on_error`` says."""
+        error = unpack(told.failure)
+        on_error = None if told.tier is None else self._given[told.tier].on_error
+        if not callable(on_error):
+            failed = SaveFuture(told.step)
+            failed._fail(error)
+            self._engine.failed.append(failed)
+            return
+        try:
+            on_error(error)
+        except Exception:
+            logger.exception("on_error of %s raised; the tier goes on", self.engines[told.tier or 0].backend.url)

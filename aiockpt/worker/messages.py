@@ -1,0 +1,189 @@
+"""What do trainer and writer tell each other? Frames of msgpack, each one struct; no pickle, no code, no tensor.
+
+Saves are meant by their *number*, tiers by their place (0 is the nearest), windows by theirs in the plan, slabs by theirs in
+the pool.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from aiockpt import events
+from aiockpt.options import IO, Content, Deadlines, OnExists, Retention
+from aiockpt.planning.save import FilePlan, SavePlan, Window
+from aiockpt.runtime.future import SaveResult
+from aiockpt.worker.failures import Failure
+
+
+class TierOrder(msgspec.Struct, frozen=True):
+    """A `aiockpt.options.Tier` of a URL; *on_error* "call" has the trainer call what it was given."""
+
+    url: str
+    every: int | None
+    keep: Retention | None
+    deadline: float
+    bandwidth: float | None
+    on_error: Literal["warn", "raise", "call"]
+    content: Content
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The first message: all that the writer needs to build the engine that the trainer would have."""
+
+    tiers: tuple[TierOrder, ...]
+    io: IO
+    deadlines: Deadlines
+    on_exists: OnExists
+    log_level: int
+
+
+class Plan(msgspec.Struct, frozen=True, tag=True):
+    """What the next saves write: a plan without the copies and headers, which the trainer puts into the slabs."""
+
+    plan: SavePlan
+
+
+class Save(msgspec.Struct, frozen=True, tag=True):
+    """A save, of the last `Plan`; its windows follow.
+
+    Attributes:
+        begun_ns: when it was called; both processes have the same monotonic clock.
+        values, per_rank, user: JSON.
+        run, parent, seen: `aiockpt.engine.lineage.Lineage.position`.
+    """
+
+    number: int
+    step: int
+    nonce: str
+    begun_ns: int
+    values: bytes
+    per_rank: bytes
+    alias: dict[str, str]
+    metrics: dict[str, float]
+    user: bytes
+    run: str
+    parent: str | None
+    seen: int
+
+
+class Filled(msgspec.Struct, frozen=True, tag=True):
+    """The window of a save is in a slab, which the writer has until it says `Freed`."""
+
+    number: int
+    window: int
+    slab: int
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """The save is not wanted any more."""
+
+    number: int
+
+
+class Close(msgspec.Struct, frozen=True, tag=True):
+    """Nothing will follow: end when all is done."""
+
+
+Order = Hello | Plan | Save | Filled | Cancel | Close
+"""From the trainer."""
+
+
+class Freed(msgspec.Struct, frozen=True, tag=True):
+    """The slab may be filled again."""
+
+    slab: int
+
+
+AnyEvent = (
+    events.BytesWritten
+    | events.DataWritten
+    | events.Committed
+    | events.SaveSkipped
+    | events.StepSkipped
+    | events.StepDeleted
+    | events.GarbageDeleted
+    | events.RolledForward
+    | events.Promoted
+    | events.PromotionFailed
+    | events.StorageRetried
+)
+"""What a writer tells of. The rest happens in the trainer, or is told by it when it hears of it."""
+
+
+class Happened(msgspec.Struct, frozen=True, tag=True):
+    """Something for the observers."""
+
+    event: AnyEvent
+
+
+class Reached(msgspec.Struct, frozen=True, tag=True):
+    """A save has reached a stage before its end."""
+
+    number: int
+    stage: Literal["written", "in_memory"]
+
+
+class TierSettled(msgspec.Struct, frozen=True, tag=True):
+    """A save is in a tier, or will not be."""
+
+    number: int
+    tier: int
+    result: SaveResult | None = None
+    failure: Failure | None = None
+
+
+class Settled(msgspec.Struct, frozen=True, tag=True):
+    """A save is committed, or has failed."""
+
+    number: int
+    result: SaveResult | None = None
+    failure: Failure | None = None
+
+
+class Tidied(msgspec.Struct, frozen=True, tag=True):
+    """What follows a save is done, too: the hint, retention, garbage. The last message of a save but for farther tiers'."""
+
+    number: int
+
+
+class GaveUp(msgspec.Struct, frozen=True, tag=True):
+    """A step will not get to a tier, and somebody is to know: the next call (*tier* None), or that tier's ``on_error``."""
+
+    step: int
+    tier: int | None
+    failure: Failure
+
+
+class Broken(msgspec.Struct, frozen=True, tag=True):
+    """The writer cannot work, and ends."""
+
+    failure: Failure
+
+
+Answer = Freed | Happened | Reached | TierSettled | Settled | Tidied | GaveUp | Broken
+"""From the writer."""
+
+encode = msgspec.msgpack.Encoder().encode
+decode_order = msgspec.msgpack.Decoder(Order).decode
+decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
+def strip_plan(plan: SavePlan) -> SavePlan:
+    """Return *plan* as a writer needs it: what is in the windows was put there by the trainer."""
+    return msgspec.structs.replace(plan, files=tuple(FilePlan(b"", file.size, _bare(file)) for file in plan.files))
+
+
+def _bare(file: FilePlan) -> tuple[Window, ...]:
+    return tuple(msgspec.structs.replace(window, copies=()) for window in file.windows)
+
+
+def to_json(tree: Any) -> bytes:
+    """Return a tree of values as JSON: what it is in the receipt."""
+    return msgspec.json.encode(tree)
+
+
+def from_json(data: bytes) -> Any:
+    """Return the tree."""
+    return msgspec.json.decode(data)

@@ -1,0 +1,102 @@
+"""How does a writer process start, and how does it end? Executed, never forked; in a session of its own; always reaped.
+
+A fork would bring threads' locks, CUDA and the trainer's memory along. What is executed here is this interpreter with the
+trainer's module path, and it loads neither torch nor the training program.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+from aiockpt.errors import UsageError, WriterLostError
+from aiockpt.runtime.channel import Receiver, Sender
+
+MODULE = "aiockpt.worker"
+
+
+class WriterProcess:
+    """A writer that was started.
+
+    Args:
+        hello: the first frame.
+        memory_fd: of the shared memory in which the slabs are.
+        nice: added to its niceness, before its first thread starts.
+        timeout_s: how long a message may wait until the writer takes those before it.
+
+    Attributes:
+        orders: to it; *answers*: from it.
+
+    Raises:
+        UsageError, WriterLostError: it cannot be started.
+    """
+
+    def __init__(self, hello: bytes, memory_fd: int, nice: int, timeout_s: float) -> None:
+        if not sys.executable:
+            raise UsageError("worker='process' needs sys.executable, the interpreter to start; use worker='thread'")
+        orders, its_orders = socket.socketpair()
+        answers, its_answers = socket.socketpair()
+        self.orders, self.answers = Sender(orders, timeout_s), Receiver(answers)
+        with its_orders, its_answers:
+            fds = (its_orders.fileno(), its_answers.fileno(), memory_fd)
+            try:
+                self._process = _execute(fds, nice)
+            except OSError as error:
+                self.orders.close()
+                self.answers.close()
+                raise WriterLostError(f"a writer process cannot be started: {error}") from error
+        self.orders.send(lambda: [hello])
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def hang_up(self) -> None:
+        """Tell it nothing more and hear nothing more: it finishes what it has, and ends. Idempotent, never waits."""
+        self.orders.hang_up()
+        self.answers.hang_up()
+
+    def end(self, timeout_s: float) -> None:
+        """Reap it when it has ended, by itself within *timeout_s* or by force: then it writes from no slab. Blocks."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def close(self) -> None:
+        """Let the sockets go, on the loop. Idempotent."""
+        self.orders.close()
+        self.answers.close()
+
+    @property
+    def fate(self) -> str:
+        """What became of it, in words."""
+        code = self._process.returncode
+        if code is None:
+            return "does not answer"
+        return f"ended with status {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+
+
+def _execute(fds: tuple[int, ...], nice: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", MODULE, *map(str, (nice, *fds))],
+        stdin=subprocess.DEVNULL,
+        stdout=_find_stderr(),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.curdir for path in sys.path)},
+        pass_fds=fds,
+        start_new_session=True,
+    )
+
+
+def _find_stderr() -> int:
+    """Return where it may print: beside its log, for the trainer's output may be read by a program."""
+    try:
+        os.fstat(2)
+    except OSError:
+        return subprocess.DEVNULL
+    return 2

@@ -1,0 +1,228 @@
+"""What does the writer process do? It takes saves as they are copied, and writes them as the trainer's own loop would.
+
+The engine is the one of `aiockpt.engine`, with two things less: it copies nothing, and its slabs belong to the trainer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+import anyio
+import msgspec
+from anyio.abc import TaskGroup
+
+from aiockpt.engine.context import Engine
+from aiockpt.engine.ticket import Ticket
+from aiockpt.engine.tiers import Tiers
+from aiockpt.events import Event, SaveFailed, SaveStarted
+from aiockpt.options import Options, Tier
+from aiockpt.planning.save import SavePlan
+from aiockpt.runtime.channel import Poster, Receiver
+from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
+from aiockpt.runtime.limits import Limiter, run_blocking
+from aiockpt.runtime.loop import LoopThread
+from aiockpt.runtime.ranks import Ranks
+from aiockpt.runtime.tasks import open_tasks
+from aiockpt.runtime.world import World
+from aiockpt.storage.open import open_backend
+from aiockpt.worker.failures import pack
+from aiockpt.worker.messages import (
+    Answer,
+    AnyEvent,
+    Broken,
+    Cancel,
+    Close,
+    Filled,
+    GaveUp,
+    Happened,
+    Hello,
+    Order,
+    Plan,
+    Reached,
+    Save,
+    Settled,
+    Tidied,
+    TierOrder,
+    TierSettled,
+    decode_order,
+    encode,
+)
+from aiockpt.worker.writing import LentSlabs, Post, Writing
+
+logger = logging.getLogger("aiockpt")
+
+LAST_WORDS_S = 60.0
+"""For the trainer to take what it was told; one that is gone takes nothing."""
+
+
+def main(orders_fd: int, answers_fd: int, memory_fd: int) -> None:
+    """Serve the trainer at the other end of these descriptors."""
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)  # what ends a job in order; this process ends with the trainer
+    orders, answers = Receiver(socket.socket(fileno=orders_fd)), Poster(socket.socket(fileno=answers_fd))
+    loop = LoopThread("aiockpt-writer", on_exit=lambda: None)
+    try:
+        loop.submit(_serve, loop, orders, answers, memory_fd).result()
+    finally:
+        loop.close()
+
+
+async def _serve(loop: LoopThread, orders: Receiver, answers: Poster, memory_fd: int) -> None:
+    def post(answer: Answer) -> None:
+        answers.post(encode(answer))
+
+    await answers.open()
+    try:
+        hello = await _receive(orders)
+        if not isinstance(hello, Hello):
+            return
+        logging.basicConfig(format=f"aiockpt writer {os.getpid()}: %(message)s")
+        logger.setLevel(hello.log_level)
+        try:
+            service = await run_blocking(Limiter("start", 1), Service, loop, hello, memory_fd, post)
+        except Exception as error:  # noqa: BLE001  the trainer raises it
+            post(Broken(pack(error)))
+            return
+        await service.serve(orders)
+    finally:
+        with anyio.move_on_after(LAST_WORDS_S):
+            await answers.close()
+        orders.close()
+
+
+async def _receive(orders: Receiver) -> Order | None:
+    frame = await orders.receive()
+    return None if frame is None else decode_order(frame)
+
+
+class Service:
+    """One writer at work. Used on its loop.
+
+    Args:
+        hello: what to build.
+        memory_fd: of the memory in which the slabs are.
+        post: sends an answer to the trainer.
+    """
+
+    def __init__(self, loop: LoopThread, hello: Hello, memory_fd: int, post: Post) -> None:
+        self._post = post
+        self._slabs = LentSlabs(memory_fd, hello.io.slab_bytes, post)
+        self._deadline_s = hello.deadlines.close_s
+        world = World()
+        backends = [open_backend(tier.url, world=world) for tier in hello.tiers]
+        options = Options(
+            io=hello.io, deadlines=hello.deadlines, on_exists=hello.on_exists, on_error="warn", worker="process"
+        )
+        self._engine = Engine(backends[0], loop, options, [Teller(post)], world, Ranks(), lender=self._slabs)
+        self._engine.failed = _Failures(post)
+        tiers = [_tier_of(order, number, post) for number, order in enumerate(hello.tiers)]
+        self._tiers = Tiers(tiers, self._engine, backends)
+        self._plan: SavePlan | None = None
+        self._saves: dict[int, Writing] = {}
+
+    async def serve(self, orders: Receiver) -> None:
+        """Do what arrives, and when nothing more will: finish what is complete, and give up the rest."""
+        async with open_tasks() as tasks:
+            while (order := await _receive(orders)) is not None and not isinstance(order, Close):
+                self._take(order, tasks)
+            tasks.cancel_scope.deadline = anyio.current_time() + self._deadline_s
+            for writing in self._saves.values():
+                writing.go_on_if_complete()
+        await self._tiers.close()
+
+    def _take(self, order: Order, tasks: TaskGroup) -> None:
+        match order:
+            case Plan():
+                self._plan = order.plan
+            case Save():
+                assert self._plan is not None
+                writing = self._saves[order.number] = Writing(self._engine, self._slabs, order, self._plan)
+                tasks.start_soon(self._write, writing)
+            case Filled():
+                slab = self._slabs.borrow(order.slab)
+                if order.number in self._saves:
+                    self._saves[order.number].arrive(order.window, slab)
+                else:
+                    self._slabs.give(slab)  # the save has failed meanwhile
+            case Cancel():
+                if order.number in self._saves:
+                    self._saves[order.number].ticket.cancel()
+
+    async def _write(self, writing: Writing) -> None:
+        """Write one save, and clean up after it."""
+        ticket = writing.ticket
+        self._tiers.prepare(ticket.future)
+        self._tell_stages(ticket)
+        try:
+            result = await ticket.run(self._tiers.save)
+            error = ticket.future.exception(0)
+            self._post(Settled(ticket.number, result, None if error is None else pack(error)))
+            if result is not None and not result.existed:
+                await self._tidy(result)
+        finally:
+            del self._saves[ticket.number]
+            self._post(Tidied(ticket.number))
+
+    async def _tidy(self, result: SaveResult) -> None:
+        try:
+            await self._tiers.tidy(result)
+        except Exception:  # the step is safe; other saves must not end with this one
+            logger.exception("cleaning up after step %d", result.step)
+
+    def _tell_stages(self, ticket: Ticket) -> None:
+        """Have the trainer told of what *ticket* reaches."""
+        future, number = ticket.future, ticket.number
+        _when_reached(future.written(), lambda: self._post(Reached(number, "written")))
+        _when_reached(future.in_memory(), lambda: self._post(Reached(number, "in_memory")))
+        for tier, stage in enumerate(self._tiers.stages(future)):
+            stage._inner.add_done_callback(partial(self._tell_tier, number, tier, stage))
+
+    def _tell_tier(self, number: int, tier: int, stage: Stage[SaveResult], _: object) -> None:
+        error = stage._inner.exception()
+        if error is None:
+            self._post(TierSettled(number, tier, result=stage._inner.result()))
+        else:
+            self._post(TierSettled(number, tier, failure=pack(error)))
+
+
+def _when_reached(stage: Stage[None], tell: Callable[[], object]) -> None:
+    stage._inner.add_done_callback(lambda done: None if done.exception() else tell())
+
+
+class Teller:
+    """Has the trainer's observers see what happens here; the beginning and the failure of a save are seen there."""
+
+    def __init__(self, post: Post) -> None:
+        self._post = post
+
+    def on_event(self, event: Event) -> None:
+        """Send *event*."""
+        if not isinstance(event, SaveStarted | SaveFailed):
+            self._post(Happened(cast(AnyEvent, event)))
+
+
+class _Failures(deque[SaveFuture]):
+    """Where the engine puts what the next call is to raise: a save has told of itself, a tier that gave one up has not."""
+
+    def __init__(self, post: Post) -> None:
+        super().__init__()
+        self._post = post
+
+    def append(self, future: SaveFuture) -> None:
+        if future._cancel is None and (error := future.exception(0)) is not None:
+            self._post(GaveUp(future.step, None, pack(error)))
+
+
+def _tier_of(order: TierOrder, number: int, post: Post) -> Tier:
+    """Return the tier as the engine knows it, whose ``on_error`` is called in the trainer."""
+    fields = msgspec.structs.asdict(order)
+    if order.on_error == "call":
+        fields["on_error"] = lambda error: post(GaveUp(-1, number, pack(error)))
+    return Tier(**fields)

@@ -1,0 +1,75 @@
+"""What has the writer of one save? A ticket as the engine knows it, whose windows come from the trainer, in its slabs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from aiockpt.engine.context import Engine
+from aiockpt.engine.ticket import Ticket
+from aiockpt.errors import WriterLostError
+from aiockpt.pipeline.upload import Handover
+from aiockpt.planning.save import SavePlan, Window
+from aiockpt.runtime.memory import map_shared
+from aiockpt.runtime.slabs import Slab
+from aiockpt.state.shards import ShardedState
+from aiockpt.worker.messages import Answer, Freed, Save, from_json
+
+logger = logging.getLogger("aiockpt")
+Post = Callable[[Answer], object]
+
+
+class Writing:
+    """One save, its windows on their way from the trainer."""
+
+    def __init__(self, engine: Engine, slabs: LentSlabs, order: Save, plan: SavePlan) -> None:
+        engine.lineage.take_position(order.run, order.parent, order.seen)
+        state = ShardedState(
+            tensors=(),
+            alias=order.alias,
+            values=from_json(order.values),
+            per_rank=from_json(order.per_rank),
+            structure="",
+        )
+        self.ticket = Ticket(engine, order.step, state, order.metrics, from_json(order.user), begun_ns=order.begun_ns)
+        self.ticket.number = order.number
+        self.ticket.nonce = order.nonce
+        self.ticket.plan = plan
+        self.ticket.slabs = [Handover(slabs, len(file.windows)) for file in plan.files]
+        self._windows: list[Window] = [window for file in plan.files for window in file.windows]
+        self._missing = len(self._windows)
+
+    def arrive(self, number: int, slab: Slab) -> None:
+        """Take in a full slab."""
+        window = self._windows[number]
+        self._missing -= 1
+        self.ticket.slabs[window.file].arrive(window, slab)
+
+    def go_on_if_complete(self) -> None:
+        """Stop when windows are missing: the trainer has ended, and they will not come."""
+        step = self.ticket.step
+        if self._missing:
+            logger.warning("the trainer ended before the snapshot of step %d was complete: nothing of it is kept", step)
+            self.ticket.stop(WriterLostError(f"the trainer ended before the snapshot of step {step} was complete"))
+        else:
+            logger.info("the trainer has ended; step %d is written all the same", step)
+
+
+class LentSlabs:
+    """The trainer's slabs, as many as it has sent: mapped once, given back by a message."""
+
+    def __init__(self, memory_fd: int, slab_bytes: int, post: Post) -> None:
+        self._memory_fd = memory_fd
+        self._slab_bytes = slab_bytes
+        self._post = post
+        self._known: dict[int, Slab] = {}
+
+    def borrow(self, number: int) -> Slab:
+        """Return slab *number*, which the trainer has filled."""
+        if number not in self._known:
+            self._known[number] = Slab(map_shared(self._memory_fd, number, self._slab_bytes), number)
+        return self._known[number]
+
+    def give(self, slab: Slab) -> None:
+        """Let the trainer fill it again."""
+        self._post(Freed(slab.number))

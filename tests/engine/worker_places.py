@@ -1,0 +1,96 @@
+"""A place that waits, or fails, where a file beside it says so: for backends in processes that a test cannot reach into.
+
+``tried:///path`` is the folder ``/path``. Before it makes a data file, puts, creates or lists, it leaves ``at-VERB`` in
+``/path.orders``, waits while ``hold-VERB`` is there, and fails with the errno that ``fail-VERB`` holds.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from aiockpt.backends.local import LocalBackend
+from aiockpt.errors import from_os_error
+from aiockpt.runtime.world import World
+from aiockpt.testing.faults import FaultyBackend
+
+SCHEME = "tried"
+
+
+class TriedBackend(FaultyBackend):
+    """A folder that does as it is told."""
+
+    def __init__(self, url: str, *, world: World | None = None) -> None:
+        path = url.removeprefix(f"{SCHEME}://")
+        super().__init__(LocalBackend(path, world=world))
+        self._orders = Path(f"{path}.orders")
+
+    async def create(self, key: str, size: int) -> Any:
+        await self._heed("create", key)
+        return await super().create(key, size)
+
+    async def put(self, key: str, data: bytes) -> None:
+        await self._heed("put", key)
+        await super().put(key, data)
+
+    async def put_new(self, key: str, data: bytes) -> None:
+        await self._heed("put_new", key)
+        await super().put_new(key, data)
+
+    async def list(self, prefix: str) -> Any:
+        await self._heed("list", prefix)
+        return await super().list(prefix)
+
+    async def _heed(self, verb: str, key: str) -> None:
+        if not self._orders.is_dir():
+            return
+        (self._orders / f"at-{verb}").touch()
+        while (self._orders / f"hold-{verb}").exists():  # noqa: ASYNC110  a test makes it go
+            await anyio.sleep(0.01)
+        fails = self._orders / f"fail-{verb}"
+        if fails.exists():
+            number = int(fails.read_text())
+            raise from_os_error(OSError(number, os.strerror(number)), verb, key)
+
+
+class Orders:
+    """The test's hand on such a place."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.url = f"{SCHEME}://{path}"
+        self._folder = Path(f"{path}.orders")
+        self._folder.mkdir()
+
+    def hold(self, verb: str) -> None:
+        """Have calls of *verb* wait."""
+        (self._folder / f"hold-{verb}").touch()
+
+    def let_go(self, verb: str) -> None:
+        """Let them go."""
+        (self._folder / f"hold-{verb}").unlink()
+
+    def fail(self, verb: str, number: int | None) -> None:
+        """Have them fail with an errno, or no longer."""
+        if number is None:
+            (self._folder / f"fail-{verb}").unlink()
+        else:
+            (self._folder / f"fail-{verb}").write_text(str(number))
+
+    def has_reached(self, verb: str) -> bool:
+        """Say whether somebody has made such a call since this was asked last."""
+        mark = self._folder / f"at-{verb}"
+        reached = mark.exists()
+        mark.unlink(missing_ok=True)
+        return reached
+
+
+def register(folder: Path) -> None:
+    """Make *folder*, put in the module path, one that registers the scheme as an installed package would."""
+    info = folder / "tried_places-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tried-places\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[aiockpt.backends]\n{SCHEME} = tests.engine.worker_places:TriedBackend\n")
