@@ -32,7 +32,6 @@ from benchmarks import floors, machine
 from benchmarks.__main__ import size
 
 WIDTH = 1024
-BATCH = 256
 
 
 class Way(msgspec.Struct, kw_only=True):
@@ -61,14 +60,14 @@ class Result(msgspec.Struct, kw_only=True):
 
 
 class Training:
-    """A network of *size_bytes* with its optimizer."""
+    """A network of *size_bytes* with its optimizer; *batch* samples a step set how long one takes."""
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, size_bytes: int, batch: int) -> None:
         torch.manual_seed(0)
         layers = max(1, size_bytes // (3 * 4 * WIDTH * WIDTH))
         self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self._batch = torch.randn(BATCH, WIDTH)
+        self._batch = torch.randn(batch, WIDTH)
         self.step()
 
     @property
@@ -130,9 +129,9 @@ class Dcp:
             self._saving = None
 
 
-def run(size_bytes: int, steps: int, rounds: int, work: Path) -> Result:
+def run(size_bytes: int, batch: int, steps: int, rounds: int, work: Path) -> Result:
     """Measure; ways take turns in each round."""
-    training = Training(size_bytes)
+    training = Training(size_bytes, batch)
     ways = {name: Way() for name in ("none", "aiockpt lazy", "aiockpt eager", "dcp async")}
     lazy = Ours(work / "lazy", training, "lazy", ways["aiockpt lazy"])
     eager = Ours(work / "eager", training, "eager", ways["aiockpt eager"])
@@ -206,6 +205,7 @@ def _shown(seconds: Sequence[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.every", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--size", type=size, default=256 << 20, help="of the state (default: 256MiB)")
+    parser.add_argument("--batch", type=int, default=256, help="samples of a step (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=10, help="of a block (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="blocks of each way (default: %(default)s)")
     parser.add_argument("--folder", type=Path, help="where to save (default: a temporary folder)")
@@ -214,7 +214,7 @@ def main() -> None:
     timeout = datetime.timedelta(seconds=600)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory(dir=given.folder) as work:
-        result = run(given.size, given.steps, given.rounds, Path(work))
+        result = run(given.size, given.batch, given.steps, given.rounds, Path(work))
     dist.destroy_process_group()
     print(table(result))
     if given.out:

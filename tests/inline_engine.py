@@ -15,7 +15,7 @@ from aiockpt.engine import keep
 from aiockpt.engine.context import Engine
 from aiockpt.engine.load import LoadRequest, load
 from aiockpt.engine.save import save
-from aiockpt.engine.ticket import Ticket
+from aiockpt.engine.ticket import Call, Capture, Ticket
 from aiockpt.events import Observer
 from aiockpt.options import Options
 from aiockpt.runtime.future import LoadResult, SaveFuture
@@ -58,7 +58,7 @@ async def run_save(
     engine: Engine, step: int, state: State, watch: Callable[[Ticket], object] | None = None
 ) -> SaveFuture:
     """Save *state* as a checkpointer does, without the thread; return the settled future."""
-    ticket = Ticket(engine, step, StateWalker().walk(state), {}, None)
+    ticket = Ticket(engine, Call(step=step), Capture(state=StateWalker().walk(state)))
     ticket.prepare()
     if watch is not None:
         watch(ticket)

@@ -20,7 +20,7 @@ from aiockpt.convert.weights import parse_prefix
 from aiockpt.engine import keep
 from aiockpt.engine.context import Engine
 from aiockpt.engine.save import check_space, commit_votes, committed, vote
-from aiockpt.engine.ticket import Ticket
+from aiockpt.engine.ticket import Call, Capture, Ticket
 from aiockpt.errors import CheckpointError, StepExistsError, UsageError
 from aiockpt.format.checksum import ALGORITHM, BLOCK_BYTES, SUM_BYTES, block_count
 from aiockpt.format.dtypes import itemsize
@@ -92,7 +92,8 @@ async def convert_folder(
         )
     async with open_source(folder, request.only) as source:
         state = await run_blocking(engine.state_work, _describe, source, path, request)
-        ticket = Ticket(engine, request.step, state, {}, {"converted_from": _without_secrets(folder.url)})
+        call = Call(step=request.step, user={"converted_from": _without_secrets(folder.url)})
+        ticket = Ticket(engine, call, Capture(state=state))
         ticket.plan = await run_blocking(engine.state_work, engine.plan, state)
         planned = Inbound(source.files, state, join_name(path), ticket.plan.file_bytes, None)
         await check_space(engine, ticket)

@@ -12,7 +12,7 @@ Guarantees:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -23,7 +23,7 @@ from aiockpt.adapters.native import StateWalker
 from aiockpt.engine.context import Engine
 from aiockpt.engine.device_snapshot import Devices, Taken
 from aiockpt.engine.sharing import Turn
-from aiockpt.engine.ticket import Ticket
+from aiockpt.engine.ticket import Call, Capture, Ticket
 from aiockpt.errors import SaveSkippedError, UsageError
 from aiockpt.events import SaveSkipped
 from aiockpt.options import MIB, Snapshot, check_choice
@@ -113,60 +113,23 @@ class Launcher:
                 if options.when_full == "skip":
                     return self._skip(step, turn, f"{reason} and when_full is 'skip'")
                 snapshot = "eager"
-            return self._start(begun_ns, step, state, snapshot, _plain_metrics(metrics), _plain_json(user), turn)
+            call = Call(
+                step=step, metrics=_plain_metrics(metrics), user=_plain_json(user), turn=turn, begun_ns=begun_ns
+            )
+            return self._start(call, state, snapshot)
         except BaseException as error:
             self._engine.renounce(turn, error)
             raise
 
-    def _start(
-        self,
-        begun_ns: int,
-        step: int,
-        state: Mapping[str, Any],
-        snapshot: Snapshot,
-        metrics: Mapping[str, float],
-        user: object,
-        turn: Turn | None,
-    ) -> SaveFuture:
+    def _start(self, call: Call, state: Mapping[str, Any], snapshot: Snapshot) -> SaveFuture:
         """Register the save, and copy the state: here, or on a worker where that is wanted or would hold an event loop."""
-        walked = self._walker.walk(state)
         before = [stage for stage in (self._must_end_first(), self._must_be_copied_first()) if stage is not None]
-        waits = bool(before) or turn is not None
-        devices = self._devices.find(walked.tensors)
-        taken = Taken(walked, snapshot)
-        if snapshot == "device":
-            taken = self._devices.clone(walked, busy=self._must_be_copied_first() is not None)
-        still, snapshot = taken.state, taken.snapshot
-        elsewhere = snapshot != "eager" or (runs_event_loop() and (waits or _tensor_bytes(walked) > INLINE_COPY_BYTES))
-        if elsewhere and snapshot != "device":
-            still = self._stillness.hold(
-                walked, state, trusting=snapshot == "eager", reuse=self._must_be_copied_first() is None
-            )
-        ticket = Ticket(
-            self._engine,
-            step,
-            still,
-            metrics,
-            user,
-            turn,
-            begun_ns=begun_ns,
-            snapshot=snapshot,
-            copied_at_call_bytes=_copied_bytes(walked, still),
-            after=[(device, self._engine.accelerator.now(device)) for device in devices],
-            reason=taken.reason,
-        )
-        self._pin(devices)
+        waits = bool(before) or call.turn is not None
+        capture, elsewhere = self._capture(state, snapshot, waits)
+        ticket = Ticket(self._engine, call, capture)
         self._tiers.prepare(ticket.future)
         if elsewhere:
-            self._last_copy = ticket.copied
-            self._saves.append(ticket.future)
-            leisure = self._leisure() if snapshot == "lazy" else None
-            if snapshot == "device":
-                ticket.future._snapshotted._resolve(None)
-            else:
-                on_step = None if leisure is None else leisure.stepped
-                self._barrier.guard(ticket.future, ticket.stop, ticket.enqueued, on_step)
-            ticket.let_go(leisure)
+            self._register(ticket)
             if before:
                 self._engine.loop.submit(self._copy_later, before, ticket)
             else:
@@ -177,9 +140,41 @@ class Launcher:
             self._copy(ticket)
         return ticket.future
 
-    def _pin(self, devices: Collection[torch.device]) -> None:
+    def _capture(self, state: Mapping[str, Any], snapshot: Snapshot, waits: bool) -> tuple[Capture, bool]:
+        """Walk *state* and have it be still for as long as its copy takes; say too whether it is copied elsewhere."""
+        walked = self._walker.walk(state)
+        devices = self._devices.find(walked.tensors)
+        copying = self._must_be_copied_first() is not None
+        taken = self._devices.clone(walked, busy=copying) if snapshot == "device" else Taken(walked, snapshot)
+        still, snapshot = taken.state, taken.snapshot
+        elsewhere = snapshot != "eager" or (runs_event_loop() and (waits or _tensor_bytes(walked) > INLINE_COPY_BYTES))
+        if elsewhere and snapshot != "device":
+            still = self._stillness.hold(walked, state, trusting=snapshot == "eager", reuse=not copying)
+        self._pin(devices)
+        capture = Capture(
+            state=still,
+            snapshot=snapshot,
+            reason=taken.reason,
+            copied_at_call_bytes=_copied_bytes(walked, still),
+            after=[(device, self._engine.accelerator.now(device)) for device in devices],
+        )
+        return capture, elsewhere
+
+    def _pin(self, devices: Iterable[torch.device]) -> None:
         for device in devices:
             self._engine.pool.pin_with(self._engine.accelerator.lane(device))
+
+    def _register(self, ticket: Ticket) -> None:
+        """Have the optimizers, and later saves, wait for a copy that is made elsewhere."""
+        self._last_copy = ticket.copied
+        self._saves.append(ticket.future)
+        leisure = self._leisure() if ticket.snapshot == "lazy" else None
+        if ticket.snapshot == "device":
+            ticket.future._snapshotted._resolve(None)
+        else:
+            on_step = None if leisure is None else leisure.stepped
+            self._barrier.guard(ticket.future, ticket.stop, ticket.enqueued, on_step)
+        ticket.let_go(leisure)
 
     async def _copy_later(self, before: Sequence[Stage[Any]], ticket: Ticket) -> None:
         """Wait for what must come first: here, for workers that wait would be missed by those that write."""

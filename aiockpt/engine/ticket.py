@@ -27,6 +27,39 @@ if TYPE_CHECKING:  # a writer process copies no state, and need not load torch
     from aiockpt.pipeline.witness import Witness
 
 
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """What a save was asked for.
+
+    Attributes:
+        turn: which save it is among those of all ranks; None for a process that saves alone.
+        begun_ns: when; None for now.
+    """
+
+    step: int
+    metrics: Mapping[str, float] = {}
+    user: object = None
+    turn: Turn | None = None
+    begun_ns: int | None = None
+
+
+class Capture(msgspec.Struct, frozen=True, kw_only=True):
+    """A state as its copy will find it.
+
+    Attributes:
+        state: its tensors are still, or are copies that nobody changes.
+        snapshot: how it is copied: in the call, lazily, or from a copy on the devices.
+        reason: why not as it was asked for.
+        copied_at_call_bytes: bytes of the tensors that were copied in the call to be still.
+        after: the devices, and what must have passed on each before its tensors are what they were at the call.
+    """
+
+    state: ShardedState
+    snapshot: Snapshot = "eager"
+    reason: str = ""
+    copied_at_call_bytes: int = 0
+    after: Sequence[tuple[torch.device, Mark]] = ()
+
+
 class Ticket:
     """One save, registered on the caller's thread. `prepare` plans it; then it may run, and be copied.
 
@@ -49,42 +82,26 @@ class Ticket:
     plan: SavePlan
     slabs: list[Handover]
 
-    def __init__(
-        self,
-        engine: Engine,
-        step: int,
-        state: ShardedState,
-        metrics: Mapping[str, float],
-        user: object,
-        turn: Turn | None = None,
-        *,
-        begun_ns: int | None = None,
-        snapshot: Snapshot = "eager",
-        copied_at_call_bytes: int = 0,
-        after: Sequence[tuple[torch.device, Mark]] = (),
-        reason: str = "",
-    ) -> None:
-        self.begun_ns = engine.now_ns() if begun_ns is None else begun_ns
-        self.snapshot: Snapshot = snapshot
-        self._copied_at_call_bytes = copied_at_call_bytes
-        self._after = after
-        self._reason = reason
-        self._witness = _make_witness(state) if engine.options.debug == "digest" else None
+    def __init__(self, engine: Engine, call: Call, capture: Capture) -> None:
+        self.begun_ns = engine.now_ns() if call.begun_ns is None else call.begun_ns
+        self.snapshot: Snapshot = capture.snapshot
+        self._capture = msgspec.structs.replace(capture, state=_without_tensors(capture.state))
+        self._witness = _make_witness(capture.state) if engine.options.debug == "digest" else None
         self._pause_s: float | None = None
         self._leisure: Leisure | None = None
         self.number = engine.lineage.next_number()
         self.nonce: str | None = None
-        self.turn = turn
-        self.state = state
+        self.turn = call.turn
+        self.state = capture.state
         self.agreed = False
         self.voting = False
-        self.future = SaveFuture(step)
-        self.copied: Stage[None] = Stage(f"copy of step {step}")
-        self.enqueued: Stage[Sequence[Mark]] = Stage(f"copies of step {step}, enqueued")
+        self.future = SaveFuture(call.step)
+        self.copied: Stage[None] = Stage(f"copy of step {call.step}")
+        self.enqueued: Stage[Sequence[Mark]] = Stage(f"copies of step {call.step}, enqueued")
         self.future._snapshotted._inner.add_done_callback(lambda _: self.enqueued._resolve(()))
         self.future._inner.add_done_callback(lambda _: self.copied._resolve(None))
-        self.metrics = dict(metrics)
-        self.user = user
+        self.metrics = dict(call.metrics)
+        self.user = call.user
         self.slabs = []
         self.hand_over: Callable[[Window, Slab], object] = self._hand_over
         self._engine = engine
@@ -122,7 +139,7 @@ class Ticket:
                 raise
             return
         finally:
-            self.state = msgspec.structs.replace(self.state, tensors=())  # not ours to keep alive any longer
+            self.state = _without_tensors(self.state)  # not ours to keep alive any longer
             self._witness = None
         if self._stopped_by is None:
             self.copied._resolve(None)
@@ -141,7 +158,7 @@ class Ticket:
                 beside=self._pause_s is not None,
                 leisure=self._leisure,
                 check=lambda: None if self._witness is None else self._witness.check(),
-                after=self._after,
+                after=self._capture.after,
                 enqueued=self.enqueued._resolve,
             )
         finally:
@@ -168,8 +185,8 @@ class Ticket:
             bytes=self.plan.tensor_bytes,
             snapshot=self.snapshot,
             pause_s=self._engine.since_s(self.begun_ns) if self._pause_s is None else self._pause_s,
-            copied_at_call_bytes=self._copied_at_call_bytes,
-            reason=self._reason,
+            copied_at_call_bytes=self._capture.copied_at_call_bytes,
+            reason=self._capture.reason,
             copy_s=self._engine.since_s(copied_from_ns),
         )
 
@@ -178,7 +195,7 @@ class Ticket:
 
     def refuse(self, error: BaseException) -> None:
         """End a save that never ran."""
-        self.state = msgspec.structs.replace(self.state, tensors=())
+        self.state = _without_tensors(self.state)
         self._engine.loop.call_soon(self._fail, error)
 
     def cancel(self) -> None:
@@ -232,3 +249,7 @@ def _make_witness(state: ShardedState) -> Witness:
     from aiockpt.pipeline.witness import Witness
 
     return Witness(state.tensors)
+
+
+def _without_tensors(state: ShardedState) -> ShardedState:
+    return msgspec.structs.replace(state, tensors=())

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from aiockpt.engine.context import Engine
-from aiockpt.engine.ticket import Ticket
+from aiockpt.engine.ticket import Call, Capture, Ticket
 from aiockpt.errors import WriterLostError
 from aiockpt.pipeline.upload import Handover
 from aiockpt.planning.save import SavePlan, Window
@@ -31,7 +31,8 @@ class Writing:
             per_rank=from_json(order.per_rank),
             structure="",
         )
-        self.ticket = Ticket(engine, order.step, state, order.metrics, from_json(order.user), begun_ns=order.begun_ns)
+        call = Call(step=order.step, metrics=order.metrics, user=from_json(order.user), begun_ns=order.begun_ns)
+        self.ticket = Ticket(engine, call, Capture(state=state))
         self.ticket.number = order.number
         self.ticket.nonce = order.nonce
         self.ticket.plan = plan
