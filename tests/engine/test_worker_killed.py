@@ -37,6 +37,7 @@ def trainer(how: str, place: str) -> Iterator[subprocess.Popen[str]]:
     child = subprocess.Popen(
         [sys.executable, "-m", "tests.engine.worker_child", how, place],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -47,6 +48,13 @@ def trainer(how: str, place: str) -> Iterator[subprocess.Popen[str]]:
     finally:
         child.kill()
         child.communicate(timeout=DEADLINE_S)
+
+
+def let_go_on(child: subprocess.Popen[str]) -> None:
+    """Have the child save step 2."""
+    assert child.stdin is not None
+    child.stdin.close()
+    child.stdin = None  # `communicate` would flush it
 
 
 def until(condition: Callable[[], object], what: str) -> None:
@@ -67,13 +75,17 @@ def killed(how: str, orders: Orders) -> tuple[list[str], str]:
         first = child.stdout.readline().strip()
         assert first, child.communicate()[1]
         orders.hold("create")
+        let_go_on(child)
         assert child.wait(DEADLINE_S) == -signal.SIGKILL
+        second = (
+            child.stdout.readline().strip()
+        )  # the first read may have taken it along: `communicate` would not see it
         for writer in writers_of(orders):
             writer.resume()
         assert 2 not in [int(folder.name[5:]) for folder in orders.path.glob("step-*") if any(folder.glob("MANIFEST*"))]
         orders.let_go("create")
-        out, log = child.communicate(timeout=DEADLINE_S)
-    return [first, out.strip()], log
+        _, log = child.communicate(timeout=DEADLINE_S)
+    return [first, second], log
 
 
 def until_gone(pid: int) -> None:
@@ -117,6 +129,7 @@ def test_a_snapshot_that_was_not_complete_leaves_nothing(orders: Orders) -> None
 def test_a_forked_child_that_lives_on_does_not_keep_the_writer(orders: Orders) -> None:
     """As a loader's worker does: it has copies of the trainer's descriptors, among them the standard error."""
     with trainer("forked", orders.url) as child:
+        let_go_on(child)
         assert child.wait(DEADLINE_S) == -signal.SIGKILL
         (loader,) = [one for one in psutil.process_iter() if _session(one) == child.pid]
         until(lambda: not writers_of(orders), "the end of the writer")
@@ -149,6 +162,7 @@ def test_what_ends_the_whole_job_does_not_end_the_writer(sent: signal.Signals, o
         assert child.stdout is not None
         child.stdout.readline()
         orders.hold("create")
+        let_go_on(child)
         child.stdout.readline()
         assert child.stdout.readline().strip() == "snapshotted"
         (writer,) = writers_of(orders)

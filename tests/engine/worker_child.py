@@ -55,6 +55,7 @@ def main(how: str, place: str) -> None:
     ckpt.save(1, run.state).result(60)
     ckpt.wait()
     tell(run.digest())
+    sys.stdin.readline()  # until the test has made its preparations
     run.train()
     tell(run.digest())
     if how == "half":
