@@ -163,6 +163,9 @@ class Checkpointer:
         )
         ranks = ranks or find_ranks()
         peers = find_peers(load_group, ranks)
+        for observer in observers:
+            if not callable(getattr(observer, "on_event", None)):
+                raise UsageError(f"observers: {observer!r} has no method on_event(event)")
         observers = [*observers, *([] if self._cadence is None or self._cadence in observers else [self._cadence])]
         tiers = _as_tiers(url, retention)
         backends = [open_backend(tier.url, world=world or World()) for tier in tiers]
