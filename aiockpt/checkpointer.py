@@ -61,6 +61,9 @@ from aiockpt.worker.elsewhere import Elsewhere
 from aiockpt.worker.orders import check_worker
 
 T = TypeVar("T")
+
+CLOSE_S = 60.0
+"""For what has deadlines of its own to say that they have passed."""
 Ts = TypeVarTuple("Ts")
 State = Mapping[str, Any]
 Place = str | os.PathLike[str] | Backend
@@ -160,6 +163,9 @@ class Checkpointer:
         )
         ranks = ranks or find_ranks()
         peers = find_peers(load_group, ranks)
+        for observer in observers:
+            if not callable(getattr(observer, "on_event", None)):
+                raise UsageError(f"observers: {observer!r} has no method on_event(event)")
         observers = [*observers, *([] if self._cadence is None or self._cadence in observers else [self._cadence])]
         tiers = _as_tiers(url, retention)
         backends = [open_backend(tier.url, world=world or World()) for tier in tiers]
@@ -443,6 +449,7 @@ class Checkpointer:
         try:
             idle.result(deadline_s)
         except TimeoutError:
+            idle.cancel()
             waiting = [repr(future) for future in self._launcher.in_flight]
             raise TimeoutError(f"after {deadline_s:g} s these saves still run: {waiting}") from None
 
@@ -454,13 +461,17 @@ class Checkpointer:
             pass
 
     def _release(self) -> None:
-        self._loop.submit(self._tiers.close).result(self._options.deadlines.close_s)
-        for end in self._companions:
-            end()
-        self._loop.close()
-        self._engine.release_memory()
-        self._launcher.forget()
-        self._barrier.close()
+        closing = self._loop.submit(self._tiers.close)
+        try:
+            closing.result(2 * self._options.deadlines.close_s + CLOSE_S)  # it keeps deadlines of its own
+        finally:
+            closing.cancel()
+            for end in self._companions:
+                end()
+            self._loop.close()
+            self._engine.release_memory()
+            self._launcher.forget()
+            self._barrier.close()
 
     def _drain_at_exit(self) -> None:
         try:

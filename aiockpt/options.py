@@ -119,6 +119,8 @@ class Tier(msgspec.Struct, frozen=True):
                 raise UsageError(f"Tier({self.url!r}, {name}={value}): give more than 0")
         if self.content not in get_args(Content):
             raise UsageError(f"Tier({self.url!r}, content={self.content!r}): give 'full' or 'weights'")
+        if not callable(self.on_error) and self.on_error not in ("warn", "raise"):
+            raise UsageError(f"Tier({self.url!r}, on_error={self.on_error!r}): give 'warn', 'raise' or a callable")
 
     @property
     def retention(self) -> Retention | None:

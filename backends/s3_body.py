@@ -6,6 +6,7 @@ CRC32 through zlib where that is missing), so neither signing nor a trailer make
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import zlib
 from collections.abc import Callable, Sequence
@@ -115,7 +116,10 @@ class Body(aiohttp.Payload):
         transport = writer.transport  # it is gone from there once closed
         try:
             await send(writer, self._views, self._moved)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, ConnectionError):
+                for _ in range(3):  # turns of the loop: an answer that came before the connection broke is heard
+                    await asyncio.sleep(0)
             if transport is not None:
                 transport.abort()
             raise

@@ -10,6 +10,7 @@ the call does not wait for it.
 from __future__ import annotations
 
 import gc
+import logging
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -24,11 +25,13 @@ from torch.optim import Optimizer
 from aiockpt.adapters.kinds import kind_of
 from aiockpt.adapters.tensors import local_tensors
 from aiockpt.errors import UsageError
-from aiockpt.format.names import split_name
+from aiockpt.format.names import join_name, split_name
 from aiockpt.runtime.accelerator import Accelerator
 from aiockpt.runtime.cuda import Cuda
 from aiockpt.state.shards import ShardedState, TensorShard
 from aiockpt.state.tree import Path
+
+logger = logging.getLogger("aiockpt")
 
 
 class Stillness:
@@ -82,8 +85,12 @@ class Stillness:
     def _find_moving(self, tensors: Sequence[TensorShard], state: Mapping[str, Any], trusting: bool) -> list[int]:
         owned = _Memory(_owned(state, trusting))
         moving = []
+        paths = [split_name(shard.name) for shard in tensors] if self._rules else []
+        for rule in self._rules:
+            if not any(path[: len(rule)] == rule for path in paths):  # another rank may have it
+                logger.warning("mutable or immutable: no tensor here is %r, or begins with it", join_name(rule))
         for index, shard in enumerate(tensors):
-            ruled = self._rule(split_name(shard.name)) if self._rules else None
+            ruled = self._rule(paths[index]) if self._rules else None
             if ruled or (ruled is None and shard.data not in owned):
                 moving.append(index)
         return moving

@@ -12,6 +12,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -35,6 +36,8 @@ from aiockpt.runtime.memory import available_bytes
 from aiockpt.runtime.rhythm import Leisure, Rhythm
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.state.shards import ShardedState
+
+logger = logging.getLogger("aiockpt")
 
 INLINE_COPY_BYTES = 16 * MIB
 """Inside a running event loop a larger state is copied on a worker: 16 MiB is about a millisecond."""
@@ -169,12 +172,12 @@ class Launcher:
         self._last_copy = ticket.copied
         self._saves.append(ticket.future)
         leisure = self._leisure() if ticket.snapshot == "lazy" else None
+        ticket.let_go(leisure)  # before the barrier has it: who waits there ends the leisure
         if ticket.snapshot == "device":
             ticket.future._snapshotted._resolve(None)
         else:
             on_step = None if leisure is None else leisure.stepped
             self._barrier.guard(ticket.future, ticket.stop, ticket.enqueued, on_step)
-        ticket.let_go(leisure)
 
     async def _copy_later(self, before: Sequence[Stage[Any]], ticket: Ticket) -> None:
         """Wait for what must come first: here, for workers that wait would be missed by those that write."""
@@ -214,7 +217,10 @@ class Launcher:
         """
         await ticket.copied._settled()
         if ticket.took_whole:
-            await run_blocking(self._engine.state_work, self._engine.pool.warm_up, ticket.plan.window_count)
+            try:
+                await run_blocking(self._engine.state_work, self._engine.pool.warm_up, ticket.plan.window_count)
+            except Exception as error:  # noqa: BLE001  the save itself needs none of it
+                logger.warning("no more slabs for the next snapshot, which will wait for these: %s", error)
 
     def _leisure(self) -> Leisure:
         engine = self._engine
@@ -294,9 +300,13 @@ def _tensor_bytes(walked: ShardedState) -> int:
 
 def _plain_metrics(metrics: Mapping[str, float | torch.Tensor]) -> dict[str, float]:
     try:
-        return {str(name): _plain_number(value) for name, value in metrics.items()}
+        return {_plain_name(name): _plain_number(value) for name, value in metrics.items()}
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise UsageError(f"metrics must be a dict of names to numbers: {error}") from error
+
+
+def _plain_name(name: object) -> str:
+    return str(name).encode().decode()  # what UTF-8 cannot write is no name
 
 
 def _plain_number(value: float | torch.Tensor) -> float:

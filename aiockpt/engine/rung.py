@@ -124,7 +124,7 @@ class Rung:
         self._holders = holders
         self._capped = Pace(tier.bandwidth, engine.world.clock)
         self._waiting: list[_Waiting] = []
-        self._caught_up = False
+        self._looks_back = self._caught_up = False
         self._changed = anyio.Event()
         self._closing = anyio.Event()
         self._ended = anyio.Event()
@@ -168,17 +168,24 @@ class Rung:
             )
             await self._give_up(1, slow)
 
+    def look_back(self) -> None:
+        """Have what an earlier process left copied here, once, also while there is nothing newer to copy."""
+        if not self._looks_back:
+            self._looks_back = True
+            self._changed.set()
+
     async def work(self) -> None:
         """Take what waits, one step after the other, until `close`."""
         try:
             while self._waiting or not self._closing.is_set():
+                if self._looks_back and not self._caught_up:
+                    self._caught_up = True
+                    await self._by_deadline("what an earlier process left to copy", self._catch_up)
+                    continue
                 if not self._waiting:
                     self._changed = anyio.Event()
                     await self._changed.wait()
                     continue
-                if not self._caught_up:
-                    self._caught_up = True
-                    await self._by_deadline("what an earlier process left to copy", self._catch_up)
                 try:
                     result = await self._keep_trying(self._waiting[0].climb)
                 except Exception as error:  # noqa: BLE001  whatever it is, the next step may get there
@@ -205,7 +212,8 @@ class Rung:
         try:
             copies = await find_leftover(self.tier, self.number, self._holders, known)
         except CheckpointError as error:
-            logger.warning("%s: what an earlier process left to copy there is not known: %s", self.url, error)
+            logger.warning("%s: what an earlier process left to copy there is not known yet: %s", self.url, error)
+            self._looks_back = self._caught_up = False  # the next save has it look again
             return
         if copies:
             manifest = copies[min(copies)].manifest

@@ -210,6 +210,11 @@ class Ticket:
                 self._leisure.end()
             self._engine.loop.call_soon(self._cancel_scope)
 
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop` was called: what is copied from there on may be torn."""
+        return self._stopped_by is not None
+
     def _cancel_scope(self) -> None:
         if self._scope is not None:
             self._scope.cancel()
@@ -225,6 +230,9 @@ class Ticket:
                 result = await save(self._engine, self)
         except Exception as error:  # noqa: BLE001  the future carries it to the caller
             failure = error
+        except BaseException:
+            self._fail(self._stopped_by)
+            raise
         finally:
             for handover in self.slabs:
                 handover.close()
@@ -237,6 +245,8 @@ class Ticket:
     def _fail(self, error: BaseException | None) -> None:
         error = error or SaveCancelledError(f"the save of step {self.step} was cancelled with its event loop")
         self._stopped_by = error
+        if self._leisure is not None:
+            self._leisure.end()
         engine = self._engine
         seconds = engine.since_s(self.begun_ns)
         if not isinstance(error, SaveCancelledError):

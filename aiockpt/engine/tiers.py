@@ -169,6 +169,8 @@ class Tiers:
             for rung in above:
                 if not stages[rung.number].done():
                     await rung.enqueue(climb, stages[rung.number])
+            for rung in self._rungs[first.number + 1 :]:
+                rung.look_back()
         return result
 
     async def _commit_durably(

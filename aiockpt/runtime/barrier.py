@@ -33,6 +33,8 @@ from aiockpt.runtime.accelerator import Mark
 from aiockpt.runtime.future import SaveFuture, Stage
 from aiockpt.runtime.loop import refuse_in_event_loop
 
+MOST_UNSTEPPED = 4
+"""Saves whose next step is waited for, the newest: some programs step no optimizer of torch at all."""
 GiveUp = Callable[[BaseException], object]
 
 
@@ -81,7 +83,7 @@ class MutationBarrier:
         """
         if on_step is not None:
             with self._lock:
-                self._unstepped += (on_step,)
+                self._unstepped = (*self._unstepped, on_step)[-MOST_UNSTEPPED:]
         snapshotted = save.snapshotted()
         self._copying[snapshotted] = Guarded(save, give_up, enqueued)
         snapshotted._inner.add_done_callback(lambda _: self._copying.pop(snapshotted, None))

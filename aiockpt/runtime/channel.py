@@ -34,7 +34,7 @@ class Sender:
 
     def __init__(self, end: socket.socket, timeout_s: float) -> None:
         end.settimeout(timeout_s)
-        _close_in_forks(end)
+        close_in_forks(end)
         self._end = end
         self._sending = Lock()
         self._broken = False
@@ -76,7 +76,7 @@ class Receiver:
     """
 
     def __init__(self, end: socket.socket) -> None:
-        _close_in_forks(end)
+        close_in_forks(end)
         self._end = end
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
@@ -139,7 +139,8 @@ _ends: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _registered = False
 
 
-def _close_in_forks(end: socket.socket) -> None:
+def close_in_forks(end: socket.socket) -> None:
+    """Have every child that is forked from now on close its copy of *end*, as long as that is there."""
     global _registered
     _ends.add(end)
     if not _registered:

@@ -107,6 +107,10 @@ class Stage(Generic[T]):
             self._on_wait()
         concurrent.futures.wait([self._inner], timeout_s)
 
+    @property
+    def _failed(self) -> bool:
+        return self._inner.done() and self._inner.exception() is not None
+
     def _resolve(self, value: T) -> None:
         if not self._inner.done():
             self._inner.set_result(value)
@@ -268,8 +272,9 @@ class SaveFuture(Future[SaveResult]):
 
     @property
     def delivered(self) -> bool:
-        """Whether somebody has taken the outcome from this future or one of its stages; then nobody is told again."""
-        return self._told or self._snapshotted._told or self._written._told
+        """Whether somebody has taken the outcome, or was told of the failure by a stage; then nobody is told again."""
+        stages: list[Stage[Any]] = [self._snapshotted, self._written, self._in_memory, *self._tiers.values()]
+        return self._told or any(stage._told and stage._failed for stage in stages)
 
     @property
     def stage(self) -> Literal["started", "snapshotted", "written", "committed", "failed"]:

@@ -104,7 +104,13 @@ class SlabPool:
     def warm_up(self, slab_count: int) -> None:
         """Allocate and touch *slab_count* slabs, as far as the ceiling goes."""
         while self._claim_new(min(slab_count, self._ceiling)):
-            slab = self._make()
+            try:
+                slab = self._make()
+            except BaseException:
+                with self._changed:
+                    self._allocated -= 1
+                    self._changed.notify_all()
+                raise
             self._pinning.pin(slab.address, self._slab_bytes)
             self._add(slab)
 

@@ -56,10 +56,15 @@ class Connection:
         def compose() -> list[bytes]:
             if self._plan == plan.digest:
                 return [encode(save)]
-            self._plan = plan.digest
-            return [encode(Plan(strip_plan(plan))), encode(save)]
+            frames = [encode(Plan(strip_plan(plan))), encode(save)]
+            self._plan = plan.digest  # here, where nobody else sends
+            return frames
 
-        self._send(compose)
+        try:
+            self._send(compose)
+        except BaseException:
+            self._plan = ""  # whether it has a plan, and which, is not known: the next save brings its own
+            raise
 
     def _send(self, compose: Callable[[], Iterable[bytes]]) -> None:
         try:
@@ -75,6 +80,9 @@ class Connection:
             count += len(file.windows)
 
         def hand_over(window: Window, slab: Slab) -> None:
+            if ticket.stopped:  # given up by the barrier, perhaps, and torn: without this window nobody commits it
+                pool.give(slab)
+                return
             self.lent[slab.number] = slab
             if self._lost:  # nobody else may have seen this slab: `lose` came before
                 self.take_back(slab.number, pool)

@@ -222,7 +222,9 @@ class Elsewhere:
             case Happened():
                 self._engine.emit(answer.event)
             case Reached() | TierSettled() | Settled() | Tidied():
-                errand = self._errands[answer.number]
+                errand = self._errands.get(answer.number)
+                if errand is None:  # of one that was given up
+                    return
                 errand.hear(answer)
                 if errand.ended:
                     del self._errands[answer.number]

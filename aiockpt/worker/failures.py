@@ -52,7 +52,10 @@ def _make(failure: Failure) -> Exception:
     kind = getattr(errors, failure.kind, None) or getattr(builtins, failure.kind, None)
     if isinstance(kind, type) and issubclass(kind, Exception):
         make = OSError.__new__ if issubclass(kind, OSError) else kind.__new__
-        error = make(kind, failure.message)  # past constructors that would write the message anew
+        try:
+            error = make(kind, failure.message)  # past constructors that would write the message anew
+        except TypeError:  # made of more than a message, as a group is
+            return CheckpointError(f"{failure.kind}: {failure.message}")
         error.args = (failure.message,)
         vars(error).update({name: _as_tuples(value) for name, value in failure.attributes.items()})
         if str(error) == failure.message:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 
 from aiockpt.errors import UsageError, WriterLostError
-from aiockpt.runtime.channel import Receiver, Sender
+from aiockpt.runtime.channel import Receiver, Sender, close_in_forks
 
 MODULE = "aiockpt.worker"
 
@@ -39,6 +39,8 @@ class WriterProcess:
             raise UsageError("worker='process' needs sys.executable, the interpreter to start; use worker='thread'")
         orders, its_orders = socket.socketpair()
         answers, its_answers = socket.socketpair()
+        for end in (its_orders, its_answers):  # a fork in this moment would keep them, and its death would not be seen
+            close_in_forks(end)
         self.orders, self.answers = Sender(orders, timeout_s), Receiver(answers)
         with its_orders, its_answers:
             fds = (its_orders.fileno(), its_answers.fileno(), memory_fd)

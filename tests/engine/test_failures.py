@@ -338,3 +338,17 @@ def test_many_saves_leak_neither_memory_nor_descriptors(tmp_path: Path) -> None:
         assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
         assert ckpt.statistics().pool.used_slabs == 0
     assert len(list((tmp_path / "run").glob("step-*"))) == 2
+
+
+def test_an_error_is_told_though_the_snapshot_was_waited_for(run: Run) -> None:
+    ckpt = aiockpt.Checkpointer(broken(Fault(do="fail", verb="upload.finish", error=errno.EIO)), io=SMALL)
+    failed = ckpt.save(1, run.state)
+    failed.snapshotted().result(30)
+    _until_done(failed)
+    with pytest.raises(aiockpt.BackgroundSaveError, match="step 1"):
+        ckpt.close()
+
+
+def test_an_observer_that_cannot_be_told_anything_is_refused() -> None:
+    with pytest.raises(aiockpt.UsageError, match="on_event"):
+        aiockpt.Checkpointer("memory://", observers=[print])  # type: ignore[list-item]

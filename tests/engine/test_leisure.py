@@ -235,3 +235,52 @@ def test_a_bandwidth_is_kept() -> None:
 def test_a_bandwidth_of_nothing_is_refused(bandwidth: float) -> None:
     with pytest.raises(aiockpt.UsageError, match=r"IO\(bandwidth="):
         aiockpt.IO(bandwidth=bandwidth)
+
+
+# ------------------------------------------------------------------ what goes wrong
+
+
+def test_a_save_does_not_fail_because_slabs_for_the_next_one_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(12, "no memory")
+
+    run = Run()
+    with aiockpt.Checkpointer("memory://", snapshot="lazy", io=IO) as ckpt:
+        monkeypatch.setattr(ckpt._engine.pool, "warm_up", refuse)
+        ckpt.save(1, run.state).result(30)
+        ckpt.save(2, run.state).result(30)
+
+
+def test_memory_that_cannot_be_had_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = SlabPool(4 * KIB, 40 * KIB)
+
+    def refuse(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(pool, "_make", refuse)
+    with pytest.raises(MemoryError):
+        pool.warm_up(2)
+    assert pool.statistics().allocated_bytes == 0
+
+
+def test_a_save_whose_task_is_cancelled_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def cancelled(*_: object) -> None:
+        raise anyio.get_cancelled_exc_class()
+
+    run = Run()
+    with aiockpt.Checkpointer("memory://", io=IO, on_error=lambda _: None) as ckpt:
+        monkeypatch.setattr(ckpt._tiers, "save", cancelled)
+        assert ckpt.save(1, run.state).exception(30) is not None
+        monkeypatch.undo()
+
+
+def test_a_program_that_steps_no_optimizer_leaves_nothing_behind() -> None:
+    with aiockpt.Checkpointer("memory://", snapshot="lazy") as ckpt:
+        for step in range(8):
+            ckpt.save(step, {"x": torch.ones(3)}).result(30)
+        assert len(ckpt._barrier._unstepped) <= 4
+
+
+def test_a_metric_that_nobody_can_write_down_is_refused() -> None:
+    with aiockpt.Checkpointer("memory://") as ckpt, pytest.raises(aiockpt.UsageError, match="metrics"):
+        ckpt.save(1, {"x": torch.ones(3)}, metrics={"bad\udc80": 1.0})

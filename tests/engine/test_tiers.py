@@ -380,3 +380,19 @@ def test_what_a_dead_process_could_not_copy_is_copied_by_the_next(tmp_path: Path
         ckpt.save(6, state(6)).result(30)
     assert steps(far) == [4, 6]
     assert loaded(far, step=4) == 4
+
+
+def test_it_is_copied_although_the_tier_takes_none_of_the_next_steps(tmp_path: Path) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    with aiockpt.Checkpointer(near, io=SMALL) as ckpt:
+        ckpt.save(10, state(10)).result(30)
+    with aiockpt.Checkpointer([near, aiockpt.Tier(far, every=10)], io=SMALL) as ckpt:
+        ckpt.load(state(-1)).result(30)
+        ckpt.save(11, state(11)).result(30)
+    assert steps(far) == [10]
+
+
+@pytest.mark.parametrize("wrong", ["ignore", None, 3])
+def test_what_cannot_be_done_about_an_error_is_refused(wrong: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"on_error=.*give 'warn', 'raise' or a callable"):
+        aiockpt.Tier(tmp_path, on_error=wrong)

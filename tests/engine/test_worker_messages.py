@@ -6,7 +6,9 @@ import errno
 import os
 import socket
 import threading
+from collections.abc import Callable, Iterable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast, get_args
 
 import anyio
@@ -21,9 +23,10 @@ from aiockpt.errors import CheckpointError, StorageError
 from aiockpt.planning.save import plan_save
 from aiockpt.runtime.channel import Poster, Receiver, Sender
 from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
+from aiockpt.runtime.slabs import SlabPool
 from aiockpt.worker.connection import Connection, Errand
 from aiockpt.worker.failures import Failure, pack, unpack
-from aiockpt.worker.messages import AnyEvent, Plan, Settled, decode_order, encode, strip_plan
+from aiockpt.worker.messages import AnyEvent, Plan, Save, Settled, decode_order, encode, strip_plan
 
 
 def sent(error: BaseException) -> Exception:
@@ -238,3 +241,58 @@ def test_hanging_up_ends_a_send_that_waits_and_a_receiver() -> None:
             receiver.hang_up()
 
     anyio.run(hear)
+
+
+def test_an_error_that_is_more_than_a_message_arrives_as_its_words() -> None:
+    arrived = sent(ExceptionGroup("several", [ValueError("one")]))
+    assert "several" in str(arrived)
+
+
+# ------------------------------------------------------------------ what goes wrong on the way
+
+
+class Wire:
+    """Stands for a writer process: keeps the frames, or refuses them."""
+
+    pid = 0
+
+    def __init__(self) -> None:
+        self.orders = self
+        self.frames: list[Any] = []
+        self.refuses = False
+
+    def send(self, compose: Callable[[], Iterable[bytes]]) -> None:
+        frames = list(compose())
+        if self.refuses:
+            raise MemoryError
+        self.frames += map(decode_order, frames)
+
+
+def save_order(number: int) -> Save:
+    return Save(
+        number=number, step=number, run="0" * 12, parent=None, seen=0, nonce="0" * 12, begun_ns=0, alias={}, values=b"1",
+        per_rank=b"1", metrics={}, user=b"null",
+    )  # fmt: skip
+
+
+def test_a_plan_that_did_not_get_through_is_sent_with_the_next_save() -> None:
+    wire = Wire()
+    connection = Connection(wire)  # type: ignore[arg-type]
+    state = StateWalker(rank=0).walk({"a": torch.ones(3)})
+    plan = plan_save(state, slab_bytes=8192, file_bytes=20_000)
+    wire.refuses = True
+    with pytest.raises(MemoryError):
+        connection.begin(save_order(1), plan)
+    wire.refuses = False
+    for number in (2, 3):
+        connection.begin(save_order(number), plan)
+    assert [type(frame) for frame in wire.frames] == [Plan, Save, Save]
+
+
+def test_a_window_of_a_save_that_was_stopped_does_not_reach_the_writer() -> None:
+    wire, pool = Wire(), SlabPool(8192, 16384)
+    ticket = SimpleNamespace(plan=SimpleNamespace(files=[]), number=1, stopped=True)
+    hand_over = Connection(wire).takes_windows(ticket, pool)  # type: ignore[arg-type]
+    hand_over(None, pool.take(1))  # type: ignore[arg-type]
+    assert wire.frames == []
+    assert pool.statistics().used_slabs == 0
