@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import cast
@@ -135,9 +136,11 @@ def _unknown(scheme: str, url: str, registered: Collection[str], others: Collect
     extras = {name: f" (extra {extra})" for name, (_, _, extra) in _OURS.items()}
     names = sorted({"file", "memory", "shm", *_OURS, *registered})
     known = ", ".join(f"{name}://{extras.get(name, '')}" for name in names)
+    near = get_close_matches(scheme, names, 1, 0.5)
+    hint = f"Did you mean {near[0]}://? " if near else ""
     more = f"{len(others)} more are fsspec's" if others else "fsspec's are more: pip install 'aiockpt[fsspec]'"
     return UsageError(
-        f"{url!r}: no backend for {scheme}:// is installed (there are: a path, {known}; {more}); install a package with"
+        f"{url!r}: no backend for {scheme}:// is installed. {hint}There are a path, {known}; {more}. Install a package with"
         f" an entry point {scheme!r} in the group {GROUP!r}, or pass a backend instance"
     )
 

@@ -169,3 +169,8 @@ def test_importing_it_imports_no_backend_and_no_retry() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_scheme_that_is_nearly_one_is_asked_about() -> None:
+    with pytest.raises(UsageError, match=r"Did you mean s3://\?"):
+        open_backend("s4://bucket/run")
