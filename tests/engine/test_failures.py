@@ -341,7 +341,7 @@ def test_many_saves_leak_neither_memory_nor_descriptors(tmp_path: Path) -> None:
 
 
 def test_an_error_is_told_though_the_snapshot_was_waited_for(run: Run) -> None:
-    ckpt = aiockpt.Checkpointer(broken(Fault(do="fail", verb="upload.finish", error=errno.EIO)), io=SMALL)
+    ckpt = aiockpt.Checkpointer(broken(Fault(do="fail", verb="put_new", match="*MANIFEST*", error=errno.EIO)), io=SMALL)
     failed = ckpt.save(1, run.state)
     failed.snapshotted().result(30)
     _until_done(failed)
