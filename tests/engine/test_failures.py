@@ -28,6 +28,7 @@ from aiockpt.errors import (
     StorageFullError,
     StorageTimeoutError,
 )
+from aiockpt.events import Event
 from aiockpt.storage.backend import Backend
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.small_run import SMALL, Run
@@ -340,10 +341,22 @@ def test_many_saves_leak_neither_memory_nor_descriptors(tmp_path: Path) -> None:
     assert len(list((tmp_path / "run").glob("step-*"))) == 2
 
 
+class Holding:
+    """Holds the engine's loop at the first event until it is let go on."""
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+
+    def on_event(self, _: Event) -> None:
+        assert self.let_go.wait(30)
+
+
 def test_an_error_is_told_though_the_snapshot_was_waited_for(run: Run) -> None:
-    ckpt = aiockpt.Checkpointer(broken(Fault(do="fail", verb="put_new", match="*MANIFEST*", error=errno.EIO)), io=SMALL)
+    holding = Holding()
+    ckpt = aiockpt.Checkpointer(broken(WRITE_FAILS), observers=[holding])  # its pool has room for all of the state
     failed = ckpt.save(1, run.state)
     failed.snapshotted().result(30)
+    holding.let_go.set()
     _until_done(failed)
     with pytest.raises(aiockpt.BackgroundSaveError, match="step 1"):
         ckpt.close()
