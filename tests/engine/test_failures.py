@@ -347,7 +347,7 @@ class Holding:
     def __init__(self) -> None:
         self.let_go = threading.Event()
 
-    def on_event(self, _: Event) -> None:
+    def on_event(self, event: Event) -> None:
         assert self.let_go.wait(30)
 
 
