@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from aiockpt.engine.context import Engine
@@ -13,14 +13,13 @@ from aiockpt.pipeline.discover import StepCopy, look_at, newest_manifest
 from aiockpt.planning.weights import has_weights_only, weights_attempt
 
 
-async def find_leftover(
-    tier: Tier, number: int, engines: Sequence[Engine], known: Collection[str]
-) -> dict[int, StepCopy]:
+async def find_leftover(tier: Tier, number: int, engines: Sequence[Engine]) -> dict[int, StepCopy]:
     """Return where that step is in full, by number of the tier; nothing when the tier has the newest that it takes.
+
+    What this process saved is on its way, also when it was committed so lately that nothing here has heard of it.
 
     Args:
         number: of *tier* among *engines*, the nearest first.
-        known: attempts that are on their way.
 
     Raises:
         CheckpointError: it cannot be found out.
@@ -28,12 +27,14 @@ async def find_leftover(
     own = engines[number]
     every = await committed_steps(own)
     for entry in (listed.entry for listed in every):
-        if entry.head is None or entry.head.attempt in known or not tier.takes(entry.step):
+        if entry.head is None or not tier.takes(entry.step):
             continue
         there = await look_at(own.backend, entry.id)
         attempt = entry.head.attempt if tier.full else weights_attempt(entry.head.attempt)
         if there.committed and attempt in there.attempts:
             break
+        if own.lineage.owns(entry.head.run):
+            continue
         copies = await _copies(
             entry.id, entry.head.attempt, [one for one in every if engines.index(one.engine) < number]
         )

@@ -39,6 +39,7 @@ class Lineage:
         self._ranks = ranks
         self._make_run = make_run
         self._run = make_run()
+        self._runs = {self._run}
         self._parent: str | None = None
         self._seen = 0
         self._clock: int | None = None
@@ -90,13 +91,22 @@ class Lineage:
         await look(nearest)
         return max(clocks)
 
+    def owns(self, run: str) -> bool:
+        """Say whether this checkpointer made that run."""
+        return run in self._runs
+
+    def _enter(self, run: str) -> None:
+        self._run = run
+        self._runs.add(run)
+
     def position(self) -> tuple[str, str | None, int]:
         """Return where the next save stands: the run, the step that it descends from, and the clock of that."""
         return self._run, self._parent, self._seen
 
     def take_position(self, run: str, parent: str | None, seen: int) -> None:
         """Stand where the lineage of another process stands, for which this one saves."""
-        self._run, self._parent = run, parent
+        self._enter(run)
+        self._parent = parent
         self._seen = max(self._seen, seen)
         if self._clock is not None:
             self._clock = max(self._clock, seen)
@@ -104,7 +114,7 @@ class Lineage:
     def descend_from(self, loaded: Manifest) -> None:
         """Begin a new line of saves at a step that was loaded: what was saved before is another branch."""
         self._parent = loaded.id
-        self._run = self._make_run()
+        self._enter(self._make_run())
         self._seen = max(self._seen, loaded.sequence)
         if self._clock is not None:
             self._clock = max(self._clock, loaded.sequence)

@@ -208,9 +208,8 @@ class Rung:
         """Have the newest step that an earlier process left in a nearer tier copied here, if this tier takes it."""
         if self.engine.ranks.rank != 0:
             return
-        known = {waiting.climb.attempt for waiting in self._waiting}
         try:
-            copies = await find_leftover(self.tier, self.number, self._holders, known)
+            copies = await find_leftover(self.tier, self.number, self._holders)
         except CheckpointError as error:
             logger.warning("%s: what an earlier process left to copy there is not known yet: %s", self.url, error)
             self._looks_back = self._caught_up = False  # the next save has it look again

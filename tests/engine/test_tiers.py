@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -390,6 +391,33 @@ def test_it_is_copied_although_the_tier_takes_none_of_the_next_steps(tmp_path: P
         ckpt.load(state(-1)).result(30)
         ckpt.save(11, state(11)).result(30)
     assert steps(far) == [10]
+
+
+class Slow(LocalBackend):
+    """A place whose first answer to what a manifest of step 0 says takes until `answer`."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self.asked, self.answer = threading.Event(), threading.Event()
+
+    async def get(self, key: str, max_bytes: int) -> bytes:
+        if key.startswith("step-00000000/MANIFEST") and not self.asked.is_set():
+            self.asked.set()
+            await anyio.to_thread.run_sync(self.answer.wait, 30)
+        return await super().get(key, max_bytes)
+
+
+def test_what_this_process_has_just_committed_is_copied_once(tmp_path: Path) -> None:
+    near, far = Slow(str(tmp_path / "near")), LocalBackend(str(tmp_path / "far"))
+    watch = Watch()
+    with aiockpt.Checkpointer([near, aiockpt.Tier(far, every=2)], io=SMALL, observers=[watch]) as ckpt:
+        first = ckpt.save(0, state(0))
+        assert near.asked.wait(30)  # it is committed, and its save does not know yet
+        ckpt.save(1, state(1)).result(30)  # which has the far tier look for what an earlier process left
+        time.sleep(0.3)
+        near.answer.set()
+        first.committed(far.url).result(30)
+    assert [event.step for event in watch.of(Promoted)] == [0]
 
 
 @pytest.mark.parametrize("wrong", ["ignore", None, 3])
