@@ -14,7 +14,6 @@ import logging
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from operator import is_
 from typing import Any
 
 import msgspec
@@ -28,7 +27,7 @@ from aiockpt.errors import UsageError
 from aiockpt.format.names import join_name, split_name
 from aiockpt.runtime.accelerator import Accelerator
 from aiockpt.runtime.cuda import Cuda
-from aiockpt.state.shards import ShardedState, TensorShard
+from aiockpt.state.shards import ShardedState, TensorShard, are_same
 from aiockpt.state.tree import Path
 
 logger = logging.getLogger("aiockpt")
@@ -79,8 +78,8 @@ class Stillness:
         self._seen, self._moving, self._held = ((), False), [], ()
 
     def _knows(self, tensors: Sequence[TensorShard], trusting: bool) -> bool:
-        known = self._seen[0]
-        return self._seen[1] == trusting and len(tensors) == len(known) and all(map(is_, tensors, known))
+        known, with_trust = self._seen
+        return with_trust == trusting and are_same(tensors, known)
 
     def _find_moving(self, tensors: Sequence[TensorShard], state: Mapping[str, Any], trusting: bool) -> list[int]:
         owned = _Memory(_owned(state, trusting))

@@ -107,7 +107,8 @@ class _Plan:
         self._root = _ContainerPart(state, (), Index(state), self)
         self.watch.seal()
         self._memories: dict[Hashable, str] = {}
-        self._shards, self._alias = _tie(self._kept.values(), {}, self._memories)
+        shards, self._alias = _tie(self._kept.values(), {}, self._memories)
+        self._shards = tuple(shards)
         self._structure: tuple[Hashable, str] | None = None
 
     def keep(self, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None) -> None:
@@ -131,7 +132,7 @@ class _Plan:
                 raise UnsupportedStateError(leaf.name, SAME_NAME)
             taken.add(leaf.name)
         shards, alias = _tie(run.leaves, self._memories, {})
-        tensors = (*self._shards, *shards)
+        tensors = (*self._shards, *shards) if shards else self._shards  # one object each time: see `are_same`
         every_alias = {**self._alias, **alias}
         return ShardedState(tensors, every_alias, values, run.per_rank, self._digest(shards, tensors, every_alias))
 

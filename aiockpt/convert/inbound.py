@@ -5,9 +5,9 @@ The step is what a save of ``{"model": model}`` would have written, so ``load`` 
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import anyio
 import msgspec
@@ -19,34 +19,30 @@ from aiockpt.convert.streaming import write_file
 from aiockpt.convert.weights import parse_prefix
 from aiockpt.engine import keep
 from aiockpt.engine.context import Engine
-from aiockpt.engine.save import check_space, commit_votes, committed, vote
+from aiockpt.engine.save import check_space, committed, write_and_commit
 from aiockpt.engine.ticket import Call, Capture, Ticket
-from aiockpt.errors import CheckpointError, StepExistsError, UsageError
-from aiockpt.format.checksum import ALGORITHM, BLOCK_BYTES, SUM_BYTES, block_count
+from aiockpt.errors import StepExistsError, UsageError
+from aiockpt.format.checksum import BLOCK_BYTES
 from aiockpt.format.dtypes import itemsize
 from aiockpt.format.manifest import FileEntry, Manifest
 from aiockpt.format.names import data_path, join_name, step_id
-from aiockpt.pipeline.collect import Garbage, collect
 from aiockpt.pipeline.commit import Attempt
 from aiockpt.pipeline.copy import Windows
 from aiockpt.pipeline.discover import look_at
 from aiockpt.pipeline.place import byte_view
-from aiockpt.pipeline.serialize import hash_blocks
+from aiockpt.pipeline.serialize import BlockSums
 from aiockpt.planning.save import HEADER, Copy, FilePlan, Window
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import ShardedState, TensorShard, digest_structure
 from aiockpt.state.tree import TAG, Node, Path
-from aiockpt.storage.backend import Backend, Seen
-
-logger = logging.getLogger("aiockpt")
+from aiockpt.storage.backend import Backend
 
 WINDOWS = 8
 CAST_BYTES = 8 << 20
 """Of what is read and waits to be cast, in each window."""
 CUT_BYTES = 1 << 20
-CLEAN_UP_DEADLINE_S = 60.0
 _SECRETS = re.compile(r"(?<=://)[^/@]*@|\?.*", re.DOTALL)
 
 
@@ -100,15 +96,8 @@ async def convert_folder(
         if request.dry_run:
             return planned
         attempt = await engine.begin_attempt(entry, engine.token(6), ticket.number)
-        try:
-            files = await _write_files(engine, ticket, attempt, source, folder, on_written)
-            receipt = await vote(engine, ticket, attempt, files)
-        except BaseException:
-            await _forget(engine, attempt)
-            raise
-        finally:
-            engine.busy_attempts.discard(attempt.attempt)
-        manifest = await commit_votes(engine, attempt, [receipt])
+        write = partial(_write_files, engine, ticket, attempt, source, folder, on_written)
+        manifest = await write_and_commit(engine, ticket, attempt, write)
         await keep.tidy(engine, committed(engine, ticket, manifest.generation))
     return msgspec.structs.replace(planned, manifest=manifest)
 
@@ -162,7 +151,7 @@ async def _write_files(
     entries = []
     for number, file in enumerate(ticket.plan.files):
         path = data_path(attempt.attempt, 0, number)
-        sums = _Sums(file.size, block_bytes)
+        sums = BlockSums(file.size, block_bytes)
         filler = _Filler(engine, source, file, ticket.state.tensors, reading)
         await write_file(
             engine.backend,
@@ -173,39 +162,8 @@ async def _write_files(
             seen_from=sums.seen_from,
             on_written=on_written,
         )
-        entries.append(
-            FileEntry.of(path, size=file.size, rank=0, algo=ALGORITHM, block=block_bytes, sums=bytes(sums.sums))
-        )
+        entries.append(sums.file_entry(path, rank=0))
     return tuple(entries)
-
-
-async def _forget(engine: Engine, attempt: Attempt) -> None:
-    """Remove what an attempt left that nobody can commit."""
-    with anyio.move_on_after(CLEAN_UP_DEADLINE_S, shield=True):
-        try:
-            await collect(engine.backend, Garbage(attempt.id, attempt.attempt), engine.token(16))
-        except CheckpointError as error:
-            logger.warning("attempt %s of %s is left as garbage: %s", attempt.attempt, attempt.id, error)
-
-
-class _Sums:
-    """The checksums of a file's blocks, as its windows are written."""
-
-    def __init__(self, size: int, block_bytes: int) -> None:
-        self.sums = bytearray(SUM_BYTES * block_count(size, block_bytes))
-        self._block_bytes = block_bytes
-
-    def seen_from(self, offset: int) -> Seen:
-        """Return what hashes the window at *offset*, a multiple of a block."""
-        place = offset // self._block_bytes * SUM_BYTES
-
-        def seen(run: memoryview) -> None:
-            nonlocal place
-            found = hash_blocks(run, self._block_bytes)
-            self.sums[place : place + len(found)] = found
-            place += len(found)
-
-        return seen
 
 
 class _Batch:

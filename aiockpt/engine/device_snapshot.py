@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from operator import is_
 
 import msgspec
 import torch
 
 from aiockpt.options import Snapshot
 from aiockpt.runtime.accelerator import Accelerator
-from aiockpt.state.shards import ShardedState, TensorShard
+from aiockpt.state.shards import ShardedState, TensorShard, are_same
 
 logger = logging.getLogger("aiockpt")
 
@@ -42,7 +41,7 @@ class Devices:
 
     def find(self, tensors: tuple[TensorShard, ...]) -> Mapping[torch.device, int]:
         """Return the devices that *tensors* are on, and how many bytes of them are there; nothing of host memory."""
-        if len(tensors) != len(self._seen) or not all(map(is_, tensors, self._seen)):
+        if not are_same(tensors, self._seen):
             sizes: dict[torch.device, int] = {}
             for shard in tensors:
                 device = self._accelerator.device_of(shard.data)

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 import anyio
 import msgspec
@@ -42,11 +43,7 @@ async def save(engine: Engine, ticket: Ticket) -> SaveResult:
     begun = await begin(engine, ticket, ticket.nonce or engine.token(6))
     if isinstance(begun, SaveResult):
         return begun
-    try:
-        receipt = await _write_and_vote(engine, ticket, begun)
-        manifest = await commit_votes(engine, begun, [receipt])
-    finally:
-        engine.busy_attempts.discard(begun.attempt)
+    manifest = await write_and_commit(engine, ticket, begun, partial(write_files, engine, ticket, begun.attempt))
     return committed(engine, ticket, manifest.generation)
 
 
@@ -103,14 +100,19 @@ async def check_space(engine: Engine, ticket: Ticket) -> None:
         )
 
 
-async def _write_and_vote(engine: Engine, ticket: Ticket, attempt: Attempt) -> Receipt:
-    """Make the data files and the receipt durable; on failure remove what was written."""
+async def write_and_commit(
+    engine: Engine, ticket: Ticket, attempt: Attempt, write: Callable[[], Awaitable[tuple[FileEntry, ...]]]
+) -> Manifest:
+    """Have *write* make the data files durable, and commit them; on a failure before the vote remove what was written."""
     try:
-        files = await write_files(engine, ticket, attempt.attempt)
-        return await vote(engine, ticket, attempt, files)
-    except BaseException:
-        await _forget(engine, attempt)
-        raise
+        try:
+            receipt = await vote(engine, ticket, attempt, await write())
+        except BaseException:
+            await _forget(engine, attempt)
+            raise
+        return await commit_votes(engine, attempt, [receipt])
+    finally:
+        engine.busy_attempts.discard(attempt.attempt)
 
 
 async def write_files(engine: Engine, ticket: Ticket, nonce: str) -> tuple[FileEntry, ...]:
@@ -133,6 +135,7 @@ async def write_files(engine: Engine, ticket: Ticket, nonce: str) -> tuple[FileE
     async with open_tasks() as tasks:
         for index in range(len(ticket.plan.files)):
             tasks.start_soon(write, index)
+    await ticket.copied._settled()  # small files may be durable before the thread that copied has said that it is done
     return tuple(entries[index] for index in range(len(entries)))
 
 
@@ -141,7 +144,7 @@ async def vote(engine: Engine, ticket: Ticket, attempt: Attempt, files: tuple[Fi
     receipt = _receipt(engine, ticket, attempt, files)
     ticket.voting = True
     await cast_vote(engine.backend, receipt)
-    ticket.future._written._resolve(None)
+    ticket.future._reach(ticket.future._written)
     seconds = engine.since_s(ticket.begun_ns)
     engine.emit(DataWritten(at_ns=engine.now_ns(), step=ticket.step, bytes=ticket.plan.file_bytes, seconds=seconds))
     return receipt

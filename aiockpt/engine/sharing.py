@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import groupby
-from operator import is_
 
 import anyio
 import msgspec
@@ -33,7 +32,7 @@ from aiockpt.planning.spread import Holding, Part, holdings_of, spread
 from aiockpt.runtime.meeting import Meeting, StoreLostError, name_ranks
 from aiockpt.runtime.ranks import Ranks
 from aiockpt.runtime.tasks import open_tasks
-from aiockpt.state.shards import ShardedState, TensorShard
+from aiockpt.state.shards import ShardedState, TensorShard, are_same
 
 SESSION = "session"
 WARM_UP = -1
@@ -296,7 +295,7 @@ class Sharing:
     def _take(self, plan: _Plan, state: ShardedState) -> ShardedState:
         """Return the state with only the parts that this rank writes; the same shards while the tensors are the same."""
         taken = self._taken
-        if taken is None or taken[0] is not plan or not _same(taken[1], state.tensors):
+        if taken is None or taken[0] is not plan or not are_same(taken[1], state.tensors):
             taken = self._taken = (plan, state.tensors, tuple(take_parts(state.tensors, plan.parts)))
         return msgspec.structs.replace(state, tensors=taken[2], structure=plan.label)
 
@@ -338,10 +337,6 @@ class Sharing:
                 self._left.remove(turn.number)  # still there: another turn may have been left meanwhile
                 own = ("intent", "holdings", "kept", "share")
                 await self.meeting.forget([turn.key(name, self.meeting.rank) for name in own])
-
-
-def _same(one: Sequence[TensorShard], other: Sequence[TensorShard]) -> bool:
-    return len(one) == len(other) and all(map(is_, one, other))
 
 
 def make_sharing(ranks: Ranks, place: str, deadline_s: float, secret: str) -> Sharing | None:

@@ -142,9 +142,9 @@ class Ticket:
             self.state = _without_tensors(self.state)  # not ours to keep alive any longer
             self._witness = None
         if self._stopped_by is None:
-            self.copied._resolve(None)
-            self.future._snapshotted._resolve(None)
             self._engine.loop.call_soon(self._engine.emit, self._taken(copied_from_ns))
+            self.future._snapshotted._resolve(None)
+            self.copied._resolve(None)  # last: what is written waits for it, so that all is told in order
 
     def _run_program(self) -> None:
         passing = self.snapshot == "device"

@@ -160,7 +160,7 @@ class Tiers:
         above = [rung for rung in self._rungs[first.number + 1 :] if rung.tier.takes(ticket.step)]
         try:
             if not first.durable:
-                future._in_memory._resolve(None)
+                future._reach(future._in_memory)
                 if any(rung.commits for rung in above):
                     result = await self._commit_durably(climb, above, stages)
                 if engine.ranks.rank == 0 and result is not climb.result:

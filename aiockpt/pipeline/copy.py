@@ -27,7 +27,7 @@ from aiockpt.options import MIB
 from aiockpt.pipeline.commit import publish
 from aiockpt.pipeline.content import Cargo, VerifiedBlocks
 from aiockpt.pipeline.discover import find_copy, look_at
-from aiockpt.pipeline.serialize import hash_blocks
+from aiockpt.pipeline.serialize import BlockSums
 from aiockpt.runtime.limits import Limiter, Pace, run_blocking
 from aiockpt.runtime.slabs import Slab, SlabPool
 from aiockpt.runtime.tasks import open_tasks
@@ -199,7 +199,7 @@ class _FileMover:
         self._pace = pace
         self._on_copied = on_copied
         self._blocks = VerifiedBlocks(cargo.sources)
-        self._sums = bytearray(SUM_BYTES * block_count(self._file.size, self._file.block))
+        self._sums = BlockSums(self._file.size, self._file.block)
 
     async def move(self, target: Backend, token: str) -> FileEntry:
         """Write the file; return what it is at *target*, where it is durable now."""
@@ -222,8 +222,7 @@ class _FileMover:
         file = self._file
         if file.digest:
             return msgspec.structs.replace(file, p=path)
-        sums = bytes(self._sums)
-        return FileEntry.of(path, size=file.size, rank=file.rank, algo=file.algo, block=file.block, sums=sums)
+        return self._sums.file_entry(path, file.rank)
 
     async def _create(self, target: Backend, token: str) -> tuple[str, Upload]:
         """Begin the file under its own name; under another one where a copy that died, or is at work, has left that."""
@@ -238,18 +237,8 @@ class _FileMover:
             view = window.memory[:size]
             await self._cargo.read(self._blocks, self._index, offset, view)
             await self._pace.let_through(size)
-            await upload.write(offset, [view], None if self._file.digest else self._hasher(offset))
+            await upload.write(offset, [view], None if self._file.digest else self._sums.seen_from(offset))
         finally:
             with anyio.CancelScope(shield=True):
                 await self._windows.give(window)
         self._on_copied(size)
-
-    def _hasher(self, offset: int) -> Callable[[memoryview], None]:
-        """Return what takes the sums of a window at *offset* while it is written."""
-        first = offset // self._file.block * SUM_BYTES
-
-        def take_sums(view: memoryview) -> None:
-            found = hash_blocks(view, self._file.block)
-            self._sums[first : first + len(found)] = found
-
-        return take_sums

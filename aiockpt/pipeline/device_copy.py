@@ -135,6 +135,11 @@ def is_row_major(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return *tensor* in host memory, row-major: its own memory where that is so, else a copy."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
 def _source(piece: Copy, flat: Mapping[int, torch.Tensor]) -> torch.Tensor:
     return flat[piece.source][piece.source_offset : piece.source_offset + piece.size]
 

@@ -1,13 +1,47 @@
-"""What are the checksums of a window? Hashed from the very memory that is written, block by block (DECISIONS 16)."""
+"""What are the checksums of a data file? Hashed from the very memory that is written, block by block (DECISIONS 16)."""
 
 from __future__ import annotations
 
-from aiockpt.format.checksum import hash_block
+from aiockpt.format.checksum import ALGORITHM, SUM_BYTES, block_count, hash_block
+from aiockpt.format.manifest import FileEntry
+from aiockpt.storage.backend import Seen
 
 
-def hash_blocks(memory: memoryview, block_bytes: int) -> bytes:
-    """Return the checksums of *memory*'s blocks, 8 bytes each, one after the other; the last block may be shorter.
+class BlockSums:
+    """The checksums of one data file, taken while its windows are written: in any order, and several at once.
 
-    Runs on a worker thread; the hash releases the GIL.
+    Args:
+        size: of the file, in bytes.
+        block_bytes: bytes under one checksum; the last block may be shorter.
     """
+
+    def __init__(self, size: int, block_bytes: int) -> None:
+        self._size = size
+        self._block_bytes = block_bytes
+        self._sums = bytearray(SUM_BYTES * block_count(size, block_bytes))
+
+    def seen_from(self, offset: int) -> Seen:
+        """Return what is shown the runs that lie from *offset* on, a multiple of a block: whole blocks but for a file's end.
+
+        It runs on worker threads; the hash releases the GIL.
+        """
+        place = offset // self._block_bytes * SUM_BYTES
+
+        def seen(run: memoryview) -> None:
+            nonlocal place
+            found = _hash_blocks(run, self._block_bytes)
+            self._sums[place : place + len(found)] = found
+            place += len(found)
+
+        return seen
+
+    def file_entry(self, path: str, rank: int) -> FileEntry:
+        """Return the manifest entry of the file, all of which was seen, as *path* of *rank*."""
+        return FileEntry.of(
+            path, size=self._size, rank=rank, algo=ALGORITHM, block=self._block_bytes, sums=bytes(self._sums)
+        )
+
+
+def _hash_blocks(memory: memoryview, block_bytes: int) -> bytes:
+    """Return the checksums of *memory*'s blocks, 8 bytes each, one after the other; the last block may be shorter."""
     return b"".join(hash_block(memory[start : start + block_bytes]) for start in range(0, len(memory), block_bytes))

@@ -21,19 +21,19 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Sequence
-from operator import eq, is_
+from operator import eq
 
 import torch
 
 from aiockpt.errors import TornSnapshotError
 from aiockpt.format.names import list_names
-from aiockpt.pipeline.device_copy import DeviceCopies, is_row_major
+from aiockpt.pipeline.device_copy import DeviceCopies, is_row_major, on_host
 from aiockpt.pipeline.flights import Deliver, Flights
 from aiockpt.planning.save import HEADER, Copy, FilePlan, SavePlan, Window
 from aiockpt.runtime.accelerator import Accelerator, Mark
 from aiockpt.runtime.rhythm import Leisure
 from aiockpt.runtime.slabs import SlabPool
-from aiockpt.state.shards import TensorShard
+from aiockpt.state.shards import TensorShard, are_same
 
 YIELD_FIRST, YIELD_EVERY = 8, 8
 """The GIL is let go in each of the first windows, so that writing starts, and in every eighth from there on. Measured
@@ -77,7 +77,7 @@ class CopyProgram:
 
     def serves(self, shards: Sequence[TensorShard]) -> bool:
         """Say whether a walk found the very same tensors where they were (see `StateWalker`), with nothing copied aside."""
-        return self._in_place and len(shards) == len(self._shards) and all(map(is_, shards, self._shards))
+        return self._in_place and are_same(shards, self._shards)
 
     def run(
         self,
@@ -204,4 +204,4 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor itself where its memory is what is written, else a host copy in row-major order."""
     if tensor.device.type == "cpu" and is_row_major(tensor):
         return tensor
-    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return on_host(tensor)

@@ -14,9 +14,8 @@ from collections.abc import Callable
 
 import anyio
 
-from aiockpt.format.checksum import ALGORITHM, SUM_BYTES, block_count
 from aiockpt.format.manifest import FileEntry
-from aiockpt.pipeline.serialize import hash_blocks
+from aiockpt.pipeline.serialize import BlockSums
 from aiockpt.planning.save import FilePlan, Window
 from aiockpt.runtime.limits import Limiter, LimiterStatistics, Pace
 from aiockpt.runtime.slabs import Lender, Slab
@@ -103,7 +102,7 @@ class Uploader:
 
         The file and its name are durable when this returns.
         """
-        sums = bytearray(SUM_BYTES * block_count(file.size, self._block_bytes))
+        sums = BlockSums(file.size, self._block_bytes)
         upload = await self._backend.create(f"{folder}/{path}", file.size)
         try:
             async with open_tasks() as tasks:
@@ -114,7 +113,7 @@ class Uploader:
             with anyio.move_on_after(ABORT_DEADLINE_S, shield=True):
                 await upload.abort()
             raise
-        return FileEntry.of(path, size=file.size, rank=rank, algo=ALGORITHM, block=self._block_bytes, sums=bytes(sums))
+        return sums.file_entry(path, rank)
 
     @property
     def busy_slabs(self) -> int:
@@ -126,7 +125,7 @@ class Uploader:
         return (self._writing.statistics(),)
 
     async def _write(
-        self, upload: Upload, slabs: Handover, sums: bytearray, on_written: Callable[[int], object]
+        self, upload: Upload, slabs: Handover, sums: BlockSums, on_written: Callable[[int], object]
     ) -> None:
         """Write what has arrived, and again, until every window was taken. Waiting for the copy holds no limit."""
         while await slabs.wait():
@@ -134,21 +133,13 @@ class Uploader:
                 if batch := slabs.take(WINDOWS_PER_WRITE):
                     on_written(await self._write_batch(upload, batch, sums))
 
-    async def _write_batch(self, upload: Upload, batch: list[tuple[Window, Slab]], sums: bytearray) -> int:
+    async def _write_batch(self, upload: Upload, batch: list[tuple[Window, Slab]], sums: BlockSums) -> int:
         """Hash and write adjacent windows in one hop to a thread; return their bytes."""
         runs = [slab.memory[: window.size] for window, slab in batch]
         offset = batch[0][0].offset
-        hashed = offset // self._block_bytes * SUM_BYTES
-
-        def seen(run: memoryview) -> None:
-            nonlocal hashed
-            found = hash_blocks(run, self._block_bytes)
-            sums[hashed : hashed + len(found)] = found
-            hashed += len(found)
-
         try:
             await self._pace.let_through(sum(run.nbytes for run in runs))
-            await upload.write(offset, runs, seen)
+            await upload.write(offset, runs, sums.seen_from(offset))
         finally:
             for _, slab in batch:
                 self._pool.give(slab)

@@ -12,6 +12,7 @@ import xxhash
 
 from aiockpt.errors import TornSnapshotError
 from aiockpt.format.names import list_names
+from aiockpt.pipeline.device_copy import on_host
 from aiockpt.state.shards import TensorShard
 
 
@@ -42,5 +43,4 @@ class Witness:
 
 
 def _digest(tensor: torch.Tensor) -> int:
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return xxhash.xxh3_64_intdigest(flat.view(torch.uint8).numpy().data)
+    return xxhash.xxh3_64_intdigest(on_host(tensor).reshape(-1).view(torch.uint8).numpy().data)

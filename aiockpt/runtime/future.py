@@ -69,7 +69,7 @@ class Stage(Generic[T]):
     def _wait_here(self, timeout: float | None) -> None:
         if self._inner.done():
             return
-        self._on_wait()
+        self._hurry()
         refuse_in_event_loop(f"waiting for {self._what}")
         try:
             self._inner.exception(timeout)
@@ -77,8 +77,7 @@ class Stage(Generic[T]):
             raise TimeoutError(f"{self._what}: not reached within {timeout} s; the work goes on") from None
 
     async def _wait(self) -> T:
-        if not self._inner.done():
-            self._on_wait()
+        self._hurry()
         await self._settled()
         return self._value()
 
@@ -92,10 +91,14 @@ class Stage(Generic[T]):
 
     async def _settled_within(self, seconds: float) -> None:
         """Wait until it is settled, or *seconds* have passed."""
-        if not self._inner.done():
-            self._on_wait()
+        self._hurry()
         with anyio.move_on_after(seconds):
             await self._settled()
+
+    def _hurry(self) -> None:
+        """Say that somebody waits now."""
+        if not self._inner.done():
+            self._on_wait()
 
     def _value(self) -> T:
         self._told = True
@@ -103,8 +106,7 @@ class Stage(Generic[T]):
 
     def _wait_anyway(self, timeout_s: float) -> None:
         """Block until it is settled, even on a thread with an event loop: for the barrier, whose copy runs elsewhere."""
-        if not self._inner.done():
-            self._on_wait()
+        self._hurry()
         concurrent.futures.wait([self._inner], timeout_s)
 
     @property
@@ -293,8 +295,15 @@ class SaveFuture(Future[SaveResult]):
             tier._fail(error)
         super()._fail(error)
 
+    def _reach(self, stage: Stage[None]) -> None:
+        """Settle *stage*, and before it those that come first: what tells of them may be late."""
+        for one in (self._snapshotted, self._written, self._in_memory):
+            one._resolve(None)
+            if one is stage:
+                return
+
     def _resolve(self, value: SaveResult) -> None:
-        self._in_memory._resolve(None)
+        self._reach(self._in_memory)
         super()._resolve(value)
 
     def _progress(self) -> str:

@@ -104,13 +104,7 @@ class SlabPool:
     def warm_up(self, slab_count: int) -> None:
         """Allocate and touch *slab_count* slabs, as far as the ceiling goes."""
         while self._claim_new(min(slab_count, self._ceiling)):
-            try:
-                slab = self._make()
-            except BaseException:
-                with self._changed:
-                    self._allocated -= 1
-                    self._changed.notify_all()
-                raise
+            slab = self._make()
             self._pinning.pin(slab.address, self._slab_bytes)
             self._add(slab)
 
@@ -161,22 +155,24 @@ class SlabPool:
             finally:
                 self._turns.remove(turn)
                 self._changed.notify_all()
-        return self._new()
-
-    def _new(self) -> Slab:
-        """Allocate outside the lock: touching the pages takes milliseconds."""
         try:
             return self._make()
         except BaseException:
             with self._changed:
                 self._used -= 1
-                self._allocated -= 1
                 self._changed.notify_all()
             raise
 
     def _make(self) -> Slab:
+        """Allocate one that is counted already, outside the lock: touching the pages takes milliseconds."""
         number = next(self._numbers)
-        return Slab(self._memory.map(number, self._slab_bytes), number)
+        try:
+            return Slab(self._memory.map(number, self._slab_bytes), number)
+        except BaseException:
+            with self._changed:
+                self._allocated -= 1
+                self._changed.notify_all()
+            raise
 
     def _may_take(self, turn: object) -> bool:
         mine = self._turns[0] is turn

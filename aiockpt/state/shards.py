@@ -7,6 +7,7 @@ class here: sharding is boxes of a global shape, ties are aliases, everything th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import msgspec
@@ -55,6 +56,11 @@ class ShardedState(msgspec.Struct, frozen=True, eq=False):
     values: Any
     per_rank: Any
     structure: str
+
+
+def are_same(some: Sequence[TensorShard], others: Sequence[TensorShard]) -> bool:
+    """Say whether two walks found the very same shards, in the same order: such tensors are where they were."""
+    return some is others or (len(some) == len(others) and all(map(is_, some, others)))
 
 
 def digest_structure(tensors: Sequence[TensorShard], alias: Mapping[str, str]) -> str:

@@ -144,9 +144,9 @@ class Errand:
         """Settle what the writer says is settled."""
         match answer:
             case Reached(stage="written"):
-                self._future._written._resolve(None)
+                self._future._reach(self._future._written)
             case Reached():
-                self._future._in_memory._resolve(None)
+                self._future._reach(self._future._in_memory)
             case TierSettled():
                 _settle(self.stages[answer.tier], answer)
             case Settled():

@@ -39,12 +39,18 @@ class Writing:
         self.ticket.slabs = [Handover(slabs, len(file.windows)) for file in plan.files]
         self._windows: list[Window] = [window for file in plan.files for window in file.windows]
         self._missing = len(self._windows)
+        self._note_if_complete()
 
     def arrive(self, number: int, slab: Slab) -> None:
         """Take in a full slab."""
         window = self._windows[number]
-        self._missing -= 1
         self.ticket.slabs[window.file].arrive(window, slab)
+        self._missing -= 1
+        self._note_if_complete()
+
+    def _note_if_complete(self) -> None:
+        if not self._missing:
+            self.ticket.copied._resolve(None)
 
     def go_on_if_complete(self) -> None:
         """Stop when windows are missing: the trainer has ended, and they will not come."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimize
 
 import aiockpt
 from aiockpt.backends.memory import MemoryBackend
-from aiockpt.events import BarrierWaited, Event, SaveSkipped, SnapshotTaken
+from aiockpt.events import BarrierWaited, Committed, DataWritten, Event, SaveSkipped, SnapshotTaken
 from aiockpt.options import MIB
 from aiockpt.pipeline import snapshot as copying
 from aiockpt.runtime import barrier
@@ -306,6 +307,30 @@ class Observed:
 
     def of(self, kind: type[Event]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_the_stages_come_in_order_though_the_thread_that_copies_is_late_to_say_so(
+    worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_all = copying.CopyProgram.run
+
+    def copy_and_linger(*arguments: Any, **named: Any) -> None:
+        copy_all(*arguments, **named)
+        time.sleep(0.3)  # the files are durable long before
+
+    monkeypatch.setattr(copying.CopyProgram, "run", copy_and_linger)
+    seen, reached = Observed(), []
+    with aiockpt.Checkpointer(tmp_path, observers=[seen], worker=worker, io=SMALL) as ckpt:
+        ckpt.save(6, {"x": torch.arange(10)}).result(30)  # a writer process needs seconds to start
+        save = ckpt.save(7, {"x": torch.arange(10)}, snapshot="lazy")
+        for name in ("snapshotted", "written", "committed"):
+            getattr(save, name)()._inner.add_done_callback(lambda _, name=name: reached.append(name))
+        save.result(30)
+    assert reached == ["snapshotted", "written", "committed"]
+    if worker == "thread":
+        told = [type(event) for event in seen.events if getattr(event, "step", None) == 7]
+        assert told.index(SnapshotTaken) < told.index(DataWritten) < told.index(Committed)
 
 
 def test_what_was_copied_at_the_call_and_how_long_an_optimizer_waited_is_told(tmp_path: Path, gate: Gate) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from torch import nn
 
 import aiockpt
 from aiockpt.backends.memory import MemoryBackend
+from aiockpt.runtime.memory import PrivateMemory
 from aiockpt.runtime.rhythm import Leisure, Rhythm
 from aiockpt.runtime.slabs import SlabPool
 from aiockpt.storage.backend import Seen, Upload
@@ -251,16 +253,18 @@ def test_a_save_does_not_fail_because_slabs_for_the_next_one_cannot_be_had(monke
         ckpt.save(2, run.state).result(30)
 
 
-def test_memory_that_cannot_be_had_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = SlabPool(4 * KIB, 40 * KIB)
+def test_memory_that_cannot_be_had_is_not_counted() -> None:
+    class NoMemory(PrivateMemory):
+        def map(self, number: int, size_bytes: int) -> mmap.mmap:
+            raise MemoryError
 
-    def refuse(*_: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(pool, "_make", refuse)
+    pool = SlabPool(4 * KIB, 40 * KIB, NoMemory())
     with pytest.raises(MemoryError):
         pool.warm_up(2)
-    assert pool.statistics().allocated_bytes == 0
+    with pytest.raises(MemoryError):
+        pool.take(1)
+    seen = pool.statistics()
+    assert (seen.allocated_bytes, seen.used_slabs) == (0, 0)
 
 
 def test_a_save_whose_task_is_cancelled_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
