@@ -126,11 +126,11 @@ class _Plan:
         if check or run.written > CHECKED_SIZE:
             _check_size(values)
             _check_size(run.per_rank)
-        taken = set(self._kept)
+        found = set[str]()
         for leaf in run.leaves:
-            if leaf.name in taken:
+            if leaf.name in self._kept or leaf.name in found:
                 raise UnsupportedStateError(leaf.name, SAME_NAME)
-            taken.add(leaf.name)
+            found.add(leaf.name)
         shards, alias = _tie(run.leaves, self._memories, {})
         tensors = (*self._shards, *shards) if shards else self._shards  # one object each time: see `are_same`
         every_alias = {**self._alias, **alias}

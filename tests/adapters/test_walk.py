@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from aiockpt.adapters import watch
 from aiockpt.adapters.native import RNG, StateWalker
 from aiockpt.errors import UnsupportedStateError
 from aiockpt.state.codecs import CodecRegistry
@@ -327,6 +328,38 @@ def walk_or_refuse(walker: StateWalker, state: Job) -> Any:
         return str(error)
 
 
+@pytest.fixture(params=["guards", "twins"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How tensors are watched: the way of every torch that has guards, and that of one without."""
+    if request.param == "twins":
+        monkeypatch.setattr(watch, "_guards", lambda _: None)
+    return str(request.param)
+
+
+def test_this_torch_has_guards() -> None:
+    check = watch._guards([torch.ones(2), torch.ones(3)[1:]])
+    assert check is not None
+    assert check()
+
+
+@pytest.mark.usefixtures("way")
+def test_a_state_that_did_not_change_is_not_walked_again() -> None:
+    state, walker = job(), StateWalker()
+    for _ in range(3):
+        walker.walk(state)
+    assert walker.cold_walks == 1
+
+
+@pytest.mark.usefixtures("way")
+def test_a_walk_is_right_in_inference_mode_too() -> None:
+    state, walker = job(), StateWalker()
+    expected = facts(walker.walk(state))
+    with torch.inference_mode():
+        assert facts(walker.walk(state)) == expected
+    assert facts(walker.walk(state)) == expected
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: str(change.__name__))
 def test_a_cached_walk_is_never_served_over_a_changed_state(change: Callable[[Job], None]) -> None:
     state, walker = job(), StateWalker()
@@ -362,7 +395,8 @@ def test_a_value_of_optimizer_state_that_is_renamed_is_not_overlooked() -> None:
     assert facts(walker.walk(state)) == facts(StateWalker().walk(state))
 
 
-@settings(max_examples=40, deadline=None)
+@pytest.mark.usefixtures("way")
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from(CHANGES), min_size=2, max_size=6, unique=True))
 @example([new_state, hook_optimizer, new_groups])
 def test_no_sequence_of_changes_is_overlooked(changes: list[Callable[[Job], None]]) -> None:
