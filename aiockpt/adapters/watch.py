@@ -22,7 +22,7 @@ import torch
 
 from aiockpt.adapters.dtensors import is_dtensor
 from aiockpt.adapters.sharded_tensors import is_sharded_tensor
-from aiockpt.adapters.tensors import local_tensors
+from aiockpt.adapters.tensors import is_lazy, local_tensors
 
 _HELD = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
@@ -52,7 +52,7 @@ class Watch:
         self._spread: list[torch.Tensor] = []
         self._spread_parts: list[Any] = []
         self._pointers: list[int] = []
-        self._views_hold: Callable[[], bool] = _nothing_seen
+        self._views_hold: Callable[[], bool] = _never
         self._modules: list[torch.nn.Module] = []
         self._parts: list[Any] = []
         self._classes: list[type] = []
@@ -123,7 +123,8 @@ class Watch:
     def seal(self) -> None:
         """End the recording."""
         self._sizes = list(map(len, self._sized()))
-        self._views_hold = _guards(self._tensors) or _twins(self._tensors)
+        if not any(map(is_lazy, self._tensors)):
+            self._views_hold = _guards(self._tensors) or _twins(self._tensors)
 
     def holds(self) -> bool:
         """Return whether all that is watched is as it was."""
@@ -161,8 +162,7 @@ class Watch:
             return False
 
 
-def _nothing_seen() -> bool:
-    """Of a watch that is not sealed."""
+def _never() -> bool:
     return False
 
 
