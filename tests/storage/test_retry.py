@@ -21,7 +21,7 @@ from aiockpt.errors import (
     StorageTransferError,
     UsageError,
 )
-from aiockpt.events import Event, StorageRetried
+from aiockpt.events import StorageRetried
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.retry import Retrying, RetryPolicy
 from aiockpt.testing.faults import Fault, FaultyBackend
@@ -32,6 +32,7 @@ from aiockpt.testing.simulated_objects import ObjectStore
 from aiockpt.testing.simulated_time import run_in_leaps
 from aiockpt.testing.simulation import SimulatedWorld, simulated_world
 from tests.inline_engine import make_engine, run_save, tiny_state
+from tests.watch import Watch
 
 T = TypeVar("T")
 DATA = bytes(range(256)) * 40
@@ -617,18 +618,14 @@ def test_a_place_that_refuses_is_not_down(error: StorageError) -> None:
 
 def test_observers_of_a_checkpointer_hear_of_retries() -> None:
     place = Place(Planned(trouble="slow_down", verb="PART"))
-    heard: list[Event] = []
-
-    class Ear:
-        def on_event(self, event: Event) -> None:
-            heard.append(event)
+    watch = Watch()
 
     async def main() -> None:
-        engine = make_engine(place.backend, place.world, (Ear(),))
+        engine = make_engine(place.backend, place.world, (watch,))
         (await run_save(engine, 1, tiny_state(1))).result()
 
     place.run(main)
-    (retried,) = (event for event in heard if isinstance(event, StorageRetried))
+    (retried,) = watch.of(StorageRetried)
     assert (retried.verb, retried.attempt) == ("upload.write", 2)
     assert place.events == [retried]
 
