@@ -21,7 +21,7 @@ from tests.ranks.forked import run_forked
 from tests.watch import until
 
 WORLD_SIZE, KILLED = 3, 1
-NAMING_S = 6.0
+NAMING_S = 3.0
 SMALL = aiockpt.IO(pool_bytes=1 << 20, slab_bytes=1 << 16, block_bytes=1 << 16, read_bytes=1 << 16)
 
 

@@ -71,6 +71,14 @@ class Failing(MemoryBackend):
         raise self.error
 
 
+class BusyError(StorageThrottledError):
+    """Asks to be left alone for a while, as some places do."""
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__("busy")
+        self.retry_after_s = retry_after_s
+
+
 def failing(error: StorageError, policy: RetryPolicy | None = None) -> tuple[Failing, Retrying, SimulatedWorld]:
     world = simulated_world()
     inner = Failing(error)
@@ -171,10 +179,7 @@ def test_waits_are_drawn_anew_for_each_rank_and_attempt() -> None:
 
 
 def test_the_time_that_a_place_asks_for_is_waited() -> None:
-    class BusyError(StorageThrottledError):
-        retry_after_s = 77.0
-
-    inner, backend, world = failing(BusyError("busy"), RetryPolicy(attempts=3))
+    inner, backend, world = failing(BusyError(77.0), RetryPolicy(attempts=3))
     began_ns = world.clock.now_ns
     with pytest.raises(BusyError):
         run_in_leaps(lambda: backend.stat("a"), world.clock)
@@ -186,10 +191,7 @@ def test_the_time_that_a_place_asks_for_is_waited() -> None:
 
 
 def test_no_attempt_begins_after_the_deadline() -> None:
-    class BusyError(StorageThrottledError):
-        retry_after_s = 40.0
-
-    inner, backend, world = failing(BusyError("busy"), RetryPolicy(deadline_s=100))
+    inner, backend, world = failing(BusyError(40.0), RetryPolicy(deadline_s=100))
     began_ns = world.clock.now_ns
     with pytest.raises(BusyError):
         run_in_leaps(lambda: backend.stat("a"), world.clock)
