@@ -328,7 +328,7 @@ def test_what_was_copied_at_the_call_and_how_long_an_optimizer_waited_is_told(tm
     with aiockpt.Checkpointer(tmp_path, observers=[seen]) as ckpt:
         ckpt.save(7, run.state, snapshot="lazy")
         run.forward_and_backward()
-        threading.Timer(0.3, gate.open.set).start()
+        threading.Timer(1.0, gate.open.set).start()
         run.optimizer.step()
         ckpt.wait()
         ckpt.save(8, run.state).result(60)
@@ -337,7 +337,7 @@ def test_what_was_copied_at_the_call_and_how_long_an_optimizer_waited_is_told(tm
     moving = [*run.model.buffers(), *run.model.teacher.parameters(), run.state["note"]]
     assert lazy.copied_at_call_bytes == sum(tensor.nbytes for tensor in moving)
     assert eager.copied_at_call_bytes == 0
-    assert lazy.copy_s > 0.2 > lazy.pause_s
+    assert lazy.copy_s > 0.9 > lazy.pause_s
     (waited,) = seen.of(BarrierWaited)
     assert waited.step == 7
     assert 0.1 < waited.seconds < 30
