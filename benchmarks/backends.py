@@ -31,6 +31,7 @@ from benchmarks.__main__ import CHECKOUT, size
 from benchmarks.backends_visit import Answer, Order
 from benchmarks.contenders.clients import FLOOR, OURS, Place, clients_for
 from benchmarks.drain import draining
+from benchmarks.report import write
 
 VISIT_DEADLINE_S = 300.0
 GIB = 1 << 30
@@ -193,12 +194,6 @@ def _row(plan: Plan, server: str, operation: str, contender: str, walls: list[fl
         wall_s=walls,
         cpu_s=cpus,
     )
-
-
-def write(report: Report, path: Path) -> None:
-    """Write *report* to *path*, readable by a person."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 
 
 def note(text: str) -> None:

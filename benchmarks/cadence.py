@@ -25,6 +25,7 @@ import msgspec
 from aiockpt.cadence import Cadence
 from aiockpt.events import Committed, Event, SaveStarted, SnapshotTaken
 from aiockpt.testing.simulation import SimulatedClock
+from benchmarks.report import write
 
 FIXED = (1, 2, 3, 5, 8, 12, 20, 30, 45, 70, 100, 150, 220, 330, 500, 700, 1000, 1500, 2500)
 HABITS = (1, 100, 1000)
@@ -181,14 +182,14 @@ class Run:
         return 1 / slow / (len(self._writing) if self.scenario.shared else 1)
 
     def _until_next_commit(self) -> float:
-        return min(write.left_s for write in self._writing) / self._speed()
+        return min(under_way.left_s for under_way in self._writing) / self._speed()
 
     def _pass(self, seconds: float) -> None:
         """Let time go by, and writes go on."""
         while self._writing and (next_s := self._until_next_commit()) <= seconds:
             self._write(next_s)
             seconds -= next_s
-            first = min(self._writing, key=lambda write: write.left_s)
+            first = min(self._writing, key=lambda under_way: under_way.left_s)
             self._writing.remove(first)
             self.committed = max(self.committed, first.step)
             took_s = (self.clock.now_ns - first.begun_ns) / 1e9
@@ -197,8 +198,8 @@ class Run:
 
     def _write(self, seconds: float) -> None:
         speed = self._speed() if self._writing else 0.0
-        for write in self._writing:
-            write.left_s -= seconds * speed
+        for under_way in self._writing:
+            under_way.left_s -= seconds * speed
         self.clock.advance(seconds)
 
     def _fail(self) -> None:
@@ -367,8 +368,7 @@ def main() -> int:
     report = run(scenarios, arguments.seeds)
     print(render(report))
     if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+        write(report, arguments.out)
     return 0
 
 

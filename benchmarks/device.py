@@ -41,6 +41,7 @@ from aiockpt.runtime.world import World
 from aiockpt.testing.twin_accelerator import TwinAccelerator
 from benchmarks import machine
 from benchmarks.__main__ import size
+from benchmarks.report import write
 
 MIB = 1 << 20
 NO_DEVICE = 2
@@ -306,8 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             samples = [measure(run) for _ in range(chosen.repeat)]
         report = Report(machine=machine.facts(Path(work), direct_io=True), device=device.name, samples=samples)
     if chosen.out:
-        chosen.out.parent.mkdir(parents=True, exist_ok=True)
-        chosen.out.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+        write(report, chosen.out)
     print(render(report))
     return 0
 

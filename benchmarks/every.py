@@ -30,6 +30,7 @@ import aiockpt
 from aiockpt.events import BarrierWaited, Event, SnapshotTaken
 from benchmarks import floors, machine
 from benchmarks.__main__ import size
+from benchmarks.report import write
 
 WIDTH = 1024
 
@@ -218,8 +219,7 @@ def main() -> None:
     dist.destroy_process_group()
     print(table(result))
     if given.out:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+        write(result, given.out)
 
 
 if __name__ == "__main__":

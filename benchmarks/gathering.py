@@ -46,6 +46,7 @@ from aiockpt.state.geometry import Box
 from aiockpt.state.shards import ShardedState, TensorShard
 from aiockpt.storage.backend import Backend
 from aiockpt.testing.virtual_time import run_virtually
+from benchmarks.report import write
 from benchmarks.slow_places import CountingStore, DeadError, DyingStorage, SlowMeeting, SlowStorage
 
 WAYS = ("flat", "tree", "tree, 1 % of the gatherers die")
@@ -287,8 +288,7 @@ def main() -> int:
     gathering = run(worlds, [latency / 1e3 for latency in latencies], exchanging)
     print(render(gathering))
     if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(gathering), indent=1) + b"\n")
+        write(gathering, arguments.out)
     return 0
 
 

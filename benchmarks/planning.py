@@ -35,6 +35,7 @@ from aiockpt.planning.spread import Holding, Part, spread
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import ShardedState, TensorShard, digest_structure
 from benchmarks.machine import Machine, facts
+from benchmarks.report import write
 
 COLUMNS = 1024
 ROWS_A_RANK = 4
@@ -271,8 +272,7 @@ def main() -> int:
     planning = run(worlds, tensors, Path.cwd())
     print(render(planning))
     if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(planning), indent=1) + b"\n")
+        write(planning, arguments.out)
     missed = any(getattr(row, name) > target for row in planning.rows for name, target in TARGETS.items())
     return int(missed and not arguments.smoke)
 

@@ -48,6 +48,7 @@ from benchmarks import floors, machine
 from benchmarks import state as states
 from benchmarks.drain_listing import draining
 from benchmarks.pages import MIB
+from benchmarks.report import write
 from benchmarks.training import percentile, small_step
 from tests.servers.seaweed import BUCKET, CREDENTIALS, find_weed, seaweed_server
 
@@ -354,8 +355,7 @@ def main() -> int:
         report = run(Path(work), size, repeat, quiet_s, arguments.way)
     print(render(report))
     if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+        write(report, arguments.out)
     return 0
 
 

@@ -26,6 +26,7 @@ import msgspec
 from benchmarks import floors, machine
 from benchmarks.__main__ import CHECKOUT, size
 from benchmarks.ranks_visit import WIDTH, Answer, Order
+from benchmarks.report import write
 
 CONTENDERS = ("aiockpt", "dcp", "dcp-async", "floor")
 REPLICAS = 4
@@ -200,7 +201,7 @@ def main() -> int:
     arguments.work.mkdir(parents=True, exist_ok=True)
     result = run(arguments.size, arguments.repeat, arguments.repetitions, arguments.work)
     if arguments.out:
-        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(result)))
+        write(result, arguments.out)
     print(table(result))
     return 0
 

@@ -54,8 +54,8 @@ def _metric(name: str, values: list[float], state_bytes: int) -> Metric:
     return Metric(values, min(values), median, state_bytes / median if moves else None)
 
 
-def write(report: Report, path: Path) -> None:
-    """Write *report* to *path*, readable by a person."""
+def write(report: msgspec.Struct, path: Path) -> None:
+    """Write *report*, of this or any other benchmark, to *path*, readable by a person."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 

@@ -28,6 +28,7 @@ from aiockpt.events import BytesWritten, Event, Loaded, SnapshotTaken
 from benchmarks import state as states
 from benchmarks.__main__ import size
 from benchmarks.machine import Machine, facts
+from benchmarks.report import write
 from tests.servers.seaweed import BUCKET, CREDENTIALS, find_weed, seaweed_server
 
 DEADLINE_S = 1800.0
@@ -190,8 +191,7 @@ def main() -> int:
     print(render(seen))
     if arguments.out:
         report = Report(machine=facts(arguments.folder, direct_io=False), streaming=seen)
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+        write(report, arguments.out)
     return 0
 
 

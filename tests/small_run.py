@@ -52,6 +52,26 @@ class Run:
         return seen.hexdigest()
 
 
+class OneLayer:
+    """A linear layer of *width* by *width* and its AdamW: three tensors of one size each, beside those of the bias."""
+
+    def __init__(self, width: int, bias: bool = True) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(width, width, bias=bias)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.step()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def step(self) -> None:
+        """Do a step, the same each time."""
+        self.optimizer.zero_grad()
+        self.model(torch.ones(2, self.model.in_features)).square().mean().backward()
+        self.optimizer.step()
+
+
 def _feed(seen: Any, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         seen.update(str((value.dtype, tuple(value.shape))).encode())

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import anyio
@@ -16,7 +14,7 @@ import torch
 import aiockpt
 from aiockpt.backends.s3 import S3Backend
 from aiockpt.errors import CommitConflictError, StorageError
-from aiockpt.storage.backend import Seen, Upload
+from tests.gates import Gate, striking
 from tests.servers.seaweed import Seaweed, find_weed, seaweed_server
 from tests.small_run import Run
 
@@ -82,62 +80,20 @@ def test_what_retention_does_not_keep_is_removed_wholly(url: str) -> None:
     assert {name for name in anyio.run(left) if name.startswith("step-")} == {"step-00000002", "step-00000003"}
 
 
-class Held:
-    """A backend whose manifests wait: so another saver can be made to commit first."""
-
-    def __init__(self, inner: S3Backend, go_on: threading.Event) -> None:
-        self._inner = inner
-        self._go_on = go_on
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    async def put_new(self, key: str, data: bytes) -> None:
-        if "MANIFEST" in key:
-            await anyio.to_thread.run_sync(self._go_on.wait)
-        await self._inner.put_new(key, data)
-
-
 def test_of_two_checkpointers_that_save_one_step_one_wins(url: str) -> None:
-    go_on = threading.Event()
     mine, theirs = {"x": torch.full((5000,), 1.0)}, {"x": torch.full((5000,), 2.0)}
-    held: Any = Held(S3Backend(url), go_on)
+    held = Gate(S3Backend(url), "put_new", "*MANIFEST*")
     with aiockpt.Checkpointer(held, on_error=lambda _: None) as one:
         slow = one.save(7, mine)
         slow.written().result(DEADLINE_S)
         with aiockpt.Checkpointer(url) as two:
             two.save(7, theirs).result(DEADLINE_S)
-            go_on.set()
+            held.open_up()
             with pytest.raises(CommitConflictError):
                 slow.result(DEADLINE_S)
             into = {"x": torch.zeros(5000)}
             two.load(into).result(DEADLINE_S)
             assert torch.equal(into["x"], theirs["x"])
-
-
-class KillsServer:
-    """A backend that has the server killed after the first write of a data file."""
-
-    def __init__(self, inner: S3Backend, kill: Callable[[], None]) -> None:
-        self._inner = inner
-        self._kill = kill
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    async def create(self, key: str, size: int) -> Upload:
-        return _KillsServer(await self._inner.create(key, size), self._kill)
-
-
-class _KillsServer:
-    def __init__(self, inner: Upload, kill: Callable[[], None]) -> None:
-        self._inner = inner
-        self._kill = kill
-        self.finish, self.abort = inner.finish, inner.abort
-
-    async def write(self, offset: int, runs: Sequence[memoryview], seen: Seen | None = None) -> None:
-        await self._inner.write(offset, runs, seen)
-        await anyio.to_thread.run_sync(self._kill)
 
 
 def test_a_server_killed_in_the_middle_of_a_save_fails_it_cleanly_and_the_next_one_works(
@@ -150,7 +106,7 @@ def test_a_server_killed_in_the_middle_of_a_save_fails_it_cleanly_and_the_next_o
         url = "s3://test/run"
         with aiockpt.Checkpointer(url) as ckpt:
             ckpt.save(1, large(1.0)).result(DEADLINE_S)
-        killing: Any = KillsServer(S3Backend(url), server.kill)
+        killing = striking(S3Backend(url), server.kill)
         with aiockpt.Checkpointer(killing, on_error=lambda _: None) as ckpt, pytest.raises(StorageError) as caught:
             ckpt.save(2, large(2.0)).result(DEADLINE_S)
         assert caught.value.retryable

@@ -30,11 +30,12 @@ from aiockpt.errors import (
     StorageFullError,
     StorageThrottledError,
 )
-from aiockpt.events import Event, StorageRetried
-from aiockpt.storage.backend import Seen, Upload
+from aiockpt.events import StorageRetried
 from aiockpt.storage.retry import Retrying, RetryPolicy
+from tests.gates import striking
 from tests.servers.proxy import Action, Fault, Proxy, proxy_to
 from tests.servers.seaweed import Seaweed, find_weed, seaweed_server
+from tests.watch import Watch
 
 DEADLINE_S = 90
 ELEMENTS = 5 << 20
@@ -43,36 +44,25 @@ SOON = RetryPolicy(attempts=12, first_wait_s=0.01, throttled_first_wait_s=0.01, 
 STALL_S = 2.0
 
 
-class Events:
-    """Remembers the retries."""
-
-    def __init__(self) -> None:
-        self.retries: list[StorageRetried] = []
-
-    def on_event(self, event: Event) -> None:
-        if isinstance(event, StorageRetried):
-            self.retries.append(event)
-
-
 class Job:
     """A training job whose store is behind *proxy*.
 
     Attributes:
         s3: the store, as the job sees it.
-        events: what observers were told.
+        watch: what observers were told.
     """
 
     def __init__(self, url: str, proxy: Proxy, policy: RetryPolicy = SOON) -> None:
         self.proxy = proxy
         self.url = url
-        self.events = Events()
+        self.watch = Watch()
         self.policy = policy
 
     def open(self) -> aiockpt.Checkpointer:
         s3 = S3Backend(self.url, endpoint_url=self.proxy.endpoint_url, part_bytes=8 << 20, stall_s=STALL_S)
         io = aiockpt.IO(slab_bytes=8 << 20, read_bytes=8 << 20)
         backend = Retrying(s3, self.policy)
-        return aiockpt.Checkpointer(backend, io=io, observers=[self.events], on_error=lambda _: None)
+        return aiockpt.Checkpointer(backend, io=io, observers=[self.watch], on_error=lambda _: None)
 
     async def save(self, step: int) -> None:
         async with self.open() as ckpt:
@@ -184,7 +174,7 @@ async def test_troubles_at_random_never_harm_a_step(job: Job, seed: int) -> None
         await job.save(step)
         assert await job.load() == step
         assert (await job.look())[0] == step
-    assert job.events.retries
+    assert job.watch.of(StorageRetried)
 
 
 @pytest.mark.parametrize(
@@ -215,30 +205,6 @@ async def test_what_lasts_fails_the_save_cleanly_and_the_next_one_works(
     assert await job.load() == 2
 
 
-class Killing:
-    """A backend that has *strike* called, once, after the first write of a data file."""
-
-    def __init__(self, inner: S3Backend, strike: Any) -> None:
-        self._inner = inner
-        self._strike = strike
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    async def create(self, key: str, size: int) -> Upload:
-        upload: Any = await self._inner.create(key, size)
-        write = upload.write
-
-        async def write_and_strike(offset: int, runs: Sequence[memoryview], seen: Seen | None = None) -> None:
-            await write(offset, runs, seen)
-            strike, self._strike = self._strike, None
-            if strike is not None:
-                await anyio.to_thread.run_sync(strike)
-
-        upload.write = write_and_strike
-        return upload  # type: ignore[no-any-return]
-
-
 def test_a_server_killed_in_the_middle_of_a_save_and_started_again_has_the_step(
     aws_environment: pytest.MonkeyPatch,
 ) -> None:
@@ -257,13 +223,13 @@ def test_a_server_killed_in_the_middle_of_a_save_and_started_again_has_the_step(
             restarting.append(threading.Thread(target=server.start))
             restarting[0].start()
 
-        events = Events()
-        killing: Any = Killing(S3Backend(url, part_bytes=8 << 20), strike)
+        watch = Watch()
+        killing = striking(S3Backend(url, part_bytes=8 << 20), strike)
         backend = Retrying(killing, RetryPolicy(attempts=60, longest_wait_s=1.0))
-        with aiockpt.Checkpointer(backend, io=io, observers=[events]) as ckpt:
+        with aiockpt.Checkpointer(backend, io=io, observers=[watch]) as ckpt:
             ckpt.save(2, make(2)).result(DEADLINE_S)
         restarting[0].join()
-        assert events.retries
+        assert watch.of(StorageRetried)
         into = make(-1)
         with aiockpt.Checkpointer(url) as ckpt:
             for step in (2, 1):
@@ -349,7 +315,7 @@ async def test_credentials_that_expire_in_the_middle_of_a_save_are_fetched_anew(
         job.proxy.misbehave(Fault(do="answer", method="PUT", match="partNumber=2", status=403, code="ExpiredToken"))
     await job.save(2)
     assert issuer.issued >= 2
-    assert sum("ExpiredToken" in retry.error for retry in job.events.retries) == expires_early
+    assert sum("ExpiredToken" in retry.error for retry in job.watch.of(StorageRetried)) == expires_early
     assert await job.load() == 2
 
 

@@ -15,7 +15,7 @@ from tests.servers.seaweed import find_weed
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_smoke_run_copies_by_every_way_and_writes_a_table_and_a_report(tmp_path: Path) -> None:
     out = tmp_path / "promotion.json"
     command = [sys.executable, "-m", "benchmarks.promotion", "--smoke", "--work", str(tmp_path), "--out", str(out)]
@@ -35,5 +35,5 @@ def test_a_smoke_run_copies_by_every_way_and_writes_a_table_and_a_report(tmp_pat
 
 def test_steps_are_counted_for_as_long_as_asked() -> None:
     counted = promotion.run_steps(lambda: None, lambda seconds: seconds >= 0.01)
-    assert 0.01 <= sum(counted.seconds) < 1
+    assert 0.01 <= sum(counted.seconds) < 30
     assert counted.mean_s == pytest.approx(sum(counted.seconds) / len(counted.seconds))

@@ -22,7 +22,7 @@ from aiockpt.runtime.ranks import Ranks
 from aiockpt.testing.simulation import SimulatedClock
 from tests.ranks.crew import QUICK, SMALL, Crew
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)  # saves are as far apart as the disk is slow
 
 
 class Member:

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 import aiockpt
-from aiockpt.events import Event, SnapshotTaken
+from aiockpt.events import SnapshotTaken
 from aiockpt.options import MIB, Snapshot
 from aiockpt.pipeline.snapshot import CopyProgram
 from aiockpt.runtime.cuda import Cuda
 from aiockpt.runtime.slabs import SlabPool
 from tests.pipeline.device_states import SLAB_BYTES, Writer, planned, read_back
+from tests.watch import Watch
 
 pytestmark = [
     pytest.mark.cuda,
@@ -32,17 +33,6 @@ SMALL = aiockpt.IO(slab_bytes=MIB, block_bytes=MIB, read_bytes=MIB)
 
 def keep_busy(cycles: int = BUSY_CYCLES) -> None:
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
-
-
-class Watch:
-    """Keeps how snapshots were taken."""
-
-    def __init__(self) -> None:
-        self.snapshots: list[SnapshotTaken] = []
-
-    def on_event(self, event: Event) -> None:
-        if isinstance(event, SnapshotTaken):
-            self.snapshots.append(event)
 
 
 def net(device: str = "cuda:0") -> nn.Module:
@@ -152,7 +142,7 @@ def test_every_save_is_the_state_at_its_call_with_a_busy_device(snapshot: Snapsh
                 save.written().result(60)
     for step, aside in expected.items():
         assert differing(loaded(tmp_path, step), aside) == []
-    assert {taken.snapshot for taken in watch.snapshots} == {snapshot}
+    assert {taken.snapshot for taken in watch.of(SnapshotTaken)} == {snapshot}
 
 
 def test_a_lazy_save_does_not_wait_for_the_device(tmp_path: Path) -> None:

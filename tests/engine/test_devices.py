@@ -16,10 +16,11 @@ from torch import nn
 
 import aiockpt
 from aiockpt.errors import SaveCancelledError, StorageTimeoutError
-from aiockpt.events import BarrierWaited, Event, SnapshotTaken
+from aiockpt.events import BarrierWaited, SnapshotTaken
 from aiockpt.options import Snapshot
 from aiockpt.runtime.world import World
 from aiockpt.testing.twin_accelerator import TwinAccelerator
+from tests.watch import Watch
 
 KIB = 1024
 SMALL = aiockpt.IO(slab_bytes=64 * KIB, block_bytes=64 * KIB, read_bytes=64 * KIB)
@@ -37,19 +38,6 @@ class Queued(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.twin.compute(lambda held=parameter.data: held.add_(1))  # type: ignore[misc]
-
-
-class Watch:
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def on_event(self, event: Event) -> None:
-        self.events.append(event)
-
-    def snapshots(self) -> list[SnapshotTaken]:
-        return [event for event in self.events if isinstance(event, SnapshotTaken)]
 
 
 class Run:
@@ -161,7 +149,7 @@ def test_who_changes_the_state_by_hand_waits_until_the_copy_is_over(tmp_path: Pa
         threading.Timer(0.2, run.twin.release).start()
         with ckpt.mutating():
             assert save.snapshotted().done()
-    assert [event for event in run.watch.events if isinstance(event, BarrierWaited)]
+    assert run.watch.of(BarrierWaited)
 
 
 def test_an_eager_save_returns_when_the_device_is_done(tmp_path: Path) -> None:
@@ -186,7 +174,7 @@ def test_a_snapshot_on_the_device_holds_no_optimizer_and_reads_its_copy_alone(tm
         assert not save.written().done()
         run.twin.release()
         save.result(60)
-        assert run.watch.snapshots()[0].snapshot == "device"
+        assert run.watch.of(SnapshotTaken)[0].snapshot == "device"
     assert_equal(loaded(tmp_path, 1), expected)
 
 
@@ -249,7 +237,7 @@ def test_where_the_device_has_no_room_the_snapshot_is_lazy_and_says_why(
     with run.open(tmp_path, snapshot="device") as ckpt, caplog.at_level(logging.WARNING, "aiockpt"):
         ckpt.save(1, run.state)
         run.optimizer.step()
-    (taken,) = run.watch.snapshots()
+    (taken,) = run.watch.of(SnapshotTaken)
     assert taken.snapshot == "lazy"
     assert "cuda:0 lacks" in taken.reason
     assert taken.reason in caplog.text
@@ -274,7 +262,7 @@ def test_a_clone_that_does_not_fit_after_all_makes_the_snapshot_lazy(
     with run.open(tmp_path, snapshot="device") as ckpt:
         ckpt.save(1, run.state)
         run.optimizer.step()
-    assert "out of memory" in run.watch.snapshots()[0].reason
+    assert "out of memory" in run.watch.of(SnapshotTaken)[0].reason
     assert_equal(loaded(tmp_path, 1), expected)
 
 
@@ -285,7 +273,7 @@ def test_there_is_one_copy_of_the_state_on_the_device_at_a_time(tmp_path: Path) 
         ckpt.save(1, run.state)
         ckpt.save(2, run.state)
         run.twin.release()
-    assert [event.snapshot for event in run.watch.snapshots()] == ["device", "lazy"]
+    assert [event.snapshot for event in run.watch.of(SnapshotTaken)] == ["device", "lazy"]
 
 
 def test_a_state_in_host_memory_is_copied_eagerly_where_a_device_was_asked_for(tmp_path: Path) -> None:
@@ -293,7 +281,7 @@ def test_a_state_in_host_memory_is_copied_eagerly_where_a_device_was_asked_for(t
     with run.open(tmp_path, snapshot="device") as ckpt:
         save = ckpt.save(1, {"note": run.note})
         assert save.snapshotted().done()
-    (taken,) = run.watch.snapshots()
+    (taken,) = run.watch.of(SnapshotTaken)
     assert (taken.snapshot, taken.reason) == ("eager", "no tensor is on a device")
     assert not run.twin.used_devices
 

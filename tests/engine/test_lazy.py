@@ -22,11 +22,12 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimize
 
 import aiockpt
 from aiockpt.backends.memory import MemoryBackend
-from aiockpt.events import BarrierWaited, Committed, DataWritten, Event, SaveSkipped, SnapshotTaken
+from aiockpt.events import BarrierWaited, Committed, DataWritten, SaveSkipped, SnapshotTaken
 from aiockpt.options import MIB
 from aiockpt.pipeline import snapshot as copying
 from aiockpt.runtime import barrier
 from aiockpt.runtime.slabs import SlabPool
+from tests.watch import Watch
 
 SMALL = aiockpt.IO(pool_bytes=64 * 1024, slab_bytes=64 * 1024, block_bytes=64 * 1024, read_bytes=64 * 1024)
 
@@ -298,17 +299,6 @@ def test_a_scheduler_that_steps_at_once_changes_nothing_of_what_is_saved(tmp_pat
     assert run.optimizer.param_groups[0]["lr"] == 0.1
 
 
-class Observed:
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def on_event(self, event: Event) -> None:
-        self.events.append(event)
-
-    def of(self, kind: type[Event]) -> list[Any]:
-        return [event for event in self.events if isinstance(event, kind)]
-
-
 @pytest.mark.parametrize("worker", ["thread", "process"])
 def test_the_stages_come_in_order_though_the_thread_that_copies_is_late_to_say_so(
     worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -320,7 +310,7 @@ def test_the_stages_come_in_order_though_the_thread_that_copies_is_late_to_say_s
         time.sleep(0.3)  # the files are durable long before
 
     monkeypatch.setattr(copying.CopyProgram, "run", copy_and_linger)
-    seen, reached = Observed(), []
+    seen, reached = Watch(), []
     with aiockpt.Checkpointer(tmp_path, observers=[seen], worker=worker, io=SMALL) as ckpt:
         ckpt.save(6, {"x": torch.arange(10)}).result(30)  # a writer process needs seconds to start
         save = ckpt.save(7, {"x": torch.arange(10)}, snapshot="lazy")
@@ -334,11 +324,11 @@ def test_the_stages_come_in_order_though_the_thread_that_copies_is_late_to_say_s
 
 
 def test_what_was_copied_at_the_call_and_how_long_an_optimizer_waited_is_told(tmp_path: Path, gate: Gate) -> None:
-    run, seen = Run(), Observed()
+    run, seen = Run(), Watch()
     with aiockpt.Checkpointer(tmp_path, observers=[seen]) as ckpt:
         ckpt.save(7, run.state, snapshot="lazy")
         run.forward_and_backward()
-        threading.Timer(0.3, gate.open.set).start()
+        threading.Timer(1.0, gate.open.set).start()
         run.optimizer.step()
         ckpt.wait()
         ckpt.save(8, run.state).result(60)
@@ -347,14 +337,14 @@ def test_what_was_copied_at_the_call_and_how_long_an_optimizer_waited_is_told(tm
     moving = [*run.model.buffers(), *run.model.teacher.parameters(), run.state["note"]]
     assert lazy.copied_at_call_bytes == sum(tensor.nbytes for tensor in moving)
     assert eager.copied_at_call_bytes == 0
-    assert lazy.copy_s > 0.2 > lazy.pause_s
+    assert lazy.copy_s > 0.9 > lazy.pause_s
     (waited,) = seen.of(BarrierWaited)
     assert waited.step == 7
     assert 0.1 < waited.seconds < 30
 
 
 def test_the_user_says_what_moves_and_what_does_not(tmp_path: Path, gate: Gate) -> None:
-    run, seen = Run(), Observed()
+    run, seen = Run(), Watch()
     options: Any = {"mutable": ["model.first"], "immutable": ["model.teacher", "note"], "observers": [seen]}
     with aiockpt.Checkpointer(tmp_path, snapshot="lazy", **options) as ckpt:
         ckpt.save(1, run.state)
@@ -523,7 +513,7 @@ def test_more_saves_than_workers_may_wait_without_an_optimizer_step(tmp_path: Pa
 
 
 def test_full_means_skip_where_that_was_asked_for(tmp_path: Path, gate: Gate) -> None:
-    run, seen = Run(), Observed()
+    run, seen = Run(), Watch()
     options: Any = {"when_full": "skip", "io": SMALL, "max_in_flight": 2, "observers": [seen]}
     with aiockpt.Checkpointer(tmp_path, snapshot="lazy", **options) as ckpt:
         first = ckpt.save(1, run.state)

@@ -5,87 +5,41 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import anyio
 import msgspec
 import pytest
 import torch
-from torch import nn
 
 import aiockpt
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.runtime.memory import PrivateMemory
 from aiockpt.runtime.rhythm import Leisure, Rhythm
 from aiockpt.runtime.slabs import SlabPool
-from aiockpt.storage.backend import Seen, Upload
+from tests.gates import Gate
+from tests.small_run import OneLayer
+from tests.watch import until
 
 KIB = 1 << 10
 SLAB = 64 * KIB
 IO = aiockpt.IO(pool_bytes=128 * SLAB, slab_bytes=SLAB, block_bytes=SLAB, read_bytes=SLAB)
 
 
-class Held:
-    """A backend whose data files are not written before `gate` is set."""
-
-    def __init__(self) -> None:
-        self._inner = MemoryBackend()
-        self.gate = threading.Event()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    async def create(self, key: str, size: int) -> Upload:
-        upload: Any = await self._inner.create(key, size)
-        write = upload.write
-
-        async def held(offset: int, runs: Sequence[memoryview], seen: Seen | None = None) -> None:
-            assert await anyio.to_thread.run_sync(self.gate.wait, 60)
-            await write(offset, runs, seen)
-
-        upload.write = held
-        held_upload: Upload = upload
-        return held_upload
+def run_of_48_slabs() -> OneLayer:
+    return OneLayer(512, bias=False)
 
 
-def held_place() -> Any:
-    return Held()
-
-
-class Run:
-    """A network of 48 slabs with its optimizer."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Linear(512, 512, bias=False)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.step()
-
-    @property
-    def state(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer}
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.model(torch.ones(2, 512)).square().mean().backward()
-        self.optimizer.step()
+def held_place() -> Gate:
+    """Return a place whose data files are not written before it is opened up."""
+    return Gate(MemoryBackend(), "upload.write")
 
 
 def known(ckpt: aiockpt.Checkpointer, quiet_s: float) -> None:
     """Have it know a program that leaves its state alone for *quiet_s*, and a fast memory."""
     ckpt._launcher._rhythm.stepped(quiet_s)
     ckpt._launcher._rhythm.copied(1 << 30, 1.0)
-
-
-def wait_for(reached: Callable[[], bool]) -> None:
-    deadline = threading.Event()
-    for _ in range(3000):
-        if reached():
-            return
-        deadline.wait(0.01)
-    raise AssertionError("not reached within 30 s")
 
 
 def used(ckpt: aiockpt.Checkpointer) -> int:
@@ -96,7 +50,7 @@ async def _wait(stage: aiockpt.SaveFuture) -> None:
     await stage.snapshotted()
 
 
-WAYS_TO_WAIT: dict[str, Callable[[aiockpt.Checkpointer, Run, aiockpt.SaveFuture], object]] = {
+WAYS_TO_WAIT: dict[str, Callable[[aiockpt.Checkpointer, OneLayer, aiockpt.SaveFuture], object]] = {
     "a step": lambda _, run, __: run.step(),
     "the barrier": lambda ckpt, _, __: ckpt.barrier(),
     "wait_mutable": lambda ckpt, _, __: anyio.run(ckpt.wait_mutable),
@@ -108,26 +62,25 @@ WAYS_TO_WAIT: dict[str, Callable[[aiockpt.Checkpointer, Run, aiockpt.SaveFuture]
 
 @pytest.mark.parametrize("way", WAYS_TO_WAIT)
 def test_few_slabs_go_round_until_somebody_waits(way: str) -> None:
-    run, place = Run(), held_place()
+    run, place = run_of_48_slabs(), held_place()
     weight = run.model.weight.detach().clone()
     with aiockpt.Checkpointer(place, snapshot="lazy", io=IO) as ckpt:
         known(ckpt, 1000.0)
         save = ckpt.save(1, run.state)
         few = ckpt._engine.uploader.busy_slabs
-        wait_for(lambda: used(ckpt) == few)
+        until(lambda: used(ckpt) == few, "the few slabs in use")
         assert not save.snapshotted().done()
         WAYS_TO_WAIT[way](ckpt, run, save)
         assert save.snapshotted().done()
         assert used(ckpt) >= 48
-        place.gate.set()
+        place.open_up()
         save.result(30)
         ckpt.load(run.state, 1).result(30)
     assert torch.equal(run.model.weight, weight)
 
 
 def test_a_save_that_ends_before_the_step_never_has_a_copy_of_the_state() -> None:
-    run, place = Run(), held_place()
-    place.gate.set()
+    run, place = run_of_48_slabs(), MemoryBackend()
     with aiockpt.Checkpointer(place, snapshot="lazy", io=IO) as ckpt:
         known(ckpt, 1000.0)
         ckpt.save(1, run.state).result(30)
@@ -138,17 +91,17 @@ def test_a_save_that_ends_before_the_step_never_has_a_copy_of_the_state() -> Non
 
 @pytest.mark.parametrize("quiet_s", [None, 0.5])
 def test_a_copy_is_made_at_once_when_a_step_is_near_or_none_was_seen(quiet_s: float | None) -> None:
-    run, place = Run(), held_place()
+    run, place = run_of_48_slabs(), held_place()
     with aiockpt.Checkpointer(place, snapshot="lazy", io=IO) as ckpt:
         if quiet_s is not None:
             known(ckpt, quiet_s)
         save = ckpt.save(1, run.state)
-        wait_for(save.snapshotted().done)  # `done` asks, and does not wait
-        place.gate.set()
+        until(save.snapshotted().done, "the snapshot")  # `done` asks, and does not wait
+        place.open_up()
 
 
 def test_a_save_that_is_cancelled_at_its_leisure_is_copied_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, place, inside = Run(), held_place(), threading.Semaphore(0)
+    run, place, inside = run_of_48_slabs(), held_place(), threading.Semaphore(0)
     wait = Leisure.wait
 
     def seen(leisure: Leisure, left_bytes: int, timeout_s: float) -> None:
@@ -161,20 +114,19 @@ def test_a_save_that_is_cancelled_at_its_leisure_is_copied_no_further(monkeypatc
         known(ckpt, 30.0)
         monkeypatch.setattr(Leisure, "wait", seen)
         save = ckpt.save(2, run.state)
-        wait_for(lambda: inside._value == 1)
+        until(lambda: inside._value == 1, "the copy at its leisure")
         save.cancel()
         began_s = time.monotonic()
-        wait_for(lambda: inside._value == 0)
+        until(lambda: inside._value == 0, "the end of the copy")
         took_s, copied = time.monotonic() - began_s, used(ckpt)
-        place.gate.set()
+        place.open_up()
         assert save.exception(30) is not None
         assert took_s < 10
         assert copied == 49  # the header has a window of its own
 
 
 def test_how_long_a_program_leaves_its_state_alone_is_learned_from_its_steps() -> None:
-    run, place = Run(), held_place()
-    place.gate.set()
+    run, place = run_of_48_slabs(), MemoryBackend()
     with aiockpt.Checkpointer(place, snapshot="lazy", io=IO) as ckpt:
         for step in range(3):
             ckpt.save(step, run.state).result(30)
@@ -225,8 +177,7 @@ def test_a_slab_that_comes_back_is_filled_at_once() -> None:
 
 
 def test_a_bandwidth_is_kept() -> None:
-    run, place = Run(), held_place()
-    place.gate.set()
+    run, place = run_of_48_slabs(), MemoryBackend()
     io = msgspec.structs.replace(IO, bandwidth=10e6)
     with aiockpt.Checkpointer(place, io=io) as ckpt:
         result = ckpt.save(1, run.state).result(30)
@@ -246,7 +197,7 @@ def test_a_save_does_not_fail_because_slabs_for_the_next_one_cannot_be_had(monke
     def refuse(*_: object) -> None:
         raise OSError(12, "no memory")
 
-    run = Run()
+    run = run_of_48_slabs()
     with aiockpt.Checkpointer("memory://", snapshot="lazy", io=IO) as ckpt:
         monkeypatch.setattr(ckpt._engine.pool, "warm_up", refuse)
         ckpt.save(1, run.state).result(30)
@@ -271,7 +222,7 @@ def test_a_save_whose_task_is_cancelled_is_settled(monkeypatch: pytest.MonkeyPat
     async def cancelled(*_: object) -> None:
         raise anyio.get_cancelled_exc_class()
 
-    run = Run()
+    run = run_of_48_slabs()
     with aiockpt.Checkpointer("memory://", io=IO, on_error=lambda _: None) as ckpt:
         monkeypatch.setattr(ckpt._tiers, "save", cancelled)
         assert ckpt.save(1, run.state).exception(30) is not None

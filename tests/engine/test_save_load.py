@@ -19,6 +19,7 @@ from aiockpt.pipeline.snapshot import CopyProgram
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend, Listing
 from tests.small_run import SMALL, Run
+from tests.watch import Watch
 
 
 def test_a_run_resumes_bit_exactly(ckpt: aiockpt.Checkpointer, run: Run) -> None:
@@ -279,16 +280,11 @@ def test_the_policy_form_is_five_lines(backend: Backend) -> None:
 
 
 def test_events_tell_the_story_of_a_save(backend: Backend, run: Run) -> None:
-    events: list[Event] = []
-
-    class Watcher:
-        def on_event(self, event: Event) -> None:
-            events.append(event)
-
-    with aiockpt.Checkpointer(backend, io=SMALL, observers=[Watcher()]) as ckpt:
+    watch = Watch()
+    with aiockpt.Checkpointer(backend, io=SMALL, observers=[watch]) as ckpt:
         ckpt.save(1, run.state).result(30)
         ckpt.load(run.state).result(30)
-    names = [type(event).__name__ for event in events]
+    names = [type(event).__name__ for event in watch.events]
     story = ["SaveStarted", "BytesWritten", "DataWritten", "Committed", "Loaded"]
     assert [names.index(name) for name in story] == sorted(names.index(name) for name in story)
     assert "SnapshotTaken" in names

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import anyio
-import anyio.to_thread
 import pytest
 import torch
 
@@ -18,10 +14,12 @@ from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.engine import find, lineage
 from aiockpt.errors import SaveSkippedError, StorageError, StorageTimeoutError, UsageError
-from aiockpt.events import Event, Promoted, PromotionFailed
+from aiockpt.events import Promoted, PromotionFailed
 from aiockpt.storage.backend import Space
 from aiockpt.testing.faults import Fault, FaultyBackend
+from tests.gates import Gate
 from tests.small_run import SMALL
+from tests.watch import Watch
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -42,43 +40,6 @@ def loaded(place: Any, step: int | None = None) -> float:
     assert torch.equal(like["x"], state(like["value"])["x"])
     assert torch.equal(like["y"], state(like["value"])["y"])
     return float(like["value"])
-
-
-class Watch:
-    """Keeps every event."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def on_event(self, event: Event) -> None:
-        self.events.append(event)
-
-    def of(self, kind: type[Event]) -> list[Any]:
-        return [event for event in self.events if isinstance(event, kind)]
-
-
-class Gate(FaultyBackend):
-    """A backend that makes no data file, or with *gated* "list" lists nothing, until `open_up`."""
-
-    def __init__(self, inner: Any, faults: Sequence[Fault] = (), gated: str = "create") -> None:
-        super().__init__(inner, list(faults))
-        self._gated = gated
-        self._gate = threading.Event()
-
-    def open_up(self) -> None:
-        self._gate.set()
-
-    async def create(self, key: str, size: int) -> Any:
-        await self._pass("create")
-        return await super().create(key, size)
-
-    async def list(self, prefix: str) -> Any:
-        await self._pass("list")
-        return await super().list(prefix)
-
-    async def _pass(self, verb: str) -> None:
-        if verb == self._gated:
-            await anyio.to_thread.run_sync(self._gate.wait, 30)
 
 
 def test_a_step_is_in_memory_first_committed_on_disk_and_copied_to_the_rest(tmp_path: Path) -> None:
@@ -351,7 +312,7 @@ def test_a_bad_block_is_read_from_a_tier_that_answers(tmp_path: Path) -> None:
 
 def test_a_tier_that_hangs_is_waited_for_while_no_other_has_steps(tmp_path: Path) -> None:
     _, far = two_places(tmp_path)
-    away = Gate(LocalBackend(str(far)), gated="list")
+    away = Gate(LocalBackend(str(far)), verb="list")
     with aiockpt.Checkpointer([tmp_path / "fresh", away], io=SMALL) as ckpt:
         like = state(-1)
         loading = ckpt.load(like)
@@ -393,29 +354,16 @@ def test_it_is_copied_although_the_tier_takes_none_of_the_next_steps(tmp_path: P
     assert steps(far) == [10]
 
 
-class Slow(LocalBackend):
-    """A place whose first answer to what a manifest of step 0 says takes until `answer`."""
-
-    def __init__(self, root: str) -> None:
-        super().__init__(root)
-        self.asked, self.answer = threading.Event(), threading.Event()
-
-    async def get(self, key: str, max_bytes: int) -> bytes:
-        if key.startswith("step-00000000/MANIFEST") and not self.asked.is_set():
-            self.asked.set()
-            await anyio.to_thread.run_sync(self.answer.wait, 30)
-        return await super().get(key, max_bytes)
-
-
 def test_what_this_process_has_just_committed_is_copied_once(tmp_path: Path) -> None:
-    near, far = Slow(str(tmp_path / "near")), LocalBackend(str(tmp_path / "far"))
+    near = Gate(LocalBackend(str(tmp_path / "near")), "get", "step-00000000/MANIFEST*", times=1)
+    far = LocalBackend(str(tmp_path / "far"))
     watch = Watch()
     with aiockpt.Checkpointer([near, aiockpt.Tier(far, every=2)], io=SMALL, observers=[watch]) as ckpt:
         first = ckpt.save(0, state(0))
-        assert near.asked.wait(30)  # it is committed, and its save does not know yet
+        assert near.reached.wait(30)  # it is committed, and its save does not know yet
         ckpt.save(1, state(1)).result(30)  # which has the far tier look for what an earlier process left
         time.sleep(0.3)
-        near.answer.set()
+        near.open_up()
         first.committed(far.url).result(30)
     assert [event.step for event in watch.of(Promoted)] == [0]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -19,12 +18,13 @@ from aiockpt.backends.s3 import S3Backend
 from aiockpt.backends.shm import SHARED_MEMORY
 from aiockpt.engine import find, lineage
 from aiockpt.errors import StorageError
-from aiockpt.events import Event, Promoted, PromotionFailed
+from aiockpt.events import Promoted, PromotionFailed
 from aiockpt.pipeline import copy
 from aiockpt.storage.retry import Retrying, RetryPolicy
 from tests.servers import s3_fixtures
 from tests.servers.seaweed import Seaweed, find_weed, seaweed_server
 from tests.small_run import SMALL, Run
+from tests.watch import Watch
 
 pytestmark = [
     pytest.mark.timeout(180),
@@ -80,30 +80,11 @@ def bucket(url: str, **options: Any) -> aiockpt.Tier:
     return aiockpt.Tier(Retrying(S3Backend(url, connect_timeout_s=2), IMPATIENT), **options)
 
 
-class Failures:
-    """Counts the steps that could not be promoted, and lets a test wait for one."""
-
-    def __init__(self) -> None:
-        self.events: list[PromotionFailed] = []
-        self.promoted: list[Promoted] = []
-        self._some = threading.Event()
-
-    def on_event(self, event: Event) -> None:
-        if isinstance(event, PromotionFailed):
-            self.events.append(event)
-            self._some.set()
-        elif isinstance(event, Promoted):
-            self.promoted.append(event)
-
-    def wait(self) -> None:
-        assert self._some.wait(DEADLINE_S)
-
-
 def test_saves_go_on_while_the_bucket_is_down_and_it_catches_up(
     server: Seaweed, s3_url: str, memory: str, tmp_path: Path
 ) -> None:
-    run, failures = Run(1), Failures()
-    with aiockpt.Checkpointer([memory, tmp_path, bucket(s3_url)], io=SMALL, observers=[failures]) as ckpt:
+    run, watch = Run(1), Watch()
+    with aiockpt.Checkpointer([memory, tmp_path, bucket(s3_url)], io=SMALL, observers=[watch]) as ckpt:
         first = ckpt.save(1, run.state)
         assert first.committed(s3_url).result(DEADLINE_S).url == s3_url
         server.kill()
@@ -112,12 +93,12 @@ def test_saves_go_on_while_the_bucket_is_down_and_it_catches_up(
             run.train()
             saves.append(ckpt.save(step, run.state))
             assert saves[-1].result(DEADLINE_S).url == f"file://{tmp_path}"
-        failures.wait()
-        assert {(event.url, event.final) for event in failures.events} == {(s3_url, False)}
+        watch.wait_for(PromotionFailed, DEADLINE_S)
+        assert {(event.url, event.final) for event in watch.of(PromotionFailed)} == {(s3_url, False)}
         assert not any(save.committed(s3_url).done() for save in saves)
         server.start()
         assert [save.committed(s3_url).result(DEADLINE_S).step for save in saves] == [2, 3]
-    assert [event.step for event in failures.promoted if event.url == s3_url] == [1, 2, 3]
+    assert [event.step for event in watch.of(Promoted) if event.url == s3_url] == [1, 2, 3]
     other = Run(2)
     with aiockpt.Checkpointer(s3_url, io=SMALL) as ckpt:
         loaded = ckpt.load(other.state).result(DEADLINE_S)

@@ -23,8 +23,10 @@ from aiockpt.errors import (
 from aiockpt.events import PromotionFailed, StepSkipped
 from aiockpt.format.manifest import decode_manifest
 from aiockpt.testing.faults import Fault, FaultyBackend
-from tests.engine.test_tiers import Gate, Watch, flip, steps
+from tests.engine.test_tiers import flip, steps
+from tests.gates import Gate
 from tests.small_run import SMALL, Run
+from tests.watch import Watch
 
 pytestmark = pytest.mark.timeout(60)
 

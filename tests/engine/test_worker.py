@@ -23,9 +23,10 @@ from aiockpt.pipeline import snapshot as copying
 from aiockpt.runtime.world import World
 from tests.engine import test_keep, test_lazy, test_save_load
 from tests.engine.test_worker_killed import orders as orders
-from tests.engine.test_worker_killed import process_of, until, until_gone
+from tests.engine.test_worker_killed import process_of, until_gone
 from tests.engine.worker_places import Orders
 from tests.small_run import SMALL, Run
+from tests.watch import Watch, until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -287,20 +288,16 @@ def test_two_saves_in_flight_are_both_written_and_told_apart(orders: Orders, run
 # ------------------------------------------------------------------ tiers and events
 
 
-class Watch:
-    def __init__(self) -> None:
-        self.events: list[Event] = []
+class ThreadWatch(Watch):
+    """Refuses an event that comes on a thread of the program's."""
 
     def on_event(self, event: Event) -> None:
         assert threading.current_thread().name.startswith("aiockpt")
-        self.events.append(event)
-
-    def of(self, kind: type[Event]) -> list[Any]:
-        return [event for event in self.events if isinstance(event, kind)]
+        super().on_event(event)
 
 
 def test_every_tier_gets_its_steps_and_its_stages(tmp_path: Path, run: Run) -> None:
-    watch = Watch()
+    watch = ThreadWatch()
     far = aiockpt.Tier(str(tmp_path / "far"), every=2, keep=1)
     with aiockpt.Checkpointer(
         [str(tmp_path / "near"), far],
@@ -327,7 +324,7 @@ def test_every_tier_gets_its_steps_and_its_stages(tmp_path: Path, run: Run) -> N
 def test_a_tier_that_gives_up_is_told_the_way_it_was_asked_for(
     policy: str, orders: Orders, tmp_path: Path, run: Run
 ) -> None:
-    watch = Watch()
+    watch = ThreadWatch()
     errors: list[BaseException] = []
     orders.fail("create", errno.ENOSPC)
     on_error: Any = errors.append if policy == "call" else "raise"

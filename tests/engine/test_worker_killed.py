@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import aiockpt
 from aiockpt.errors import SaveCancelledError
 from tests.engine.worker_places import Orders, register
 from tests.small_run import SMALL, Run
+from tests.watch import until
 
 pytestmark = pytest.mark.timeout(120)
 DEADLINE_S = 60
@@ -55,14 +55,6 @@ def let_go_on(child: subprocess.Popen[str]) -> None:
     assert child.stdin is not None
     child.stdin.close()
     child.stdin = None  # `communicate` would flush it
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    """Wait for what another process does."""
-    end_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end_s, f"{what}: not within {DEADLINE_S} s"
-        time.sleep(0.02)
 
 
 def killed(how: str, orders: Orders) -> tuple[list[str], str]:

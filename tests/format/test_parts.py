@@ -33,6 +33,7 @@ from aiockpt.format.names import data_path, part_path
 from aiockpt.format.parts import PieceRows, PieceTable, attach, detach, lay_out, part_paths, table_of
 from aiockpt.format.tiling import tiles
 from aiockpt.format.validate import check_manifest, pieces_by_file
+from tests.paper import paper_receipt
 
 ATTEMPT = "3f9c21d07b44"
 WHERE = ("step-00001000", 2)
@@ -64,19 +65,11 @@ def grid(ranks: int = 6) -> list[Receipt]:
         size = 4165 if rank == 0 else 4157
         path = data_path(ATTEMPT, rank, 0)
         receipts.append(
-            Receipt(
-                id="step-00001000",
-                step=1000,
-                generation=2,
-                sequence=7,
-                run="c0ffee00c0de",
-                parent=None,
-                attempt=ATTEMPT,
-                rank=rank,
+            paper_receipt(
+                rank,
                 world_size=ranks,
-                created_ns=5,
-                plan_digest="",
-                scalars_digest="",
+                generation=2,
+                parent=None,
                 files=(FileEntry.of(path, size=size, rank=rank, algo=ALGORITHM, block=8 << 20, sums=bytes(8)),),
                 tensors=tensors,
             )

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.events import BytesWritten, Companion, Event, Observer
+from aiockpt.events import BytesWritten, Companion, Observer
 from aiockpt.observers import TraceFile
+from tests.watch import Watch
 
 STATE: dict[str, Any] = {"x": torch.arange(1000)}
 
@@ -33,23 +34,13 @@ def save_once(root: Path, *observers: Observer, step: int = 1) -> None:
         ckpt.save(step, STATE).result(30)
 
 
-class Recorder:
-    """Keeps every event."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def on_event(self, event: Event) -> None:
-        self.events.append(event)
-
-
 def test_every_event_is_a_line_in_order_behind_one_that_tells_the_wall_clock(tmp_path: Path) -> None:
-    path, recorder = tmp_path / "trace.jsonl", Recorder()
-    save_once(tmp_path / "run", TraceFile(path), recorder)
+    path, watch = tmp_path / "trace.jsonl", Watch()
+    save_once(tmp_path / "run", TraceFile(path), watch)
     began, *rest = lines(path)
     assert began["type"] == "TraceStarted"
     assert abs(began["time_ns"] - time.time_ns()) < 600e9
-    assert rest == [msgspec.to_builtins(event) for event in recorder.events]
+    assert rest == [msgspec.to_builtins(event) for event in watch.events]
     assert {"SaveStarted", "SnapshotTaken", "BytesWritten", "DataWritten", "Committed"} <= {it["type"] for it in rest}
 
 
@@ -115,7 +106,7 @@ async def test_an_event_is_only_queued_while_the_file_is_slow(tmp_path: Path) ->
     assert [line["step"] for line in lines(path)[1:]] == list(range(100))
 
 
-class Stubborn(Recorder):
+class Stubborn(Watch):
     """Goes wrong, or does not end, in the ways it is told to."""
 
     def __init__(self, *, raises: bool = False, ends: bool = True, close_raises: bool = False) -> None:
@@ -139,7 +130,7 @@ class Stubborn(Recorder):
 
 
 def test_a_plain_observer_is_no_companion_and_a_trace_is() -> None:
-    assert not isinstance(Recorder(), Companion)
+    assert not isinstance(Watch(), Companion)
     assert isinstance(TraceFile("x"), Companion)
 
 

@@ -21,6 +21,7 @@ from aiockpt.pipeline.votes import PATIENCE_S, gather
 from aiockpt.planning import groups
 from aiockpt.planning.groups import groups_of
 from aiockpt.testing.virtual_time import run_virtually
+from tests.paper import paper_receipt
 
 ATTEMPT = "3f9c21d07b44"
 STEP_ID = "step-00000007"
@@ -38,18 +39,12 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def receipt(rank: int) -> Receipt:
     path = data_path(ATTEMPT, rank, 0)
-    return Receipt(
+    return paper_receipt(
+        rank,
         id=STEP_ID,
         step=7,
-        generation=1,
-        sequence=1,
-        run="c0ffee00c0de",
         parent=None,
-        attempt=ATTEMPT,
-        rank=rank,
         world_size=RANKS,
-        created_ns=0,
-        plan_digest="",
         scalars_digest="same",
         files=(FileEntry.of(path, size=4096 + 8, rank=rank, algo=ALGORITHM, block=BLOCK_BYTES, sums=bytes(8)),),
         tensors={"w": TensorEntry("F32", (RANKS, 2), (Piece(0, 4096, 4104, (rank, 0), (1, 2)),))},

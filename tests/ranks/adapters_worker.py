@@ -1,23 +1,11 @@
-"""One rank of the adapters' tests: run every check of a world, and say how each ended.
-
-    python -m tests.ranks.adapters_worker RANK WORLD FOLDER
-
-Every rank runs the same checks in the same order; the outcome of each is written to FOLDER as JSON.
-"""
+"""What checks of many ranks are made of: their register, and the state of all ranks put together to compare it."""
 
 from __future__ import annotations
 
-import json
-import sys
-import traceback
 from collections.abc import Callable, Mapping
-from datetime import timedelta
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -143,32 +131,3 @@ def united(trees: list[Any]) -> Any:
 def gather(state: Mapping[str, Any]) -> Gathered:
     """Walk *state* on every rank and put the tensors together."""
     return Gathered(StateWalker(rank=dist.get_rank()).walk(state))
-
-
-def main(rank: int, world: int, folder: Path) -> None:
-    """Run the checks of this world."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-    )
-    for module in MODULES:
-        import_module(f"tests.ranks.{module}")
-    outcomes: dict[str, str] = {}
-    for name, (size, run) in CHECKS.items():
-        if size != world:
-            continue
-        try:
-            run()
-            outcomes[name] = ""
-        except (Exception, pytest.fail.Exception):  # noqa: BLE001  the parent judges
-            outcomes[name] = traceback.format_exc()
-        failed: list[Any] = [None] * world
-        dist.all_gather_object(failed, bool(outcomes[name]))
-        (folder / f"{rank}.json").write_text(json.dumps(outcomes))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    from tests.ranks import adapters_worker
-
-    adapters_worker.main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

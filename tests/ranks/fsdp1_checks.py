@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,12 +41,9 @@ def same_full(found: Gathered, expected: Gathered) -> None:
         torch.testing.assert_close(found.full[name], tensor, msg=name)
 
 
-@check(2)
-def fsdp1_keeps_parameters_whose_axes_lie_in_another_order() -> None:
-    def fsdp1(net: nn.Module) -> nn.Module:
-        return wrap_fsdp1(channels_last(net), auto_wrap_policy=ModuleWrapPolicy({nn.Conv2d}))
-
-    plain, flat = job(lambda net: net, Images, 1), job(fsdp1, Images, 1)
+def saved_as_plain(make: Callable[[nn.Module], nn.Module], model: Callable[[], nn.Module]) -> Gathered:
+    """Return what a job holds after a step, having checked that before and after it that is what a plain job holds."""
+    plain, flat = job(lambda net: net, model, 1), job(make, model, 1)
     start = gather(plain)
     for name, full in gather(flat).full.items():
         assert torch.equal(full, start.full[name]), name
@@ -53,6 +51,15 @@ def fsdp1_keeps_parameters_whose_axes_lie_in_another_order() -> None:
         train(state["model"], state["optimizer"])
     saved = gather(flat)
     same_full(saved, gather(plain))
+    return saved
+
+
+@check(2)
+def fsdp1_keeps_parameters_whose_axes_lie_in_another_order() -> None:
+    def fsdp1(net: nn.Module) -> nn.Module:
+        return wrap_fsdp1(channels_last(net), auto_wrap_policy=ModuleWrapPolicy({nn.Conv2d}))
+
+    saved = saved_as_plain(fsdp1, Images)
     for make in (fsdp1, lambda net: net, wrap_fsdp1):
         other = job(make, Images, 2)
         saved.load(other)
@@ -69,14 +76,7 @@ def fsdp1_over_tensor_parallel_parameters_knows_the_full_ones() -> None:
             net, device_mesh=mesh["data"], device_id=torch.device("cpu"), use_orig_params=True
         )
 
-    plain, flat = job(lambda net: net, Even, 1), job(make, Even, 1)
-    start = gather(plain)
-    for name, full in gather(flat).full.items():
-        assert torch.equal(full, start.full[name]), name
-    for state in (plain, flat):
-        train(state["model"], state["optimizer"])
-    saved = gather(flat)
-    same_full(saved, gather(plain))
+    saved = saved_as_plain(make, Even)
     for other in (job(make, Even, 2), job(lambda net: net, Even, 3)):
         saved.load(other)
         saved.equals(gather(other))

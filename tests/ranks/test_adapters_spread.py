@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import ast
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.ranks.adapters_worker import MODULES
+from tests.ranks.forked import run_forked
 
-ROOT = Path(__file__).parents[2]
 WORLD_S = 300
-"""For all checks of a world: eight processes on two busy cores take more than a minute to start."""
+"""For all checks of a world, on two busy cores."""
 CHECKS = [
     (ast.literal_eval(decorator.args[0]), function.name)
     for module in MODULES
@@ -45,19 +42,7 @@ def run_world(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def _run_world(world: int, folder: Path) -> list[tuple[dict[str, str], str]]:
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    ranks = []
-    for rank in range(world):
-        command = [sys.executable, "-m", "tests.ranks.adapters_worker", str(rank), str(world), str(folder)]
-        with (folder / f"{rank}.log").open("w") as log:
-            ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
-    try:
-        for process in ranks:
-            process.wait(WORLD_S)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+    run_forked("tests.ranks.all_checks", world, folder, WORLD_S)
     return [_read(folder, rank) for rank in range(world)]
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -19,10 +17,11 @@ import torch.distributed as dist
 import aiockpt
 from aiockpt.errors import RankTimeoutError
 from aiockpt.runtime.world import OsFiles, World
+from tests.ranks.forked import run_forked
+from tests.watch import until
 
-ROOT = Path(__file__).parents[2]
 WORLD_SIZE, KILLED = 3, 1
-NAMING_S = 6.0
+NAMING_S = 3.0
 SMALL = aiockpt.IO(pool_bytes=1 << 20, slab_bytes=1 << 16, block_bytes=1 << 16, read_bytes=1 << 16)
 
 
@@ -39,10 +38,10 @@ class DyingFiles(OsFiles):
         return os.preadv(fd, buffers, offset, flags)
 
 
-def run_rank(rank: int, folder: Path) -> None:
+def run_rank(rank: int, world_size: int, folder: Path) -> None:
     """Load with the others; write what happened to FOLDER/RANK."""
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
     )
     group: Any = dist.new_group(backend="gloo")
     world = World(files=DyingFiles(20)) if rank == KILLED else None
@@ -53,7 +52,8 @@ def run_rank(rank: int, folder: Path) -> None:
     seconds = time.monotonic() - begun
     named = isinstance(error, RankTimeoutError) and list(error.ranks)
     (folder / f"outcome-{rank}").write_text(f"{type(error).__name__}\n{named}\n{seconds}\n{error}\n")
-    time.sleep(3)  # the store of a rank that ends would end the others' wait with another error
+    outcomes = [folder / f"outcome-{other}" for other in range(world_size) if other != KILLED]
+    until(lambda: all(map(Path.exists, outcomes)), "the others")  # the end of rank 0's store would be another error
     os._exit(0)
 
 
@@ -61,17 +61,7 @@ def run_rank(rank: int, folder: Path) -> None:
 def test_the_others_raise_before_the_deadline_and_name_it(tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path / "run", io=SMALL) as ckpt:
         ckpt.save(1, {"w": torch.arange(4 << 20).float()}).result()
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.ranks.test_killed_while_reading_once"]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path)], cwd=ROOT, env=environment) for rank in range(WORLD_SIZE)
-    ]
-    try:
-        codes = [process.wait(150) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+    codes = run_forked("tests.ranks.test_killed_while_reading_once", WORLD_SIZE, tmp_path, 150)
     assert codes[KILLED] == -signal.SIGKILL
     for rank in set(range(WORLD_SIZE)) - {KILLED}:
         kind, named, seconds, message = (tmp_path / f"outcome-{rank}").read_text().split("\n", 3)
@@ -79,7 +69,3 @@ def test_the_others_raise_before_the_deadline_and_name_it(tmp_path: Path) -> Non
         assert f"rank {KILLED}" in message
         assert float(seconds) < 60 - NAMING_S, "the group's deadline was waited for"
         assert named in (f"[{KILLED}]", "False")
-
-
-if __name__ == "__main__":
-    run_rank(int(sys.argv[1]), Path(sys.argv[2]))

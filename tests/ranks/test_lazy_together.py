@@ -7,36 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import aiockpt
 from tests.ranks.crew import Crew
-
-
-class Rank:
-    """A rank's model (replicated) and optimizer."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Linear(64, 64)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.step()
-
-    @property
-    def state(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer}
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.model(torch.ones(2, 64)).square().sum().backward()
-        self.optimizer.step()
+from tests.small_run import OneLayer
 
 
 @pytest.mark.parametrize(
     "io", [{}, {"io": aiockpt.IO(pool_bytes=1 << 14, slab_bytes=1 << 14, block_bytes=1 << 12, read_bytes=1 << 14)}]
 )
 def test_a_save_every_step_holds_the_weights_of_its_step(tmp_path: Path, io: Any) -> None:
-    ranks = [Rank() for _ in range(3)]
+    ranks = [OneLayer(64) for _ in range(3)]
     weights: list[torch.Tensor] = []
     with Crew(3, tmp_path, snapshot="lazy", **io) as crew:
 
@@ -49,7 +30,7 @@ def test_a_save_every_step_holds_the_weights_of_its_step(tmp_path: Path, io: Any
             ckpt.wait()
 
         crew.on_all(train)
-    fresh = Rank()
+    fresh = OneLayer(64)
     with aiockpt.Checkpointer(tmp_path) as ckpt:
         assert [found.step for found in ckpt.steps().result(30)] == [5, 4, 3, 2, 1, 0]
         for step in range(6):
@@ -58,7 +39,7 @@ def test_a_save_every_step_holds_the_weights_of_its_step(tmp_path: Path, io: Any
 
 
 def test_a_rank_that_skips_lets_the_optimizers_of_the_others_go(tmp_path: Path) -> None:
-    ranks = [Rank() for _ in range(2)]
+    ranks = [OneLayer(64) for _ in range(2)]
     with Crew(2, tmp_path, snapshot="lazy", on_error="warn") as crew:
 
         def train(rank: int, ckpt: aiockpt.Checkpointer) -> BaseException | None:

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.backends.local import LocalBackend
 from aiockpt.errors import ManifestError, NoValidCheckpointError
 from aiockpt.format import merge
 from aiockpt.format.manifest import decode_manifest
-from aiockpt.testing.faults import Fault
+from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.ranks.crew import Crew
 from tests.ranks.test_saving_together import equal, failing_on, loaded, replicated, steps
 
@@ -75,7 +76,9 @@ def test_another_rank_commits_the_same_columns_in_place_of_rank_0(tmp_path: Path
 
 def test_without_its_parts_there_is_no_commit(tmp_path: Path) -> None:
     full = Fault(do="fail", verb="put_new", match="*/p/sizes*", times=None)
-    with Crew(2, lambda rank: failing_on(rank, tmp_path, full)(rank), on_error=lambda future: None) as crew:
+    quick = aiockpt.Deadlines(ranks_s=20, commit_s=20, takeover_s=0.3, close_s=60)
+    backends = [FaultyBackend(LocalBackend(str(tmp_path)), [full]) for _ in range(2)]
+    with Crew(2, backends.__getitem__, deadlines=quick, on_error=lambda future: None) as crew:
         errors = crew.errors(lambda rank, ckpt: ckpt.save(1, replicated(1)).result(30))
     assert all(isinstance(error, aiockpt.CheckpointError) for error in errors)
     assert not list(tmp_path.glob("step-*/MANIFEST*"))

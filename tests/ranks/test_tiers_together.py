@@ -16,6 +16,7 @@ from aiockpt.backends.shm import ShmBackend
 from aiockpt.engine import visibility
 from aiockpt.errors import RankFailedError, StateMismatchError, UsageError
 from aiockpt.testing.faults import Fault, FaultyBackend
+from aiockpt.testing.recording import RecordingBackend
 from tests.ranks.crew import Crew
 from tests.ranks.test_saving_together import equal, loaded, replicated
 
@@ -42,20 +43,12 @@ def test_all_ranks_hear_when_a_step_is_in_each_tier(tmp_path: Path) -> None:
 
 
 def test_every_rank_copies_its_own_files(tmp_path: Path) -> None:
-    created: dict[int, list[str]] = {}
-
-    class Watched(FaultyBackend):
-        def __init__(self, rank: int) -> None:
-            super().__init__(LocalBackend(str(tmp_path / "far")), [])
-            self._created = created.setdefault(rank, [])
-
-        async def create(self, key: str, size: int) -> Any:
-            self._created.append(key.rpartition("/")[2])
-            return await super().create(key, size)
-
-    with Crew(3, lambda rank: [tmp_path / "near", Watched(rank)]) as crew:
+    far = [RecordingBackend(LocalBackend(str(tmp_path / "far"))) for _ in range(3)]
+    with Crew(3, lambda rank: [tmp_path / "near", far[rank]]) as crew:
         crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).committed(f"file://{tmp_path}/far").result(30))
-    assert created == {rank: [f"r{rank:05d}-0000.safetensors"] for rank in range(3)}
+    for rank, backend in enumerate(far):
+        created = [done.key.rpartition("/")[2] for done in backend.operations if done.verb == "create"]
+        assert created == [f"r{rank:05d}-0000.safetensors"]
 
 
 def test_rank_0_copies_what_another_rank_could_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,15 +159,10 @@ def test_a_place_that_not_all_ranks_see_is_refused_on_all_at_once(tmp_path: Path
 
 
 def test_whether_all_ranks_see_a_place_is_asked_once_and_leaves_nothing(tmp_path: Path) -> None:
-    put: list[str] = []
-
-    class Watched(FaultyBackend):
-        async def put(self, key: str, data: bytes) -> None:
-            put.append(key)
-            await super().put(key, data)
-
-    with Crew(3, lambda rank: Watched(LocalBackend(str(tmp_path / "run")), [])) as crew:
+    places = [RecordingBackend(LocalBackend(str(tmp_path / "run"))) for _ in range(3)]
+    with Crew(3, places.__getitem__) as crew:
         for step in (1, 2, 3):
             save_on_all(crew, step, replicated(step))
-    assert len([key for key in put if key.startswith(".seen-")]) == 1
+    done = [one for place in places for one in place.operations]
+    assert len([one for one in done if one.verb == "put" and one.key.startswith(".seen-")]) == 1
     assert not list(tmp_path.glob("run/.seen-*"))

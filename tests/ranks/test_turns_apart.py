@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from itertools import count
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import anyio
@@ -19,6 +18,7 @@ from aiockpt.engine.sharing import Turn
 from aiockpt.errors import ObjectNotFoundError, RankFailedError, SaveCancelledError
 from aiockpt.runtime.world import World
 from aiockpt.testing.faults import Fault, FaultyBackend
+from tests.gates import Gate
 from tests.ranks.crew import QUICK, Crew
 
 pytestmark = pytest.mark.timeout(60)
@@ -220,30 +220,16 @@ def test_a_turn_that_a_rank_never_leaves_does_not_keep_the_notes_of_later_ones(t
     assert max(held[12:]) < max(held[:8]) + 6, held
 
 
-class HoldsTheManifest(FaultyBackend):
-    """A backend on which the commit has been decided and the manifest waits to be written."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(LocalBackend(str(root), world=World()))
-        self.decided, self.go_on = Event(), Event()
-
-    async def put_new(self, key: str, data: bytes) -> None:
-        if "MANIFEST" in key:
-            self.decided.set()
-            await anyio.to_thread.run_sync(self.go_on.wait, 20)
-        await super().put_new(key, data)
-
-
 def test_a_rank_cancelled_after_the_commit_was_decided_alarms_nobody(tmp_path: Path) -> None:
-    holding = HoldsTheManifest(tmp_path)
+    holding = Gate(LocalBackend(str(tmp_path), world=World()), "put_new", "*MANIFEST*")
 
     def save(rank: int, ckpt: aiockpt.Checkpointer) -> str:
         future = ckpt.save(1, state_at(1))
         if rank == 1:
-            assert holding.decided.wait(20)
+            assert holding.reached.wait(20)  # the commit is decided, and the manifest waits to be written
             future.cancel()
             assert isinstance(future.exception(20), SaveCancelledError)
-            holding.go_on.set()
+            holding.open_up()
             return "cancelled"
         return future.result(30).id
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Event
 from typing import Any
 
-import anyio.to_thread
 import pytest
 import torch
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.errors import CommitConflictError, RankFailedError
-from aiockpt.testing.faults import FaultyBackend
+from tests.gates import Gate
 from tests.ranks.crew import Crew
 
 pytestmark = pytest.mark.timeout(60)
@@ -25,40 +23,26 @@ def state_at(value: float) -> dict[str, Any]:
     return {f"w{index}": torch.full((300, 33), float(value + index)) for index in range(3)}
 
 
-class StopsAt(FaultyBackend):
-    """A backend whose process stops in the middle of step 2, until it is told to go on."""
-
-    def __init__(self, root: Path, verb: str) -> None:
-        super().__init__(LocalBackend(str(root)))
-        self._verb = verb
-        self.stopped, self.go_on = Event(), Event()
-
-    async def _stop(self, verb: str, key: str) -> None:
-        if verb == self._verb and "step-00000002/" in key:
-            self.stopped.set()
-            await anyio.to_thread.run_sync(self.go_on.wait, 40)
-
-    async def create(self, key: str, size: int) -> Any:
-        await self._stop("create", key)
-        return await super().create(key, size)
-
-    async def put_new(self, key: str, data: bytes) -> None:
-        await self._stop("manifest" if "MANIFEST" in key else "decision" if "DECISION" in key else "", key)
-        await super().put_new(key, data)
+STOPS: dict[str, tuple[str, str]] = {
+    "create": ("create", "step-00000002/*"),
+    "decision": ("put_new", "step-00000002/*DECISION*"),
+    "manifest": ("put_new", "step-00000002/MANIFEST*"),
+}
 
 
-@pytest.mark.parametrize("verb", ["create", "decision", "manifest"])
+@pytest.mark.parametrize("stop", STOPS)
 def test_ranks_that_were_replaced_in_the_middle_of_a_save_neither_commit_nor_harm_what_was_saved_since(
-    tmp_path: Path, verb: str
+    tmp_path: Path, stop: str
 ) -> None:
-    zombies = [StopsAt(tmp_path, verb) for _ in range(2)]
+    """The processes of the old incarnation stop in the middle of step 2, until they are told to go on."""
+    zombies = [Gate(LocalBackend(str(tmp_path)), *STOPS[stop]) for _ in range(2)]
     with Crew(2, zombies.__getitem__, on_error=lambda future: None) as old, ThreadPoolExecutor(1) as threads:
         saving = threads.submit(old.errors, lambda rank, ckpt: ckpt.save(2, state_at(1)).result(50))
-        assert zombies[0].stopped.wait(20)
+        assert zombies[0].reached.wait(20)
         with Crew(3, tmp_path) as new:
             saved = new.on_all(lambda rank, ckpt: ckpt.save(2, state_at(2)).result(30))
         for zombie in zombies:
-            zombie.go_on.set()
+            zombie.open_up()
         errors = saving.result()
     assert isinstance(errors[0], CommitConflictError), errors
     assert isinstance(errors[1], CommitConflictError | RankFailedError), errors

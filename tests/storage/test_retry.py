@@ -21,7 +21,7 @@ from aiockpt.errors import (
     StorageTransferError,
     UsageError,
 )
-from aiockpt.events import Event, StorageRetried
+from aiockpt.events import StorageRetried
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.retry import Retrying, RetryPolicy
 from aiockpt.testing.faults import Fault, FaultyBackend
@@ -32,6 +32,7 @@ from aiockpt.testing.simulated_objects import ObjectStore
 from aiockpt.testing.simulated_time import run_in_leaps
 from aiockpt.testing.simulation import SimulatedWorld, simulated_world
 from tests.inline_engine import make_engine, run_save, tiny_state
+from tests.watch import Watch
 
 T = TypeVar("T")
 DATA = bytes(range(256)) * 40
@@ -68,6 +69,14 @@ class Failing(MemoryBackend):
     async def stat(self, key: str) -> Any:
         self.asked += 1
         raise self.error
+
+
+class BusyError(StorageThrottledError):
+    """Asks to be left alone for a while, as some places do."""
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__("busy")
+        self.retry_after_s = retry_after_s
 
 
 def failing(error: StorageError, policy: RetryPolicy | None = None) -> tuple[Failing, Retrying, SimulatedWorld]:
@@ -170,10 +179,7 @@ def test_waits_are_drawn_anew_for_each_rank_and_attempt() -> None:
 
 
 def test_the_time_that_a_place_asks_for_is_waited() -> None:
-    class BusyError(StorageThrottledError):
-        retry_after_s = 77.0
-
-    inner, backend, world = failing(BusyError("busy"), RetryPolicy(attempts=3))
+    inner, backend, world = failing(BusyError(77.0), RetryPolicy(attempts=3))
     began_ns = world.clock.now_ns
     with pytest.raises(BusyError):
         run_in_leaps(lambda: backend.stat("a"), world.clock)
@@ -185,10 +191,7 @@ def test_the_time_that_a_place_asks_for_is_waited() -> None:
 
 
 def test_no_attempt_begins_after_the_deadline() -> None:
-    class BusyError(StorageThrottledError):
-        retry_after_s = 40.0
-
-    inner, backend, world = failing(BusyError("busy"), RetryPolicy(deadline_s=100))
+    inner, backend, world = failing(BusyError(40.0), RetryPolicy(deadline_s=100))
     began_ns = world.clock.now_ns
     with pytest.raises(BusyError):
         run_in_leaps(lambda: backend.stat("a"), world.clock)
@@ -617,18 +620,14 @@ def test_a_place_that_refuses_is_not_down(error: StorageError) -> None:
 
 def test_observers_of_a_checkpointer_hear_of_retries() -> None:
     place = Place(Planned(trouble="slow_down", verb="PART"))
-    heard: list[Event] = []
-
-    class Ear:
-        def on_event(self, event: Event) -> None:
-            heard.append(event)
+    watch = Watch()
 
     async def main() -> None:
-        engine = make_engine(place.backend, place.world, (Ear(),))
+        engine = make_engine(place.backend, place.world, (watch,))
         (await run_save(engine, 1, tiny_state(1))).result()
 
     place.run(main)
-    (retried,) = (event for event in heard if isinstance(event, StorageRetried))
+    (retried,) = watch.of(StorageRetried)
     assert (retried.verb, retried.attempt) == ("upload.write", 2)
     assert place.events == [retried]
 

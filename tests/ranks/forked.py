@@ -1,0 +1,61 @@
+"""How do many ranks start soon, as real processes? One process imports torch and all else, and the ranks are its forks.
+
+    python -m tests.ranks.forked MODULE WORLD_SIZE FOLDER
+
+calls ``run_rank(rank, world_size, folder)`` of MODULE in as many processes, and prints how each ended, as JSON. What rank
+n says is in FOLDER/n.log.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_forked(module: str, world_size: int, folder: Path, timeout_s: float) -> list[int | None]:
+    """Run *module* on *world_size* ranks until all have ended; return their exit codes, or None of who had not in time."""
+    command = [sys.executable, "-m", "tests.ranks.forked", module, str(world_size), str(folder)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, start_new_session=True) as parent:
+        try:
+            codes: list[int | None] = json.loads(parent.communicate(timeout=timeout_s)[0] or "null")
+        except subprocess.TimeoutExpired:
+            codes = [None] * world_size
+        finally:
+            if parent.poll() is None:
+                os.killpg(parent.pid, signal.SIGKILL)
+    return codes
+
+
+def _main(module: str, world_size: int, folder: Path) -> None:
+    run_rank: Callable[[int, int, Path], None] = import_module(module).run_rank
+    import_module("torch._dynamo")  # the first optimizer that is made would
+    threads = len(os.listdir("/proc/self/task"))
+    assert threads == 1, f"a process with {threads} threads is not to be forked"
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=_logged, args=(run_rank, rank, world_size, folder)) for rank in range(world_size)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    json.dump([process.exitcode for process in ranks], sys.stdout)
+
+
+def _logged(run_rank: Callable[[int, int, Path], None], rank: int, world_size: int, folder: Path) -> None:
+    with (folder / f"{rank}.log").open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    run_rank(rank, world_size, folder)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
