@@ -43,6 +43,7 @@ from aiockpt.options import (
     Tier,
     WhenFull,
     Worker,
+    asks_what_was_meant,
     check_tiers,
 )
 from aiockpt.runtime.barrier import Mutating, MutationBarrier
@@ -123,6 +124,7 @@ class Checkpointer:
         UsageError: an option or the URL cannot be used; the message says which and what can.
     """
 
+    @asks_what_was_meant
     def __init__(
         self,
         url: Place | Sequence[Tier | Place],
