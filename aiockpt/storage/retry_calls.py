@@ -5,6 +5,7 @@ Guarantees:
 - A call that has not ended by its deadline is cut, and says that its outcome is unknown.
 - No attempt is made that would begin after the deadline, and none after an error that says it is final.
 - Time and jitter come from the world: a test that leaps through time waits for nothing.
+- Whoever has something else to go on with can be told of failures as they come (`told_of_failures`), and give up sooner.
 
 The loop itself is tenacity's.
 """
@@ -13,7 +14,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeVar
 
 import anyio
@@ -32,6 +35,19 @@ T = TypeVar("T")
 Attempt = Callable[[bool], Awaitable[T]]
 """One attempt; it is told whether an earlier one failed, which may have taken effect all the same."""
 OnRetry = Callable[[StorageRetried], object]
+OnFailure = Callable[[StorageError, int], object]
+"""Told of a failure, and of how many the call has had in a row."""
+_on_failure: ContextVar[OnFailure | None] = ContextVar("on_failure", default=None)
+
+
+@contextmanager
+def told_of_failures(on_failure: OnFailure) -> Iterator[None]:
+    """Have *on_failure* told of every failure that is tried again, of calls inside the block and in tasks begun there."""
+    token = _on_failure.set(on_failure)
+    try:
+        yield
+    finally:
+        _on_failure.reset(token)
 
 
 class RetryStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,6 +201,9 @@ class _Course:
         return over
 
     def _tell(self, state: RetryCallState) -> None:
+        on_failure = _on_failure.get()
+        if on_failure is not None and self._last is not None:
+            on_failure(self._last, state.attempt_number)
         self._caller.tell(
             StorageRetried(
                 at_ns=self._caller.clock.monotonic_ns(),
