@@ -31,6 +31,9 @@ from aiockpt.storage.retry_policy import RETRIED, ErrorClass, RetryPolicy, class
 
 logger = logging.getLogger("aiockpt")
 
+QUIET_NS = 1_000_000_000
+"""Between two lines in the log about one place: calls fail by the dozen when a server starts again. Events are for each."""
+
 T = TypeVar("T")
 Attempt = Callable[[bool], Awaitable[T]]
 """One attempt; it is told whether an earlier one failed, which may have taken effect all the same."""
@@ -85,6 +88,9 @@ class Caller:
         self._gave_up = 0
         self._failures: Counter[ErrorClass] = Counter()
         self._longest_ns = 0
+        self._url = url
+        self._logged_ns: int | None = None
+        self._unlogged = 0
 
     async def call(self, verb: str, key: str, attempt: Attempt[T], size_bytes: int = 0) -> T:
         """Make a call, again and again while that may help; return what it returns.
@@ -122,12 +128,24 @@ class Caller:
     def tell(self, event: StorageRetried) -> None:
         """Count a further attempt and tell everybody of it."""
         self._retries += 1
-        logger.info("%s %r failed and is tried again in %.2f s: %s", event.verb, event.key, event.wait_s, event.error)
+        self._log(event)
         for listener in self.listeners:
             try:
                 listener(event)
             except Exception:
                 logger.exception("%r raised when it was told of a retry", listener)
+
+    def _log(self, event: StorageRetried) -> None:
+        """Log a further attempt, at most one in a second; the next line counts those between."""
+        if self._logged_ns is not None and event.at_ns - self._logged_ns < QUIET_NS:
+            self._unlogged += 1
+            return
+        others = f" ({self._unlogged} more failed since the last line)" if self._unlogged else ""
+        self._logged_ns, self._unlogged = event.at_ns, 0
+        what = f"{event.verb} {event.key!r}"
+        logger.info(
+            "%s: %s failed and is tried again in %.2f s: %s%s", self._url, what, event.wait_s, event.error, others
+        )
 
     def statistics(self) -> RetryStatistics:
         return RetryStatistics(
