@@ -341,7 +341,10 @@ class Checkpointer:
         return self._operation("describe", keep.describe, self._engine, _number(step))
 
     def steps(self) -> Future[tuple[StepInfo, ...]]:
-        """List the committed steps, the newest first; damaged ones carry their problem."""
+        """List the committed steps, the newest first; damaged ones carry their problem.
+
+        Retention deletes after a commit, in the background: for a moment there may be more than it keeps.
+        """
         return self._operation("steps", keep.steps, self._engine)
 
     def latest(self) -> Future[int | None]:

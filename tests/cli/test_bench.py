@@ -101,7 +101,7 @@ def test_bench_refuses_a_place_that_is_none(aiockpt_command: Command, url: str, 
 def test_bench_makes_no_folder_that_was_mistyped(aiockpt_command: Command, tmp_path: Path) -> None:
     outcome = aiockpt_command("bench", tmp_path / "none", *QUICK)
     assert outcome.status == 2
-    assert "no such folder" in outcome.err
+    assert "no such folder; make it (mkdir -p)" in " ".join(outcome.err.split())
     assert not (tmp_path / "none").exists()
 
 
