@@ -28,6 +28,7 @@ def test_bench_shows_throughput_latency_checks_and_that_nothing_is_left(
     assert "floor: raw disk, write" in outcome.out
     assert "soak: not measured. not asked for: --soak SECONDS" in outcome.out
     assert "removed all that was below file://" in outcome.err
+    assert "26 points of 0.02 s: some 1 s" in outcome.err
     assert list(tmp_path.iterdir()) == []
 
 
