@@ -43,6 +43,7 @@ from aiockpt.options import (
     Tier,
     WhenFull,
     Worker,
+    asks_what_was_meant,
     check_tiers,
 )
 from aiockpt.runtime.barrier import Mutating, MutationBarrier
@@ -123,6 +124,7 @@ class Checkpointer:
         UsageError: an option or the URL cannot be used; the message says which and what can.
     """
 
+    @asks_what_was_meant
     def __init__(
         self,
         url: Place | Sequence[Tier | Place],
@@ -339,7 +341,10 @@ class Checkpointer:
         return self._operation("describe", keep.describe, self._engine, _number(step))
 
     def steps(self) -> Future[tuple[StepInfo, ...]]:
-        """List the committed steps, the newest first; damaged ones carry their problem."""
+        """List the committed steps, the newest first; damaged ones carry their problem.
+
+        Retention deletes after a commit, in the background: for a moment there may be more than it keeps.
+        """
         return self._operation("steps", keep.steps, self._engine)
 
     def latest(self) -> Future[int | None]:

@@ -26,6 +26,7 @@ from aiockpt.cadence.notices import Notices
 from aiockpt.cadence.schedule import Note, Schedule
 from aiockpt.errors import UsageError
 from aiockpt.events import Event
+from aiockpt.options import asks_what_was_meant
 from aiockpt.runtime.loop import LoopThread
 from aiockpt.runtime.meeting import Meeting
 from aiockpt.runtime.ranks import Ranks, find_ranks
@@ -58,6 +59,7 @@ class Cadence:
         UsageError: an option is not positive.
     """
 
+    @asks_what_was_meant
     def __init__(self, max_overhead: float = 0.03, *, mttf: float | None = None, clock: Clock | None = None) -> None:
         for name, value in (("max_overhead", max_overhead), ("mttf", mttf)):
             if value is not None and not value > 0:

@@ -80,7 +80,7 @@ def run_bench(url: str, plan: Plan, json_to: str | None, plot_to: Path | None, e
     backend = open_backend(url)
     scheme, _, path = backend.url.partition("://")
     if scheme == "file":
-        check_folder(Path(unquote(path)), "name one on the file system to be measured")
+        check_folder(Path(unquote(path)), "make it (mkdir -p), or name one on the file system to be measured")
     report = anyio.run(_measure, backend, plan)
     if plot_to is not None:
         draw(report, plot_to)

@@ -45,7 +45,7 @@ def parse_prefix(prefix: str) -> Path:
     """
     path = split_name(prefix.removesuffix("."))
     if not path:
-        raise UsageError('prefix "": weights need a place in the state; give its key, such as "model"')
+        raise UsageError('prefix "": weights need a place in the state; give its key, as with --prefix model')
     return path
 
 
@@ -81,9 +81,23 @@ def _find_module(manifest: Manifest) -> Path:
     if len(modules) == 1:
         return modules[0]
     if modules:
-        listed = ", ".join(join_name(path) for path in modules)
-        raise UsageError(f"{manifest.id} holds {len(modules)} modules ({listed}): say which with a prefix")
-    raise UsageError(f"{manifest.id} holds no module: say with a prefix which part is the weights ({_tops(manifest)})")
+        names = [join_name(path) for path in modules]
+        raise UsageError(f"{manifest.id} holds {len(modules)} modules ({', '.join(names)}): {_say_which(names[0])}")
+    parts = _parts(manifest, 1)
+    if not parts:
+        raise UsageError(
+            f"{manifest.id} holds no module, and its tensors ({_tops(manifest)}) lie in no part of the state that could be"
+            ' converted: save them below a key, as {"model": …}'
+        )
+    likely = "model" if "model" in parts else parts[0]
+    raise UsageError(
+        f"{manifest.id} holds no module, and which part is the weights is not known: {_say_which(likely)}; its parts with"
+        f" tensors are {', '.join(parts)}"
+    )
+
+
+def _say_which(prefix: str) -> str:
+    return f"say which, as with --prefix {prefix} (in a program prefix={prefix!r})"
 
 
 def _modules(node: Node, path: Path) -> Iterator[Path]:
@@ -122,10 +136,18 @@ def _weight(manifest: Manifest, stored: str, name: str, dtype: str | None) -> We
 
 
 def _nothing_below(manifest: Manifest, prefix: str) -> UsageError:
-    every = {join_name(split_name(name)[:depth]) for name in manifest.tensors for depth in (1, 2)}
-    close = difflib.get_close_matches(prefix, sorted(every), n=3)
-    advice = f"did you mean {', '.join(close)}?" if close else f"there is {_tops(manifest)}"
+    parts = _parts(manifest)
+    close = difflib.get_close_matches(prefix, parts, n=3)
+    advice = (
+        f"did you mean {' or '.join(f'--prefix {part}' for part in close)}?" if close else f"there is {_tops(manifest)}"
+    )
     return UsageError(f"prefix {prefix!r}: {manifest.id} has no tensor below it; {advice}")
+
+
+def _parts(manifest: Manifest, depth: int | None = None) -> list[str]:
+    """Return the parts of the state that have tensors below them, down to *depth*; each is a prefix."""
+    paths = map(split_name, manifest.tensors)
+    return list(dict.fromkeys(join_name(path[:end]) for path in paths for end in range(1, len(path))[:depth]))
 
 
 def _tops(manifest: Manifest) -> str:

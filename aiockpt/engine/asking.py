@@ -1,7 +1,7 @@
 """How are several tiers asked the same thing, so that one that is stalled delays the answer of the others by little?
 
-All at once. When one has answered with something, the rest have a while left; who has not answered by then has nothing to
-say, as one that fails, and both are logged.
+All at once. When one has answered with something, the rest have a while left, and one that refuses every call less
+(`aiockpt.engine.patience`); who has not answered by then has nothing to say, as one that fails, and both are logged.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence, Sized
 from typing import TypeVar
 
-import anyio
-
 from aiockpt.engine.context import Engine
+from aiockpt.engine.patience import Patience
 from aiockpt.errors import CheckpointError
 from aiockpt.runtime.tasks import open_tasks
 
@@ -33,22 +32,26 @@ async def ask_tiers(
     answers: dict[int, A] = {}
     failures: dict[int, CheckpointError] = {}
 
-    async def ask_one(number: int, scope: anyio.CancelScope) -> None:
+    waits = [Patience() for _ in tiers]
+
+    async def ask_one(number: int) -> None:
         try:
-            answers[number] = await ask(tiers[number])
+            with waits[number].waiting():
+                answers[number] = await ask(tiers[number])
         except errors as error:
             logger.warning("%s does not say what it has: %s", tiers[number].backend.url, error)
             failures[number] = error
-        else:
-            if answers[number]:
-                scope.deadline = min(scope.deadline, anyio.current_time() + patience_s)
+        if answers.get(number):
+            for wait in waits:
+                wait.limit(patience_s)
 
-    with anyio.CancelScope() as scope:
-        async with open_tasks() as tasks:
-            for number in range(len(tiers)):
-                tasks.start_soon(ask_one, number, scope)
+    async with open_tasks() as tasks:
+        for number in range(len(tiers)):
+            tasks.start_soon(ask_one, number)
     for number, tier in enumerate(tiers):
         if number not in answers and number not in failures:
-            logger.warning("%s is not waited for: no answer %g s after another tier's", tier.backend.url, patience_s)
+            logger.warning(
+                "%s is not waited for, as another tier has answered: %s", tier.backend.url, waits[number].reason()
+            )
     first = failures[min(failures)] if failures else None
     return [(tiers[number], answers[number]) for number in sorted(answers)], first

@@ -5,6 +5,7 @@ Guarantees:
 - No checkpoint is never taken for none: a tier that cannot be listed raises, unless another one has steps. Then one that is
   stalled is not waited for, either.
 - A commit that a dead job could not finish is finished first.
+- A newer step that somebody has begun and not committed is told of, when one is chosen to be loaded.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import msgspec
 
 from aiockpt.engine.asking import ask_tiers
 from aiockpt.engine.context import Engine
+from aiockpt.engine.under_way import tell_of_newer
 from aiockpt.errors import CheckpointError, CorruptionError, NoValidCheckpointError, StepNotFoundError, StorageError
 from aiockpt.events import RolledForward, StepSkipped
 from aiockpt.format.manifest import Manifest
@@ -31,6 +33,8 @@ COPY_PATIENCE_S = 3.0
 """The same for a copy of one step, which is found by two requests."""
 Skipped = list[tuple[str, str]]
 """(step id, reason) of each step that was not taken."""
+Unfinished = list[tuple[Engine, StepEntry]]
+"""Steps that were begun and not committed, each with its tier."""
 
 
 class Listed(msgspec.Struct, frozen=True):
@@ -47,16 +51,24 @@ class Found(msgspec.Struct, frozen=True):
     manifest: Manifest
 
 
-async def candidates(engine: Engine, step: int | None, skipped: Skipped) -> AsyncIterator[Found]:
+async def candidates(
+    engine: Engine, step: int | None, skipped: Skipped, *, to_load: bool = True
+) -> AsyncIterator[Found]:
     """Yield the copies of *step*, or for None those of all committed steps, the newest first; note what is skipped.
 
     Of one step the nearest copy comes first; of one that was asked for, copies of its weights alone come last.
+
+    Args:
+        to_load: tell of a newer step that is not committed.
 
     Raises:
         StepNotFoundError, ManifestError: of *step*.
         NoValidCheckpointError: the caller wanted more than there are.
     """
-    listed = await committed_steps(engine) if step is None else await find_step(engine, step)
+    unfinished: Unfinished = []
+    listed = await committed_steps(engine, unfinished) if step is None else await find_step(engine, step)
+    if to_load:
+        await tell_of_newer(unfinished, listed[0].entry.step if listed else -1)
     first: CorruptionError | None = None
     weights: list[Found] = []
     for one in listed:
@@ -86,9 +98,20 @@ def note_skipped(engine: Engine, step_id: str, step: int, error: CheckpointError
     engine.emit(StepSkipped(at_ns=engine.now_ns(), step=step, reason=str(error)))
 
 
-async def committed_steps(engine: Engine) -> list[Listed]:
-    """Return the committed steps of all tiers, newest first, after finishing the commits that dead jobs could not."""
-    return await _list_tiers(engine.tiers, _committed)
+async def committed_steps(engine: Engine, unfinished: Unfinished | None = None) -> list[Listed]:
+    """Return the committed steps of all tiers, newest first, after finishing the commits that dead jobs could not.
+
+    Args:
+        unfinished: gets the steps that were begun and not committed.
+    """
+
+    async def look(tier: Engine) -> list[StepEntry]:
+        entries = await _scan_finishing(tier)
+        if unfinished is not None:
+            unfinished.extend((tier, entry) for entry in entries if entry.attempts and not entry.committed)
+        return [entry for entry in entries if entry.committed]
+
+    return await _list_tiers(engine.tiers, look)
 
 
 async def _list_tiers(
@@ -102,12 +125,10 @@ async def _list_tiers(
     return sorted(listed, key=lambda one: one.entry.age_order, reverse=True)  # stable: the nearest stays first
 
 
-async def _committed(engine: Engine) -> list[StepEntry]:
+async def _scan_finishing(engine: Engine) -> list[StepEntry]:
     entries = await scan(engine.backend)
     finished = [manifest for entry in entries for manifest in await finish_commits(engine, entry)]
-    if finished:
-        entries = await scan(engine.backend)
-    return [entry for entry in entries if entry.committed]
+    return await scan(engine.backend) if finished else entries
 
 
 async def finish_commits(engine: Engine, entry: StepEntry) -> list[Manifest]:
@@ -154,7 +175,7 @@ async def find_manifest(engine: Engine, step: int | None) -> Found:
     """
     weights: Found | None = None
     try:
-        async for found in candidates(engine, step, []):
+        async for found in candidates(engine, step, [], to_load=False):
             if not has_weights_only(found.manifest):
                 return found
             weights = weights or found

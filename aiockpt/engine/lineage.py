@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import anyio
 
+from aiockpt.engine.patience import Patience
 from aiockpt.errors import StorageError
 from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.commit import Attempt, begin
@@ -19,8 +20,8 @@ from aiockpt.storage.backend import Backend
 logger = logging.getLogger("aiockpt")
 
 PATIENCE_S = 10.0
-"""How long the first save of a process waits for farther tiers to say how new their steps are. What they hold only matters
-where steps were committed that this process has not loaded."""
+"""How long the first save of a process waits for farther tiers to say how new their steps are, and less for one that
+refuses every call. What they hold only matters where steps were committed that this process has not loaded."""
 
 
 class Lineage:
@@ -76,18 +77,21 @@ class Lineage:
             clocks.extend(entry.head.sequence for entry in await scan(place) if entry.head)
 
         async def look_if_there(place: Backend) -> None:
+            wait = Patience()
+            wait.limit(PATIENCE_S)
             try:
-                await look(place)
+                with wait.waiting():
+                    await look(place)
+                why = wait.reason()
             except StorageError as error:
-                logger.warning("%s does not say what it has, and a new save does not wait for it: %s", place.url, error)
+                why = str(error)
+            if why is not None:
+                logger.warning("%s does not say what it has, and a new save does not wait for it: %s", place.url, why)
 
         nearest, *farther = self.places
-        with anyio.move_on_after(PATIENCE_S) as waiting:
-            async with open_tasks() as tasks:
-                for place in farther:
-                    tasks.start_soon(look_if_there, place)
-        if waiting.cancelled_caught:
-            logger.warning("not every tier said within %g s what it has; a new save does not wait for it", PATIENCE_S)
+        async with open_tasks() as tasks:
+            for place in farther:
+                tasks.start_soon(look_if_there, place)
         await look(nearest)
         return max(clocks)
 

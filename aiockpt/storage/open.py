@@ -5,7 +5,8 @@ Guarantees:
 - A path is never made of a URL that was misread: ``s3:/bucket`` is an error, not a folder named ``s3:``.
 - A backend is imported when its URL is opened, not before. Third parties register theirs by an entry point of the
   group ``aiockpt.backends``: its name is the URL scheme, it loads a factory called as ``factory(url, world=world)``.
-- A scheme that neither we nor an entry point know goes to fsspec, where that is installed and knows it.
+- A scheme that neither we nor an entry point know goes to fsspec, where that is installed and knows it; but for ``http://``,
+  which shows no folder: a load would find nothing where there is a checkpoint.
 - What is opened by its URL and lies beyond this machine's file system is `Retrying`; an instance is returned as it is, so
   a wrapper or a backend of your own can stand wherever a URL can.
 """
@@ -34,6 +35,9 @@ _OURS = {
     "az": ("aiockpt.backends.cloud", "CloudBackend", "cloud"),
 }
 """Backends of ours that need a client library: scheme → module, class, the extra that installs it."""
+
+_WEB = ("http", "https")
+"""What a web server shows can be read file by file, and neither listed nor written."""
 
 
 def open_backend(where: str | os.PathLike[str] | Backend, *, world: World | None = None) -> Backend:
@@ -108,6 +112,8 @@ def _find_factory(scheme: str, url: str) -> Callable[..., Backend]:
     found = {entry.name: entry for entry in entry_points(group=GROUP)}
     if scheme not in found:
         others = _fsspec_schemes()
+        if scheme in _WEB:
+            raise _no_place(scheme, url)
         if scheme in others:
             return _import_fsspec()
         raise _unknown(scheme, url, found, others)
@@ -142,6 +148,13 @@ def _unknown(scheme: str, url: str, registered: Collection[str], others: Collect
     return UsageError(
         f"{url!r}: no backend for {scheme}:// is installed. {hint}There are a path, {known}; {more}. Install a package with"
         f" an entry point {scheme!r} in the group {GROUP!r}, or pass a backend instance"
+    )
+
+
+def _no_place(scheme: str, url: str) -> UsageError:
+    return UsageError(
+        f"{url!r}: what {scheme}:// serves can be neither listed nor written, so no checkpoint can be kept or found there."
+        " Name the place by its own protocol: a path, s3://bucket/run, gs://…, az://…, hdfs://…, sftp://…, or copy it to one"
     )
 
 

@@ -5,6 +5,7 @@ Guarantees:
 - A call that has not ended by its deadline is cut, and says that its outcome is unknown.
 - No attempt is made that would begin after the deadline, and none after an error that says it is final.
 - Time and jitter come from the world: a test that leaps through time waits for nothing.
+- Whoever has something else to go on with can be told of failures as they come (`told_of_failures`), and give up sooner.
 
 The loop itself is tenacity's.
 """
@@ -13,7 +14,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeVar
 
 import anyio
@@ -28,10 +31,26 @@ from aiockpt.storage.retry_policy import RETRIED, ErrorClass, RetryPolicy, class
 
 logger = logging.getLogger("aiockpt")
 
+QUIET_NS = 1_000_000_000
+"""Between two lines in the log about one place: calls fail by the dozen when a server starts again. Events are for each."""
+
 T = TypeVar("T")
 Attempt = Callable[[bool], Awaitable[T]]
 """One attempt; it is told whether an earlier one failed, which may have taken effect all the same."""
 OnRetry = Callable[[StorageRetried], object]
+OnFailure = Callable[[StorageError, int], object]
+"""Told of a failure, and of how many the call has had in a row."""
+_on_failure: ContextVar[OnFailure | None] = ContextVar("on_failure", default=None)
+
+
+@contextmanager
+def told_of_failures(on_failure: OnFailure) -> Iterator[None]:
+    """Have *on_failure* told of every failure that is tried again, of calls inside the block and in tasks begun there."""
+    token = _on_failure.set(on_failure)
+    try:
+        yield
+    finally:
+        _on_failure.reset(token)
 
 
 class RetryStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +88,9 @@ class Caller:
         self._gave_up = 0
         self._failures: Counter[ErrorClass] = Counter()
         self._longest_ns = 0
+        self._url = url
+        self._logged_ns: int | None = None
+        self._unlogged = 0
 
     async def call(self, verb: str, key: str, attempt: Attempt[T], size_bytes: int = 0) -> T:
         """Make a call, again and again while that may help; return what it returns.
@@ -106,12 +128,24 @@ class Caller:
     def tell(self, event: StorageRetried) -> None:
         """Count a further attempt and tell everybody of it."""
         self._retries += 1
-        logger.info("%s %r failed and is tried again in %.2f s: %s", event.verb, event.key, event.wait_s, event.error)
+        self._log(event)
         for listener in self.listeners:
             try:
                 listener(event)
             except Exception:
                 logger.exception("%r raised when it was told of a retry", listener)
+
+    def _log(self, event: StorageRetried) -> None:
+        """Log a further attempt, at most one in a second; the next line counts those between."""
+        if self._logged_ns is not None and event.at_ns - self._logged_ns < QUIET_NS:
+            self._unlogged += 1
+            return
+        others = f" ({self._unlogged} more failed since the last line)" if self._unlogged else ""
+        self._logged_ns, self._unlogged = event.at_ns, 0
+        what = f"{event.verb} {event.key!r}"
+        logger.info(
+            "%s: %s failed and is tried again in %.2f s: %s%s", self._url, what, event.wait_s, event.error, others
+        )
 
     def statistics(self) -> RetryStatistics:
         return RetryStatistics(
@@ -185,6 +219,9 @@ class _Course:
         return over
 
     def _tell(self, state: RetryCallState) -> None:
+        on_failure = _on_failure.get()
+        if on_failure is not None and self._last is not None:
+            on_failure(self._last, state.attempt_number)
         self._caller.tell(
             StorageRetried(
                 at_ns=self._caller.clock.monotonic_ns(),

@@ -35,7 +35,7 @@ async def measure(
     Args:
         world: its clock and random bytes.
         watch: told what begins, point by point.
-        say: told where it is measured, and that it was removed.
+        say: told where it is measured, how long that will take, and that it was removed.
 
     Raises:
         UsageError: the place has no room for the plan.
@@ -45,6 +45,7 @@ async def measure(
     await _check_room(backend, plan)
     traits = backend.traits
     async with own_folder(backend, world.token(6), say) as prefix:
+        say(plan.announce())
         report = Report(
             url=backend.url,
             backend=repr(backend),

@@ -74,6 +74,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         sweeps = 2 * len(self.sizes) + small_operations
         return sweeps * len(self.concurrency) + floors_and_checks + (self.soak_s > 0)
 
+    def announce(self) -> str:
+        """Say how long it will take, as far as that is planned."""
+        whole_s = self.point_count * self.seconds + self.soak_s
+        about = f"{whole_s / 60:.0f} min" if whole_s >= 90 else f"{whole_s:.0f} s"
+        soak = f" and a soak of {self.soak_s:g} s" if self.soak_s else ""
+        return (
+            f"{self.point_count} points of {self.seconds:g} s{soak}: some {about}, longer where the place is slow; fewer"
+            " --sizes and --concurrency, and less --seconds, take less"
+        )
+
 
 def _check_rising(name: str, values: Sequence[int], least: int, most: int | None) -> None:
     """Check that *values* are different, in rising order, and within bounds."""

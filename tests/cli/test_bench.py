@@ -28,6 +28,7 @@ def test_bench_shows_throughput_latency_checks_and_that_nothing_is_left(
     assert "floor: raw disk, write" in outcome.out
     assert "soak: not measured. not asked for: --soak SECONDS" in outcome.out
     assert "removed all that was below file://" in outcome.err
+    assert "26 points of 0.02 s: some 1 s" in outcome.err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -101,7 +102,7 @@ def test_bench_refuses_a_place_that_is_none(aiockpt_command: Command, url: str, 
 def test_bench_makes_no_folder_that_was_mistyped(aiockpt_command: Command, tmp_path: Path) -> None:
     outcome = aiockpt_command("bench", tmp_path / "none", *QUICK)
     assert outcome.status == 2
-    assert "no such folder" in outcome.err
+    assert "no such folder; make it (mkdir -p)" in " ".join(outcome.err.split())
     assert not (tmp_path / "none").exists()
 
 

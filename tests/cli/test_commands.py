@@ -350,6 +350,15 @@ def test_prune_only_shows_until_it_is_told_to_delete(aiockpt_command: Command, r
     assert "kept: 2 steps (300, 200)" in deleted.out
 
 
+def test_prune_takes_a_dry_run_as_other_commands_do(aiockpt_command: Command, root: Path) -> None:
+    plain = aiockpt_command("prune", root, "--last", 1)
+    assert aiockpt_command("prune", root, "--last", 1, "--dry-run") == plain
+    refused = aiockpt_command("prune", root, "--last", 1, "--yes", "-n")
+    assert refused.status == 2
+    assert "--dry-run only shows" in refused.err
+    assert len(list(root.glob("step-*"))) == 3
+
+
 def test_prune_says_of_each_step_that_stays_why(aiockpt_command: Command, root: Path) -> None:
     save(root, [400, 500], load=200)
     shown = aiockpt_command("prune", root, "--last", 2, "--every", 100, "--best", "loss").out

@@ -81,7 +81,7 @@ def test_wrong_calls_say_what_is_right(aiockpt_command: Command, made: Path, mod
         ((tmp_path / "empty", tmp_path / "out"), "neither a committed step nor .safetensors"),
         ((tmp_path / "none", tmp_path / "out"), "no such folder"),
         ((made, tmp_path / "out"), "no module"),
-        ((models, tmp_path / "out", "--prefix", "modell"), "did you mean model"),
+        ((models, tmp_path / "out", "--prefix", "modell"), "did you mean --prefix model"),
         ((models, tmp_path / "out", "--dtype", "int4"), "weights can be rounded to"),
         ((models, tmp_path / "out", "--max-shard-size", "lots"), "no size"),
         ((models, tmp_path / "out", "--tie", "a=b"), "--tie is for weights that become a step"),

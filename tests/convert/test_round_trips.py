@@ -180,12 +180,17 @@ def test_the_one_module_is_found_and_of_several_one_must_be_said(tmp_path: Path)
         ckpt.save(1, state).result(DEADLINE_S)
         ckpt.save(2, {"nets": {"critic": Tied(2)}}).result(DEADLINE_S)
         ckpt.save(3, {"w": torch.ones(3)}).result(DEADLINE_S)
-    with pytest.raises(UsageError, match=r"2 modules \(nets.generator, nets.critic\)"):
+        ckpt.save(4, {"optimizer": {"m": torch.ones(3)}, "model": {"w": torch.ones(3)}}).result(DEADLINE_S)
+    with pytest.raises(UsageError, match=r"2 modules \(nets.generator, nets.critic\).*--prefix nets.generator"):
         export(tmp_path / "run", tmp_path / "out", step=1)
-    with pytest.raises(UsageError, match=r"did you mean nets\.critic"):
+    with pytest.raises(UsageError, match=r"did you mean --prefix nets\.critic"):
         export(tmp_path / "run", tmp_path / "out", step=1, prefix="nets.crtic")
-    with pytest.raises(UsageError, match=r"no module.*which part.*w"):
+    with pytest.raises(UsageError, match=r"did you mean --prefix nets\.critic\.embed or"):
+        export(tmp_path / "run", tmp_path / "out", step=2, prefix="nets.critic.embed.weight")
+    with pytest.raises(UsageError, match=r"no module, and its tensors \(w\) lie in no part.*save them below a key"):
         export(tmp_path / "run", tmp_path / "out", step=3)
+    with pytest.raises(UsageError, match=r"no module.*--prefix model \(.*prefix='model'\).*are optimizer, model$"):
+        export(tmp_path / "run", tmp_path / "out", step=4)
     assert export(tmp_path / "run", tmp_path / "one", step=1, prefix="nets.critic").prefix == "nets.critic"
     assert export(tmp_path / "run", tmp_path / "two", step=2).prefix == "nets.critic"
     assert all_same(load_folder(tmp_path / "one"), load_folder(tmp_path / "two"))

@@ -116,6 +116,8 @@ def test_the_world_is_handed_on() -> None:
         ("file://host/run", "three slashes"),
         ("file://run", "three slashes"),
         ("nosuch://x", "file://, .*memory://.*entry point 'nosuch'"),
+        ("http://host/run", "http:// serves can be neither listed nor written.*s3://bucket/run"),
+        ("HTTPS://host/run", "https:// serves.*sftp://"),
         (7, "int is neither"),
         (None, "NoneType is neither"),
     ],
@@ -160,6 +162,13 @@ def test_a_package_that_cannot_be_imported_says_so(monkeypatch: pytest.MonkeyPat
 def test_built_in_schemes_cannot_be_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "entry_points", registered(EntryPoint("memory", "no_such:make", "aiockpt.backends")))
     assert isinstance(open_backend("memory://x"), MemoryBackend)
+
+
+def test_a_package_may_bring_what_lists_and_writes_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = EntryPoint("http", f"{__name__}:make_backend", "aiockpt.backends")
+    monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or sys.modules[make_backend.__module__])
+    monkeypatch.setattr(opening, "entry_points", registered(entry))
+    assert open_backend("http://place").url == "memory://http-place"
 
 
 def test_importing_it_imports_no_backend_and_no_retry() -> None:

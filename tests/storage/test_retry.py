@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -642,6 +643,27 @@ def test_a_listener_that_raises_harms_no_call(caplog: pytest.LogCaptureFixture) 
     place.run(lambda: place.backend.put("a", b""))
     assert len(place.events) == 2
     assert "mine" in caplog.text
+
+
+def test_calls_that_fail_together_are_one_line_in_a_second_and_an_event_each(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "aiockpt")
+    place = Place(Planned(trouble="internal_error", verb="PUT", times=200))
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            for number in range(8):
+                tasks.start_soon(place.backend.put, f"k{number}", b"")
+
+    with pytest.raises(ExceptionGroup):
+        place.run(main)
+    lines = [line for line in caplog.messages if "tried again" in line]
+    seconds = (place.events[-1].at_ns - place.events[0].at_ns) / 1e9
+    assert len(place.events) > 40
+    assert 2 <= len(lines) <= seconds + 1
+    assert all(line.startswith(place.backend.url) for line in lines)
+    unsaid = [int(found[1]) for line in lines if (found := re.search(r"\((\d+) more failed", line))]
+    assert unsaid
+    assert len(lines) + sum(unsaid) <= len(place.events)
 
 
 def test_a_policy_without_an_attempt_or_a_deadline_is_refused() -> None:

@@ -66,7 +66,8 @@ async def test_nothing_is_left_of_a_run_on_a_disk_not_even_a_folder(tmp_path: Pa
     said: list[str] = []
     report = await measure(LocalBackend(tmp_path), plan, say=said.append)
     assert left_in(tmp_path) == []
-    assert [report.prefix in line for line in said] == [True, True]
+    assert [report.prefix in line for line in said] == [True, False, True]
+    assert said[1].startswith(f"{plan.point_count} points of {plan.seconds:g} s: some 1 s")
     assert any(floor.name.startswith("raw disk, write") for floor in report.floors)
 
 

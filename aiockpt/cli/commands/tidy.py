@@ -24,6 +24,7 @@ def prune(
     mode: Annotated[Literal["min", "max"], typer.Option(help="Which values of --best are good.")] = "min",
     grace_hours: Annotated[float, typer.Option(min=0, help="Age at which an uncommitted attempt is garbage.")] = 24.0,
     delete: Annotated[bool, typer.Option("--yes", "-y", help="Really delete; without it only show.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only show; so it is without --yes, too.")] = False,
     as_json: Json = False,
 ) -> None:
     """Delete the steps that no rule keeps, and what dead saves left. Only shows what it would do, unless --yes."""
@@ -32,6 +33,8 @@ def prune(
     from aiockpt.cli.survey import check_metric, measure, survey
     from aiockpt.options import Best, Retention
 
+    if delete and dry_run:
+        raise UsageError("--yes deletes and --dry-run only shows: give one of them")
     if last is None and (every or best):
         raise UsageError("--every and --best keep steps besides the newest: give --last N too")
     backend = open_place(root)

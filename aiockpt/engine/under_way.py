@@ -1,0 +1,71 @@
+"""Is a newer step being written while another one is loaded? What a load says of it, as nobody else would.
+
+A writer process outlives its trainer, and the next trainer may look before it is done. From the storage alone that cannot
+be told from a save whose job died, so what is known is said: the votes, and when something was last written.
+
+Guarantees: nothing is decided here, no writer is waited for, and no load fails of it. What an object store does not show
+(an upload that is not complete) is not seen.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import anyio
+
+from aiockpt.engine.context import Engine
+from aiockpt.errors import CheckpointError
+from aiockpt.format.names import attempt_folder
+from aiockpt.pipeline.discover import StepEntry
+from aiockpt.pipeline.votes import read_receipts
+from aiockpt.storage.transfer import walk
+
+logger = logging.getLogger("aiockpt")
+
+LOOK_S = 3.0
+"""How long a load may be held up by that."""
+LIVELY_S = 60.0
+"""Who has written something so lately may be at work still: worth a warning."""
+
+
+async def tell_of_newer(unfinished: Sequence[tuple[Engine, StepEntry]], newest: int) -> None:
+    """Log what there is of the newest step above *newest* that was begun and not committed.
+
+    Args:
+        unfinished: steps without a manifest, and the tiers that they are in.
+        newest: the number of the newest committed step; −1 where there is none.
+    """
+    newer = [(engine, entry) for engine, entry in unfinished if entry.step > newest]
+    if not newer:
+        return
+    engine, entry = max(newer, key=lambda one: one[1].step)
+    with anyio.move_on_after(LOOK_S):
+        for attempt in entry.attempts:
+            if attempt in engine.busy_attempts:
+                continue
+            try:
+                await _tell(engine, entry.id, attempt)
+            except CheckpointError as error:
+                logger.info("%s in %s was begun and not committed: %s", entry.id, engine.backend.url, error)
+
+
+async def _tell(engine: Engine, step_id: str, attempt: str) -> None:
+    """Log one attempt: a warning where its writer may live."""
+    written_ns = [stat.modified_ns async for stat in walk(engine.backend, attempt_folder(step_id, attempt))]
+    if not written_ns:
+        return
+    votes = await read_receipts(engine.backend, step_id, attempt)
+    ranks = next((vote.world_size for vote in votes.values()), None)
+    said = "no rank has voted yet" if ranks is None else f"{len(votes)} of {ranks} ranks have voted"
+    ago_s = max(0.0, (engine.world.clock.time_ns() - max(written_ns)) / 1e9)
+    logger.log(
+        logging.WARNING if ago_s < LIVELY_S else logging.INFO,
+        "%s in %s was begun and is not committed, so it is not loaded: %s, last written %.0f s ago (attempt %s). Its job has"
+        " died, or a writer of it is still at work (a process with `-m aiockpt.worker`): then wait for it, and load again",
+        step_id,
+        engine.backend.url,
+        said,
+        ago_s,
+        attempt,
+    )

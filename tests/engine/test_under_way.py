@@ -1,0 +1,124 @@
+"""Does a load say that a newer step is being written, or was begun by a job that died?"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.backends.local import LocalBackend
+from aiockpt.testing.faults import Fault, FaultyBackend
+from tests.ranks.crew import Crew
+from tests.small_run import SMALL
+
+pytestmark = pytest.mark.timeout(60)
+STATE = {"x": torch.zeros(5000)}
+VOTE = Fault(do="hang", verb="put_new", match="step-00000002/*/r00000.json")
+
+
+def save(root: Path, step: int) -> None:
+    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+        ckpt.save(step, STATE).result(30)
+
+
+@contextmanager
+def writing(root: Path) -> Iterator[aiockpt.Checkpointer]:
+    """Save step 2 up to the vote, and no further, for the length of the block."""
+    held = FaultyBackend(LocalBackend(str(root)), [VOTE])
+    with aiockpt.Checkpointer(held, io=SMALL, on_error="warn") as ckpt:
+        future = ckpt.save(2, STATE)
+        end_s = time.monotonic() + 30
+        while not held.schedule.fired:
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+        try:
+            yield ckpt
+        finally:
+            future.cancel()
+
+
+def loaded(place: object) -> int | None:
+    with aiockpt.Checkpointer(place, io=SMALL) as ckpt:  # type: ignore[arg-type]
+        found = ckpt.load(STATE).result(30)
+        return None if found is None else found.step
+
+
+def told(caplog: pytest.LogCaptureFixture, level: int = logging.WARNING) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "was begun" in r.getMessage() and r.levelno == level]
+
+
+def test_a_newer_step_that_is_being_written_is_told_of_and_not_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1)
+    with writing(tmp_path):
+        assert loaded(tmp_path) == 1
+    (line,) = told(caplog)
+    assert line.startswith(f"step-00000002 in file://{tmp_path} was begun and is not committed")
+    assert "no rank has voted yet, last written 0 s ago" in line
+
+
+def test_it_is_told_also_where_there_is_no_other_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with writing(tmp_path):
+        assert loaded(tmp_path) is None
+    assert len(told(caplog)) == 1
+
+
+def test_a_job_that_died_long_ago_is_told_of_quietly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "aiockpt")
+    save(tmp_path, 1)
+    with writing(tmp_path):
+        for path in tmp_path.glob("step-00000002/**/*.safetensors"):
+            os.utime(path, (time.time() - 5000, time.time() - 5000))
+        assert loaded(tmp_path) == 1
+    assert told(caplog) == []
+    (line,) = told(caplog, logging.INFO)
+    assert "last written 5000 s ago" in line
+
+
+def test_the_votes_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Crew(2, tmp_path) as crew:
+        crew.on_all(lambda rank, ckpt: ckpt.save(2, {"x": torch.arange(5000)}).result(30))
+    (folder,) = tmp_path.glob("step-*")
+    for gone in ("MANIFEST-1.json", "a-*/DECISION.json", "a-*/r/r00001.json"):
+        (path,) = folder.glob(gone)
+        path.unlink()
+    assert loaded(tmp_path) is None
+    (line,) = told(caplog)
+    assert "1 of 2 ranks have voted" in line
+
+
+def test_neither_a_save_of_its_own_nor_an_older_step_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "aiockpt")
+    save(tmp_path, 1)
+    with writing(tmp_path) as ckpt:
+        found = ckpt.load(STATE).result(30)
+        assert found is not None
+        assert found.step == 1
+        save(tmp_path, 3)
+        assert loaded(tmp_path) == 3
+    assert told(caplog) == told(caplog, logging.INFO) == []
+
+
+def test_who_only_looks_is_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 1)
+    with writing(tmp_path), aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        ckpt.verify().result(30)
+        ckpt.steps().result(30)
+    assert told(caplog) == []
+
+
+def test_no_load_fails_of_it(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with writing(tmp_path):
+        trouble = Fault(do="fail", verb="list", match="step-00000002/a-*", times=None)
+        assert loaded(FaultyBackend(LocalBackend(str(tmp_path)), [trouble])) == 1
