@@ -34,6 +34,8 @@ help:
 	@echo "make bench   SIZE=1GiB REPEAT=5: measure against peers, write benchmarks/results/ and the table"
 	@echo "make campaign KIND=power-cuts COUNT=10000: ask one question of the contract that often (tests/campaigns/README.md)"
 	@echo "make clean   remove the virtual environment and all caches"
+	@echo "TORCH_INDEX=URL with any of them: where to get torch from; for a build without CUDA the address that the"
+	@echo "             \"Get started\" page of PyTorch shows for Pip and CPU.   PYTHON=python3.12: the interpreter"
 
 demo: $(BIN)/.installed
 	$(BIN)/aiockpt demo $(ARGS)

@@ -31,6 +31,7 @@ from aiockpt.engine.sharing import WARM_UP
 from aiockpt.engine.tiers import Tiers
 from aiockpt.errors import BackgroundSaveError, SaveCancelledError, UsageError
 from aiockpt.events import BarrierWaited, Companion, Observer
+from aiockpt.keywords import asks_what_was_meant
 from aiockpt.options import (
     IO,
     Deadlines,
@@ -43,7 +44,6 @@ from aiockpt.options import (
     Tier,
     WhenFull,
     Worker,
-    asks_what_was_meant,
     check_tiers,
 )
 from aiockpt.runtime.barrier import Mutating, MutationBarrier

@@ -5,17 +5,15 @@ The one reader of environment variables is here too (`launched_world_size`).
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
-from functools import wraps
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
 from aiockpt.errors import UsageError
 from aiockpt.format.checksum import BLOCK_BYTES
+from aiockpt.keywords import AsksWhatWasMeant
 
 if TYPE_CHECKING:
     from aiockpt.runtime.future import SaveFuture
@@ -49,44 +47,7 @@ OnError = Literal["raise", "warn"] | Callable[["SaveFuture"], object]
 """A background save failed: raise at the next call (default), warn, or call this with its future."""
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def check_keywords(what: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise UsageError when a keyword of the call *what* is none of the *known* ones; say which may be meant."""
-    known = [name for name in known if name != "self"]
-    for name in given:
-        if name not in known:
-            near = get_close_matches(name, known, 1)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            raise UsageError(f"{what}({name}=…): there is no such option.{hint} There are {', '.join(known)}")
-
-
-def asks_what_was_meant(init: Callable[P, R]) -> Callable[P, R]:
-    """Have an ``__init__`` with many keywords answer a misspelt one as `check_keywords` does."""
-    what = init.__qualname__.partition(".")[0]
-    known = tuple(inspect.signature(init).parameters)
-
-    @wraps(init)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        check_keywords(what, kwargs, known)
-        return init(*args, **kwargs)
-
-    return checked
-
-
-class _Asking(msgspec.StructMeta):
-    """Makes structs whose constructors do the same (those of msgspec are no ``__init__`` that could be wrapped)."""
-
-    if not TYPE_CHECKING:  # type checkers know the fields; this signature would hide them
-
-        def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  of a metaclass
-            check_keywords(cls.__name__, kwargs, cls.__struct_fields__)
-            return super().__call__(*args, **kwargs)
-
-
-class Best(msgspec.Struct, frozen=True, metaclass=_Asking):
+class Best(msgspec.Struct, frozen=True, metaclass=AsksWhatWasMeant):
     """Keep the *count* steps with the best *metric*, as passed to ``save(…, metrics={metric: value})``."""
 
     metric: str
@@ -94,7 +55,7 @@ class Best(msgspec.Struct, frozen=True, metaclass=_Asking):
     mode: Literal["min", "max"] = "min"
 
 
-class Retention(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Asking):
+class Retention(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):
     """What to keep. A step is kept when any rule names it; the newest committed and newest verified always are.
 
     Attributes:
@@ -124,7 +85,7 @@ TierError = Literal["warn", "raise"] | Callable[[BaseException], object]
 """A step did not reach a tier: log it (default), raise at the next call, or call this with the error."""
 
 
-class Tier(msgspec.Struct, frozen=True, metaclass=_Asking):
+class Tier(msgspec.Struct, frozen=True, metaclass=AsksWhatWasMeant):
     """One of several places for checkpoints; give them in order, the nearest first: ``[Tier("shm://"), Tier("/local"), …]``.
 
     A save is written to the first tier, and from there copied to the others in the background, never from the GPU again.
@@ -193,7 +154,7 @@ def check_tiers(tiers: Sequence[Tier]) -> None:
             )
 
 
-class IO(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Asking):
+class IO(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):
     """How bytes move. The defaults are measured (benchmarks/README.md); few runs need others.
 
     Attributes:
@@ -236,7 +197,7 @@ class IO(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Asking):
             raise UsageError(f"IO(nice={self.nice}): give 0 to 19")
 
 
-class Deadlines(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Asking):
+class Deadlines(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):
     """Seconds before a wait gives up and says what it waited for. None of them stops a transfer that moves.
 
     Attributes:

@@ -26,7 +26,7 @@ from aiockpt.cadence.notices import Notices
 from aiockpt.cadence.schedule import Note, Schedule
 from aiockpt.errors import UsageError
 from aiockpt.events import Event
-from aiockpt.options import asks_what_was_meant
+from aiockpt.keywords import asks_what_was_meant
 from aiockpt.runtime.loop import LoopThread
 from aiockpt.runtime.meeting import Meeting
 from aiockpt.runtime.ranks import Ranks, find_ranks
