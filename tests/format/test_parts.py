@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from aiockpt.errors import CommitError, ManifestError
 from aiockpt.format import manifest as manifest_module
-from aiockpt.format import merge, parts, validate
+from aiockpt.format import merge, merge_parts, parts, validate
 from aiockpt.format.check_parts import tiles_all, volume_of
 from aiockpt.format.checksum import ALGORITHM, digest128
 from aiockpt.format.manifest import (
@@ -41,8 +41,9 @@ WHERE = ("step-00001000", 2)
 
 @pytest.fixture(autouse=True)
 def columns_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let one piece be many: every manifest has a table, and every tensor's rows are looked at as arrays."""
+    """Let one piece be many, and two votes: every manifest has a table, and tensors' rows are looked at as arrays."""
     monkeypatch.setattr(merge, "MAX_PIECES", 0)
+    monkeypatch.setattr(merge_parts, "VOTES_AT_ONCE", 2)
     monkeypatch.setattr(validate, "_FEW_ROWS", 0)
 
 
@@ -122,6 +123,24 @@ def test_a_piece_that_two_ranks_hold_is_taken_from_the_lowest() -> None:
     votes[3] = replace(votes[3], tensors={**votes[3].tensors, "scalar": copy, "matrix": double})
     assert list(merged(votes).tensors["scalar"].pieces) == [Piece(0, 4157, 4165, (), ())]
     assert list(merged(votes).tensors["matrix"].pieces) == list(plainly(votes).tensors["matrix"].pieces)
+
+
+def test_one_number_above_four_bytes_widens_its_column_and_loses_none() -> None:
+    votes = grid()
+    far = 2**32 + 4096
+    vector = votes[4].tensors["vector"]
+    piece = replace(vector.pieces[0], start=far, end=far + 1)
+    votes[4] = replace(
+        votes[4],
+        tensors={**votes[4].tensors, "vector": replace(vector, pieces=(piece,))},
+    )
+    found = merge_parts.make_table(votes, *_described(votes))
+    assert [piece.start for piece in found["vector"].pieces] == [4156, 4156, 4156, 4156, far, 4156]
+
+
+def _described(votes: list[Receipt]) -> tuple[Any, Any, Any]:
+    described = merge._Described(votes)
+    return described.entries, described.alike, described.check
 
 
 def test_columns_that_turn_out_to_be_few_become_a_plain_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
