@@ -303,11 +303,9 @@ class Rung:
             await self._wait_for_files(cargo)
             copied = await self._copy_all(cargo, pace)
         except CheckpointError as error:
-            with suppress(StoreLostError):
-                await self._tell_ranks(climb, Arrived(failure=f"{type(error).__name__}: {error}"))
+            await self._tell_ranks(climb, Arrived(failure=f"{type(error).__name__}: {error}"))
             raise
-        with suppress(StoreLostError):  # it is there all the same
-            await self._tell_ranks(climb, Arrived(copied.manifest.generation))
+        await self._tell_ranks(climb, Arrived(copied.manifest.generation))
         return copied
 
     async def _hear(self, climb: Climb) -> StepCopy:
@@ -331,16 +329,17 @@ class Rung:
         return await hear_or_find(engine, what, hear, find, patience_s=PATIENCE_S, deadline_s=self.tier.deadline)
 
     async def _tell_ranks(self, climb: Climb, note: Arrived) -> None:
-        """Leave rank 0's note, and remove those that nobody waits for any more."""
+        """Leave rank 0's note, and remove those that nobody waits for any more. What is there is there without it."""
         sharing = self.engine.sharing
         if sharing is None or sharing.meeting.rank != 0 or climb.alone:
             return
         key = self._note(climb.result.id, climb.attempt)
-        await sharing.meeting.post(key, note)
         if key not in self._notes:
             self._notes.append(key)
-        while len(self._notes) > 2 * (MOST_WAITING + 1):
-            await sharing.meeting.forget([self._notes.pop(0)])
+        with suppress(StoreLostError):
+            await sharing.meeting.post(key, note)
+            while len(self._notes) > 2 * (MOST_WAITING + 1):
+                await sharing.meeting.forget([self._notes.pop(0)])
 
     async def tell_lost(self, step_id: str, attempt: str, error: Exception) -> None:
         """Have the other ranks not wait for a copy that rank 0's writer process took with it; the next one makes it."""
@@ -376,8 +375,7 @@ class Rung:
             failed = SaveFuture(left.climb.step)
             failed._fail(error)
             engine.failed.append(failed)
-        with suppress(StoreLostError):
-            await self._tell_ranks(left.climb, Arrived(failure=str(error), final=True))
+        await self._tell_ranks(left.climb, Arrived(failure=str(error), final=True))
 
     def _call(self, on_error: Callable[[BaseException], object], error: Exception) -> None:
         try:

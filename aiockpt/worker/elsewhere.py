@@ -219,11 +219,12 @@ class Elsewhere:
         connection.lose()
         for number in list(connection.lent):
             connection.take_back(number, self._engine.pool)
-        lost = {number: errand for number, errand in self._errands.items() if errand.connection is connection}
-        copies = [(errand, errand.unsettled) for errand in lost.values()]
-        for number, errand in lost.items():
-            errand.fail(connection.death())
-            del self._errands[number]
+        copies = []
+        for number, errand in list(self._errands.items()):
+            if errand.connection is connection:
+                copies.append((errand, errand.unsettled))
+                errand.fail(connection.death())
+                del self._errands[number]
         process.close()
         connection.buried._resolve(None)
         for errand, tiers in copies:
