@@ -108,8 +108,9 @@ class Checkpointer:
             then on, ``"skip"``, or ``"raise"``.
         on_error: a failed background save is raised by the next call (``"raise"``), warned of, or given to a callable.
         worker: what writes: a ``"thread"`` of this process, or a ``"process"`` of its own, which finishes every save that is
-            ``snapshotted`` although this one is killed in the next instant. For a single rank on Linux, and places that
-            are given by URL. Loading, listing and verifying stay here.
+            ``snapshotted`` although this one is killed in the next instant; of several ranks each has one, and a save that
+            is ``snapshotted`` on all of them is finished although all are killed. For Linux, and places that are given by
+            URL. Loading, listing and verifying stay here.
         io: how bytes move: pool, block and slab sizes, verification.
         deadlines: when a wait gives up.
         observers: who is told of events (`aiockpt.events`), on the loop thread; a ``Companion`` has a task there too.
@@ -172,7 +173,7 @@ class Checkpointer:
         tiers = _as_tiers(url, retention)
         backends = [open_backend(tier.url, world=world or World()) for tier in tiers]
         if worker == "process":
-            check_worker(tiers, backends, ranks, world)
+            check_worker(tiers, backends, world)
         world = world or World()
         memory = SharedMemory() if worker == "process" else None
         self._loop = LoopThread("aiockpt", on_exit=self._drain_at_exit)

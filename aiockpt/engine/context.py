@@ -187,6 +187,11 @@ class Engine:
         return Cuda()
 
     @property
+    def outlives_store(self) -> bool:
+        """Whether saves go on here when the store where ranks meet is lost, as those of a writer process do."""
+        return self.sharing is not None and self.sharing.meeting.relayed
+
+    @property
     def being_read(self) -> frozenset[str]:
         """The ids of steps that this process is reading."""
         return frozenset(self._reading)

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-import anyio
-
 from aiockpt.errors import RankTimeoutError
 from aiockpt.format.manifest import Receipt
 from aiockpt.pipeline.votes import gather
@@ -42,16 +40,16 @@ async def count_vote(meeting: Meeting, key: str, backend: Backend, own: Receipt)
 
 
 async def wait_likely(meeting: Meeting, key: str, patience_s: float) -> None:
-    """Wait until all ranks have counted their votes, *patience_s* seconds at most."""
+    """Wait until all ranks have counted their votes, *patience_s* seconds at most.
+
+    Raises:
+        StoreLostError: nobody counts any more.
+    """
     if group_of(meeting.rank, meeting.world_size) is None:
         await meeting.wait_all_arrived(key, patience_s)
         return
-    try:
+    with suppress(RankTimeoutError):
         await meeting.wait(_all_key(key), bool, patience_s, key)
-    except RankTimeoutError:
-        pass
-    except StoreLostError:
-        await anyio.sleep(patience_s)
 
 
 def takes_over(rank: int, world_size: int) -> bool:

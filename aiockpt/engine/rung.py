@@ -7,6 +7,8 @@ Guarantees:
 - The first save of a process also brings what an earlier one could not: the newest step that only nearer tiers have.
 - A step that waits is not deleted from where it will be read.
 - Every rank copies the files it wrote; rank 0 copies what the others leave, and commits (`aiockpt.pipeline.copy`).
+- A store that is lost, with a trainer whose writer process goes on, ends no copy: rank 0 needs no note, and the others look
+  for what it commits.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import msgspec
 from aiockpt.engine import keep
 from aiockpt.engine.context import Engine
 from aiockpt.engine.leftover import find_leftover
+from aiockpt.engine.traces import hear_or_find
 from aiockpt.engine.visibility import Visibility
 from aiockpt.errors import (
     CheckpointError,
@@ -37,7 +40,7 @@ from aiockpt.format.manifest import FileEntry
 from aiockpt.options import Tier
 from aiockpt.pipeline.content import Cargo, load_cargo
 from aiockpt.pipeline.copy import Windows, copied_files, copy_files, copy_step
-from aiockpt.pipeline.discover import StepCopy, read_manifest
+from aiockpt.pipeline.discover import StepCopy, find_copy, read_manifest
 from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
 from aiockpt.runtime.limits import Pace
 from aiockpt.runtime.meeting import StoreLostError
@@ -306,31 +309,46 @@ class Rung:
         return copied
 
     async def _hear(self, climb: Climb) -> StepCopy:
-        """Wait for rank 0 to commit."""
+        """Wait for rank 0 to commit: for its note, or for what it commits."""
         engine = self.engine
         assert engine.sharing is not None
-        what = f"step {climb.step} in {self.url}"
-        note = await engine.sharing.meeting.wait(self._note(climb), Arrived, self.tier.deadline, what)
-        if note.final:
-            raise SaveSkippedError(f"{self.url}: rank 0 gave step {climb.step} up: {note.failure}")
-        if note.failure is not None:
-            raise RankFailedError(f"{self.url}: rank 0 could not commit step {climb.step}: {note.failure}", [0])
-        return StepCopy(engine.backend, await read_manifest(engine.backend, climb.result.id, note.generation))
+        meeting, what = engine.sharing.meeting, f"step {climb.step} in {self.url}"
+
+        async def hear(seconds: float) -> StepCopy:
+            note = await meeting.wait(self._note(climb.result.id, climb.attempt), Arrived, seconds, what)
+            if note.final:
+                raise SaveSkippedError(f"{self.url}: rank 0 gave step {climb.step} up: {note.failure}")
+            if note.failure is not None:
+                raise RankFailedError(f"{self.url}: rank 0 could not commit step {climb.step}: {note.failure}", [0])
+            return StepCopy(engine.backend, await read_manifest(engine.backend, climb.result.id, note.generation))
+
+        async def find(lost: bool) -> StepCopy | None:
+            manifest = await find_copy(engine.backend, climb.result.id, climb.attempt)
+            return None if manifest is None else StepCopy(engine.backend, manifest)
+
+        return await hear_or_find(engine, what, hear, find, patience_s=PATIENCE_S, deadline_s=self.tier.deadline)
 
     async def _tell_ranks(self, climb: Climb, note: Arrived) -> None:
-        """Leave rank 0's note, and remove those that nobody waits for any more."""
+        """Leave rank 0's note, and remove those that nobody waits for any more. What is there is there without it."""
         sharing = self.engine.sharing
         if sharing is None or sharing.meeting.rank != 0 or climb.alone:
             return
-        key = self._note(climb)
-        await sharing.meeting.post(key, note)
+        key = self._note(climb.result.id, climb.attempt)
         if key not in self._notes:
             self._notes.append(key)
-        while len(self._notes) > 2 * (MOST_WAITING + 1):
-            await sharing.meeting.forget([self._notes.pop(0)])
+        with suppress(StoreLostError):
+            await sharing.meeting.post(key, note)
+            while len(self._notes) > 2 * (MOST_WAITING + 1):
+                await sharing.meeting.forget([self._notes.pop(0)])
 
-    def _note(self, climb: Climb) -> str:
-        return f"tier/{self.number}/{climb.result.id}/{climb.attempt}"
+    async def tell_lost(self, step_id: str, attempt: str, error: Exception) -> None:
+        """Have the other ranks not wait for a copy that rank 0's writer process took with it; the next one makes it."""
+        assert self.engine.sharing is not None
+        note = Arrived(failure=str(error), final=True)
+        await self.engine.sharing.meeting.post(self._note(step_id, attempt), note)
+
+    def _note(self, step_id: str, attempt: str) -> str:
+        return f"tier/{self.number}/{step_id}/{attempt}"
 
     async def _copy_all(self, cargo: Cargo, pace: Pace) -> StepCopy:
         engine = self.engine
@@ -357,8 +375,7 @@ class Rung:
             failed = SaveFuture(left.climb.step)
             failed._fail(error)
             engine.failed.append(failed)
-        with suppress(StoreLostError):
-            await self._tell_ranks(left.climb, Arrived(failure=str(error), final=True))
+        await self._tell_ranks(left.climb, Arrived(failure=str(error), final=True))
 
     def _call(self, on_error: Callable[[BaseException], object], error: Exception) -> None:
         try:

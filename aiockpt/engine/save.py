@@ -58,13 +58,24 @@ def emit_start(engine: Engine, ticket: Ticket) -> None:
 async def begin(engine: Engine, ticket: Ticket, nonce: str) -> Attempt | SaveResult:
     """Return a new attempt of the name *nonce*, or what is there already, where the policy leaves it as it is."""
     entry = await look_at(engine.backend, step_id(ticket.step))
-    existing = await _find_existing(engine, entry)
+    existing = await _existing(engine, entry)
     if existing is not None:
-        size = sum(file.size for file in existing.files)
-        found = SaveResult(existing.step, existing.id, existing.generation, size, seconds=0.0, existed=True)
-        return left_alone(engine, ticket, found)
+        return left_alone(engine, ticket, existing)
     await check_space(engine, ticket)
     return await engine.begin_attempt(entry, nonce, ticket.number)
+
+
+async def existing_save(engine: Engine, step: int) -> SaveResult | None:
+    """Return what is there of *step*, where the policy leaves it as it is; None means: save."""
+    return await _existing(engine, await look_at(engine.backend, step_id(step)))
+
+
+async def _existing(engine: Engine, entry: StepEntry) -> SaveResult | None:
+    found = await _find_existing(engine, entry)
+    if found is None:
+        return None
+    size = sum(file.size for file in found.files)
+    return SaveResult(found.step, found.id, found.generation, size, seconds=0.0, existed=True)
 
 
 async def _find_existing(engine: Engine, entry: StepEntry) -> Manifest | None:

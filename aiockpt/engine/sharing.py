@@ -31,6 +31,7 @@ from aiockpt.errors import RankError, RankFailedError, RanksDisagreeError, RankT
 from aiockpt.planning.spread import Holding, Part, holdings_of, spread
 from aiockpt.runtime.meeting import Meeting, StoreLostError, name_ranks
 from aiockpt.runtime.ranks import Ranks
+from aiockpt.runtime.relay import RelayedStore
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.state.shards import ShardedState, TensorShard, are_same
 
@@ -152,13 +153,19 @@ class Sharing:
         """Have the next save planned anew. Any thread."""
         self._doubted = True
 
-    async def tell_failure(self, turn: Turn, error: BaseException) -> None:
-        """Tell the other ranks at once why there will be no checkpoint of *turn*; the caller is certain of that."""
-        if isinstance(error, RankFailedError):
-            return  # they know
+    async def tell_failure(self, turn: Turn, error: BaseException) -> bool:
+        """Tell the other ranks at once why there will be no checkpoint of *turn*; the caller is certain of that.
+
+        Returns:
+            Whether they can know now.
+        """
+        if isinstance(error, RankFailedError) and not isinstance(error, StoreLostError):
+            return True
         with anyio.move_on_after(self._deadline_s, shield=True), suppress(StoreLostError):
             end = End(rank=self.meeting.rank, failure=f"{type(error).__name__}: {error}")
             await self.meeting.post(turn.key("end"), end)
+            return True
+        return False
 
     def known(self, state: ShardedState) -> ShardedState | None:
         """Return this rank's share of *state* when its structure is the planned one, else None. Any thread, no waiting."""
@@ -302,11 +309,17 @@ class Sharing:
     async def attempt_nonce(self, turn: Turn) -> str:
         """Return the 12 hex digits that name the attempt of *turn* on every rank."""
         if self._secret is None:
-            self._secret = await self.meeting.wait(SESSION, str, self._deadline_s, "the first save")
+            async with self.heeding(turn):  # rank 0 may have failed before it said
+                self._secret = await self.meeting.wait(SESSION, str, self._deadline_s, "the first save")
         elif not self._posted and self.meeting.rank == 0:
             self._posted = True
             await self.meeting.post(SESSION, self._secret)
-        return xxhash.xxh3_128_hexdigest(f"{self._secret}/{turn.number}/{turn.step}".encode())[:12]
+        return _nonce(self._secret, turn)
+
+    def known_nonce(self, turn: Turn) -> str | None:
+        """Return the same where nothing has to be asked or said for it. Any thread, no waiting."""
+        told = self._posted or self.meeting.rank != 0
+        return _nonce(self._secret, turn) if told and self._secret is not None else None
 
     async def leave(self, turn: Turn) -> None:
         """Say that this rank needs no note of *turn* any more, and remove what no rank needs. Idempotent.
@@ -339,8 +352,13 @@ class Sharing:
                 await self.meeting.forget([turn.key(name, self.meeting.rank) for name in own])
 
 
+def _nonce(secret: str, turn: Turn) -> str:
+    return xxhash.xxh3_128_hexdigest(f"{secret}/{turn.number}/{turn.step}".encode())[:12]
+
+
 def make_sharing(ranks: Ranks, place: str, deadline_s: float, secret: str) -> Sharing | None:
     """Return how *ranks* share; None for a single process, which shares with nobody."""
     if ranks.world_size == 1:
         return None
-    return Sharing(Meeting(ranks.store, place, ranks.rank, ranks.world_size), deadline_s, secret)
+    relayed = isinstance(ranks.store, RelayedStore)
+    return Sharing(Meeting(ranks.store, place, ranks.rank, ranks.world_size, relayed=relayed), deadline_s, secret)

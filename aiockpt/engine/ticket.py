@@ -215,6 +215,10 @@ class Ticket:
         """Whether `stop` was called: what is copied from there on may be torn."""
         return self._stopped_by is not None
 
+    def why(self, error: BaseException) -> BaseException:
+        """Return why the save ends: what it was stopped with, where *error* is but the cancellation that follows."""
+        return error if isinstance(error, Exception) else self._stopped_by or error
+
     def _cancel_scope(self) -> None:
         if self._scope is not None:
             self._scope.cancel()

@@ -12,7 +12,8 @@ Guarantees (DECISIONS 10 and 11):
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext, suppress
 
 import anyio
 import msgspec
@@ -22,13 +23,16 @@ from aiockpt.engine.context import Engine
 from aiockpt.engine.rung import Climb, Rung
 from aiockpt.engine.save import RECORDS_BYTES, save
 from aiockpt.engine.ticket import Ticket
-from aiockpt.engine.together import save_together
+from aiockpt.engine.together import save_together, withdraw
+from aiockpt.engine.traces import Traces, hear_or_find
 from aiockpt.errors import CheckpointError, SaveSkippedError
 from aiockpt.events import PromotionFailed
+from aiockpt.format.names import step_id
 from aiockpt.options import Retention, Tier
 from aiockpt.pipeline.discover import StepCopy, read_manifest
 from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
 from aiockpt.runtime.limits import Pace
+from aiockpt.runtime.meeting import StoreLostError
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend
 
@@ -45,6 +49,7 @@ class Tiers:
 
     Attributes:
         engines: of all tiers, each with the retention of its tier.
+        on_seen: called with the number of a tier once all ranks are known to see it.
     """
 
     def __init__(
@@ -57,10 +62,16 @@ class Tiers:
             Rung(number, tier, engine, self.engines)
             for number, (tier, engine) in enumerate(zip(tiers, self.engines, strict=True))
         ]
+        self.on_seen: Callable[[int], object] = lambda number: None
         self._uncapped = Pace(None, nearest.world.clock)
         self._climbing = self._rungs[1:] if working else []
         for rung in self._climbing:
             nearest.loop.submit(rung.work)
+
+    def note_seen(self, numbers: Iterable[int]) -> None:
+        """Note that all ranks see these tiers."""
+        for number in numbers:
+            self._rungs[number].visibility.note_seen()
 
     def takes(self, step: int) -> bool:
         """Say whether any tier takes *step*."""
@@ -101,12 +112,15 @@ class Tiers:
         turn, sharing = ticket.turn, self.engines[0].sharing
         try:
             rung = await self._entry(ticket) if len(self._rungs) > 1 else self._rungs[0]
-            if turn is not None and sharing is not None:
-                await rung.visibility.check(sharing, turn)
+            if turn is not None and sharing is not None and not rung.visibility.seen:
+                await rung.visibility.check(sharing, turn, _traces(rung, ticket))
+                self.on_seen(rung.number)
         except BaseException as error:
             if turn is not None and sharing is not None:
+                why = ticket.why(error)
                 sharing.doubt()
-                await sharing.tell_failure(turn, error)
+                if not await sharing.tell_failure(turn, why) and ticket.nonce is not None:
+                    await self.withdraw(ticket, why)
                 await sharing.leave(turn)
             raise
         return rung
@@ -119,15 +133,47 @@ class Tiers:
         key, meeting = ticket.turn.key("entry"), engine.sharing.meeting
         if meeting.rank == 0:
             rung = await self._with_room(ticket)
-            await meeting.post(key, rung.number)
+            with suppress(StoreLostError) if engine.outlives_store else nullcontext():
+                await meeting.post(key, rung.number)
             return rung
+
+        async def hear(seconds: float) -> Rung:
+            return self._rungs[await meeting.wait(key, int, seconds, "the choice")]
+
+        async def find(lost: bool) -> Rung | None:
+            for rung in self._candidates(ticket):
+                traces = _traces(rung, ticket)
+                if traces is not None and await traces.begun() is not None:
+                    return rung
+            return None
+
         async with engine.sharing.heeding(ticket.turn):
-            return self._rungs[
-                await meeting.wait(key, int, engine.options.deadlines.ranks_s, "rank 0's choice of a tier")
-            ]
+            return await hear_or_find(engine, "rank 0's choice of a tier", hear, find)
+
+    async def withdraw(self, ticket: Ticket, error: BaseException) -> None:
+        """Have nobody commit a save that this rank has failed before it knew, or could say, in which tier.
+
+        The other ranks hear of it, where they can, once that is certain.
+        """
+        assert ticket.nonce is not None
+        for rung in self._candidates(ticket):
+            if not await withdraw(rung.engine, ticket, ticket.nonce, error, untold=self.engines[0].sharing):
+                return  # it is committed there
+
+    async def tell_lost(self, step: int, nonce: str, numbers: Iterable[int], error: Exception) -> None:
+        """Tell the other ranks, where this is rank 0, that the copies of a save to these tiers ended with its writer."""
+        engine = self.engines[0]
+        if engine.sharing is not None and engine.ranks.rank == 0:
+            with suppress(StoreLostError):
+                for number in numbers:
+                    await self._rungs[number].tell_lost(step_id(step), nonce, error)
+
+    def _candidates(self, ticket: Ticket) -> list[Rung]:
+        """Return the tiers that a save may be written to, the nearest first."""
+        return [rung for rung in self._rungs if rung.tier.full and rung.tier.takes(ticket.step)]
 
     async def _with_room(self, ticket: Ticket) -> Rung:
-        taking = [rung for rung in self._rungs if rung.tier.full and rung.tier.takes(ticket.step)]
+        taking = self._candidates(ticket)
         needed = (ticket.plan.file_bytes + RECORDS_BYTES) * self.engines[0].ranks.world_size
         for rung in taking[:-1]:
             if rung.durable:
@@ -206,6 +252,10 @@ class Tiers:
         finally:
             for engine in self.engines:
                 await engine.backend.close()
+
+
+def _traces(rung: Rung, ticket: Ticket) -> Traces | None:
+    return None if ticket.nonce is None else Traces(rung.engine, ticket.step, ticket.nonce)
 
 
 def _retention(tier: Tier, backend: Backend, farther: Sequence[Backend]) -> Retention | None:

@@ -7,12 +7,14 @@ Rank 0 *leads*: it begins the attempt, waits for all votes and commits. The othe
   `RankFailedError` with its reason. A rank that says nothing is named when a deadline has passed.
 - A follower that has voted and hears nothing from rank 0 looks at the storage itself, and commits when every vote is
   there: a dead rank 0 costs no checkpoint.
+- In a writer process the store may be lost with the trainer that hosts it, or is asked. That ends no save: what ranks leave
+  in storage says the rest (`aiockpt.engine.traces`).
 """
 
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import anyio
 import msgspec
@@ -26,12 +28,14 @@ from aiockpt.engine.save import (
     commit_votes,
     committed,
     emit_start,
+    existing_save,
     left_alone,
     vote,
     write_files,
 )
 from aiockpt.engine.sharing import End, Sharing, Turn
 from aiockpt.engine.ticket import Ticket
+from aiockpt.engine.traces import FailureRecord, Traces, growing_pauses, hear_or_find, heeding
 from aiockpt.errors import (
     CheckpointError,
     CommitConflictError,
@@ -75,12 +79,12 @@ async def save_together(engine: Engine, ticket: Ticket) -> SaveResult:
     try:
         if not ticket.agreed:
             await sharing.announce(turn)
-        nonce = await sharing.attempt_nonce(turn)
+        nonce = ticket.nonce or await sharing.attempt_nonce(turn)
         engine.busy_attempts.add(nonce)
         story = _lead if engine.ranks.rank == 0 else _follow
         return await story(engine, ticket, sharing, turn, nonce)
     except BaseException as error:
-        await _give_up(engine, ticket, sharing, turn, nonce, error)
+        await _give_up(engine, ticket, sharing, turn, nonce, ticket.why(error))
         raise
     finally:
         engine.busy_attempts.discard(nonce)
@@ -91,16 +95,20 @@ async def _lead(engine: Engine, ticket: Ticket, sharing: Sharing, turn: Turn, no
     meeting = sharing.meeting
     begun = await begin(engine, ticket, nonce)
     if isinstance(begun, SaveResult):
-        await meeting.post(turn.key("begun"), Begun(turn.step, existing=begun))
+        await _post_begun(engine, sharing, turn, Begun(turn.step, existing=begun))
         return begun
-    await meeting.post(turn.key("begun"), Begun(turn.step, attempt=begun))
-    async with sharing.heeding(turn):
+    await _post_begun(engine, sharing, turn, Begun(turn.step, attempt=begun))
+    async with heeding(sharing, turn, Traces(engine, turn.step, nonce)):
         files = await write_files(engine, ticket, nonce)
         own = await vote(engine, ticket, begun, files)
         await count_vote(meeting, turn.key("votes"), engine.backend, own)
+        pauses = growing_pauses(engine, RELIST_S)
 
         async def until_likely() -> None:
-            await wait_likely(meeting, turn.key("votes"), RELIST_S)
+            try:
+                await wait_likely(meeting, turn.key("votes"), RELIST_S)
+            except StoreLostError:
+                await anyio.sleep(next(pauses))
 
         votes = await wait_votes(engine.backend, begun, own, engine.options.deadlines.commit_s, until_likely)
     manifest = await commit_votes(engine, begun, votes)
@@ -108,30 +116,46 @@ async def _lead(engine: Engine, ticket: Ticket, sharing: Sharing, turn: Turn, no
     return committed(engine, ticket, manifest.generation)
 
 
+async def _post_begun(engine: Engine, sharing: Sharing, turn: Turn, note: Begun) -> None:
+    with suppress(StoreLostError) if engine.outlives_store else nullcontext():
+        await sharing.meeting.post(turn.key("begun"), note)
+
+
 async def _follow(engine: Engine, ticket: Ticket, sharing: Sharing, turn: Turn, nonce: str) -> SaveResult:
     begun: Begun | None = None
-    async with sharing.heeding(turn):
+    traces = Traces(engine, turn.step, nonce)
+    async with heeding(sharing, turn, traces):
         if engine.options.on_exists != "new_generation":  # else rank 0 hardly ever says no: write meanwhile
-            begun = await _read_begun(engine, sharing, turn)
+            begun = await _read_begun(engine, sharing, turn, traces)
         files: tuple[FileEntry, ...] = ()
         if begun is None or begun.attempt is not None:
             await check_space(engine, ticket)
             files = await write_files(engine, ticket, nonce)
-            begun = begun or await _read_begun(engine, sharing, turn)
+            begun = begun or await _read_begun(engine, sharing, turn, traces)
         if begun.attempt is None:
             assert begun.existing is not None
             return left_alone(engine, ticket, begun.existing)
         attempt = msgspec.structs.replace(begun.attempt, rank=engine.ranks.rank)
         own = await vote(engine, ticket, attempt, files)
         await count_vote(sharing.meeting, turn.key("votes"), engine.backend, own)
-        generation = await _await_commit(engine, sharing, turn, attempt)
+        generation = await _await_commit(engine, sharing, turn, attempt, traces)
     return committed(engine, ticket, generation)
 
 
-async def _read_begun(engine: Engine, sharing: Sharing, turn: Turn) -> Begun:
-    """Wait for rank 0 to begin this very save."""
-    deadline_s = engine.options.deadlines.ranks_s
-    begun = await sharing.meeting.wait(turn.key("begun"), Begun, deadline_s, f"the save of step {turn.step}")
+async def _read_begun(engine: Engine, sharing: Sharing, turn: Turn, traces: Traces) -> Begun:
+    """Wait for rank 0 to begin this very save, or for its vote, which says the same."""
+
+    async def hear(seconds: float) -> Begun:
+        return await sharing.meeting.wait(turn.key("begun"), Begun, seconds, "the save")
+
+    async def find(lost: bool) -> Begun | None:
+        attempt = await traces.begun()
+        if attempt is not None:
+            return Begun(turn.step, attempt)
+        existing = await existing_save(engine, turn.step) if lost else None
+        return None if existing is None else Begun(turn.step, existing=existing)
+
+    begun = await hear_or_find(engine, f"the save of step {turn.step}", hear, find)
     if begun.step != turn.step:
         raise RanksDisagreeError(
             f"rank {engine.ranks.rank} saves step {turn.step} and rank 0 step {begun.step}, both as save number "
@@ -141,25 +165,29 @@ async def _read_begun(engine: Engine, sharing: Sharing, turn: Turn) -> Begun:
     return begun
 
 
-async def _await_commit(engine: Engine, sharing: Sharing, turn: Turn, attempt: Attempt) -> int:
+async def _await_commit(engine: Engine, sharing: Sharing, turn: Turn, attempt: Attempt, traces: Traces) -> int:
     """Return the generation that was committed; after a while without news, see to it.
 
     Raises:
+        RankFailedError: a rank has left a record of its failure.
         CommitTimeoutError: no news, and votes are missing; the outcome is unknown.
     """
     deadlines = engine.options.deadlines
-    begun_ns = engine.now_ns()
+    begun_ns, pauses = engine.now_ns(), growing_pauses(engine, min(RELIST_S, deadlines.takeover_s))
     while True:
         try:
             return await sharing.read_end(turn, deadlines.takeover_s)
         except RankTimeoutError:
             pass
         except StoreLostError:  # rank 0 may have ended with it, after the commit
-            await anyio.sleep(min(RELIST_S, deadlines.takeover_s))
+            await anyio.sleep(next(pauses))
         generation = await _take_over(engine, attempt)
         if generation is not None:
             await _tell(sharing, turn, generation)
             return generation
+        failure = await traces.failure()  # of a rank that could not say it
+        if failure is not None:
+            raise failure
         if engine.since_s(begun_ns) > deadlines.commit_s:
             raise CommitTimeoutError(
                 f"{attempt.id}: rank 0 did not commit within {deadlines.commit_s:g} s and not all ranks have voted; the "
@@ -194,18 +222,32 @@ async def _give_up(
     there, the decision record decides, and a commit that was faster stands: then the others hear of no failure.
     """
     sharing.doubt()
-    if not ticket.voting or isinstance(error, CommitConflictError):
+    certain = not ticket.voting or isinstance(error, CommitConflictError)
+    if certain:
         await sharing.tell_failure(turn, error)
-    if not nonce or isinstance(error, CommitTimeoutError):
-        return
+    if nonce and not isinstance(error, CommitTimeoutError):
+        await withdraw(engine, ticket, nonce, error, untold=None if certain else sharing)
+
+
+async def withdraw(engine: Engine, ticket: Ticket, nonce: str, error: BaseException, untold: Sharing | None) -> bool:
+    """See to it that nobody commits the attempt *nonce* in this place any more, and remove this rank's part of it.
+
+    Args:
+        untold: where the other ranks are to be told once it is certain; None when they were.
+
+    Returns:
+        False when it comes too late: the commit stands, or will.
+    """
     with anyio.move_on_after(CLEAN_UP_DEADLINE_S, shield=True):
         try:
-            if await claim(engine.backend, step_id(ticket.step), nonce, "collect", engine.token(16)) == "collect":
-                if ticket.voting:
-                    await sharing.tell_failure(turn, error)
-                await _forget(engine, ticket, nonce, error)
+            if await claim(engine.backend, step_id(ticket.step), nonce, "collect", engine.token(16)) == "commit":
+                return False
+            if untold is not None and ticket.turn is not None:
+                await untold.tell_failure(ticket.turn, error)
+            await _forget(engine, ticket, nonce, error)
         except CheckpointError as trouble:
             logger.warning("attempt %s of %s is left as garbage: %s", nonce, step_id(ticket.step), trouble)
+    return True
 
 
 async def _forget(engine: Engine, ticket: Ticket, nonce: str, error: BaseException) -> None:
@@ -213,6 +255,6 @@ async def _forget(engine: Engine, ticket: Ticket, nonce: str, error: BaseExcepti
     folder = step_id(ticket.step)
     rank = engine.ranks.rank
     keys = [f"{folder}/{data_path(nonce, rank, index)}" for index in range(len(ticket.plan.files))]
-    reason = msgspec.json.encode({"rank": rank, "failure": f"{type(error).__name__}: {error}"})
+    reason = msgspec.json.encode(FailureRecord(rank, f"{type(error).__name__}: {error}"))
     await engine.backend.put(failure_key(folder, nonce, rank), reason)
     await engine.backend.delete([receipt_key(folder, nonce, rank), *keys])

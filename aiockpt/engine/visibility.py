@@ -16,7 +16,10 @@ import msgspec
 
 from aiockpt.engine.context import Engine
 from aiockpt.engine.sharing import Sharing, Turn
+from aiockpt.engine.traces import Traces, hear_or_find
 from aiockpt.errors import CheckpointError, ObjectNotFoundError, UsageError
+from aiockpt.pipeline.commit import Attempt
+from aiockpt.runtime.meeting import StoreLostError
 
 LOOK_FOR_S = 10.0
 """A network file system may take a moment to show a new name."""
@@ -48,8 +51,20 @@ class Visibility:
         self._asking = anyio.Lock()
         self._seen = False
 
-    async def check(self, sharing: Sharing, turn: Turn) -> None:
+    @property
+    def seen(self) -> bool:
+        """Whether that is known, so that nobody has to ask again."""
+        return self._seen
+
+    def note_seen(self) -> None:
+        """Note that another process of this rank has asked."""
+        self._seen = True
+
+    async def check(self, sharing: Sharing, turn: Turn, traces: Traces | None) -> None:
         """Return when this rank sees what rank 0 wrote; at once after the first time.
+
+        Args:
+            traces: of the save that asks: rank 0's vote is an answer, too. None where its name is not known yet.
 
         Raises:
             UsageError: it does not; says what to do.
@@ -58,24 +73,44 @@ class Visibility:
         async with self._asking:
             if not self._seen:
                 async with sharing.heeding(turn):
-                    await self._look(sharing)
-                self._seen = True
+                    self._seen = await self._look(sharing, traces)
 
-    async def _look(self, sharing: Sharing) -> None:
+    async def _look(self, sharing: Sharing, traces: Traces | None) -> bool:
+        """Look; return False when nobody can say what to look for: then the votes will show it, or their absence."""
         meeting, backend = sharing.meeting, self._engine.backend
-        if meeting.rank == 0:
-            probe = Probe(f".seen-{self._engine.token(6)}", platform.node())
-            await backend.put(probe.key, b"")
-            await meeting.post(self._note, probe)
-        else:
-            what = f"rank 0's object in {backend.url}"
-            probe = await meeting.wait(self._note, Probe, self._engine.options.deadlines.ranks_s, what)
         try:
-            await self._look_for(probe, meeting.rank)
-        finally:
-            if await meeting.arrive(f"{self._note}/{probe.key}") == meeting.world_size:
-                with suppress(CheckpointError):  # an empty object that stays harms nobody
-                    await backend.delete([probe.key])
+            probe = await self._hear_of_probe(sharing, traces) if meeting.rank else await self._leave_probe(sharing)
+            if isinstance(probe, Probe):
+                try:
+                    await self._look_for(probe, meeting.rank)
+                finally:
+                    if await meeting.arrive(f"{self._note}/{probe.key}") == meeting.world_size:
+                        with suppress(CheckpointError):  # an empty object that stays harms nobody
+                            await backend.delete([probe.key])
+        except StoreLostError:
+            if not self._engine.outlives_store:
+                raise
+            return False
+        return True
+
+    async def _leave_probe(self, sharing: Sharing) -> Probe:
+        probe = Probe(f".seen-{self._engine.token(6)}", platform.node())
+        await self._engine.backend.put(probe.key, b"")
+        await sharing.meeting.post(self._note, probe)
+        return probe
+
+    async def _hear_of_probe(self, sharing: Sharing, traces: Traces | None) -> Probe | Attempt:
+        """Wait for rank 0's note, or for its vote."""
+
+        async def hear(seconds: float) -> Probe | Attempt:
+            return await sharing.meeting.wait(self._note, Probe, seconds, "the object")
+
+        async def find(lost: bool) -> Probe | Attempt | None:
+            if lost:
+                raise StoreLostError("the store is lost", [0])
+            return None if traces is None else await traces.begun()
+
+        return await hear_or_find(self._engine, f"rank 0's object in {self._engine.backend.url}", hear, find)
 
     async def _look_for(self, probe: Probe, rank: int) -> None:
         backend = self._engine.backend

@@ -24,6 +24,8 @@ T = TypeVar("T")
 FIRST_PAUSE_S, GROWTH = 0.001, 1.5
 LAST_PAUSE_S, LAST_PAUSE_OF_A_RANK_S = 0.2, 0.001
 """Between two looks at the store: the more ranks look, the more rarely each does, so that a store of 10,000 lives."""
+RELAYED_LAST_PAUSE_S = 0.03
+"""The same of a writer process, each of whose looks takes time from its trainer."""
 _SHOWN = 8
 
 
@@ -47,15 +49,28 @@ class Meeting:
     Args:
         store: shared by all ranks.
         place: what it is about; several meetings about one place in one process are told apart by `begin`.
+        relayed: whether another process has to be asked for what the store says; this one may outlive it.
     """
 
-    def __init__(self, store: Store, place: str, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store, place: str, rank: int, world_size: int, *, relayed: bool = False) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.relayed = relayed
         self._store = store
         self._place = place
         self._name: str | None = None
         self._calls = Limiter("store", 1)
+        usual_s = min(LAST_PAUSE_S, 0.004 + LAST_PAUSE_OF_A_RANK_S * world_size)
+        self._last_pause_s = max(usual_s, RELAYED_LAST_PAUSE_S) if relayed else usual_s
+
+    @property
+    def name(self) -> str:
+        """What tells its notes from those of all other meetings; empty before `begin`."""
+        return self._name or ""
+
+    def join(self, name: str) -> None:
+        """Go to the meeting of that *name*, which another process of this rank has begun."""
+        self._name = name
 
     def begin(self) -> None:
         """Take a name that no other meeting has, with the first call that all ranks make in the same order.
@@ -114,10 +129,7 @@ class Meeting:
         return await self._call(lambda: self._store.check([self._key(key)]))
 
     async def wait_all_arrived(self, key: str, patience_s: float) -> bool:
-        """Wait until every rank has arrived at *key*, *patience_s* seconds at most; return whether they have.
-
-        A lost store tells as little as ranks that are late.
-        """
+        """Wait until every rank has arrived at *key*, *patience_s* seconds at most; return whether they have."""
 
         async def look() -> bool | None:
             arrived = await self._call(lambda: self._store.add(self._key(key), 0))
@@ -126,9 +138,6 @@ class Meeting:
         try:
             return await self._poll(look, patience_s, key, tuple)
         except RankTimeoutError:
-            return False
-        except StoreLostError:
-            await anyio.sleep(patience_s)
             return False
 
     async def forget(self, keys: Iterable[str]) -> None:
@@ -141,11 +150,10 @@ class Meeting:
     ) -> T:
         """Look until there is something."""
         pause_s = FIRST_PAUSE_S
-        last_pause_s = min(LAST_PAUSE_S, 0.004 + LAST_PAUSE_OF_A_RANK_S * self.world_size)
         with anyio.move_on_after(deadline_s):
             while (found := await look()) is None:
                 await anyio.sleep(pause_s)
-                pause_s = min(pause_s * GROWTH, last_pause_s)
+                pause_s = min(pause_s * GROWTH, self._last_pause_s)
             return found
         late = sorted(ranks())
         raise RankTimeoutError(f"{what}: nothing from {name_ranks(late)} within {deadline_s:g} s", late)

@@ -7,6 +7,9 @@ Guarantees:
 
 - When ``snapshotted`` is reached, the writer has all of the save: slabs, plan, values. It is committed although the trainer
   is killed in the next instant. A save whose snapshot is not complete when the trainer ends is given up, and leaves nothing.
+- Of several ranks each has a writer. A save that is ``snapshotted`` on all of them is committed although every trainer is
+  killed, the one that hosts the store where ranks meet included. One that is not ends on all: at once when a trainer or a
+  writer is left to say so, else when the others find what was left in storage, or at their deadline.
 - The writer is no member of the trainer's session and ignores what a terminal or a batch system sends to a whole job first
   (SIGINT, SIGTERM, SIGHUP). It ends by itself: when the trainer has closed or is gone, and all that it has is committed,
   or failed, or late (``Deadlines.close_s``).
@@ -16,6 +19,7 @@ Guarantees:
   is the trainer (start that one under an init, ``docker run --init``), the machine.
 - Errors of the writer are raised in the trainer as what they are, events reach the trainer's observers, in order.
 
-Read in this order: `messages`; `elsewhere` and `connection` (the trainer's side); `process` (how a writer starts and ends);
-`service` and `writing` (the writer's side). The frames themselves are `aiockpt.runtime.channel`.
+Read in this order: `messages`; `elsewhere`, `connection` and `turns` (the trainer's side); `process` (how a writer starts,
+and how it ends); `service` and `writing` (the writer's side). The frames themselves are `aiockpt.runtime.channel`; how a
+writer asks the store, `aiockpt.runtime.relay`; what it does without, `aiockpt.engine.traces`.
 """

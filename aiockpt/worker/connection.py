@@ -117,23 +117,33 @@ class Errand:
     """One save that a writer was given.
 
     Attributes:
+        step, nonce: which one.
         stages: of the tiers, the nearest first; none where there is only one.
         answer: the outcome; *tidied*: nothing follows but what farther tiers do.
+        orphaned: whether its writer has died.
     """
 
     def __init__(
-        self, connection: Connection, step: int, future: SaveFuture, stages: Sequence[Stage[SaveResult]]
+        self, connection: Connection, save: Save, future: SaveFuture, stages: Sequence[Stage[SaveResult]]
     ) -> None:
+        step = self.step = save.step
+        self.nonce = save.nonce
         self.connection = connection
         self.stages = stages
         self.answer: Stage[SaveResult] = Stage(f"save of step {step}, in the writer")
         self.tidied: Stage[None] = Stage(f"save of step {step}, tidied")
+        self.orphaned = False
         self._future = future
 
     @property
     def is_committed(self) -> bool:
         """Whether the writer has committed it."""
         return self.answer.done() and self.answer.exception(0) is None
+
+    @property
+    def unsettled(self) -> list[int]:
+        """The farther tiers that nothing is known of."""
+        return [number for number, stage in enumerate(self.stages) if number and not stage.done()]
 
     @property
     def ended(self) -> bool:
@@ -159,6 +169,7 @@ class Errand:
 
         The tiers of a save that has no outcome yet fail with it. (One that was never sent is given to the next writer.)
         """
+        self.orphaned = True
         if self.answer.done():
             for stage in self.stages:
                 stage._fail(error)

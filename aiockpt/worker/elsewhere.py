@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import anyio
+import msgspec
 
 from aiockpt.engine.context import Engine
 from aiockpt.engine.save import emit_start
@@ -23,10 +24,12 @@ from aiockpt.options import Tier
 from aiockpt.runtime.future import SaveFuture, SaveResult
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.memory import SharedMemory
+from aiockpt.runtime.relay import ask
 from aiockpt.worker.connection import Connection, Errand
-from aiockpt.worker.failures import unpack
+from aiockpt.worker.failures import pack, unpack
 from aiockpt.worker.messages import (
     Answer,
+    Asked,
     Broken,
     Cancel,
     Close,
@@ -35,15 +38,19 @@ from aiockpt.worker.messages import (
     Happened,
     Order,
     Reached,
+    Replied,
     Save,
+    Seen,
     Settled,
     Tidied,
     TierSettled,
     decode_answer,
+    encode,
     to_json,
 )
 from aiockpt.worker.orders import compose_hello
 from aiockpt.worker.process import WriterProcess
+from aiockpt.worker.turns import agree, name_attempt, taking_part
 
 logger = logging.getLogger("aiockpt")
 
@@ -65,8 +72,8 @@ class Elsewhere:
         self._given = given
         self._memory = memory
         self._engine = tiers.engines[0]
-        self._hello = compose_hello(given, self._engine.options)
         self._talking = Limiter("writer", 2)
+        self._hello = compose_hello(given, self._engine.options, self._engine.ranks)
         self._replacing = anyio.Lock()
         self._errands: dict[int, Errand] = {}
         self._begun: dict[int, Errand] = {}  # the same, until `save` asks for it: it may have ended by then
@@ -94,7 +101,7 @@ class Elsewhere:
             WriterLostError: the writer is gone, and so is the one that was started in its place.
         """
         engine = self._engine
-        ticket.nonce = engine.token(6)
+        ticket.nonce = name_attempt(engine, ticket)
         engine.busy_attempts.add(ticket.nonce)  # what this process prunes leaves it alone
         save = self._order(ticket, ticket.nonce)
         try:
@@ -103,13 +110,14 @@ class Elsewhere:
             self._begin(engine.loop.submit(self._replace, self._connection).result(), save, ticket)
 
     def _begin(self, connection: Connection, save: Save, ticket: Ticket) -> None:
-        errand = Errand(connection, ticket.step, ticket.future, self._tiers.stages(ticket.future))
+        errand = Errand(connection, save, ticket.future, self._tiers.stages(ticket.future))
         self._errands[ticket.number] = self._begun[ticket.number] = errand
         ticket.hand_over = connection.takes_windows(ticket, self._engine.pool)
         connection.begin(save, ticket.plan)
 
     def _order(self, ticket: Ticket, nonce: str) -> Save:
         run, parent, seen = self._engine.lineage.position()
+        sharing = self._engine.sharing
         return Save(
             number=ticket.number,
             step=ticket.step,
@@ -123,6 +131,8 @@ class Elsewhere:
             run=run,
             parent=parent,
             seen=seen,
+            turn=ticket.turn,
+            meeting="" if sharing is None else sharing.meeting.name,
         )
 
     async def save(self, engine: Engine, ticket: Ticket) -> SaveResult:
@@ -134,17 +144,19 @@ class Elsewhere:
         """
         emit_start(engine, ticket)
         errand = self._begun.pop(ticket.number)
-        try:
-            await errand.answer._settled()
-        except anyio.get_cancelled_exc_class():
-            with anyio.CancelScope(shield=True):
-                await self._tell(errand.connection, Cancel(ticket.number))
-                await errand.answer._settled_within(engine.options.deadlines.commit_s)
-            if not errand.is_committed:
-                raise
-        finally:
-            engine.busy_attempts.discard(ticket.nonce or "")
-        return errand.answer.result(0)
+        async with taking_part(self._tiers, ticket, errand):
+            try:
+                await agree(engine, ticket)
+                await errand.answer._settled()
+            except anyio.get_cancelled_exc_class() as cancelled:
+                with anyio.CancelScope(shield=True):
+                    await self._tell(errand.connection, Cancel(ticket.number, pack(ticket.why(cancelled))))
+                    await errand.answer._settled_within(engine.options.deadlines.commit_s)
+                if not errand.is_committed:
+                    raise
+            finally:
+                engine.busy_attempts.discard(ticket.nonce or "")
+            return errand.answer.result(0)
 
     async def tidy(self, result: SaveResult) -> None:
         """Wait until the writer has cleaned up after the save of this very *result*."""
@@ -174,7 +186,7 @@ class Elsewhere:
 
     def _start(self) -> Connection:
         options = self._engine.options
-        process = WriterProcess(self._hello, self._memory.fd, options.io.nice, options.deadlines.slab_s)
+        process = WriterProcess(encode(self._hello), self._memory.fd, options.io.nice, options.deadlines.slab_s)
         connection = Connection(process)
         self._engine.loop.submit(self._listen, connection)
         return connection
@@ -207,12 +219,16 @@ class Elsewhere:
         connection.lose()
         for number in list(connection.lent):
             connection.take_back(number, self._engine.pool)
+        copies = []
         for number, errand in list(self._errands.items()):
             if errand.connection is connection:
+                copies.append((errand, errand.unsettled))
                 errand.fail(connection.death())
                 del self._errands[number]
         process.close()
         connection.buried._resolve(None)
+        for errand, tiers in copies:
+            await self._tiers.tell_lost(errand.step, errand.nonce, tiers, connection.death())
 
     def _hear(self, connection: Connection, answer: Answer) -> None:
         """Do what one message says."""
@@ -230,8 +246,18 @@ class Elsewhere:
                     del self._errands[answer.number]
             case GaveUp():
                 self._hear_given_up(answer)
+            case Asked():
+                self._engine.loop.in_worker(self._reply, connection, answer)  # the store may take its time
+            case Seen():
+                self._hello = msgspec.structs.replace(self._hello, seen=(*self._hello.seen, answer.tier))
             case Broken():
                 connection.broken = unpack(answer.failure)
+
+    def _reply(self, connection: Connection, asked: Asked) -> None:
+        """Ask the store what a writer wants to know: one thing at a time, so one worker is enough."""
+        reply = ask(self._engine.ranks.store, asked.question)
+        with suppress(CheckpointError):  # nobody is there to hear it
+            connection.tell(Replied(asked.number, reply))
 
     def _hear_given_up(self, told: GaveUp) -> None:
         """Do what the tier's ``on_error`` says."""

@@ -11,9 +11,11 @@ from typing import Any, Literal
 import msgspec
 
 from aiockpt import events
+from aiockpt.engine.sharing import Turn
 from aiockpt.options import IO, Content, Deadlines, OnExists, Retention
 from aiockpt.planning.save import FilePlan, SavePlan, Window
 from aiockpt.runtime.future import SaveResult
+from aiockpt.runtime.relay import Question, Reply
 from aiockpt.worker.failures import Failure
 
 
@@ -30,13 +32,20 @@ class TierOrder(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The first message: all that the writer needs to build the engine that the trainer would have."""
+    """The first message: all that the writer needs to build the engine that the trainer would have.
+
+    Attributes:
+        seen: the tiers that all ranks are known to see.
+    """
 
     tiers: tuple[TierOrder, ...]
     io: IO
     deadlines: Deadlines
     on_exists: OnExists
     log_level: int
+    rank: int = 0
+    world_size: int = 1
+    seen: tuple[int, ...] = ()
 
 
 class Plan(msgspec.Struct, frozen=True, tag=True):
@@ -52,6 +61,8 @@ class Save(msgspec.Struct, frozen=True, tag=True):
         begun_ns: when it was called; both processes have the same monotonic clock.
         values, per_rank, user: JSON.
         run, parent, seen: `aiockpt.engine.lineage.Lineage.position`.
+        turn: which save it is among those of all ranks; None for a process that saves alone.
+        meeting: where the ranks' notes are.
     """
 
     number: int
@@ -66,6 +77,8 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     run: str
     parent: str | None
     seen: int
+    turn: Turn | None = None
+    meeting: str = ""
 
 
 class Filled(msgspec.Struct, frozen=True, tag=True):
@@ -77,16 +90,24 @@ class Filled(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """The save is not wanted any more."""
+    """The save is not wanted any more, or cannot be whole."""
 
     number: int
+    why: Failure
+
+
+class Replied(msgspec.Struct, frozen=True, tag=True):
+    """What the store where the ranks meet says to an `Asked`."""
+
+    number: int
+    reply: Reply
 
 
 class Close(msgspec.Struct, frozen=True, tag=True):
-    """Nothing will follow: end when all is done."""
+    """No save will follow: end when all is done. What was asked is still replied to."""
 
 
-Order = Hello | Plan | Save | Filled | Cancel | Close
+Order = Hello | Plan | Save | Filled | Cancel | Replied | Close
 """From the trainer."""
 
 
@@ -156,13 +177,26 @@ class GaveUp(msgspec.Struct, frozen=True, tag=True):
     failure: Failure
 
 
+class Asked(msgspec.Struct, frozen=True, tag=True):
+    """A call of the store where the ranks meet; asked one at a time."""
+
+    number: int
+    question: Question
+
+
+class Seen(msgspec.Struct, frozen=True, tag=True):
+    """All ranks see a tier; the next writer need not find out again."""
+
+    tier: int
+
+
 class Broken(msgspec.Struct, frozen=True, tag=True):
     """The writer cannot work, and ends."""
 
     failure: Failure
 
 
-Answer = Freed | Happened | Reached | TierSettled | Settled | Tidied | GaveUp | Broken
+Answer = Freed | Happened | Reached | TierSettled | Settled | Tidied | GaveUp | Asked | Seen | Broken
 """From the writer."""
 
 encode = msgspec.msgpack.Encoder().encode

@@ -12,13 +12,13 @@ from aiockpt.options import Options, Tier
 from aiockpt.runtime.ranks import Ranks
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend
-from aiockpt.worker.messages import Hello, TierOrder, encode
+from aiockpt.worker.messages import Hello, TierOrder
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 _INSTEAD = "; use worker='thread'"
 
 
-def check_worker(tiers: Sequence[Tier], backends: Sequence[Backend], ranks: Ranks, world: World | None) -> None:
+def check_worker(tiers: Sequence[Tier], backends: Sequence[Backend], world: World | None) -> None:
     """Return when a process of its own can write to these places.
 
     Raises:
@@ -26,11 +26,6 @@ def check_worker(tiers: Sequence[Tier], backends: Sequence[Backend], ranks: Rank
     """
     if not hasattr(os, "memfd_create"):
         raise UsageError(f"worker='process' needs memory that two processes share (Linux: memfd_create){_INSTEAD}")
-    if ranks.world_size > 1:
-        raise UsageError(
-            f"worker='process' is for one rank, and this is one of {ranks.world_size}: a writer process does not meet the "
-            f"other ranks' writers yet{_INSTEAD}"
-        )
     if world is not None:
         raise UsageError(f"worker='process': a process cannot be given this world={world!r:.60}{_INSTEAD}")
     for tier, backend in zip(tiers, backends, strict=True):
@@ -45,16 +40,16 @@ def check_worker(tiers: Sequence[Tier], backends: Sequence[Backend], ranks: Rank
             )
 
 
-def compose_hello(tiers: Sequence[Tier], options: Options) -> bytes:
-    """Return the first frame for a writer."""
-    return encode(
-        Hello(
-            tiers=tuple(map(_order, tiers)),
-            io=options.io,
-            deadlines=options.deadlines,
-            on_exists=options.on_exists,
-            log_level=logging.getLogger("aiockpt").getEffectiveLevel(),
-        )
+def compose_hello(tiers: Sequence[Tier], options: Options, ranks: Ranks) -> Hello:
+    """Return the first message for a writer of this one of the *ranks*."""
+    return Hello(
+        tiers=tuple(map(_order, tiers)),
+        io=options.io,
+        deadlines=options.deadlines,
+        on_exists=options.on_exists,
+        log_level=logging.getLogger("aiockpt").getEffectiveLevel(),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
     )
 
 

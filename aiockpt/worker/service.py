@@ -29,13 +29,15 @@ from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.loop import LoopThread
 from aiockpt.runtime.ranks import Ranks
+from aiockpt.runtime.relay import RelayedStore
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.runtime.world import World
 from aiockpt.storage.open import open_backend
-from aiockpt.worker.failures import pack
+from aiockpt.worker.failures import pack, unpack
 from aiockpt.worker.messages import (
     Answer,
     AnyEvent,
+    Asked,
     Broken,
     Cancel,
     Close,
@@ -46,7 +48,9 @@ from aiockpt.worker.messages import (
     Order,
     Plan,
     Reached,
+    Replied,
     Save,
+    Seen,
     Settled,
     Tidied,
     TierOrder,
@@ -120,31 +124,45 @@ class Service:
         options = Options(
             io=hello.io, deadlines=hello.deadlines, on_exists=hello.on_exists, on_error="warn", worker="process"
         )
-        self._engine = Engine(backends[0], loop, options, [Teller(post)], world, Ranks(), lender=self._slabs)
+        self._store = RelayedStore(lambda number, question: loop.call_soon(post, Asked(number, question)))
+        ranks = Ranks(hello.rank, hello.world_size, self._store)
+        self._engine = Engine(backends[0], loop, options, [Teller(post)], world, ranks, lender=self._slabs)
         self._engine.failed = _Failures(post)
         tiers = [_tier_of(order, number, post) for number, order in enumerate(hello.tiers)]
         self._tiers = Tiers(tiers, self._engine, backends)
+        self._tiers.note_seen(hello.seen)
+        self._tiers.on_seen = lambda tier: post(Seen(tier))
         self._plan: SavePlan | None = None
         self._saves: dict[int, Writing] = {}
 
     async def serve(self, orders: Receiver) -> None:
         """Do what arrives, and when nothing more will: finish what is complete, and give up the rest."""
-        async with open_tasks() as tasks:
-            while (order := await _receive(orders)) is not None and not isinstance(order, Close):
-                self._take(order, tasks)
-            tasks.cancel_scope.deadline = anyio.current_time() + self._deadline_s
-            for writing in self._saves.values():
-                writing.go_on_if_complete()
-        await self._tiers.close()
+        async with open_tasks() as hearing:
+            async with open_tasks() as tasks:
+                while (order := await _receive(orders)) is not None and not isinstance(order, Close):
+                    self._take(order, tasks)
+                tasks.cancel_scope.deadline = anyio.current_time() + self._deadline_s
+                for writing in self._saves.values():
+                    writing.go_on_if_complete()
+                hearing.start_soon(self._hear_store, orders)
+            await self._tiers.close()
+            hearing.cancel_scope.cancel()
+
+    async def _hear_store(self, orders: Receiver) -> None:
+        """Hear the replies that are still to come, to the end of the trainer or of all work here."""
+        try:
+            while (order := await _receive(orders)) is not None:
+                if isinstance(order, Replied):
+                    self._store.hear(order.number, order.reply)
+        finally:
+            self._store.lose()
 
     def _take(self, order: Order, tasks: TaskGroup) -> None:
         match order:
             case Plan():
                 self._plan = order.plan
             case Save():
-                assert self._plan is not None
-                writing = self._saves[order.number] = Writing(self._engine, self._slabs, order, self._plan)
-                tasks.start_soon(self._write, writing)
+                self._begin(order, tasks)
             case Filled():
                 slab = self._slabs.borrow(order.slab)
                 if order.number in self._saves:
@@ -153,7 +171,16 @@ class Service:
                     self._slabs.give(slab)  # the save has failed meanwhile
             case Cancel():
                 if order.number in self._saves:
-                    self._saves[order.number].ticket.cancel()
+                    self._saves[order.number].ticket.stop(unpack(order.why))
+            case Replied():
+                self._store.hear(order.number, order.reply)
+
+    def _begin(self, order: Save, tasks: TaskGroup) -> None:
+        assert self._plan is not None
+        if self._engine.sharing is not None:
+            self._engine.sharing.meeting.join(order.meeting)
+        writing = self._saves[order.number] = Writing(self._engine, self._slabs, order, self._plan)
+        tasks.start_soon(self._write, writing)
 
     async def _write(self, writing: Writing) -> None:
         """Write one save, and clean up after it."""
@@ -164,7 +191,7 @@ class Service:
             result = await ticket.run(self._tiers.save)
             error = ticket.future.exception(0)
             self._post(Settled(ticket.number, result, None if error is None else pack(error)))
-            if result is not None and not result.existed:
+            if result is not None and not result.existed and self._engine.ranks.rank == 0:
                 await self._tidy(result)
         finally:
             del self._saves[ticket.number]

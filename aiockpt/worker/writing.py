@@ -31,8 +31,15 @@ class Writing:
             per_rank=from_json(order.per_rank),
             structure="",
         )
-        call = Call(step=order.step, metrics=order.metrics, user=from_json(order.user), begun_ns=order.begun_ns)
+        call = Call(
+            step=order.step,
+            metrics=order.metrics,
+            user=from_json(order.user),
+            turn=order.turn,
+            begun_ns=order.begun_ns,
+        )
         self.ticket = Ticket(engine, call, Capture(state=state))
+        self.ticket.agreed = True  # by the trainer, which says so to the others
         self.ticket.number = order.number
         self.ticket.nonce = order.nonce
         self.ticket.plan = plan

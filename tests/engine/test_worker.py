@@ -89,10 +89,9 @@ def test_it_is_the_same_with_a_writer_process(
         ("memory://here", {}, "memory of this process"),
         (LocalBackend("/tmp/nowhere"), {}, "LocalBackend is an object"),
         (["/tmp/nowhere", "memory://there"], {}, "memory of this process"),
-        ("/tmp/nowhere", {"ranks": aiockpt.Ranks(0, 2, object())}, "one of 2"),
         ("/tmp/nowhere", {"world": World()}, "world="),
     ],
-    ids=["memory", "an instance", "a tier in memory", "ranks", "a world"],
+    ids=["memory", "an instance", "a tier in memory", "a world"],
 )
 def test_what_a_process_cannot_have_is_refused(place: Any, options: dict[str, Any], says: str) -> None:
     threads = threading.active_count()

@@ -112,7 +112,7 @@ def test_a_save_that_its_writer_never_had_may_be_given_to_the_next_one() -> None
     result = SaveResult(step=1, id="step-00000001", generation=1, bytes=0, seconds=0.0)
     for committed in (False, True):
         far: Stage[SaveResult] = Stage("far")
-        errand = Errand(cast(Connection, None), 1, SaveFuture(1), [far])
+        errand = Errand(cast(Connection, None), save_order(1), SaveFuture(1), [far])
         if committed:
             errand.hear(Settled(1, result))
         errand.fail(errors.WriterLostError("gone"))

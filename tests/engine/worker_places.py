@@ -1,7 +1,8 @@
 """A place that waits, or fails, where a file beside it says so: for backends in processes that a test cannot reach into.
 
 ``tried:///path`` is the folder ``/path``. Before it makes a data file, puts, creates or lists, it leaves ``at-VERB`` in
-``/path.orders``, waits while ``hold-VERB`` is there, and fails with the errno that ``fail-VERB`` holds.
+``/path.orders``, waits while ``hold-VERB`` is there, and fails with the errno that ``fail-VERB`` holds; where such a file
+names a part of keys, too, only for keys that have it.
 """
 
 from __future__ import annotations
@@ -48,12 +49,19 @@ class TriedBackend(FaultyBackend):
         if not self._orders.is_dir():
             return
         (self._orders / f"at-{verb}").touch()
-        while (self._orders / f"hold-{verb}").exists():  # noqa: ASYNC110  a test makes it go
+        while self._order("hold", verb, key) is not None:  # noqa: ASYNC110  a test makes it go
             await anyio.sleep(0.01)
-        fails = self._orders / f"fail-{verb}"
-        if fails.exists():
-            number = int(fails.read_text())
+        number = self._order("fail", verb, key)
+        if number is not None:
             raise from_os_error(OSError(number, os.strerror(number)), verb, key)
+
+    def _order(self, what: str, verb: str, key: str) -> int | None:
+        """Return the number in an order that is for *key*; None where there is none."""
+        try:
+            number, _, part = (self._orders / f"{what}-{verb}").read_text().partition(" ")
+        except FileNotFoundError:
+            return None
+        return int(number) if part in key else None
 
 
 class Orders:
@@ -65,20 +73,25 @@ class Orders:
         self._folder = Path(f"{path}.orders")
         self._folder.mkdir()
 
-    def hold(self, verb: str) -> None:
-        """Have calls of *verb* wait."""
-        (self._folder / f"hold-{verb}").touch()
+    def hold(self, verb: str, part: str = "") -> None:
+        """Have calls of *verb* wait whose key has that *part*."""
+        self._write(f"hold-{verb}", f"0 {part}")
 
     def let_go(self, verb: str) -> None:
         """Let them go."""
         (self._folder / f"hold-{verb}").unlink()
 
-    def fail(self, verb: str, number: int | None) -> None:
+    def _write(self, name: str, text: str) -> None:
+        """Write whole or not at all: somebody looks all the time."""
+        (self._folder / f"new-{name}").write_text(text)
+        (self._folder / f"new-{name}").rename(self._folder / name)
+
+    def fail(self, verb: str, number: int | None, part: str = "") -> None:
         """Have them fail with an errno, or no longer."""
         if number is None:
             (self._folder / f"fail-{verb}").unlink()
         else:
-            (self._folder / f"fail-{verb}").write_text(str(number))
+            self._write(f"fail-{verb}", f"{number} {part}")
 
     def has_reached(self, verb: str) -> bool:
         """Say whether somebody has made such a call since this was asked last."""

@@ -86,9 +86,9 @@ def test_the_save_after_a_failed_one_works_on_ranks_that_have_not_heard_of_the_f
         assert sharing is not None
         tell_failure = sharing.tell_failure
 
-        async def tell_late(turn: Turn, error: BaseException) -> None:
+        async def tell_late(turn: Turn, error: BaseException) -> bool:
             await anyio.sleep(0.5)
-            await tell_failure(turn, error)
+            return await tell_failure(turn, error)
 
         sharing.tell_failure = tell_late  # type: ignore[method-assign]
         assert crew.on_all(save_all) == [3, 3]

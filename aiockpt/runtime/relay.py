@@ -1,0 +1,129 @@
+"""How does a process use a store that only another one can reach? It asks that one, call by call.
+
+A writer process (`aiockpt.worker`) has no client of the job's c10d store: that would need torch, an address, and a second
+client for each rank. Its trainer has one. Here are both ends of a call; how messages travel is not known here.
+
+Guarantees:
+
+- A call returns what the store returned, or raises `ConnectionError`: the store does not answer, or nobody can ask it.
+- When the other process is gone, every call raises at once, those that wait included.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable
+from itertools import count
+from typing import Literal
+
+import msgspec
+
+from aiockpt.runtime.meeting import Store
+
+Verb = Literal["set", "get", "check", "add", "delete_key"]
+Value = bytes | bool | int | None
+GONE = "the process that asks the store is gone"
+
+
+class Question(msgspec.Struct, frozen=True):
+    """One call of a store: its verb, the keys, and what it is given."""
+
+    verb: Verb
+    keys: list[str]
+    data: bytes = b""
+    amount: int = 0
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """What the store returned, or why it did not."""
+
+    value: Value = None
+    failure: str | None = None
+
+
+def ask(store: Store, question: Question) -> Reply:
+    """Make the call at the store itself. Blocks as long as the store does."""
+    try:
+        return Reply(_call(store, question))
+    except Exception as error:  # noqa: BLE001  c10d raises what it likes; who asked makes one error of it
+        return Reply(failure=f"{type(error).__name__}: {error}")
+
+
+def _call(store: Store, question: Question) -> Value:
+    key = question.keys[0]
+    match question.verb:
+        case "set":
+            store.set(key, question.data)
+            return None
+        case "get":
+            return bytes(store.get(key))
+        case "check":
+            return bool(store.check(question.keys))
+        case "add":
+            return int(store.add(key, question.amount))
+        case "delete_key":
+            return bool(store.delete_key(key))
+
+
+class RelayedStore:
+    """The store, as a process sees it that asks another one. Blocking; any thread but the one that hears the replies.
+
+    Args:
+        send: has a question with its number asked, soon; any thread.
+    """
+
+    def __init__(self, send: Callable[[int, Question], object]) -> None:
+        self._send = send
+        self._numbers = count()
+        self._waiting: dict[int, concurrent.futures.Future[Reply]] = {}
+        self._lost = False
+
+    def set(self, key: str, value: bytes, /) -> None:
+        """Put *value* under *key*."""
+        self._ask(Question("set", [key], data=bytes(value)))
+
+    def get(self, key: str, /) -> bytes:
+        """Return what is under *key*."""
+        value = self._ask(Question("get", [key]))
+        assert isinstance(value, bytes)
+        return value
+
+    def check(self, keys: list[str], /) -> bool:
+        """Say whether something is under each key."""
+        return bool(self._ask(Question("check", list(keys))))
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to the count under *key*; return it."""
+        value = self._ask(Question("add", [key], amount=amount))
+        assert isinstance(value, int)
+        return value
+
+    def delete_key(self, key: str, /) -> bool:
+        """Remove what is under *key*; say whether something was."""
+        return bool(self._ask(Question("delete_key", [key])))
+
+    def hear(self, number: int, reply: Reply) -> None:
+        """Take the reply to a question."""
+        waiting = self._waiting.get(number)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(reply)
+
+    def lose(self) -> None:
+        """Note that nobody will reply any more. On the thread that hears the replies."""
+        self._lost = True
+        for number in list(self._waiting):
+            self.hear(number, Reply(failure=GONE))
+
+    def _ask(self, question: Question) -> Value:
+        number = next(self._numbers)
+        waiting = self._waiting[number] = concurrent.futures.Future()
+        try:
+            if self._lost:  # after it waits: `lose` has found it, or is found here
+                raise ConnectionError(GONE)
+            self._send(number, question)
+            reply = waiting.result()
+        finally:
+            del self._waiting[number]
+        if reply.failure is not None:
+            raise ConnectionError(reply.failure)
+        return reply.value

@@ -1,0 +1,182 @@
+"""Do ranks that each save through a writer process of their own save together as threads do?"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed
+
+import aiockpt
+from aiockpt.errors import RankFailedError, SaveCancelledError, StorageFullError, WriterLostError
+from tests.engine.test_worker_killed import orders as orders
+from tests.engine.test_worker_killed import process_of, steps_of
+from tests.engine.worker_places import Orders
+from tests.ranks import test_lazy_together, test_saving_together
+from tests.ranks.crew import QUICK, Crew
+from tests.ranks.test_saving_together import equal, loaded, replicated
+from tests.watch import until
+
+pytestmark = pytest.mark.timeout(120)
+
+# ------------------------------------------------------------------ tests of threads, told once more
+
+SHARED_TESTS: list[Callable[..., Any]] = [
+    test_saving_together.test_a_structure_that_changed_on_one_rank_is_planned_there_and_the_others_do_not_wait,
+    test_saving_together.test_several_saves_run_at_once_on_all_ranks,
+    test_saving_together.test_warm_up_plans_for_all_ranks,
+    test_saving_together.test_no_note_is_left_behind_for_ever,
+    test_lazy_together.test_a_save_every_step_holds_the_weights_of_its_step,
+    test_lazy_together.test_a_rank_that_skips_lets_the_optimizers_of_the_others_go,
+]
+
+
+@pytest.mark.parametrize("test", SHARED_TESTS, ids=lambda test: test.__name__.removeprefix("test_"))
+def test_it_is_the_same_with_writer_processes(
+    test: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aiockpt, "Checkpointer", partial(aiockpt.Checkpointer, worker="process"))
+    given: dict[str, Any] = {"tmp_path": tmp_path, "io": {}}
+    test(**{name: given[name] for name in test.__code__.co_varnames[: test.__code__.co_argcount]})
+
+
+def save_on_all(crew: Crew, step: int) -> None:
+    crew.on_all(lambda rank, ckpt: ckpt.save(step, replicated(step)).result(30))
+
+
+def test_writers_and_threads_save_together(tmp_path: Path) -> None:
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    with Crew(3, tmp_path, worker="process") as crew:
+        crew.checkpointers[1]._close_quietly()
+        for rank, worker in ((0, "process"), (1, "thread"), (2, "process")):
+            if rank != 1:
+                crew.checkpointers[rank]._close_quietly()
+            crew.checkpointers[rank] = aiockpt.Checkpointer(
+                tmp_path,
+                ranks=aiockpt.Ranks(rank, 3, store),
+                deadlines=QUICK,
+                worker=worker,  # type: ignore[arg-type]
+            )
+        for step in (1, 2):
+            save_on_all(crew, step)
+    for step in (1, 2):
+        assert equal(loaded(tmp_path, replicated(step), step), replicated(step))
+
+
+def test_one_rank_cleans_up_after_a_save(orders: Orders, capfd: pytest.CaptureFixture[str]) -> None:
+    orders.fail("put", errno.ENOSPC, "LATEST")  # whoever cleans up complains
+    with Crew(3, orders.url, worker="process") as crew:
+        save_on_all(crew, 1)
+    assert capfd.readouterr().err.count("cleaning up after step-00000001") == 1
+
+
+# ------------------------------------------------------------------ one rank fails
+
+
+def test_a_write_that_fails_on_one_rank_is_told_to_the_others_at_once(orders: Orders) -> None:
+    with Crew(3, orders.url, worker="process", on_error=lambda future: None) as crew:
+        save_on_all(crew, 1)
+        orders.fail("create", errno.ENOSPC, "r00001")
+        begun_s = time.monotonic()
+        errors = crew.errors(lambda rank, ckpt: ckpt.save(2, replicated(2)).result(30))
+        assert time.monotonic() - begun_s < 5
+        assert isinstance(errors[1], StorageFullError)
+        for rank in (0, 2):
+            assert isinstance(errors[rank], RankFailedError)
+            assert "rank 1 failed: StorageFullError" in str(errors[rank])
+        orders.fail("create", None)
+        posted = crew.record_notes()
+        save_on_all(crew, 3)
+        assert len([key for key in posted if "holdings" in key]) == 3  # planned anew, whatever made it fail
+    assert steps_of(orders) == [3, 1]
+    assert not list(orders.path.glob("step-00000002/a-*/d/*"))
+    assert equal(loaded(orders.path, replicated(3)), replicated(3))
+
+
+def test_a_save_that_one_rank_cancels_ends_on_all(orders: Orders) -> None:
+    with Crew(2, orders.url, worker="process", on_error=lambda future: None) as crew:
+        save_on_all(crew, 1)
+        orders.has_reached("create")
+        orders.hold("create")
+
+        def save(rank: int, ckpt: aiockpt.Checkpointer) -> None:
+            future = ckpt.save(2, replicated(2))
+            if rank == 1:
+                until(lambda: orders.has_reached("create"), "the first data file")
+                future.cancel()
+            future.result(30)
+
+        errors = crew.errors(save)
+        assert isinstance(errors[1], SaveCancelledError)
+        assert isinstance(errors[0], RankFailedError)
+        assert "rank 1 failed: SaveCancelledError" in str(errors[0])
+        orders.let_go("create")
+        save_on_all(crew, 3)
+        assert [ckpt.statistics().pool.used_slabs for ckpt in crew.checkpointers] == [0, 0]
+    assert steps_of(orders) == [3, 1]
+
+
+# ------------------------------------------------------------------ a writer dies
+
+
+@pytest.mark.parametrize(
+    ("dead", "part"), [(0, "/d/"), (1, "/r/")], ids=["rank 0's, before it has written", "another's, when it votes"]
+)
+def test_a_writer_that_dies_fails_the_save_on_all_at_once_and_the_next_one_works(
+    dead: int, part: str, orders: Orders
+) -> None:
+    verb = "create" if part == "/d/" else "put_new"
+    with Crew(2, orders.url, worker="process", on_error=lambda future: None) as crew:
+        save_on_all(crew, 1)
+        orders.has_reached(verb)
+        orders.hold(verb, f"r{dead:05d}")
+
+        def save(rank: int, ckpt: aiockpt.Checkpointer) -> None:
+            future = ckpt.save(2, replicated(2))
+            if rank == dead:
+                until(lambda: list(orders.path.glob(f"step-00000002/a-*{part}")), "what the writer does first")
+                until(lambda: orders.has_reached(verb), verb)
+                os.kill(process_of(ckpt).pid, signal.SIGKILL)
+                orders.let_go(verb)
+            future.result(30)
+
+        begun_s = time.monotonic()
+        errors = crew.errors(save)
+        assert time.monotonic() - begun_s < 5
+        assert isinstance(errors[dead], WriterLostError)
+        assert isinstance(errors[1 - dead], RankFailedError)
+        assert f"rank {dead} failed: WriterLostError" in str(errors[1 - dead])
+        save_on_all(crew, 3)
+        assert [ckpt.statistics().pool.used_slabs for ckpt in crew.checkpointers] == [0, 0]
+    assert steps_of(orders) == [3, 1]
+    assert equal(loaded(orders.path, replicated(3)), replicated(3))
+
+
+def test_when_rank_0s_writer_dies_nobody_waits_for_what_it_was_copying_to_a_farther_tier(
+    orders: Orders, tmp_path: Path
+) -> None:
+    tiers = [tmp_path / "near", orders.url]
+    with Crew(2, lambda rank: tiers, worker="process", on_error=lambda future: None) as crew:
+        orders.hold("create", "r00000")
+
+        def save(rank: int, ckpt: aiockpt.Checkpointer) -> BaseException | None:
+            future = ckpt.save(1, replicated(1))
+            future.result(30)
+            if rank == 0:
+                until(lambda: orders.has_reached("create"), "the copy")
+                os.kill(process_of(ckpt).pid, signal.SIGKILL)
+            return future.committed(orders.url).exception(30)
+
+        errors = crew.on_all(save)
+        assert isinstance(errors[0], WriterLostError)
+        assert "gave step 1 up" in str(errors[1])
+        orders.let_go("create")
+        crew.on_all(lambda rank, ckpt: ckpt.save(2, replicated(2)).committed(orders.url).result(30))
+    assert steps_of(orders)[0] == 2
