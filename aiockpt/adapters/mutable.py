@@ -152,8 +152,15 @@ def _optimizers(state: Mapping[str, Any]) -> Iterator[Optimizer]:
 
 
 def _living_optimizers() -> list[Optimizer]:
-    """Return the optimizers of this process: those of a state that names none are somewhere. Once for each structure."""
-    return [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]
+    """Return the optimizers of this process: those of a state that names none are somewhere. Once for each structure.
+
+    Asked for by what refers to their classes, as objects do. To hold all objects there are, even for a moment, breaks other
+    threads: a tuple that is being made from an iterator cannot grow when anybody else has it.
+    """
+    classes: list[type] = [Optimizer]
+    for known in classes:
+        classes += known.__subclasses__()
+    return [found for found in gc.get_referrers(*classes) if issubclass(type(found), Optimizer)]
 
 
 def _parameters(state: Mapping[str, Any]) -> Iterator[torch.Tensor]:

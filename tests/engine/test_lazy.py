@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import time
 import uuid
@@ -21,6 +22,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 import aiockpt
+from aiockpt.adapters import mutable
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.events import BarrierWaited, Committed, DataWritten, SaveSkipped, SnapshotTaken
 from aiockpt.options import MIB
@@ -233,6 +235,32 @@ def loaded_model(place: Path) -> dict[str, torch.Tensor]:
     with aiockpt.Checkpointer(place) as ckpt:
         ckpt.load({"model": model}).result(60)
     return dict(model.state_dict())
+
+
+def test_to_find_the_optimizers_breaks_no_tuple_that_another_thread_is_making() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    broken: list[BaseException] = []
+    found = threading.Event()
+
+    def make_tuples() -> None:
+        try:
+            while not found.is_set():
+                tuple(number for number in range(3000))
+        except SystemError as error:  # somebody else had the tuple when it was to grow
+            broken.append(error)
+
+    often = sys.getswitchinterval()
+    making = threading.Thread(target=make_tuples)
+    sys.setswitchinterval(1e-5)
+    try:
+        making.start()
+        for _ in range(20):
+            assert any(one is optimizer for one in mutable._living_optimizers())
+    finally:
+        sys.setswitchinterval(often)
+        found.set()
+        making.join()
+    assert not broken
 
 
 def test_an_optimizer_in_backward_waits_at_its_first_step(tmp_path: Path, gate: Gate) -> None:
