@@ -35,7 +35,7 @@ from aiockpt.adapters.target import open_target, read_tree
 from aiockpt.adapters.tensors import Leaf, describe, tensor_name
 from aiockpt.adapters.watch import Watch
 from aiockpt.errors import ManifestError, UnsupportedStateError
-from aiockpt.format.document import check_tree
+from aiockpt.format.document import check_tree, collector_paused
 from aiockpt.format.names import join_name
 from aiockpt.state.codecs import DEFAULT_CODECS, CodecRegistry
 from aiockpt.state.shards import ShardedState, TensorShard, digest_structure
@@ -88,8 +88,9 @@ class StateWalker:
                 pass
         self._plan = None
         self.cold_walks += 1
-        plan = _Plan(state)
-        walked = plan.run(state, self._codecs, self._rank, check=True)
+        with collector_paused():
+            plan = _Plan(state)
+            walked = plan.run(state, self._codecs, self._rank, check=True)
         self._plan = plan
         return walked
 
