@@ -51,9 +51,9 @@ from aiockpt.runtime.companion import accompany
 from aiockpt.runtime.future import Future, LoadFuture, LoadResult, SaveFuture
 from aiockpt.runtime.limits import LimiterStatistics, run_blocking
 from aiockpt.runtime.loop import LoopThread, refuse_in_event_loop
-from aiockpt.runtime.memory import SharedMemory
 from aiockpt.runtime.peers import find_peers
 from aiockpt.runtime.ranks import Ranks, find_ranks
+from aiockpt.runtime.shared_memory import SharedMemory
 from aiockpt.runtime.slabs import PoolStatistics
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend

@@ -208,6 +208,8 @@ class Launcher:
             result = await ticket.run(self._tiers.save)
             if result is not None and not result.existed and self._engine.ranks.rank == 0:
                 await self._tiers.tidy(result)
+        if not self._engine.pool.is_settled:
+            await run_blocking(self._engine.state_work, self._engine.pool.settle)
 
     async def _fill_pool(self, ticket: Ticket) -> None:
         """Make the slabs that the next snapshot of this state will need.

@@ -10,7 +10,6 @@ are touched when they are made and never given back before ``close``. Guarantees
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -21,7 +20,7 @@ import msgspec
 
 from aiockpt.errors import ClosedError, StorageTimeoutError
 from aiockpt.runtime.accelerator import Pins
-from aiockpt.runtime.memory import Memory, PrivateMemory, address_of
+from aiockpt.runtime.memory import Memory, Pages, PrivateMemory, address_of
 from aiockpt.runtime.pinning import Pinning
 
 
@@ -41,8 +40,8 @@ class Slab:
 
     __slots__ = ("address", "memory", "number")
 
-    def __init__(self, pages: mmap.mmap, number: int) -> None:
-        self.memory = memoryview(pages)
+    def __init__(self, pages: Pages, number: int) -> None:
+        self.memory = memoryview(pages).cast("B")
         self.address = address_of(pages)
         self.number = number
 
@@ -78,6 +77,7 @@ class SlabPool:
         self._closed = False
         self._pinning = Pinning()
         self._lost: list[Slab] = []
+        self._new: list[Slab] = []
 
     @property
     def slab_bytes(self) -> int:
@@ -107,6 +107,18 @@ class SlabPool:
             slab = self._make()
             self._pinning.pin(slab.address, self._slab_bytes)
             self._add(slab)
+
+    def settle(self) -> None:
+        """Have slabs that are new lie in huge pages, if they do not yet; in use or not. It takes milliseconds for each."""
+        with self._changed:
+            new, self._new = self._new, []
+        for slab in new:
+            self._memory.make_huge(slab.address, self._slab_bytes)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether `settle` has nothing to do."""
+        return not self._new
 
     def pin_with(self, pins: Pins) -> None:
         """Pin every slab from now on, once: what is made when it is made, what is there when it is next taken."""
@@ -167,12 +179,15 @@ class SlabPool:
         """Allocate one that is counted already, outside the lock: touching the pages takes milliseconds."""
         number = next(self._numbers)
         try:
-            return Slab(self._memory.map(number, self._slab_bytes), number)
+            slab = Slab(self._memory.map(number, self._slab_bytes), number)
         except BaseException:
             with self._changed:
                 self._allocated -= 1
                 self._changed.notify_all()
             raise
+        with self._changed:
+            self._new.append(slab)
+        return slab
 
     def _may_take(self, turn: object) -> bool:
         mine = self._turns[0] is turn

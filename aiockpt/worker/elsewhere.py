@@ -23,8 +23,8 @@ from aiockpt.errors import CheckpointError
 from aiockpt.options import Tier
 from aiockpt.runtime.future import SaveFuture, SaveResult
 from aiockpt.runtime.limits import Limiter, run_blocking
-from aiockpt.runtime.memory import SharedMemory
 from aiockpt.runtime.relay import ask
+from aiockpt.runtime.shared_memory import SharedMemory
 from aiockpt.worker.connection import Connection, Errand
 from aiockpt.worker.failures import pack, unpack
 from aiockpt.worker.messages import (

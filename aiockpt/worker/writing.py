@@ -10,7 +10,7 @@ from aiockpt.engine.ticket import Call, Capture, Ticket
 from aiockpt.errors import WriterLostError
 from aiockpt.pipeline.upload import Handover
 from aiockpt.planning.save import SavePlan, Window
-from aiockpt.runtime.memory import map_shared
+from aiockpt.runtime.shared_memory import map_shared
 from aiockpt.runtime.slabs import Slab
 from aiockpt.state.shards import ShardedState
 from aiockpt.worker.messages import Answer, Freed, Save, from_json

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import os
+import platform
+import re
 import resource
 from pathlib import Path
 
 import pytest
 
 from aiockpt.errors import ClosedError
-from aiockpt.runtime import memory
+from aiockpt.runtime import memory, shared_memory
 
 SIZE_BYTES = 3 * mmap.PAGESIZE + 5
 
 
-def faults_of_touching(pages: mmap.mmap) -> int:
+def faults_of_touching(pages: memory.Pages) -> int:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     ctypes.memset(memory.address_of(pages), 1, len(pages))
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
@@ -27,7 +30,7 @@ def test_the_memory_is_zero_starts_on_a_page_and_is_there_already(
     monkeypatch: pytest.MonkeyPatch, kernel_knows: bool
 ) -> None:
     if not kernel_knows:
-        monkeypatch.setattr(memory, "_madvise", lambda *_: -1)
+        monkeypatch.setattr(memory, "advise", lambda *_: -1)
     pages = memory.map_pages(64 << 20)
     assert pages[:SIZE_BYTES] == bytes(SIZE_BYTES)
     assert memory.address_of(pages) % mmap.PAGESIZE == 0
@@ -39,13 +42,13 @@ def test_memory_that_is_not_there_would_be_noticed() -> None:
 
 
 def test_shared_memory_is_there_already_and_another_map_of_it_sees_the_same() -> None:
-    shared = memory.SharedMemory()
+    shared = shared_memory.SharedMemory()
     pages = [shared.map(number, 1 << 20) for number in (1, 0, 2)]
     assert faults_of_touching(pages[2]) < 20
     for number, piece in zip((1, 0, 2), pages, strict=True):
         piece[:5] = b"piece"
         piece[5] = number
-    seen = [memory.map_shared(shared.fd, number, 1 << 20) for number in range(3)]
+    seen = [shared_memory.map_shared(shared.fd, number, 1 << 20) for number in range(3)]
     assert [bytes(piece[:6]) for piece in seen] == [b"piece\x00", b"piece\x01", b"piece\x02"]
     seen[1][:5] = b"other"
     assert bytes(pages[0][:5]) == b"other"
@@ -57,7 +60,7 @@ def test_shared_memory_is_there_already_and_another_map_of_it_sees_the_same() ->
 
 
 def test_growing_in_any_order_never_cuts_off_what_is_mapped() -> None:
-    shared = memory.SharedMemory()
+    shared = shared_memory.SharedMemory()
     last = shared.map(9, mmap.PAGESIZE)
     first = shared.map(0, mmap.PAGESIZE)
     last[0], first[0] = 1, 2
@@ -66,9 +69,51 @@ def test_growing_in_any_order_never_cuts_off_what_is_mapped() -> None:
     shared.close()
 
 
+def mapped_kib(pages: memory.Pages, fact: str) -> int | None:
+    """Return *fact* of the mapping that *pages* are; None when there is none."""
+    begins = f"{memory.address_of(pages):x}-"
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    if not any(line.startswith(begins) for line in lines):
+        return None
+    return next(int(line.split()[1]) for line in lines if line.startswith(fact))
+
+
+def has_huge_shared_memory() -> bool:
+    version = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
+    allowed = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    return version >= (6, 1) and allowed.exists() and "[deny]" not in allowed.read_text()
+
+
+@pytest.mark.skipif(not has_huge_shared_memory(), reason="needs Linux 6.1 with transparent huge pages")
+def test_shared_memory_lies_in_huge_pages_for_all_who_map_it() -> None:
+    shared = shared_memory.SharedMemory()
+    size = 2 * shared_memory.HUGE_BYTES
+    pages = shared.map(1, size)
+    pages[:3] = b"abc"
+    shared.make_huge(memory.address_of(pages), size)
+    seen = shared_memory.map_shared(shared.fd, 1, size)
+    assert bytes(seen[:3]) == b"abc"
+    assert faults_of_touching(seen) < 20
+    assert mapped_kib(pages, "ShmemPmdMapped:") == mapped_kib(seen, "ShmemPmdMapped:") == size >> 10
+    shared.close()
+
+
+def test_a_piece_is_unmapped_when_nobody_looks_at_it_any_more() -> None:
+    shared = shared_memory.SharedMemory()
+    pages = shared.map(0, shared_memory.HUGE_BYTES)
+    view = memoryview(pages)[5:]
+    address = f"{memory.address_of(pages):x}-"
+    del pages
+    assert address in Path("/proc/self/maps").read_text()
+    del view
+    gc.collect()
+    assert address not in Path("/proc/self/maps").read_text()
+    shared.close()
+
+
 @pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system has no O_DIRECT")
 def test_a_disk_takes_shared_memory_directly(tmp_path: Path) -> None:
-    shared = memory.SharedMemory()
+    shared = shared_memory.SharedMemory()
     pages = shared.map(1, 1 << 20)
     pages[:] = bytes(range(256)) * 4096
     try:
