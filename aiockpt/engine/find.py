@@ -127,6 +127,7 @@ async def _list_tiers(
 
 async def _scan_finishing(engine: Engine) -> list[StepEntry]:
     entries = await scan(engine.backend)
+    engine.lineage.see(entries)
     finished = [manifest for entry in entries for manifest in await finish_commits(engine, entry)]
     return await scan(engine.backend) if finished else entries
 

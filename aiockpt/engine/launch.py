@@ -119,13 +119,16 @@ class Launcher:
             call = Call(
                 step=step, metrics=_plain_metrics(metrics), user=_plain_json(user), turn=turn, begun_ns=begun_ns
             )
-            return self._start(call, state, snapshot)
+            ticket, elsewhere = self._start(call, state, snapshot)
         except BaseException as error:
             self._engine.renounce(turn, error)
             raise
+        if not elsewhere:
+            ticket.copy()
+        return ticket.future
 
-    def _start(self, call: Call, state: Mapping[str, Any], snapshot: Snapshot) -> SaveFuture:
-        """Register the save, and copy the state: here, or on a worker where that is wanted or would hold an event loop."""
+    def _start(self, call: Call, state: Mapping[str, Any], snapshot: Snapshot) -> tuple[Ticket, bool]:
+        """Register the save; say whether a worker copies the state, where that is wanted or would hold an event loop."""
         before = [stage for stage in (self._must_end_first(), self._must_be_copied_first()) if stage is not None]
         waits = bool(before) or call.turn is not None
         capture, elsewhere = self._capture(state, snapshot, waits)
@@ -140,8 +143,8 @@ class Launcher:
         else:
             for stage in before:
                 stage._wait_anyway(self._engine.options.deadlines.close_s)
-            self._copy(ticket)
-        return ticket.future
+            self._begin(ticket)
+        return ticket, elsewhere
 
     def _capture(self, state: Mapping[str, Any], snapshot: Snapshot, waits: bool) -> tuple[Capture, bool]:
         """Walk *state* and have it be still for as long as its copy takes; say too whether it is copied elsewhere."""
@@ -187,20 +190,21 @@ class Launcher:
 
     def _copy_elsewhere(self, ticket: Ticket) -> None:
         try:
-            self._copy(ticket)
+            self._begin(ticket)
         except Exception as error:  # noqa: BLE001  the future carries it to the caller
             self._engine.renounce(ticket.turn, error)
             ticket.refuse(error)
+        else:
+            ticket.copy()
 
-    def _copy(self, ticket: Ticket) -> None:
-        """Plan and start this save, and copy its state on this thread."""
+    def _begin(self, ticket: Ticket) -> None:
+        """Plan this save and have it run; from here on it tells the other ranks itself what goes wrong."""
         ticket.prepare()
         self._tiers.announce(ticket)
         self._engine.pool.fit(ticket.plan.window_count, available_bytes)
         if ticket.future not in self._saves:
             self._saves.append(ticket.future)
         self._engine.loop.submit(self._run, ticket)
-        ticket.copy()
 
     async def _run(self, ticket: Ticket) -> None:
         async with open_tasks() as tasks:

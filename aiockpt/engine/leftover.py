@@ -33,7 +33,7 @@ async def find_leftover(tier: Tier, number: int, engines: Sequence[Engine]) -> d
         attempt = entry.head.attempt if tier.full else weights_attempt(entry.head.attempt)
         if there.committed and attempt in there.attempts:
             break
-        if own.lineage.owns(entry.head.run):
+        if not own.lineage.is_earlier(entry.head.sequence):
             continue
         copies = await _copies(
             entry.id, entry.head.attempt, [one for one in every if engines.index(one.engine) < number]

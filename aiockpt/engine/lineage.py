@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import anyio
 
@@ -44,6 +44,7 @@ class Lineage:
         self._parent: str | None = None
         self._seen = 0
         self._clock: int | None = None
+        self._first_clock: int | None = None
         self._numbers = itertools.count(1)
         self._beginning = anyio.Lock()
 
@@ -58,7 +59,7 @@ class Lineage:
         """
         async with self._beginning:
             if self._clock is None:
-                self._clock = max(await self._newest(), self._seen)
+                self._clock = self._first_clock = max(await self._newest(), self._seen)
             return begin(
                 entry,
                 nonce=nonce,
@@ -95,9 +96,15 @@ class Lineage:
         await look(nearest)
         return max(clocks)
 
-    def owns(self, run: str) -> bool:
-        """Say whether this checkpointer made that run."""
-        return run in self._runs
+    def is_earlier(self, sequence: int) -> bool:
+        """Say whether the save with that logical clock was made before the first one here."""
+        return self._first_clock is None or sequence <= self._first_clock
+
+    def see(self, entries: Sequence[StepEntry]) -> None:
+        """Have the saves from now on be newer than *entries*: a tier may answer that was not waited for at the first one."""
+        if self._clock is not None:
+            others = [entry.head.sequence for entry in entries if entry.head and entry.head.run not in self._runs]
+            self._clock = max(self._clock, *others, 0)
 
     def _enter(self, run: str) -> None:
         self._run = run

@@ -2,7 +2,7 @@
 
 Guarantees:
 
-- A place that refuses every call (nobody listens at its port) is left after `FAILURES` of them, in well under a second.
+- A place that refuses every call (nobody listens at its port) is left after `REFUSED_S`.
 - One that fails now and then is not: only failures of one call in a row count. Nor is one that asks for fewer calls: it is
   there.
 - What may be waited for without end is, until `Patience.limit` is called.
@@ -18,8 +18,8 @@ import anyio
 from aiockpt.errors import StorageError, StorageThrottledError
 from aiockpt.storage.retry_calls import told_of_failures
 
-FAILURES = 4
-"""Of one call, in a row. With the waits between them they take 0.35 s on average, and 0.7 s at most."""
+FAILURES, REFUSED_S = 4, 3.0
+"""Of one call, in a row, for so long: a server that starts again is there by then, and nobody is at a dead port."""
 
 
 class Patience:
@@ -33,6 +33,7 @@ class Patience:
         self.refused: StorageError | None = None
         self._scope = anyio.CancelScope()
         self._limit_s: float | None = None
+        self._begun_s = anyio.current_time()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -55,6 +56,7 @@ class Patience:
         return f"no answer within {self._limit_s:g} s"
 
     def _hear(self, error: StorageError, failures: int) -> None:
-        if self._limit_s is not None and failures >= FAILURES and not isinstance(error, StorageThrottledError):
+        long = anyio.current_time() - self._begun_s >= REFUSED_S
+        if self._limit_s is not None and long and failures >= FAILURES and not isinstance(error, StorageThrottledError):
             self.refused = error
             self._scope.cancel()

@@ -345,6 +345,9 @@ class Rung:
         """Have the other ranks not wait for a copy that rank 0's writer process took with it; the next one makes it."""
         assert self.engine.sharing is not None
         note = Arrived(failure=str(error), final=True)
+        with suppress(CheckpointError):
+            manifest = await find_copy(self.engine.backend, step_id, attempt)
+            note = note if manifest is None else Arrived(manifest.generation)
         await self.engine.sharing.meeting.post(self._note(step_id, attempt), note)
 
     def _note(self, step_id: str, attempt: str) -> str:

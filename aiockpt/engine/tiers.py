@@ -156,9 +156,8 @@ class Tiers:
         The other ranks hear of it, where they can, once that is certain.
         """
         assert ticket.nonce is not None
-        for rung in self._candidates(ticket):
-            if not await withdraw(rung.engine, ticket, ticket.nonce, error, untold=self.engines[0].sharing):
-                return  # it is committed there
+        engines = [rung.engine for rung in self._candidates(ticket)]
+        await withdraw(engines, ticket, ticket.nonce, error, untold=self.engines[0].sharing)
 
     async def tell_lost(self, step: int, nonce: str, numbers: Iterable[int], error: Exception) -> None:
         """Tell the other ranks, where this is rank 0, that the copies of a save to these tiers ended with its writer."""

@@ -14,6 +14,7 @@ Rank 0 *leads*: it begins the attempt, waits for all votes and commits. The othe
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 
 import anyio
@@ -226,28 +227,32 @@ async def _give_up(
     if certain:
         await sharing.tell_failure(turn, error)
     if nonce and not isinstance(error, CommitTimeoutError):
-        await withdraw(engine, ticket, nonce, error, untold=None if certain else sharing)
+        await withdraw([engine], ticket, nonce, error, untold=None if certain else sharing)
 
 
-async def withdraw(engine: Engine, ticket: Ticket, nonce: str, error: BaseException, untold: Sharing | None) -> bool:
-    """See to it that nobody commits the attempt *nonce* in this place any more, and remove this rank's part of it.
+async def withdraw(
+    engines: Sequence[Engine], ticket: Ticket, nonce: str, error: BaseException, untold: Sharing | None
+) -> None:
+    """See to it that nobody commits the attempt *nonce* any more, and remove this rank's part of it.
+
+    Nothing is told and nothing removed where that comes too late, because the commit stands or will, or is not certain.
 
     Args:
+        engines: of the places where it may be.
         untold: where the other ranks are to be told once it is certain; None when they were.
-
-    Returns:
-        False when it comes too late: the commit stands, or will.
     """
+    folder = step_id(ticket.step)
     with anyio.move_on_after(CLEAN_UP_DEADLINE_S, shield=True):
         try:
-            if await claim(engine.backend, step_id(ticket.step), nonce, "collect", engine.token(16)) == "commit":
-                return False
+            for engine in engines:
+                if await claim(engine.backend, folder, nonce, "collect", engine.token(16)) == "commit":
+                    return
             if untold is not None and ticket.turn is not None:
                 await untold.tell_failure(ticket.turn, error)
-            await _forget(engine, ticket, nonce, error)
+            for engine in engines:
+                await _forget(engine, ticket, nonce, error)
         except CheckpointError as trouble:
-            logger.warning("attempt %s of %s is left as garbage: %s", nonce, step_id(ticket.step), trouble)
-    return True
+            logger.warning("attempt %s of %s is left as garbage: %s", nonce, folder, trouble)
 
 
 async def _forget(engine: Engine, ticket: Ticket, nonce: str, error: BaseException) -> None:

@@ -16,7 +16,7 @@ import anyio
 
 from aiockpt.engine.context import Engine
 from aiockpt.errors import CheckpointError
-from aiockpt.format.names import attempt_folder
+from aiockpt.format.names import attempt_folder, parse_failure
 from aiockpt.pipeline.discover import StepEntry
 from aiockpt.pipeline.votes import read_receipts
 from aiockpt.storage.transfer import walk
@@ -52,9 +52,10 @@ async def tell_of_newer(unfinished: Sequence[tuple[Engine, StepEntry]], newest: 
 
 async def _tell(engine: Engine, step_id: str, attempt: str) -> None:
     """Log one attempt: a warning where its writer may live."""
-    written_ns = [stat.modified_ns async for stat in walk(engine.backend, attempt_folder(step_id, attempt))]
-    if not written_ns:
-        return
+    left = [stat async for stat in walk(engine.backend, attempt_folder(step_id, attempt))]
+    if not left or any(parse_failure(stat.key.rpartition("/")[2]) is not None for stat in left):
+        return  # removed, or given up: nobody can commit it
+    written_ns = [stat.modified_ns for stat in left]
     votes = await read_receipts(engine.backend, step_id, attempt)
     ranks = next((vote.world_size for vote in votes.values()), None)
     said = "no rank has voted yet" if ranks is None else f"{len(votes)} of {ranks} ranks have voted"

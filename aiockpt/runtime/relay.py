@@ -6,7 +6,7 @@ client for each rank. Its trainer has one. Here are both ends of a call; how mes
 Guarantees:
 
 - A call returns what the store returned, or raises `ConnectionError`: the store does not answer, or nobody can ask it.
-- When the other process is gone, every call raises at once, those that wait included.
+- When the other process is gone, every call raises at once, those that wait included; when it is silent, after a while.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from aiockpt.runtime.meeting import Store
 
 Verb = Literal["set", "get", "check", "add", "delete_key"]
 Value = bytes | bool | int | None
+DEADLINE_S = 30.0
+"""For a reply: a process that is stopped, or busy in one long call, neither answers nor ends."""
 GONE = "the process that asks the store is gone"
 
 
@@ -121,7 +123,9 @@ class RelayedStore:
             if self._lost:  # after it waits: `lose` has found it, or is found here
                 raise ConnectionError(GONE)
             self._send(number, question)
-            reply = waiting.result()
+            reply = waiting.result(DEADLINE_S)
+        except TimeoutError:
+            raise ConnectionError(f"the process that asks the store said nothing for {DEADLINE_S:g} s") from None
         finally:
             del self._waiting[number]
         if reply.failure is not None:

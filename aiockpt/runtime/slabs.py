@@ -235,6 +235,7 @@ class SlabPool:
         with self._changed:
             self._closed = True
             free, self._free = self._free, []
+            self._new = []
             self._changed.notify_all()
         for slab in free:
             self._pinning.unpin(slab.address)

@@ -120,7 +120,7 @@ class Errand:
         step, nonce: which one.
         stages: of the tiers, the nearest first; none where there is only one.
         answer: the outcome; *tidied*: nothing follows but what farther tiers do.
-        orphaned: whether its writer has died.
+        orphaned: whether its writer has died, and nobody goes on with it.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Errand:
 
         The tiers of a save that has no outcome yet fail with it. (One that was never sent is given to the next writer.)
         """
-        self.orphaned = True
+        self.orphaned = not self.connection.left_alone
         if self.answer.done():
             for stage in self.stages:
                 stage._fail(error)

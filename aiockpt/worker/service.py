@@ -139,14 +139,22 @@ class Service:
         """Do what arrives, and when nothing more will: finish what is complete, and give up the rest."""
         async with open_tasks() as hearing:
             async with open_tasks() as tasks:
-                while (order := await _receive(orders)) is not None and not isinstance(order, Close):
-                    self._take(order, tasks)
+                await self._take_all(orders, tasks)
                 tasks.cancel_scope.deadline = anyio.current_time() + self._deadline_s
                 for writing in self._saves.values():
                     writing.go_on_if_complete()
                 hearing.start_soon(self._hear_store, orders)
             await self._tiers.close()
             hearing.cancel_scope.cancel()
+
+    async def _take_all(self, orders: Receiver, tasks: TaskGroup) -> None:
+        """Do what arrives until nothing more will."""
+        try:
+            while (order := await _receive(orders)) is not None and not isinstance(order, Close):
+                self._take(order, tasks)
+        except BaseException:
+            self._store.lose()  # nobody hears its replies any more, and who waits for one cannot be cancelled
+            raise
 
     async def _hear_store(self, orders: Receiver) -> None:
         """Hear the replies that are still to come, to the end of the trainer or of all work here."""

@@ -61,11 +61,17 @@ def ask(
     return run_in_leaps(main, world.clock)
 
 
-def test_a_place_that_refuses_every_call_is_left_within_a_second() -> None:
+def test_a_place_that_refuses_every_call_is_left_after_some_seconds() -> None:
     seconds, answered, patience = ask(repeat(REFUSED), 10)
     assert not answered
-    assert seconds < 0.75
+    assert 3 <= seconds < 6
     assert patience.reason() == "it fails again and again: connection refused"
+
+
+def test_a_place_that_starts_again_is_waited_for() -> None:
+    seconds, answered, _ = ask(iter([*[REFUSED] * 6, None]), 10)
+    assert answered
+    assert 0.7 < seconds < 3
 
 
 def test_a_silent_place_is_waited_for_as_long_as_was_said() -> None:

@@ -368,6 +368,21 @@ def test_what_this_process_has_just_committed_is_copied_once(tmp_path: Path) -> 
     assert [event.step for event in watch.of(Promoted)] == [0]
 
 
+def test_a_save_is_newer_than_what_a_farther_tier_says_it_has_when_it_is_back(tmp_path: Path) -> None:
+    """The far tier has newer saves than the near one, of another node, and is away for the first save here."""
+    near, far = two_places(tmp_path)
+    with aiockpt.Checkpointer([tmp_path / "elsewhere", far], io=SMALL) as ckpt:
+        ckpt.load(state(-1)).result(30)
+        for step in range(3, 9):
+            ckpt.save(step, state(step)).result(30)
+    away = FaultyBackend(LocalBackend(str(far)), [Fault(do="fail", verb="list", match="*", times=1)])
+    with aiockpt.Checkpointer([near, away], io=SMALL) as ckpt:
+        ckpt.save(3, state(30)).result(30)
+        assert ckpt.latest().result(30) == 8
+        ckpt.save(4, state(40)).result(30)
+    assert loaded([near, far]) == 40
+
+
 @pytest.mark.parametrize("wrong", ["ignore", None, 3])
 def test_what_cannot_be_done_about_an_error_is_refused(wrong: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"on_error=.*give 'warn', 'raise' or a callable"):

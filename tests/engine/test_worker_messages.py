@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast, get_args
@@ -23,10 +24,12 @@ from aiockpt.errors import CheckpointError, StorageError
 from aiockpt.planning.save import plan_save
 from aiockpt.runtime.channel import Poster, Receiver, Sender
 from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
+from aiockpt.runtime.relay import RelayedStore
 from aiockpt.runtime.slabs import SlabPool
 from aiockpt.worker.connection import Connection, Errand
 from aiockpt.worker.failures import Failure, pack, unpack
 from aiockpt.worker.messages import AnyEvent, Plan, Save, Settled, decode_order, encode, strip_plan
+from aiockpt.worker.service import Service
 
 
 def sent(error: BaseException) -> Exception:
@@ -112,12 +115,13 @@ def test_a_save_that_its_writer_never_had_may_be_given_to_the_next_one() -> None
     result = SaveResult(step=1, id="step-00000001", generation=1, bytes=0, seconds=0.0)
     for committed in (False, True):
         far: Stage[SaveResult] = Stage("far")
-        errand = Errand(cast(Connection, None), save_order(1), SaveFuture(1), [far])
+        errand = Errand(cast(Connection, SimpleNamespace(left_alone=committed)), save_order(1), SaveFuture(1), [far])
         if committed:
             errand.hear(Settled(1, result))
         errand.fail(errors.WriterLostError("gone"))
         assert far.done() == committed
         assert errand.is_committed == committed
+        assert errand.orphaned != committed  # a writer that was left alone may still be at it
         assert errand.tidied.done()
 
 
@@ -296,3 +300,27 @@ def test_a_window_of_a_save_that_was_stopped_does_not_reach_the_writer() -> None
     hand_over(None, pool.take(1))  # type: ignore[arg-type]
     assert wire.frames == []
     assert pool.statistics().used_slabs == 0
+
+
+# ------------------------------------------------------------------ a writer that understands nothing any more
+
+
+async def test_a_writer_that_cannot_go_on_has_nobody_wait_for_the_store() -> None:
+    service = object.__new__(Service)
+    service._store = RelayedStore(lambda number, question: None)
+
+    def wait() -> None:
+        with suppress(ConnectionError):
+            service._store.get("key")
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    orders: Any = SimpleNamespace(receive=fails)
+    with pytest.raises(OSError, match="no descriptors"):
+        await service._take_all(orders, cast(Any, None))
+    waiting.join(5)
+    assert not waiting.is_alive()
+
+
+async def fails() -> bytes:
+    raise OSError("no descriptors")
