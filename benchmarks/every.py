@@ -2,10 +2,11 @@
 
     python -m benchmarks.every --out benchmarks/results/every/256MiB.json
 
-One process trains a network with AdamW. Ways to save after every step take turns with not saving at all: lazily, eagerly,
-and DCP's ``async_save``, which waits for the save before it. Each way runs a block of steps and then waits until its last
-checkpoint is durable: that wait counts. Memory is warm, only the newest checkpoint is kept, and what was saved last is
-loaded and compared at the end. A ratio is the median of a way's blocks over the median of the blocks without saves.
+One process trains a network with AdamW. Ways to save after every step take turns with not saving at all: lazily, lazily
+through a writer process, eagerly, and DCP's ``async_save``, which waits for the save before it. Each way runs a block of
+steps and then waits until its last checkpoint is durable: that wait counts. Memory is warm, only the newest checkpoint is
+kept, and what was saved last is loaded and compared at the end. A ratio is the median of a way's blocks over the median of
+the blocks without saves.
 """
 
 from __future__ import annotations
@@ -84,10 +85,12 @@ class Training:
 class Ours:
     """aiockpt, its snapshots *lazy* or not."""
 
-    def __init__(self, folder: Path, training: Training, snapshot: Any, way: Way) -> None:
+    def __init__(self, folder: Path, training: Training, snapshot: Any, way: Way, worker: Any = "thread") -> None:
         self._way = way
         retention = aiockpt.Retention(last=1)
-        self.checkpointer = aiockpt.Checkpointer(folder, snapshot=snapshot, retention=retention, observers=[self])
+        self.checkpointer = aiockpt.Checkpointer(
+            folder, snapshot=snapshot, retention=retention, observers=[self], worker=worker
+        )
         self._training = training
 
     def on_event(self, event: Event) -> None:
@@ -133,11 +136,13 @@ class Dcp:
 def run(size_bytes: int, batch: int, steps: int, rounds: int, work: Path) -> Result:
     """Measure; ways take turns in each round."""
     training = Training(size_bytes, batch)
-    ways = {name: Way() for name in ("none", "aiockpt lazy", "aiockpt eager", "dcp async")}
+    names = ("none", "aiockpt lazy", "aiockpt lazy, process", "aiockpt eager", "dcp async")
+    ways = {name: Way() for name in names}
     lazy = Ours(work / "lazy", training, "lazy", ways["aiockpt lazy"])
+    process = Ours(work / "process", training, "lazy", ways["aiockpt lazy, process"], "process")
     eager = Ours(work / "eager", training, "eager", ways["aiockpt eager"])
     dcp = Dcp(work / "dcp", training, ways["dcp async"])
-    savers: dict[str, Any] = {"none": None, "aiockpt lazy": lazy, "aiockpt eager": eager, "dcp async": dcp}
+    savers = dict[str, Any](zip(names, (None, lazy, process, eager, dcp), strict=True))
     number = 0
     for done in range(rounds + 1):
         for name, saver in savers.items():
@@ -152,7 +157,7 @@ def run(size_bytes: int, batch: int, steps: int, rounds: int, work: Path) -> Res
                 ways[name].call_s.clear()
                 ways[name].waited_s.clear()
     _check(lazy, training)
-    for ours in (lazy, eager):
+    for ours in (lazy, process, eager):
         ours.checkpointer.close()
     state_bytes = sum(tensor.nbytes for tensor in training.model.parameters()) * 3
     return Result(

@@ -21,7 +21,7 @@ def group() -> Iterator[None]:
 @pytest.mark.usefixtures("group")
 def test_every_way_to_save_has_its_samples(tmp_path: Path) -> None:
     result = every.run(12 << 20, 4, 1, 1, tmp_path)
-    assert set(result.ways) == {"none", "aiockpt lazy", "aiockpt eager", "dcp async"}
+    assert set(result.ways) == {"none", "aiockpt lazy", "aiockpt lazy, process", "aiockpt eager", "dcp async"}
     assert all(len(way.block_s) == 1 for way in result.ways.values())
     assert result.ways["aiockpt lazy"].call_s
     assert result.ways["aiockpt lazy"].loop_s
