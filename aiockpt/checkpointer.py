@@ -21,6 +21,7 @@ import torch
 from aiockpt.cadence import Cadence
 from aiockpt.engine import keep
 from aiockpt.engine.context import Engine
+from aiockpt.engine.ending import Ending
 from aiockpt.engine.failures import raise_failures, report_failures, undelivered
 from aiockpt.engine.keep import Copied, Description, Pruned, StepInfo, Verified
 from aiockpt.engine.launch import Destination, Launcher, check_step
@@ -31,7 +32,7 @@ from aiockpt.engine.sharing import WARM_UP
 from aiockpt.engine.tiers import Tiers
 from aiockpt.errors import BackgroundSaveError, SaveCancelledError, UsageError
 from aiockpt.events import BarrierWaited, Companion, Observer
-from aiockpt.keywords import asks_what_was_meant
+from aiockpt.keywords import asks_what_was_meant, refuse_value
 from aiockpt.options import (
     IO,
     Deadlines,
@@ -50,7 +51,7 @@ from aiockpt.runtime.barrier import Mutating, MutationBarrier
 from aiockpt.runtime.companion import accompany
 from aiockpt.runtime.future import Future, LoadFuture, LoadResult, SaveFuture
 from aiockpt.runtime.limits import LimiterStatistics, run_blocking
-from aiockpt.runtime.loop import LoopThread, refuse_in_event_loop
+from aiockpt.runtime.loop import LoopThread, refuse_in_event_loop, refuse_on_loop_thread, runs_event_loop
 from aiockpt.runtime.peers import find_peers
 from aiockpt.runtime.ranks import Ranks, find_ranks
 from aiockpt.runtime.shared_memory import SharedMemory
@@ -62,15 +63,16 @@ from aiockpt.worker.elsewhere import Elsewhere
 from aiockpt.worker.orders import check_worker
 
 T = TypeVar("T")
-
-CLOSE_S = 60.0
-"""For what has deadlines of its own to say that they have passed."""
 Ts = TypeVarTuple("Ts")
 State = Mapping[str, Any]
 Place = str | os.PathLike[str] | Backend
 Metrics = Mapping[str, float | torch.Tensor]
 
 logger = logging.getLogger("aiockpt")
+
+
+def _tell_nobody(size_bytes: int) -> None:
+    """Nobody asked for the progress."""
 
 
 class Statistics(msgspec.Struct, frozen=True):
@@ -164,8 +166,12 @@ class Checkpointer:
             io=io,
             deadlines=deadlines,
         )
+        if not isinstance(ranks, Ranks | None):
+            refuse_value("", "ranks", ranks, "aiockpt.Ranks(rank, world_size, store), or None for torch.distributed")
         ranks = ranks or find_ranks()
         peers = find_peers(load_group, ranks)
+        if not isinstance(observers, Sequence):
+            refuse_value("", "observers", observers, "a list of observers, with a method on_event(event) each")
         for observer in observers:
             if not callable(getattr(observer, "on_event", None)):
                 raise UsageError(f"observers: {observer!r} has no method on_event(event)")
@@ -185,14 +191,11 @@ class Checkpointer:
         sharing = self._engine.sharing
         self._together = None if sharing is None else LoadTogether(self._engine, sharing.meeting, peers)
         self._unclaimed: list[LoadFuture[Any]] = []
-        self._companions = [
-            accompany(self._loop, observer) for observer in observers if isinstance(observer, Companion)
-        ]
+        companions = [accompany(self._loop, observer) for observer in observers if isinstance(observer, Companion)]
         for cadence in (observer for observer in observers if isinstance(observer, Cadence)):
             place = backends[0].url
-            self._companions.append(
-                cadence.join(self._loop, ranks, place, world.clock, max_in_flight, deadlines.ranks_s)
-            )
+            companions.append(cadence.join(self._loop, ranks, place, world.clock, max_in_flight, deadlines.ranks_s))
+        self._ending = Ending(self._engine, self._launcher, self._tiers, self._barrier, companions)
 
     def _start_writer(self, here: Tiers, tiers: Sequence[Tier], memory: SharedMemory) -> Destination:
         try:
@@ -235,6 +238,7 @@ class Checkpointer:
             BackgroundSaveError: an *earlier* save failed (``on_error="raise"``); this one was started and is in ``.future``.
         """
         self._check_call()
+        refuse_on_loop_thread("save()")
         future = self._launcher.launch(step, state, snapshot, metrics or {}, user)
         report_failures(self._engine, future)
         return future
@@ -247,10 +251,11 @@ class Checkpointer:
 
     def barrier(self) -> None:
         """Block until no snapshot is being copied, before you change the state by hand. Optimizers do it by themselves."""
+        refuse_in_event_loop("barrier()", "write `await ckpt.wait_mutable()`")
         self._barrier.wait()
 
     async def wait_mutable(self) -> None:
-        """The same, for event loops."""
+        """Wait until no snapshot is being copied, before you change the state by hand, in an event loop: `barrier` there."""
         await self._barrier.wait_async()
 
     def mutating(self) -> Mutating:
@@ -304,7 +309,9 @@ class Checkpointer:
         raise_failures(self._engine)
         names = (only,) if isinstance(only, str) else only
         request = LoadRequest(state, step, names, strict, map)
-        future: LoadFuture[LoadResult | None] = LoadFuture(f"load of step {'newest' if step is None else step}")
+        future: LoadFuture[LoadResult | None] = LoadFuture(
+            "load of the newest step" if step is None else f"load of step {step}"
+        )
         self._unclaimed.append(future)
 
         number = None if self._engine.sharing is None else self._engine.sharing.next_load()
@@ -330,10 +337,11 @@ class Checkpointer:
 
         Args:
             name: as ``describe(step).tensors`` has it: ``"model.embed.weight"``.
+            rows: ``slice(start, stop)``, understood as Python does: clipped to the rows there are, negative from the end.
 
         Raises (through the future):
             StateMismatchError: the step has no tensor of that name; said is what it is instead, or close names.
-            UsageError: *rows* do not fit its shape.
+            UsageError: *rows* is no slice, has a step, or the tensor is a scalar.
         """
         return self._operation(f"read of {name}", read, self._engine, _number(step), name, rows)
 
@@ -352,7 +360,7 @@ class Checkpointer:
         """Return the newest valid step; None when there is none."""
         return self._operation("latest", keep.latest, self._engine)
 
-    def verify(self, step: int | None = None, *, on_read: Callable[[int], object] = lambda _: None) -> Future[Verified]:
+    def verify(self, step: int | None = None, *, on_read: Callable[[int], object] = _tell_nobody) -> Future[Verified]:
         """Read and compare every block of a step, and mark it as verified.
 
         Args:
@@ -360,9 +368,7 @@ class Checkpointer:
         """
         return self._operation("verify", keep.verify, self._engine, _number(step), on_read)
 
-    def copy(
-        self, step: int | None, to: Place, *, on_copied: Callable[[int], object] = lambda _: None
-    ) -> Future[Copied]:
+    def copy(self, step: int | None, to: Place, *, on_copied: Callable[[int], object] = _tell_nobody) -> Future[Copied]:
         """Copy a step (the newest valid one for None) to another place, every block compared on the way.
 
         A copy that was interrupted goes on where it was. A step that is there already is left as it is.
@@ -398,7 +404,12 @@ class Checkpointer:
     # ------------------------------------------------------------------ the policy form
 
     def resume(self, state: State) -> int:
-        """Load the newest valid step into *state* and return the next step to train; 0 when there is nothing. Blocks."""
+        """Load the newest valid step into *state* and return the next step to train; 0 when there is nothing. Blocks.
+
+        Raises:
+            BlockingCallError: this thread runs an event loop: ``await ckpt.load(state)`` there.
+        """
+        refuse_in_event_loop("resume()", "write `await ckpt.load(state)`")
         loaded = self.load(state).result()
         return 0 if loaded is None else loaded.step + 1
 
@@ -423,71 +434,35 @@ class Checkpointer:
     def wait(self) -> None:
         """Block until every save in flight has ended; raise what went wrong."""
         self._check_call()
-        refuse_in_event_loop("wait()")
-        self._wait_all()
+        refuse_in_event_loop("wait()", "await the futures that save() returned")
+        self._ending.wait()
         raise_failures(self._engine)
 
     def close(self) -> None:
-        """Wait until all is committed, release everything, and raise what went wrong. Idempotent."""
+        """Wait until all is committed, release everything, and raise what went wrong. Idempotent.
+
+        Interrupted meanwhile (Ctrl-C), it gives up what is not committed, and is done in seconds.
+        """
         if self._loop.usable:
-            refuse_in_event_loop("close()")
-            try:
-                self._wait_all()
-            finally:
-                self._release()
+            refuse_in_event_loop("close()", "write `await ckpt.aclose()`")
+            self._ending.close()
         raise_failures(self._engine)
 
     async def aclose(self) -> None:
-        """The same, for event loops."""
+        """Wait until all is committed, release everything, and raise what went wrong, in an event loop. Idempotent."""
         if self._loop.usable:
-            await anyio.to_thread.run_sync(self._close_quietly)
+            await anyio.to_thread.run_sync(self._ending.close)
         raise_failures(self._engine)
-
-    def _close_quietly(self) -> None:
-        try:
-            self._wait_all()
-        finally:
-            self._release()
-
-    def _wait_all(self) -> None:
-        deadline_s = self._options.deadlines.close_s
-        idle = self._loop.submit(self._idle)
-        try:
-            idle.result(deadline_s)
-        except TimeoutError:
-            idle.cancel()
-            waiting = [repr(future) for future in self._launcher.in_flight]
-            raise TimeoutError(f"after {deadline_s:g} s these saves still run: {waiting}") from None
-
-    async def _idle(self) -> None:
-        """Wait until no save runs and none is being tidied up after."""
-        for future in self._launcher.in_flight:
-            await future._settled()
-        async with self._engine.cleaning:
-            pass
-
-    def _release(self) -> None:
-        closing = self._loop.submit(self._tiers.close)
-        try:
-            closing.result(2 * self._options.deadlines.close_s + CLOSE_S)  # it keeps deadlines of its own
-        finally:
-            closing.cancel()
-            for end in self._companions:
-                end()
-            self._loop.close()
-            self._engine.release_memory()
-            self._launcher.forget()
-            self._barrier.close()
 
     def _drain_at_exit(self) -> None:
         try:
-            self._close_quietly()
+            self._ending.close()
         finally:
             for future in undelivered(self._engine):
                 logger.error("%r: nobody waited for it, and the program ends", future)
 
     def __enter__(self) -> Self:
-        refuse_in_event_loop("a plain `with` block")
+        refuse_in_event_loop("a plain `with` block", "write `async with`")
         return self
 
     def __exit__(
@@ -521,9 +496,8 @@ class Checkpointer:
         forgotten = [future for future in self._unclaimed if not future.waited_for]
         self._unclaimed = []
         if forgotten:
-            raise UsageError(
-                f"{forgotten[0]!r} was never waited for, so the state is not complete: call .result() on it, or await it"
-            )
+            advice = "write `await ckpt.load(…)`" if runs_event_loop() else "call .result() on it, or await it"
+            raise UsageError(f"{forgotten[0]!r} was never waited for, so the state is not complete: {advice}")
 
     def _operation(self, what: str, work: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> Future[T]:
         self._check_call()
@@ -553,7 +527,8 @@ class Checkpointer:
 
     def __repr__(self) -> str:
         running = len(self._launcher.in_flight)
-        return f"<Checkpointer {self._engine.backend.url} {running} saves in flight, {self._loop!r}>"
+        status = "running" if self._loop.usable else "closed"
+        return f"<Checkpointer {self._engine.backend.url}, {running} saves in flight, {status}>"
 
 
 def _as_tiers(url: Place | Sequence[Tier | Place], retention: Retention | None) -> list[Tier]:
@@ -568,7 +543,9 @@ def _as_tiers(url: Place | Sequence[Tier | Place], retention: Retention | None) 
 
 def _as_names(option: str, names: Sequence[str]) -> tuple[str, ...]:
     if isinstance(names, str):
-        raise UsageError(f"{option}={names!r}: give a list of names, [{names!r}]")
+        refuse_value("", option, names, f"a list of names, [{names!r}]")
+    if not isinstance(names, Sequence):
+        refuse_value("", option, names, "a list of names, such as ['model.buffer']")
     return tuple(names)
 
 

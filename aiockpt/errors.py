@@ -269,6 +269,19 @@ class StorageAccessError(StorageError, PermissionError):
     """The storage refused: credentials are missing, wrong or expired, or do not give this right."""
 
 
+def kind_in_words(value: object) -> str:
+    """Return what *value* is, to people: ``a list``, ``an int``, ``a torch.device``; never what it holds."""
+    if value is None:
+        return "None"
+    cls = value if isinstance(value, type) else type(value)
+    name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+    if cls is value:
+        return f"the class {name}"
+    if callable(value) and cls.__module__ == "builtins":
+        return "a function"
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
 _RETRYABLE = {errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ETIMEDOUT, errno.ESTALE}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 

@@ -13,7 +13,7 @@ import msgspec
 
 from aiockpt.errors import UsageError
 from aiockpt.format.checksum import BLOCK_BYTES
-from aiockpt.keywords import AsksWhatWasMeant
+from aiockpt.keywords import AsksWhatWasMeant, check_amount, check_count, refuse_value
 
 if TYPE_CHECKING:
     from aiockpt.runtime.future import SaveFuture
@@ -46,13 +46,37 @@ Worker = Literal["thread", "process"]
 OnError = Literal["raise", "warn"] | Callable[["SaveFuture"], object]
 """A background save failed: raise at the next call (default), warn, or call this with its future."""
 
+Mode = Literal["min", "max"]
+"""Whether the least or the greatest value of a metric is the best."""
+
+
+def check_choice(name: str, value: object, words: object, call: str = "") -> None:
+    """Raise UsageError when *value*, of an option of *call*, is none of the *words* of a Literal."""
+    if not isinstance(value, str) or value not in get_args(words):
+        refuse_value(call, name, value, f"one of {', '.join(map(repr, get_args(words)))}")
+
+
+def _check_reaction(call: str, value: object, reactions: object) -> None:
+    """Raise UsageError when *value*, the ``on_error`` of *call*, is neither callable nor one of the words of a union."""
+    words = get_args(get_args(reactions)[0])
+    if not callable(value) and (not isinstance(value, str) or value not in words):
+        refuse_value(call, "on_error", value, f"{', '.join(map(repr, words))} or a callable")
+
 
 class Best(msgspec.Struct, frozen=True, metaclass=AsksWhatWasMeant):
     """Keep the *count* steps with the best *metric*, as passed to ``save(…, metrics={metric: value})``."""
 
     metric: str
     count: int = 1
-    mode: Literal["min", "max"] = "min"
+    mode: Mode = "min"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.metric, str) or not self.metric:
+            refuse_value(
+                "Best", "metric", self.metric, "the name of a metric, as save(…, metrics={name: value}) has it"
+            )
+        check_count("Best", "count", self.count)
+        check_choice("mode", self.mode, Mode, "Best")
 
 
 class Retention(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):
@@ -73,9 +97,13 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWas
 
     def __post_init__(self) -> None:
         for name in ("last", "every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"Retention({name}={value}): give at least 1, or None")
+            check_count("Retention", name, getattr(self, name), optional=True)
+        best: object = self.best
+        if not isinstance(best, Best | None):
+            metric = best if isinstance(best, str) else "loss"
+            refuse_value("Retention", "best", best, f"aiockpt.Best({metric!r}), or None")
+        if self.grace_s != 0:
+            check_amount("Retention", "grace_s", self.grace_s, " seconds, or 0")
 
 
 Content = Literal["full", "weights"]
@@ -114,14 +142,14 @@ class Tier(msgspec.Struct, frozen=True, metaclass=AsksWhatWasMeant):
     content: Content = "full"
 
     def __post_init__(self) -> None:
-        for name in ("every", "bandwidth", "deadline"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise UsageError(f"Tier({self.url!r}, {name}={value}): give more than 0")
-        if self.content not in get_args(Content):
-            raise UsageError(f"Tier({self.url!r}, content={self.content!r}): give 'full' or 'weights'")
-        if not callable(self.on_error) and self.on_error not in ("warn", "raise"):
-            raise UsageError(f"Tier({self.url!r}, on_error={self.on_error!r}): give 'warn', 'raise' or a callable")
+        tier = f"Tier({self.url!r}"
+        check_count(tier, "every", self.every, optional=True)
+        if not isinstance(self.keep, Retention):
+            check_count(tier, "keep", self.keep, optional=True)
+        check_amount(tier, "deadline", self.deadline, " seconds")
+        check_amount(tier, "bandwidth", self.bandwidth, " bytes/s", optional=True)
+        check_choice("content", self.content, Content, tier)
+        _check_reaction(tier, self.on_error, TierError)
 
     @property
     def retention(self) -> Retention | None:
@@ -182,8 +210,12 @@ class IO(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):
     nice: int = 0
 
     def __post_init__(self) -> None:
-        if self.bandwidth is not None and not self.bandwidth > 0:
-            raise UsageError(f"IO(bandwidth={self.bandwidth}): give more than 0 bytes/s, or None")
+        check_amount("IO", "bandwidth", self.bandwidth, " bytes/s", optional=True)
+        for name in ("pool_bytes", "block_bytes"):
+            check_count("IO", name, getattr(self, name), optional=True)
+        for name in ("slab_bytes", "file_bytes", "read_bytes"):
+            check_count("IO", name, getattr(self, name))
+        check_choice("verify", self.verify, Verify, "IO")
         block = BLOCK_BYTES if self.block_bytes is None else self.block_bytes
         if block < 4096 or block & (block - 1):
             raise UsageError(f"IO(block_bytes={block}): give a power of two of at least 4096")
@@ -193,8 +225,8 @@ class IO(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):
                 raise UsageError(f"IO({name}={value}): give a multiple of block_bytes ({block})")
         if self.pool_bytes is not None and self.pool_bytes < self.slab_bytes:
             raise UsageError(f"IO(pool_bytes={self.pool_bytes}): give at least one slab ({self.slab_bytes})")
-        if not 0 <= self.nice <= 19:
-            raise UsageError(f"IO(nice={self.nice}): give 0 to 19")
+        if type(self.nice) is not int or not 0 <= self.nice <= 19:
+            refuse_value("IO", "nice", self.nice, "an int of 0 to 19")
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):
@@ -213,6 +245,10 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWas
     ranks_s: float = 600.0
     takeover_s: float = 30.0
     close_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            check_amount("Deadlines", name, getattr(self, name), " seconds")
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,31 +272,22 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         for name, kind in (("retention", Retention), ("io", IO), ("deadlines", Deadlines)):
             value = getattr(self, name)
             if not isinstance(value, kind) and not (name == "retention" and value is None):
-                raise UsageError(f"{name}={value!r}: give an aiockpt.{kind.__name__}(…)")
-        for name in ("max_in_flight", "every"):
-            value = getattr(self, name)
-            if type(value) is not int and not (name == "every" and value is None):
-                raise UsageError(f"{name}={value!r}: give an int")
+                example = f"last={value}" if kind is Retention and type(value) is int else "…"
+                refuse_value("", name, value, f"an aiockpt.{kind.__name__}({example})")
+        check_count("", "max_in_flight", self.max_in_flight)
+        if self.every is not None and (type(self.every) is not int or self.every < 1):
+            refuse_value(
+                "", "every", self.every, "an int of at least 1, a Cadence, or None to decide each save yourself"
+            )
         check_choice("snapshot", self.snapshot, Snapshot)
         check_choice("when_full", self.when_full, WhenFull)
         check_choice("on_exists", self.on_exists, OnExists)
         check_choice("worker", self.worker, Worker)
         if self.debug is not None:
             check_choice("debug", self.debug, Debug)
-        if not callable(self.on_error):
-            check_choice("on_error", self.on_error, get_args(OnError)[0])
-        if self.max_in_flight < 1:
-            raise UsageError(f"max_in_flight={self.max_in_flight}: give at least 1")
-        if self.every is not None and self.every < 1:
-            raise UsageError(f"every={self.every}: give at least 1, or None to decide each save yourself")
+        _check_reaction("", self.on_error, OnError)
         if self.io.nice and self.worker == "thread":
             raise UsageError(f"IO(nice={self.io.nice}) is for a writer process: give worker='process' as well")
-
-
-def check_choice(name: str, value: object, words: object) -> None:
-    """Raise UsageError when *value* is none of the *words* of a Literal."""
-    if value not in get_args(words):
-        raise UsageError(f"{name}={value!r}: give one of {', '.join(map(repr, get_args(words)))}")
 
 
 def launched_world_size(environment: Mapping[str, str] = os.environ) -> int:

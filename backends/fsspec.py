@@ -86,6 +86,7 @@ class FsspecBackend:
         self._calls = Limiter("fsspec calls", 1 if self._protocol == "memory" else _CALLS)
         self._preparing = anyio.Lock()
         self._found: Place | None = None
+        self._tried = False
         self._create: Create | None = None
 
     @property
@@ -173,54 +174,71 @@ class FsspecBackend:
         return Place(fs, root, remove_folder)
 
     async def _exclusive_create(self) -> Create:
-        """Return what creates files here; find it out first.
+        """Return what creates files here; find it out first, once: luck in a second race would prove nothing.
 
         Raises:
             StorageError: nothing creates exclusively, and that was not allowed.
         """
         place = await self._place()
         async with self._preparing:
-            if self._create is None:
+            if not self._tried:
                 self._create = await self._find_create(place)
-            return self._create
+                self._tried = True
+        if self._create is None:
+            raise StorageError(
+                f"{self._not_exclusive}, so a commit on it has no one winner; use another place, or give"
+                " unsafe_commit=True when there is only ever one writer"
+            )
+        return self._create
 
-    async def _find_create(self, place: Place) -> Create:
+    async def _find_create(self, place: Place) -> Create | None:
+        """Return what creates files exclusively, or what is allowed instead, if anything."""
         ways = [create_by_open]
         if self._kind.pipe_file is not fsspec.AbstractFileSystem.pipe_file:  # that one looks first and writes then
             ways.append(create_by_pipe)
         for way in ways:
             if await self._is_exclusive(place, way):
                 return way
-        what = f"{self._url}: this file system of fsspec ({self._kind.__name__}) cannot create a file exclusively"
         if not self._unsafe_commit:
-            raise StorageError(
-                f"{what}, so a commit on it has no one winner; use another place, or give unsafe_commit=True when there"
-                " is only ever one writer"
-            )
+            return None
         warnings.warn(
-            f"{what}: of two writers of one step both may believe that they committed it (unsafe_commit=True)",
+            f"{self._not_exclusive}: of two writers of one step both may believe that they committed it"
+            " (unsafe_commit=True)",
             RuntimeWarning,
             stacklevel=2,
         )
         return create_unsafely
 
+    @property
+    def _not_exclusive(self) -> str:
+        return f"{self._url}: this file system of fsspec ({self._kind.__name__}) cannot create a file exclusively"
+
     async def _is_exclusive(self, place: Place, way: Create) -> bool:
-        """Let threads race to create one file; return whether exactly one won and its bytes are there."""
+        """Let threads race to create one file; return whether exactly one won and its bytes are there.
+
+        Raises:
+            StorageError: none won, for a reason that may pass.
+        """
         probe = f".exclusive-{self._token(8).hex()}"
         won: list[bytes] = []
+        interrupted: list[StorageError] = []
 
         async def race(data: bytes) -> None:
             try:
                 with fsspec_errors("probing", probe):
                     await run_blocking(self._calls, place.put_new, probe, data, way)
-            except StorageError:
-                return
-            won.append(data)
+            except StorageError as error:
+                if error.retryable:
+                    interrupted.append(error)
+            else:
+                won.append(data)
 
         try:
             async with open_tasks() as tasks:
                 for racer in range(_RACERS):
                     tasks.start_soon(race, b"%d" % racer)
+            if interrupted and not won:
+                raise interrupted[0]
             with fsspec_errors("probing", probe):
                 return won == [await run_blocking(self._calls, place.get, probe, _RACERS)]
         except ObjectNotFoundError:

@@ -17,8 +17,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from urllib.parse import quote
 
 import msgspec
@@ -180,7 +180,7 @@ class LocalBackend:
         folder = split_key(key)[0]
         with suppress(FileNotFoundError):  # deleted already, by somebody who saw it: it was there
             self._tree.flush(folder)
-            self._tree.ensure(folder)  # flushes again what was removed and made again meanwhile
+            self._tree.ensure_still(folder)  # flushes again what was removed and made again meanwhile
 
     def _in_folder(self, key: str, work: Callable[[], None]) -> None:
         """Run *work* in the folder of *key*; once more when somebody removes the empty folder under it."""
@@ -200,25 +200,26 @@ class LocalBackend:
         )
 
     def _replace(self, key: str, data: bytes) -> None:
-        with self._temporary(key, data) as temporary:
+        temporary = self._write_temporary(self._tree.path(split_key(key)[0]), data)
+        try:
             self._files.rename(temporary, self._tree.path(key))
+        except BaseException:
+            self._drop(temporary)
+            raise
 
     def _publish_new(self, key: str, data: bytes) -> None:
         if self._hard_links is not False:
-            with self._temporary(key, data) as temporary:
+            temporary = self._write_temporary(self._tree.path(split_key(key)[0]), data)
+            try:
                 if self._link(temporary, self._tree.path(key)):
                     return
+            finally:
+                self._drop(temporary)
         self._write_flushed(self._tree.path(key), data)
 
-    @contextmanager
-    def _temporary(self, key: str, data: bytes) -> Iterator[str]:
-        """Lend the path of a flushed file in the folder of *key* that holds *data*; it is gone afterwards."""
-        path = self._write_temporary(self._tree.path(split_key(key)[0]), data)
-        try:
-            yield path
-        finally:
-            with suppress(OSError):  # renamed away; or it stays as a leftover, which nobody lists
-                self._files.unlink(path)
+    def _drop(self, temporary: str) -> None:
+        with suppress(OSError):  # it stays as a leftover then, which nobody lists
+            self._files.unlink(temporary)
 
     def _write_temporary(self, folder: str, data: bytes) -> str:
         """Write *data* to a new file and return its path; a name that is taken must not look like a taken key."""

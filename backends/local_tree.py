@@ -96,6 +96,11 @@ class Tree:
             self.flush(split_key(ancestor)[0])
             self._durable[ancestor] = era
 
+    def ensure_still(self, folder: str) -> None:
+        """Do what `ensure` did for *folder* a moment ago once more, if a folder was removed since."""
+        if any(self._durable.get(ancestor) is not self._era for ancestor in ("", *_chain(folder))):
+            self.ensure(folder)
+
     def check_root(self) -> None:
         """Check that the root is a directory, or can become one: whatever there is on the way to it is a directory.
 

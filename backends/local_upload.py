@@ -153,7 +153,7 @@ class LocalUpload:
         self._handle.close()  # NFS reports late write errors here
         folder = split_key(self._key)[0]
         self._tree.flush(folder)
-        self._tree.ensure(folder)  # flushes again what was removed and made again meanwhile
+        self._tree.ensure_still(folder)  # flushes again what was removed and made again meanwhile
 
     def _close_and_remove(self) -> None:
         with suppress(OSError):

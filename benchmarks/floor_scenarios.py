@@ -10,7 +10,7 @@ from benchmarks import floors, pages
 from benchmarks import state as states
 from benchmarks.contenders import Base, Pending
 from benchmarks.report import Samples
-from benchmarks.scenarios import lazy, timed, train
+from benchmarks.scenarios import timed, train
 from benchmarks.state import State
 
 
@@ -66,10 +66,6 @@ def _raw_training(state: State, folder: Path, repetitions: int) -> Samples:
     return train(_RawFloor(), state, folder, repetitions)
 
 
-def _raw_writing(state: State, folder: Path, repetitions: int) -> Samples:
-    return lazy(_RawWriter(), state, folder, repetitions)
-
-
 class _RawFloor(Base):
     """The floor of training slowed: a warm copy and a thread that writes past the page cache. It cannot load."""
 
@@ -88,21 +84,12 @@ class _RawFloor(Base):
         return self.folder / f"raw-{step}"
 
 
-class _RawWriter(_RawFloor):
-    """The floor of training slowed by a lazy save: the thread that writes, alone."""
-
-    def save(self, step: int, state: State) -> Pending:
-        writing = self._saver.write(step)
-        return Pending(writing.done, writing.result)
-
-
 FLOORS: dict[str, Callable[[State, Path, int], Samples]] = {
     "floor: memcpy": _memcpy,
     "floor: O_DIRECT write": _direct_write,
     "floor: O_DIRECT read": _direct_read,
     "floor: warm preadv": _warm_read,
     "floor: memcpy + raw writer": _raw_training,
-    "floor: raw writer": _raw_writing,
 }
 
 FLOORS_OF = {
@@ -110,6 +97,5 @@ FLOORS_OF = {
     "warmed": (),
     "load": ("floor: O_DIRECT read", "floor: warm preadv"),
     "train": ("floor: memcpy + raw writer",),
-    "lazy": ("floor: raw writer",),
     "memory": (),
 }

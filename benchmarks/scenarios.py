@@ -108,15 +108,7 @@ def load(contender: Contender, state: State, folder: Path, repetitions: int) -> 
 
 def train(contender: Contender, state: State, folder: Path, repetitions: int) -> Samples:
     """What saves take from a training loop; the first save, which warms the contender up, is not counted."""
-    return _slowed(contender, state, folder, repetitions, training.small_step())
-
-
-def lazy(contender: Contender, state: State, folder: Path, repetitions: int) -> Samples:
-    """What saves take from forward and backward: a loop that gathers gradients, so that no optimizer waits for a copy."""
-    return _slowed(contender, state, folder, repetitions, training.small_step(optimizes=False))
-
-
-def _slowed(contender: Contender, state: State, folder: Path, repetitions: int, step: Callable[[], None]) -> Samples:
+    step = training.small_step()
     contender.open(folder, state)
     _save_once(contender, 1, state)
     seen = [
@@ -145,5 +137,4 @@ SCENARIOS: dict[str, Callable[[Contender, State, Path, int], Samples]] = {
     "warmed": warmed,
     "load": load,
     "train": train,
-    "lazy": lazy,
 }

@@ -50,13 +50,6 @@ COLUMNS: dict[str, tuple[tuple[str, str, str, Show], ...]] = {
         ("train", "quiet_p99_s", "p99, quiet", _seconds),
         ("train", "saving_p99_s", "p99, saving", _seconds),
     ),
-    "Forward and backward beside a lazy save": (
-        ("lazy", "lost_s", "time lost per save", _seconds),
-        ("lazy", "quiet_p50_s", "step p50, quiet", _seconds),
-        ("lazy", "saving_p50_s", "p50, saving", _seconds),
-        ("lazy", "quiet_p99_s", "p99, quiet", _seconds),
-        ("lazy", "saving_p99_s", "p99, saving", _seconds),
-    ),
     "Memory": (
         ("memory", "beyond_bytes", "peak beyond the state", _bytes),
         ("memory", "budget_bytes", "stated budget", _bytes),

@@ -54,15 +54,10 @@ _WRITE = Figure("save", "floor: O_DIRECT write", ("direct_write_s",))
 _READ = Figure("load", "floor: O_DIRECT read", ("direct_read_s",))
 _PREADV = Figure("load", "floor: warm preadv", ("preadv_1_mib_s", "preadv_4_mib_s", "preadv_8_mib_s"))
 _RAW = "floor: memcpy + raw writer"
-_WRITER = "floor: raw writer"
 
 
 def _theirs(scenario: str, participant: str, metric: str) -> Figure:
     return Figure(scenario, participant, (metric,))
-
-
-def _lazy(metric: str) -> Figure:
-    return _theirs("lazy", "aiockpt-lazy", metric)
 
 
 def _beside(question: str, floor: str, text: str, ours: Figure, bound: float) -> Target:
@@ -116,8 +111,6 @@ TARGETS = (
     _beside("training time lost per save", _RAW, "(memcpy + raw writer)", _ours("train", "lost_s"), 1.15),
     _beside("step while saving, p50", _RAW, "that beside the raw writer", _ours("train", "saving_p50_s"), 1.03),
     _beside("step while saving, p99", _RAW, "that beside the raw writer", _ours("train", "saving_p99_s"), 1.15),
-    _beside("time lost per lazy save", _WRITER, "the raw writer's", _lazy("lost_s"), 1.15),
-    _beside("step beside a lazy save, p50", _WRITER, "that beside the raw writer", _lazy("saving_p50_s"), 1.03),
     Target(
         "memory beyond the state",
         "≤ the stated budget + 5 %",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 
 import aiockpt
 from aiockpt.errors import UsageError
+
+untyped: Any = aiockpt
 
 
 @pytest.mark.parametrize(
@@ -47,3 +50,82 @@ def test_what_is_spelt_right_is_made_as_ever(tmp_path: Path) -> None:
     assert list(inspect.signature(aiockpt.Checkpointer).parameters)[:2] == ["url", "snapshot"]
     with aiockpt.Checkpointer(url=tmp_path):
         pass
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: untyped.Best("loss", mode="minimum"), "Best(mode='minimum'): give one of 'min', 'max'"),
+        (lambda: untyped.Best("loss", count=0), "Best(count=0): give an int of at least 1"),
+        (lambda: untyped.Best(3), "Best(metric=3): give the name of a metric"),
+        (lambda: untyped.Best(), "Best() lacks an option: give metric=…"),
+        (lambda: untyped.Best("loss", metric="loss"), "Best: metric is given twice"),
+        (lambda: untyped.Retention(best="loss"), "Retention(best='loss'): give aiockpt.Best('loss'), or None"),
+        (lambda: untyped.Retention(best=untyped.Best), "Retention(best=the class aiockpt.options.Best): give"),
+        (lambda: untyped.Retention(last="3"), "Retention(last='3'): give an int of at least 1, or None"),
+        (lambda: untyped.Retention(every=True), "Retention(every=True): give an int"),
+        (lambda: untyped.Retention(grace_s=-1), "Retention(grace_s=-1): give more than 0 seconds, or 0"),
+        (lambda: untyped.Retention(3), "Retention takes its options by name: write Retention(last=3)"),
+        (lambda: untyped.IO(8), "IO takes its options by name: write IO(pool_bytes=8)"),
+        (lambda: untyped.IO(pool_bytes=1e9), "IO(pool_bytes=1000000000.0): give an int"),
+        (lambda: untyped.IO(file_bytes=0), "IO(file_bytes=0): give an int of at least 1"),
+        (lambda: untyped.IO(block_bytes="1M"), "IO(block_bytes='1M'): give an int of at least 1, or None"),
+        (lambda: untyped.IO(verify=True), "IO(verify=True): give one of 'read', 'full', 'none'"),
+        (lambda: untyped.IO(bandwidth="1G"), "IO(bandwidth='1G'): give more than 0 bytes/s, or None"),
+        (lambda: untyped.IO(nice=20), "IO(nice=20): give an int of 0 to 19"),
+        (lambda: untyped.Deadlines(commit_s=None), "Deadlines(commit_s=None): give more than 0 seconds"),
+        (lambda: untyped.Deadlines(close_s=float("nan")), "Deadlines(close_s=nan): give more than 0 seconds"),
+        (lambda: untyped.Tier("/x", every="3"), "Tier('/x', every='3'): give an int of at least 1, or None"),
+        (lambda: untyped.Tier("/x", keep=0), "Tier('/x', keep=0): give an int of at least 1, or None"),
+        (lambda: untyped.Tier("/x", deadline=0), "Tier('/x', deadline=0): give more than 0 seconds"),
+        (lambda: untyped.Tier("/x", content="half"), "Tier('/x', content='half'): give one of 'full', 'weights'"),
+        (lambda: untyped.Tier("/x", on_error="log"), "Tier('/x', on_error='log'): give 'warn', 'raise' or a callable"),
+        (lambda: untyped.Tier(), "Tier() lacks an option: give url=…"),
+        (
+            lambda: untyped.Cadence(max_overhead=3),
+            "Cadence(max_overhead=3): give a fraction of less than 1: 0.03 means 3 %",
+        ),
+        (lambda: untyped.Cadence(max_overhead=0), "Cadence(max_overhead=0): give more than 0, as a fraction"),
+        (lambda: untyped.Cadence(mttf="6h"), "Cadence(mttf='6h'): give more than 0 seconds, or None"),
+        (lambda: untyped.ShardedSampler("47", 3), "ShardedSampler(length='47'): give an int of at least 0"),
+        (lambda: untyped.ShardedSampler(47, 0), "ShardedSampler(batch_size=0): give an int of at least 1"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_when_it_is_given(make: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"retention": 3}, "retention=3: give an aiockpt.Retention(last=3)"),
+        ({"retention": "all"}, "retention='all': give an aiockpt.Retention(…)"),
+        ({"io": {}}, "io=a dict: give an aiockpt.IO(…)"),
+        ({"max_in_flight": 0}, "max_in_flight=0: give an int of at least 1"),
+        ({"every": "5"}, "every='5': give an int of at least 1, a Cadence, or None"),
+        ({"on_error": "log"}, "on_error='log': give 'raise', 'warn' or a callable"),
+        ({"when_full": 3}, "when_full=3: give one of 'wait', 'skip', 'eager'"),
+        ({"observers": print}, "observers=a function: give a list of observers"),
+        ({"mutable": 5}, "mutable=5: give a list of names"),
+        ({"immutable": [5]}, "5 names no tensor: give names as"),
+        ({"ranks": 5}, "ranks=5: give aiockpt.Ranks("),
+    ],
+)
+def test_a_checkpointer_refuses_what_cannot_be_meant(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        aiockpt.Checkpointer("memory://refused", **options)
+
+
+def test_an_option_without_its_name_is_answered_by_its_name() -> None:
+    make: Any = aiockpt.Checkpointer
+    with pytest.raises(UsageError, match=re.escape("write Checkpointer(snapshot='lazy')")):
+        make("memory://refused", "lazy")
+    with pytest.raises(UsageError, match=re.escape("Checkpointer() lacks an option: give url=…")):
+        make()
+
+
+def test_too_many_values_for_options_that_need_no_names_are_refused() -> None:
+    make: Any = aiockpt.Best
+    with pytest.raises(UsageError, match="Best takes its options by name"):
+        make("loss", 1, "min", 3)

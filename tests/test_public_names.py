@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
+
+import pytest
 
 import aiockpt
 
 PUBLIC = frozenset(
     """
-    BackgroundSaveError Best Cadence CheckpointError Checkpointer CommitConflictError CommitTimeoutError Copied
-    CorruptionError Deadlines Description Future IO LoadFuture LoadResult Loader LoaderPart NoValidCheckpointError Pruned RNG
-    RankError Ranks
-    Retention SaveFuture SaveResult ShardedSampler Span StateMismatchError StepInfo StepNotFoundError StorageError
+    BackgroundSaveError Best BlockingCallError Cadence CheckpointError Checkpointer ClosedError CommitConflictError
+    CommitError CommitTimeoutError Copied
+    CorruptionError Deadlines Description ForkedProcessError Future IO
+    LoadFuture LoadResult Loader LoaderPart NoValidCheckpointError Pruned RNG
+    RankError RankFailedError RankTimeoutError Ranks RanksDisagreeError
+    Retention SaveCancelledError SaveFuture SaveResult SaveSkippedError ShardedSampler Span StateMismatchError
+    StepExistsError StepInfo StepNotFoundError StorageAccessError StorageError StorageFullError StorageTimeoutError
     Stream StreamLoader TensorInfo Tier TornSnapshotError UnsupportedStateError UsageError Verified WriterLostError per_rank
     register_codec
     """.split()  # noqa: SIM905  one block of names reads better than a list of strings
@@ -22,6 +28,20 @@ PUBLIC = frozenset(
 def test_the_public_names_are_these() -> None:
     assert sorted(aiockpt.__all__) == sorted(PUBLIC)
     assert all(hasattr(aiockpt, name) for name in PUBLIC)
+
+
+def test_what_the_module_needs_for_itself_is_not_shown() -> None:
+    assert not {"TYPE_CHECKING", "import_module", "_HOMES"} & set(dir(aiockpt))
+    assert set(dir(aiockpt)) >= PUBLIC | {"__version__"}
+
+
+@pytest.mark.parametrize("face", [aiockpt.Checkpointer, aiockpt.Loader, aiockpt.RNG, aiockpt.SaveFuture])
+def test_each_method_is_told_by_itself_and_with_defaults_that_can_be_read(face: type) -> None:
+    methods = [value for name, value in vars(face).items() if inspect.isfunction(value) and name[0] != "_"]
+    assert methods
+    for method in methods:
+        assert not (method.__doc__ or "The same").startswith("The same"), method
+        assert "<lambda>" not in str(inspect.signature(method)), method
 
 
 def test_importing_starts_nothing() -> None:

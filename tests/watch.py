@@ -12,12 +12,12 @@ from aiockpt.events import Event
 E = TypeVar("E", bound=Event)
 
 
-def until(condition: Callable[[], object], what: str, timeout_s: float = 60) -> None:
+def until(condition: Callable[[], object], what: str, timeout_s: float = 60, pause_s: float = 0.01) -> None:
     """Look at *condition* until it holds; *what* names it in the error. For what another thread or process does."""
     end_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end_s, f"{what}: not within {timeout_s} s"
-        time.sleep(0.01)
+        time.sleep(pause_s)
 
 
 class Watch:

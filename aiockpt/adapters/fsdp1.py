@@ -19,6 +19,7 @@ from torch import nn
 
 from aiockpt.adapters.dtensors import part_of_spec
 from aiockpt.adapters.held import FlatRange
+from aiockpt.errors import kind_in_words
 from aiockpt.state.geometry import Box
 from aiockpt.state.tree import Path, refuse
 
@@ -82,5 +83,5 @@ def _axes_in_memory(strides: Sequence[int], sizes: tuple[int, ...], path: Path) 
 def _part_of(spec: Any, path: Path) -> tuple[Box | None, tuple[int, ...]]:
     """Return which box tensor parallelism gave to this rank before FSDP1 flattened it, and the global shape."""
     if not hasattr(spec, "device_mesh"):
-        refuse(path, f"FSDP1 over a parameter that is spread in its own way, {type(spec)!r}; use FSDP2")
+        refuse(path, f"FSDP1 over a parameter that is spread in its own way, {kind_in_words(spec)}; use FSDP2")
     return part_of_spec(spec, path), tuple(spec.shape)

@@ -16,6 +16,7 @@ from aiockpt.adapters.fsdp2 import show_shards
 from aiockpt.adapters.held import FlatRange
 from aiockpt.adapters.kinds import kind_of
 from aiockpt.adapters.module import walk_modules
+from aiockpt.errors import kind_in_words
 from aiockpt.state.tree import MAX_DEPTH, Path, refuse
 
 
@@ -37,7 +38,7 @@ class Index:
         self.paths: dict[int, Path] = {}
         self.slices: dict[int, FlatRange] = {}
         if not isinstance(state, Mapping):
-            refuse((), f"a {type(state)!r}; give a dict of what to save, by name")
+            refuse((), f"{kind_in_words(state)}; give a dict of what to save, by name")
         bare: dict[int, Path] = {}
         self._enter(state, (), bare)
         for identity, place in bare.items():

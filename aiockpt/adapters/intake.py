@@ -15,7 +15,7 @@ import torch
 from aiockpt.adapters.fit import fits, misfit, new_tensor, value_misfit
 from aiockpt.adapters.held import FlatRange
 from aiockpt.adapters.leaves import LeafReader, LeafWriter
-from aiockpt.adapters.rename import Rename, Renaming
+from aiockpt.adapters.rename import Rename, Renaming, near
 from aiockpt.adapters.stored import Found, Stored, find_flat, find_node
 from aiockpt.adapters.tensors import hold, is_spread, memory_key, shards_of
 from aiockpt.errors import StateMismatchError, UsageError
@@ -85,6 +85,7 @@ class Intake:
         self._stored = stored
         self._only = None if only is None else {split_name(name): name for name in only}
         self._met: set[str] = set()
+        self._names: set[str] = set()
         self._rename = Renaming(rename)
         self._codecs = codecs
         self._wanted: list[TensorShard] = []
@@ -110,6 +111,7 @@ class Intake:
         self._rename.meet(path)
         if self._only is None:
             return True
+        self._names.update(prefixes(join_name(path)))
         hits = [name for parts, name in self._only.items() if path[: len(parts)] == parts]
         self._met.update(hits)
         return bool(hits)
@@ -344,7 +346,8 @@ class Intake:
     def _refuse_idle_arguments(self) -> None:
         nothing = sorted(set((self._only or {}).values()) - self._met)
         if nothing:
-            raise UsageError(f"only={nothing} names nothing in the state; give keys of it, or prefixes of its names")
+            told = ", ".join(f"{name!r}{near(name, self._names)}" for name in nothing)
+            raise UsageError(f"only={told} names nothing in the state; give keys of it, or prefixes of its names")
         idle = list(self._rename.idle_entries(self._stored.names(), state_is_whole=self._judge_unexpected))
         if idle:
             raise UsageError(f"{self._stored.where}: {'; '.join(idle)}")

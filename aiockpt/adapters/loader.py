@@ -17,6 +17,10 @@ Three kinds of source, by how much is known of them:
 
 Ranks that read the same data (peers in tensor or pipeline parallelism) give the same data-parallel rank; what they hold
 is saved once, and a difference between them is refused when the checkpoint is committed.
+
+A ``DataLoader`` without a ``generator`` takes a seed from torch's global one whenever an iteration begins. So that a
+resumed run draws the numbers of one that was never interrupted, the iteration that goes on in place of one that was under
+way takes none; see `Loader`.
 """
 
 from __future__ import annotations
@@ -27,9 +31,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import msgspec
+import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from aiockpt.errors import UsageError
+from aiockpt.errors import UsageError, kind_in_words
 from aiockpt.state.samples import LoaderPart, read_part, reshard, write_part
 
 Batch = TypeVar("Batch")
@@ -71,7 +77,8 @@ class HeldState(msgspec.Struct, frozen=True):
     Attributes:
         form: ``"parts"`` can be resharded, ``"whole"`` cannot.
         shared: what all data-parallel ranks have alike.
-        own: what belongs to one of them: ``{"parts": […]}``, or ``{"workers": count, "state": …}``.
+        own: what belongs to one of them: ``{"parts": […]}``, or ``{"workers": count, "state": …}``; and ``"iterating"``,
+            whether an iteration was under way, which is to go on.
     """
 
     form: Form
@@ -85,6 +92,13 @@ class Loader(Generic[Batch]):
     Iterate over it instead of over *source*; to save in the middle of an epoch and go on afterwards costs nothing. After a
     load, start a new ``for``: it gives the rest of the epoch. It is empty where the checkpoint was made after the last
     batch, inside the loop.
+
+    With an `RNG` in the same state, the numbers that training draws after a resume (dropout) are those of a run that was
+    never interrupted, bit by bit: torch's global generator on the CPU gives one number to each ``for`` over a
+    ``DataLoader`` without a ``generator`` of its own, and none to the one that goes on where a checkpoint was made inside
+    a loop. That holds for any number of workers, for ``persistent_workers``, `StreamLoader` and torchdata's
+    ``StatefulDataLoader`` (which by itself draws once more after a resume, and when it is saved before its first batch).
+    It does not hold for what workers draw (random augmentation): they are seeded anew in the middle of an epoch.
 
     Args:
         source: a `Reshardable`, a ``DataLoader`` whose ``batch_sampler`` (or, without workers, whose dataset) is one, or
@@ -116,22 +130,39 @@ class Loader(Generic[Batch]):
         self._ahead_count = ahead_count
         self._prepare = prepare
         self._handed_out: HeldState | None = None
+        self._iteration: object = None
+        self._goes_on = False
         if self._reader is None and not isinstance(source, _Stateful):
-            raise UsageError(
-                f"{type(source)!r} has no state to save. Give a DataLoader with batch_sampler=ShardedSampler(...), a source "
-                "with parts() and load_parts(), or one with state_dict() and load_state_dict()"
-            )
+            raise UsageError(f"{kind_in_words(source)} has no state to save. {_advise(source)}")
 
     def __repr__(self) -> str:
         return f"<Loader of {type(self._source).__name__}, data-parallel rank {self.rank} of {self.size}>"
+
+    @property
+    def epoch(self) -> int | None:
+        """The number of the epoch, from 0, as the source tells it; None where it does not.
+
+        `ShardedSampler` and `StreamLoader` do; it is the next one's once the loop over the last batch has ended.
+        """
+        return getattr(self._source if self._reader is None else self._reader, "epoch", None)
 
     def __len__(self) -> int:
         return len(self._source)  # type: ignore[arg-type]  # where the source has a length
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches that are left of the epoch."""
+        batches = _begin(self._source, self._goes_on)
+        iteration = self._iteration = object()
+        self._goes_on = False
+        try:
+            yield from self._give_all(batches)
+        finally:
+            if self._iteration is iteration:
+                self._iteration = None
+
+    def _give_all(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         taken: deque[tuple[Batch, HeldState | None]] = deque()
-        for batch in self._source:
+        for batch in batches:
             if isinstance(self._reader, Prefetched):
                 self._reader.hand_out()
             state = self._read() if self._ahead_count else None
@@ -149,7 +180,9 @@ class Loader(Generic[Batch]):
 
         What is not read ahead is read now: the source stands where training does. Otherwise it was kept with the batch.
         """
-        return self._handed_out or self._read()
+        held = self._handed_out or self._read()
+        iterating = self._goes_on or self._iteration is not None
+        return HeldState(held.form, held.shared, {**held.own, "iterating": iterating})
 
     def misfit(self, form: Any, size: int, readers: Mapping[str, Any]) -> str | None:
         """Return why a saved state cannot go on here, or None.
@@ -202,7 +235,8 @@ class Loader(Generic[Batch]):
             self._source.load_state_dict(owns[0]["state"])  # type: ignore[attr-defined]  # checked when it was wrapped
         else:
             self._reader.load_parts(self._deal(shared, owns))
-        self._handed_out = None
+        self._handed_out, self._iteration = None, None
+        self._goes_on = any(own.get("iterating", False) for own in owns)
 
     def _deal(self, shared: Any, owns: Sequence[Mapping[str, Any]]) -> Sequence[LoaderPart]:
         """Return the parts of this rank: those it saved where there are as many readers as then, new ones otherwise."""
@@ -224,7 +258,8 @@ class Loader(Generic[Batch]):
         if self._reader is not None:
             parts = self._reader.parts()
             return HeldState("parts", parts[0].shared, {"parts": [write_part(part) for part in parts]})
-        state = self._source.state_dict()  # type: ignore[attr-defined]  # checked when it was wrapped
+        with torch.random.fork_rng(devices=[]):  # a StatefulDataLoader may begin its iteration to say where it is
+            state = self._source.state_dict()  # type: ignore[attr-defined]  # checked when it was wrapped
         if self._ahead_count:
             state = copy.deepcopy(state)  # the source goes on and may change what it returned
         return HeldState("whole", None, {"workers": _worker_count(self._source), "state": state})
@@ -246,6 +281,30 @@ def data_ranks(rank: int | None, size: int | None) -> tuple[int, int]:
     return rank, size
 
 
+def _begin(source: Iterable[Batch], goes_on: bool) -> Iterator[Batch]:
+    """Begin to iterate over *source*; take from torch's generator on the CPU what a ``DataLoader`` takes for a seed.
+
+    How often one takes it by itself depends on whether its workers persist, and whether it was asked for its state.
+
+    Args:
+        goes_on: with an iteration that was under way at a checkpoint, and has taken it. The generator is left as it is,
+            and the seed is another one, so that the workers of the next iteration do not draw these numbers again.
+    """
+    takes_seed = getattr(source, "generator", source) is None  # what is no DataLoader has none, and does as it likes
+    with torch.random.fork_rng(devices=[], enabled=goes_on or takes_seed):
+        if goes_on:
+            torch.default_generator.manual_seed(_draw())
+        batches = iter(source)
+    if takes_seed and not goes_on:
+        _draw()
+    return batches
+
+
+def _draw() -> int:
+    """Return the next number of torch's generator, in the way of a ``DataLoader``."""
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+
+
 def _find_reader(source: Any) -> Reshardable | None:
     """Return what in *source* can be resharded."""
     own = [source, getattr(source, "batch_sampler", None)]
@@ -255,6 +314,31 @@ def _find_reader(source: Any) -> Reshardable | None:
     if isinstance(reader, Prefetched) and not getattr(source, "in_order", True):
         raise UsageError("in_order=False: which samples a batch has is not known; leave it at True")
     return reader
+
+
+def _advise(source: Any) -> str:
+    """Return what to write in place of a *source* that cannot be saved, with its own numbers."""
+    if isinstance(source, DataLoader) and isinstance(source.dataset, IterableDataset):
+        return "An aiockpt.StreamLoader takes the place of a DataLoader that reads from front to back"
+    if not isinstance(source, DataLoader) or source.batch_sampler is None:
+        return (
+            "Give a DataLoader with batch_sampler=aiockpt.ShardedSampler(…), a source with parts() and load_parts(), "
+            "or one with state_dict() and load_state_dict()"
+        )
+    sampler, size = source.sampler, source.batch_size
+    if size is None:
+        return (
+            "Write DataLoader(data, batch_sampler=aiockpt.ShardedSampler(len(data), batch_size)) in place of "
+            f"batch_sampler=<{type(source.batch_sampler).__name__}>, or give that one parts() and load_parts()"
+        )
+    shuffle = not isinstance(sampler, SequentialSampler) and getattr(sampler, "shuffle", True)
+    drop_last = ["drop_last=True"] if source.drop_last else []
+    theirs = {RandomSampler: ["shuffle=True"], SequentialSampler: []}.get(
+        type(sampler), [f"sampler=<{type(sampler).__name__}>"]
+    )
+    given = ", ".join([f"batch_size={size}", *theirs, *drop_last])
+    ours = ", ".join([f"len(data), {size}", *([] if shuffle else ["shuffle=False"]), *drop_last])
+    return f"Write DataLoader(data, batch_sampler=aiockpt.ShardedSampler({ours})) in place of {given}"
 
 
 def _worker_count(source: Any) -> int:

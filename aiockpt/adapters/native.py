@@ -15,6 +15,7 @@ Guarantees:
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from operator import attrgetter, eq
 from typing import Any, Protocol
 
 import msgspec
@@ -38,11 +39,14 @@ from aiockpt.errors import ManifestError, UnsupportedStateError
 from aiockpt.format.document import check_tree, collector_paused
 from aiockpt.format.names import join_name
 from aiockpt.state.codecs import DEFAULT_CODECS, CodecRegistry
-from aiockpt.state.shards import ShardedState, TensorShard, digest_structure
+from aiockpt.state.shards import ShardedState, TensorShard, are_same, digest_structure
 from aiockpt.state.tree import TAG, Node, Path, refuse
 
 __all__ = ["RNG", "LoadTarget", "StateWalker", "Stored", "open_target", "per_rank", "read_tree"]
 
+_DATA = attrgetter("data")
+_FACTS = attrgetter("name", "dtype", "shape", "boxes")
+_VIEW = (torch.Tensor.data_ptr, torch.Tensor.stride, attrgetter("shape", "dtype", "device"))
 SAME_NAME = "another leaf has the same name; rename a key"
 CHECKED_SIZE = 1 << 16
 """Nodes and characters from which on the tree is measured against the limits of the format on every walk."""
@@ -83,7 +87,8 @@ class StateWalker:
         """
         if self._plan is not None and self._plan.watch.holds():
             try:
-                return self._plan.run(state, self._codecs, self._rank)
+                with collector_paused():  # tensors that are gathered anew are objects enough to set it off
+                    return self._plan.run(state, self._codecs, self._rank)
             except Stale:
                 pass
         self._plan = None
@@ -111,6 +116,8 @@ class _Plan:
         shards, self._alias = _tie(self._kept.values(), {}, self._memories)
         self._shards = tuple(shards)
         self._structure: tuple[Hashable, str] | None = None
+        self._gathered: list[TensorShard] = []
+        self._tensors = self._shards
 
     def keep(self, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None) -> None:
         """Take a tensor that stays where it is between walks; *flat* as for `describe`."""
@@ -133,15 +140,26 @@ class _Plan:
                 raise UnsupportedStateError(leaf.name, SAME_NAME)
             found.add(leaf.name)
         shards, alias = _tie(run.leaves, self._memories, {})
-        tensors = (*self._shards, *shards) if shards else self._shards  # one object each time: see `are_same`
         every_alias = {**self._alias, **alias}
-        return ShardedState(tensors, every_alias, values, run.per_rank, self._digest(shards, tensors, every_alias))
+        structure = self._settle(shards, every_alias)
+        return ShardedState(self._tensors, every_alias, values, run.per_rank, structure)
 
-    def _digest(self, found: Sequence[TensorShard], tensors: Sequence[TensorShard], alias: Mapping[str, str]) -> str:
-        """Return the digest of the structure; only what was gathered anew can have changed it."""
-        facts = (tuple((shard.name, shard.dtype, shard.shape, shard.boxes) for shard in found), tuple(alias.items()))
-        if self._structure is None or self._structure[0] != facts:
-            self._structure = (facts, digest_structure(tensors, alias))
+    def _settle(self, found: list[TensorShard], alias: Mapping[str, str]) -> str:
+        """Put what was gathered anew behind what is kept; return the digest of the structure.
+
+        Only what was gathered anew can have changed that. Where it is what it was in the last walk, the shards of then
+        stand for it: one object each time, and one tuple of them, tell others that nothing has moved (see `are_same`).
+        """
+        facts = (tuple(map(_FACTS, found)), tuple(alias.items()))
+        known = self._structure is not None and self._structure[0] == facts
+        if known:
+            stay = map(eq, _places(self._gathered), _places(found))
+            found = [old if stays else new for old, new, stays in zip(self._gathered, found, stay, strict=True)]
+        if not known or not are_same(found, self._gathered):
+            self._tensors = (*self._shards, *found)
+            self._gathered = found
+        if self._structure is None or not known:
+            self._structure = (facts, digest_structure(self._tensors, alias))
         return self._structure[1]
 
 
@@ -265,6 +283,12 @@ def _tie(
         else:
             alias[leaf.name] = name
     return distinct, alias
+
+
+def _places(shards: Sequence[TensorShard]) -> Iterable[Hashable]:
+    """Return where each tensor is, and how it is seen there; comparable while the tensors live."""
+    tensors = list(map(_DATA, shards))
+    return zip(*(map(get, tensors) for get in _VIEW), strict=True)
 
 
 def _check_size(values: Node) -> None:

@@ -25,6 +25,7 @@ from aiockpt.adapters.held import FlatRange
 from aiockpt.adapters.index import Index
 from aiockpt.adapters.run import Run
 from aiockpt.adapters.watch import Watch
+from aiockpt.errors import kind_in_words
 from aiockpt.format.names import join_name
 from aiockpt.state.tree import TAG, Node, Path, refuse
 
@@ -172,7 +173,7 @@ def view_plain(optimizer: Optimizer, members: Sequence[Sequence[Path]]) -> View:
     states = [(owners[id(key)], state) for key, state in optimizer.state.items() if id(key) in owners]
     for owner, state in states:
         if not isinstance(state, dict):
-            refuse(owner, f"the optimizer's state of this parameter is a {type(state)!r}, not a dict")
+            refuse(owner, f"the optimizer's state of this parameter is {kind_in_words(state)}, not a dict")
     rest = {key: state for key, state in optimizer.state.items() if not isinstance(key, torch.Tensor)}
     return View(optimizer.param_groups, members, states, rest)
 

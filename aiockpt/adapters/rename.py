@@ -59,15 +59,16 @@ class Renaming:
         for here, target in self._mapping.items():
             faults = []
             if state_is_whole and here not in self._met:
-                faults.append(f"{here!r} is no name in the state{_close(here, self._met)}")
+                faults.append(f"{here!r} is no name in the state{near(here, self._met)}")
             if target not in there:
-                faults.append(f"{target!r} is no name in the checkpoint{_close(target, there)}")
+                faults.append(f"{target!r} is no name in the checkpoint{near(target, there)}")
             if faults:
                 turned = target in self._met and here in there
                 advice = f"; turn it round: {{{target!r}: {here!r}}}" if turned else ""
                 yield f"{_DIRECTION}, and in {{{here!r}: {target!r}}} {' and '.join(faults)}{advice}"
 
 
-def _close(name: str, names: Collection[str]) -> str:
+def near(name: str, names: Collection[str]) -> str:
+    """Return in brackets the *names* that *name* may be a slip of; nothing where there are none."""
     close = difflib.get_close_matches(name, sorted(names), n=3)
     return f" (near it: {', '.join(map(repr, close))})" if close else ""

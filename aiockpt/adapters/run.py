@@ -13,6 +13,7 @@ import torch
 from aiockpt.adapters.held import FlatRange
 from aiockpt.adapters.leaves import LeafWriter
 from aiockpt.adapters.tensors import Leaf, describe, is_spread, tensor_name
+from aiockpt.errors import kind_in_words
 from aiockpt.state.codecs import CodecRegistry
 from aiockpt.state.tree import Encoder, Node, Path, refuse
 
@@ -65,7 +66,8 @@ class Run:
     def _put_own(self, path: Path, tensor: torch.Tensor) -> str:
         if is_spread(tensor):
             refuse(
-                path, f"a {type(tensor)!r} is spread over ranks, it cannot belong to one; save it outside per_rank()"
+                path,
+                f"{kind_in_words(tensor)} is spread over ranks, it cannot belong to one; save it outside per_rank()",
             )
         return self._gather(tensor_name(path, self._rank), path, tensor)
 

@@ -13,6 +13,7 @@ import torch
 
 from aiockpt.adapters.loader import data_ranks
 from aiockpt.errors import UsageError
+from aiockpt.keywords import check_count
 from aiockpt.state.samples import LoaderPart, Span, reshard, take
 
 ORDER = "order"
@@ -31,7 +32,12 @@ class ShardedSampler:
         seed: of the order, together with the number of the epoch.
         shuffle: False keeps the order of the dataset.
         drop_last: leave out what does not fill a batch on every rank.
+
+    Raises:
+        UsageError: a number is none, or too small.
     """
+
+    _epoch: int
 
     def __init__(
         self,
@@ -44,6 +50,8 @@ class ShardedSampler:
         shuffle: bool = True,
         drop_last: bool = False,
     ) -> None:
+        check_count("ShardedSampler", "length", length, least=0)
+        check_count("ShardedSampler", "batch_size", batch_size)
         self.rank, self.size = data_ranks(rank, size)
         self.batch_size = batch_size
         self._length = length
@@ -52,6 +60,11 @@ class ShardedSampler:
         self._drop_last = drop_last
         self._drawn: deque[tuple[Span, ...]] = deque()
         self._begin_epoch(0)
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch, from 0; the next one's once training has had the last batch and left the loop."""
+        return self._epoch
 
     def __len__(self) -> int:
         """Return how many batches are left of the epoch."""

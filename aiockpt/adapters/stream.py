@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from aiockpt.adapters.loader import data_ranks
@@ -52,6 +53,8 @@ class StreamLoader(Generic[Sample]):
         options: all else that ``DataLoader`` takes. Its workers live for one epoch, and batches stay in order.
     """
 
+    _epoch: int
+
     def __init__(
         self,
         dataset: StreamDataset[Sample],
@@ -71,11 +74,25 @@ class StreamLoader(Generic[Sample]):
         self._given: tuple[int, LoaderPart] | None = None
         self._begin_epoch(0)
 
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch, from 0; the next one's once training has had the last batch and left the loop."""
+        return self._epoch
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """What seeds the workers, as for ``DataLoader``."""
+        generator: torch.Generator | None = self._options.get("generator")
+        return generator
+
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches that training has not got yet."""
         self._parts, self._turn, self._given = self._in_turn(), 0, None
         source = _Source(self._dataset, self._parts)
-        for batch, reader, part in DataLoader(source, collate_fn=self._collate, **self._options):
+        return self._give(iter(DataLoader(source, collate_fn=self._collate, **self._options)))
+
+    def _give(self, collated: Iterator[tuple[Any, int, LoaderPart]]) -> Iterator[Any]:
+        for batch, reader, part in collated:
             self._given = (reader, part)
             yield batch
 

@@ -19,7 +19,7 @@ from aiockpt.adapters.rename import Rename
 from aiockpt.adapters.rng import RNG, PerRank, derive_state
 from aiockpt.adapters.stored import Stored
 from aiockpt.adapters.tensors import may_spread
-from aiockpt.errors import UsageError
+from aiockpt.errors import UsageError, kind_in_words
 from aiockpt.format.names import join_name
 from aiockpt.state.codecs import DEFAULT_CODECS, CodecRegistry
 from aiockpt.state.scalars import field
@@ -188,7 +188,7 @@ def _load_value(mapping: Mapping[str, Any], key: str, path: Path, intake: Intake
     if found is None:
         intake.miss(path)
     elif not isinstance(mapping, MutableMapping):
-        raise UsageError(f"{'.'.join(map(str, path))}: a {type(mapping)!r} cannot be filled; give a dict")
+        raise UsageError(f"{'.'.join(map(str, path))}: {kind_in_words(mapping)} cannot be filled; give a dict")
     elif (misfit := intake.misfit(path, mapping[key], found.node)) is not None:
         intake.mismatch(path, misfit)
     else:

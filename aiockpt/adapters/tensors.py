@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy as is_uninitialized
 from aiockpt.adapters.dtensors import empty_like_dtensor, hold_dtensor, is_dtensor, local_of
 from aiockpt.adapters.held import FlatRange, Held, Piece
 from aiockpt.adapters.sharded_tensors import hold_sharded_tensor, is_sharded_tensor
-from aiockpt.errors import UsageError
+from aiockpt.errors import UsageError, kind_in_words
 from aiockpt.format.dtypes import from_torch_name
 from aiockpt.format.names import MAX_NAME_BYTES, join_name
 from aiockpt.state.geometry import Box
@@ -141,7 +141,7 @@ def _unsupported(tensor: torch.Tensor) -> str | None:
     if is_uninitialized(tensor):
         return "a lazy parameter has no shape yet; run a forward pass first"
     if _DISPATCH(type(tensor)) != _DISPATCH(torch.Tensor):
-        return f"{type(tensor)!r} keeps its value elsewhere; save the tensors it wraps"
+        return f"{kind_in_words(tensor)} keeps its value elsewhere; save the tensors it wraps"
     if tensor.is_nested:
         return "a nested tensor; save its values and offsets"
     if tensor.layout != torch.strided:

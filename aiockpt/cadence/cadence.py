@@ -26,7 +26,7 @@ from aiockpt.cadence.notices import Notices
 from aiockpt.cadence.schedule import Note, Schedule
 from aiockpt.errors import UsageError
 from aiockpt.events import Event
-from aiockpt.keywords import asks_what_was_meant
+from aiockpt.keywords import asks_what_was_meant, check_amount, refuse_value
 from aiockpt.runtime.loop import LoopThread
 from aiockpt.runtime.meeting import Meeting
 from aiockpt.runtime.ranks import Ranks, find_ranks
@@ -56,14 +56,15 @@ class Cadence:
         clock: tests pass a simulated one; None takes that of the checkpointer's world.
 
     Raises:
-        UsageError: an option is not positive.
+        UsageError: an option is not positive, or *max_overhead* is no fraction.
     """
 
     @asks_what_was_meant
     def __init__(self, max_overhead: float = 0.03, *, mttf: float | None = None, clock: Clock | None = None) -> None:
-        for name, value in (("max_overhead", max_overhead), ("mttf", mttf)):
-            if value is not None and not value > 0:
-                raise UsageError(f"Cadence({name}={value!r}): give more than 0")
+        check_amount("Cadence", "max_overhead", max_overhead, ", as a fraction: 0.03 means 3 %")
+        if max_overhead >= 1:
+            refuse_value("Cadence", "max_overhead", max_overhead, "a fraction of less than 1: 0.03 means 3 %")
+        check_amount("Cadence", "mttf", mttf, " seconds", optional=True)
         self._limits = Limits(max_overhead, mttf, IN_FLIGHT)
         self._clock = clock
         self._now_ns = (clock or OsClock()).monotonic_ns

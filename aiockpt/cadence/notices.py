@@ -73,7 +73,9 @@ class Notices:
             BlockingCallError: this thread runs an event loop.
         """
         while (note := self.heard()) is None:
-            refuse_in_event_loop("waiting for rank 0 to decide whether to save")
+            refuse_in_event_loop(
+                "waiting for rank 0 to decide whether to save", "ask on a worker thread (asyncio.to_thread)"
+            )
             begun_before = self._asked is not None
             self.ask()
             self._wait(begun_before)

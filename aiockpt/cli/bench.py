@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from aiockpt.cli import show
 from aiockpt.cli.place import check_folder
+from aiockpt.cli.wide import print_wide
 from aiockpt.errors import UsageError
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend
@@ -65,29 +66,47 @@ def parse_count(name: str, text: str) -> int:
     return int(text)
 
 
-def run_bench(url: str, plan: Plan, json_to: str | None, plot_to: Path | None, everything: bool) -> int:
-    """Measure the place *url*, say what was found, and return the exit status.
+class Outputs(msgspec.Struct, frozen=True):
+    """Where the report goes.
 
-    Args:
-        json_to: the file to write the report to; ``-`` prints it, and no tables.
-        plot_to: the picture to draw.
-        everything: show every point.
+    Attributes:
+        report_to: a file for the report, as JSON.
+        plot_to: a file for a picture of it.
+        as_json: print the report as JSON, and no tables.
+        everything: show every point in the tables.
     """
-    if plot_to is not None:
-        check_picture(plot_to)
-    if json_to not in (None, "-") and not Path(json_to).parent.is_dir():
-        raise UsageError(f"--json {json_to}: there is no folder {Path(json_to).parent}")
+
+    report_to: Path | None = None
+    plot_to: Path | None = None
+    as_json: bool = False
+    everything: bool = False
+
+
+def run_bench(url: str, plan: Plan, outputs: Outputs) -> int:
+    """Measure the place *url*, say what was found where *outputs* wants it, and return the exit status."""
+    if outputs.plot_to is not None:
+        check_picture(outputs.plot_to)
+    if outputs.report_to is not None:
+        _check_report(outputs.report_to)
     backend = open_backend(url)
     scheme, _, path = backend.url.partition("://")
     if scheme == "file":
-        check_folder(Path(unquote(path)), "make it (mkdir -p), or name one on the file system to be measured")
+        check_folder(Path(unquote(path)), "name one on the file system to be measured", may_be_made=True)
     report = anyio.run(_measure, backend, plan)
-    if plot_to is not None:
-        draw(report, plot_to)
-    if json_to not in (None, "-"):
-        Path(json_to).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-    show.json_or(json_to == "-", report, lambda: show_report(report, everything))
+    if outputs.plot_to is not None:
+        draw(report, outputs.plot_to)
+    if outputs.report_to is not None:
+        outputs.report_to.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    show.json_or(outputs.as_json, report, lambda: show_report(report, outputs.everything))
     return FAILED if report.problems else 0
+
+
+def _check_report(path: Path) -> None:
+    """Raise UsageError unless a file can be written there: before minutes of measuring, not after them."""
+    if path.is_dir():
+        raise UsageError(f"--report {path}: a folder; name a file")
+    if not path.parent.is_dir():
+        raise UsageError(f"--report {path}: there is no folder {path.parent}")
 
 
 async def _measure(backend: Backend, plan: Plan) -> Report:
@@ -146,7 +165,7 @@ def show_report(report: Report, everything: bool) -> None:
     files = [point for point in report.points if point.operation in _BY_BYTES]
     small = [point for point in report.points if point.operation not in (*_BY_BYTES, *_BESIDE)]
     for heading, points, rate in (
-        ("data files, MB/s", files, lambda point: point.mb_per_s),
+        ("data files, MiB/s", files, lambda point: point.mib_per_s),
         ("small objects, requests/s", small, lambda point: point.requests_per_s),
     ):
         if points:
@@ -160,18 +179,16 @@ def _show_sweep(
     heading: str, points: Sequence[Point], concurrencies: Sequence[int], rate: Callable[[Point], float | None]
 ) -> None:
     """Print a row for each operation and size: its rates, and the latencies where it was best."""
-    at = [f"× {one}" for one in concurrencies]
-    numbers = ("size", *at, "p50 ms", "p95 ms", "p99 ms", "CPU s/GiB", "errors")
-    table = show.columns(heading, *numbers, right=numbers, folds="errors")
+    rows = []
     for operation, size in dict.fromkeys((point.operation, point.size_bytes) for point in points):
         row = {p.concurrency: p for p in points if (p.operation, p.size_bytes) == (operation, size)}
         best = max(row.values(), key=lambda point: rate(point) or 0)
         rates = [_rate(rate(row[one]), row[one] is best) if one in row else "–" for one in concurrencies]
         latencies = [_number(value) for value in (best.p50_ms, best.p95_ms, best.p99_ms)]
         cpu = _number(best.cpu_s_per_gib) if operation in _BY_BYTES else ""
-        table.add_row(operation, size_text(size), *rates, *latencies, cpu, _errors(list(row.values())))
-    show.out.print()
-    show.out.print(table)
+        rows.append([operation, size_text(size), *rates, *latencies, cpu, _errors(list(row.values()))])
+    at = [f"× {one}" for one in concurrencies]
+    print_wide([[heading, "size"], at, ["p50 ms", "p95 ms", "p99 ms", "CPU s/GiB", "errors"]], rows, folds="errors")
 
 
 def _rate(value: float | None, best: bool) -> str:
@@ -195,27 +212,31 @@ def _errors(points: Sequence[Point]) -> str:
 
 
 def _show_points(points: Sequence[Point]) -> None:
-    numbers = ("size", "at once", "requests", "MB/s", "requests/s", "p50 ms", "p95 ms", "p99 ms", "max ms", "CPU s/GiB")
-    table = show.columns("every point", *numbers, "errors", right=numbers, folds="errors")
-    for point in points:
-        table.add_row(
+    rows = [
+        [
             point.operation,
             size_text(point.size_bytes),
             str(point.concurrency),
             str(point.requests),
-            *map(_number, (point.mb_per_s, point.requests_per_s, point.p50_ms, point.p95_ms, point.p99_ms)),
-            *map(_number, (point.max_ms, point.cpu_s_per_gib)),
+            *map(_number, (point.mib_per_s, point.requests_per_s)),
+            *map(_number, (point.p50_ms, point.p95_ms, point.p99_ms, point.max_ms, point.cpu_s_per_gib)),
             _errors([point]),
-        )
-    show.out.print()
-    show.out.print(table)
+        ]
+        for point in points
+    ]
+    labels = ["every point", "size", "at once"]
+    print_wide(
+        [labels, ["requests", "MiB/s", "requests/s"], ["p50 ms", "p95 ms", "p99 ms", "max ms", "CPU s/GiB", "errors"]],
+        rows,
+        folds="errors",
+    )
 
 
 def _show_findings(report: Report) -> None:
     """Print floors, checks, the soak, what was left out, and what is wrong."""
     show.out.print()
     for floor in report.floors:
-        show.say(f"[dim]floor: {escape(floor.name)} {floor.bytes_per_s / 1e6:,.0f} MB/s[/]")
+        show.say(f"[dim]floor: {escape(floor.name)} {show.speed(floor.bytes_per_s)}[/]")
     for check in report.checks:
         mark = "[green]✓[/]" if check.passed else "[red]✗[/]"
         show.say(f"{mark} {escape(check.name)} [dim]({escape(check.detail)})[/]")

@@ -77,7 +77,9 @@ def show_description(root: str, seen: Description, rank: str, depth: int | None,
 
 def _show_head(root: str, seen: Description) -> None:
     info = seen.info
-    facts = [size(info.bytes), count(info.tensor_count, "tensor"), f"saved by {count(info.world_size, 'rank')}"]
+    facts = [size(info.bytes), count(info.tensor_count, "tensor")]
+    if info.world_size > 1:
+        facts.append(f"saved by {info.world_size} ranks")
     if info.generation > 1:
         facts.append(f"generation {info.generation}")
     facts.append("verified" if info.verified else "not verified yet")

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from aiockpt.cli.place import open_place
 from aiockpt.cli.progress import bytes_progress, finish
-from aiockpt.cli.show import count, say, size
+from aiockpt.cli.show import count, say, size, speed
 from aiockpt.convert.source import SUFFIX, has_weights
 from aiockpt.errors import UsageError
 from aiockpt.pipeline.discover import scan
@@ -79,8 +79,12 @@ def carry_out(start: Callable[..., Future[Converted]], dry_run: bool, quiet: boo
         return finish(start(on_written=tick))
 
 
-def show_converted(done: Converted) -> None:
-    """Print what was converted, or would be."""
+def show_converted(done: Converted, source: str | None = None) -> None:
+    """Print what was converted, or would be.
+
+    Args:
+        source: where weights came from that became a step; None where a step became a folder.
+    """
     dtypes = ", ".join(f"{number} {code}" for code, number in done.dtypes.items())
     ties = f", {count(len(done.ties), 'tied name')}" if done.ties else ""
     part = f"[bold]{escape(done.prefix)}[/] of step {done.step}"
@@ -89,7 +93,9 @@ def show_converted(done: Converted) -> None:
     if done.dry_run:
         say(f"would write {what} to {where}")
     else:
-        speed = f"{done.bytes / max(done.seconds, 1e-9) / 1e6:,.0f} MB/s"
-        say(f"[green]✓[/] {what} in {where} after {done.seconds:.2f} s ({speed})")
+        took = f"{done.seconds:.2f} s ({speed(done.bytes / max(done.seconds, 1e-9))})"
+        say(f"[green]✓[/] {what} in {where} after {took}")
+    if source is not None:
+        say(f"[dim]  from {escape(source)}:[/]")
     for name in done.files:
         say(f"[dim]  {escape(name)}[/]")

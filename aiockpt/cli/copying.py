@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
-from aiockpt.cli.show import say, size
+from aiockpt.cli.show import say, size, speed
 
 if TYPE_CHECKING:
     from aiockpt.engine.keep import Copied
@@ -18,7 +18,5 @@ def show_copied(copied: Copied) -> None:
     if copied.existed:
         say(f"[dim]– step {copied.step}: in {where} already[/]")
         return
-    speed = f"{copied.bytes / max(copied.seconds, 1e-9) / 1e6:,.0f} MB/s"
-    say(
-        f"[green]✓ step {copied.step}:[/] in {where}, {size(copied.bytes)} in {copied.seconds:.2f} s ({speed}), verified"
-    )
+    took = f"{copied.seconds:.2f} s ({speed(copied.bytes / max(copied.seconds, 1e-9))})"
+    say(f"[green]✓ step {copied.step}:[/] in {where}, {size(copied.bytes)} in {took}, verified")

@@ -56,6 +56,11 @@ class Diagnosis(msgspec.Struct, frozen=True):
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
 
+    @property
+    def survives_reboot(self) -> bool:
+        """Whether what is flushed here is there after the machine was switched off."""
+        return self.file_system not in _IN_MEMORY
+
 
 def examine(root: Path, size_bytes: int, on_moved: OnMoved = lambda _: None) -> Diagnosis:
     """Try everything a commit needs in a temporary folder below *root*, and measure raw I/O on files of *size_bytes*.
@@ -143,7 +148,7 @@ def _time_flush(handle: int) -> float:
 
 
 def _warnings(found: Diagnosis) -> Iterator[str]:
-    if found.file_system in _IN_MEMORY:
+    if not found.survives_reboot:
         yield f"{found.file_system} is memory: nothing here survives a reboot, whatever is flushed"
     if found.file_system in _NETWORK:
         yield f"{found.file_system} is a network file system: a commit is as durable as its server's flush"

@@ -64,6 +64,10 @@ def find_current(steps: Sequence[Saved], predecessors: Mapping[str, str | None])
     return current
 
 
+CURRENT, ABANDONED = "●", "○"
+"""The dot of a step that the newest one descends from, itself included, and of any other."""
+
+
 def draw_lines(steps: Sequence[Saved], predecessors: Mapping[str, str | None], current: set[str]) -> list[str]:
     """Return for each step, the newest first, its piece of the drawing: a dot, and the lines that pass by or join it."""
     lanes: list[str | None] = []  # the step that each line leads down to
@@ -72,7 +76,7 @@ def draw_lines(steps: Sequence[Saved], predecessors: Mapping[str, str | None], c
         joining = [index for index, awaited in enumerate(lanes) if awaited == step.id]
         if not joining:
             joining = [_free_lane(lanes)]
-        drawn.append(_draw(lanes, joining, "●" if step.id in current else "○"))
+        drawn.append(_draw(lanes, joining, CURRENT if step.id in current else ABANDONED))
         for index in joining:
             lanes[index] = None
         lanes[joining[0]] = predecessors[step.id]

@@ -7,12 +7,18 @@ from collections.abc import Mapping, Sequence
 from rich.markup import escape
 from rich.text import Text
 
-from aiockpt.cli.lineage import draw_lines, find_current, find_predecessors
+from aiockpt.cli.lineage import ABANDONED, CURRENT, draw_lines, find_current, find_predecessors
 from aiockpt.cli.show import ago, columns, count, moment, out, say, size, title
 from aiockpt.cli.survey import Survey, Unfinished
 from aiockpt.pipeline.steps import StepInfo
 
 METRICS_SHOWN = 3
+UNFINISHED = "◐"
+_MEANINGS = {
+    CURRENT: "the newest step and its ancestors",
+    ABANDONED: "another branch",
+    UNFINISHED: "not committed",
+}
 
 
 def show_survey(root: str, found: Survey, roots_below: Sequence[str] = ()) -> None:
@@ -21,8 +27,9 @@ def show_survey(root: str, found: Survey, roots_below: Sequence[str] = ()) -> No
     Args:
         roots_below: folders in *root* that hold steps, where it has none itself.
     """
+    marks = {UNFINISHED} if found.unfinished else set()
     if found.steps:
-        _show_steps(root, found.steps)
+        marks |= _show_steps(root, found.steps)
     else:
         say(f"{escape(root)} holds no checkpoint yet.")
         for below in roots_below:
@@ -36,10 +43,13 @@ def show_survey(root: str, found: Survey, roots_below: Sequence[str] = ()) -> No
                 f"readers take generation {step.generation}"
             )
     for attempt in found.unfinished:
-        say(f"[yellow]○ step {attempt.step}:[/] {tell_unfinished(root, attempt)}")
+        say(f"[yellow]{UNFINISHED} step {attempt.step}:[/] {tell_unfinished(root, attempt)}")
+    if marks - {CURRENT}:
+        say(f"[dim]{' · '.join(f'{mark} {meaning}' for mark, meaning in _MEANINGS.items() if mark in marks)}[/]")
 
 
-def _show_steps(root: str, steps: Sequence[StepInfo]) -> None:
+def _show_steps(root: str, steps: Sequence[StepInfo]) -> set[str]:
+    """Print a row for each step and return the marks that occur."""
     predecessors = find_predecessors(steps)
     current = find_current(steps, predecessors)
     lines = draw_lines(steps, predecessors, current)
@@ -71,6 +81,7 @@ def _show_steps(root: str, steps: Sequence[StepInfo]) -> None:
     out.print(table)
     if more:
         say(f"[dim]more metrics: {escape(', '.join(more))}[/]")
+    return {CURRENT if step.id in current else ABANDONED for step in steps}
 
 
 def _metric(metrics: Mapping[str, float | None], name: str) -> str:
@@ -99,13 +110,14 @@ def tell_unfinished(root: str, attempt: Unfinished) -> str:
     what = f"an attempt without a manifest (a-{attempt.attempt}, {size(attempt.bytes)}"
     what += f", last written {ago(attempt.changed_ns)})" if attempt.changed_ns else ")"
     if attempt.can_be_committed:
-        return f"{what}: all receipts are there; finish it with [bold]aiockpt commit {escape(root)}[/]"
+        return f"{what}: all of it was written; finish it with [bold]aiockpt commit {escape(root)}[/]"
     if attempt.missing_ranks:
         ranks = ", ".join(map(str, attempt.missing_ranks[:10])) + (", …" if len(attempt.missing_ranks) > 10 else "")
         return f"{what}: no receipt of rank {ranks}; it is running, or died. `aiockpt prune` removes it after a day"
-    if attempt.missing_ranks is None:
-        return f"{what}: no receipt yet; it is running, or died. `aiockpt prune` removes it after a day"
+    if attempt.missing_ranks is None:  # nothing says how many ranks there are: of one, or of many
+        written = "nothing of it was written completely"
+        return f"{what}: {written}; it is running, or died. `aiockpt prune` removes it after a day"
     if attempt.manifest_is_damaged:
         advice = f"move the damaged one away, and [bold]aiockpt commit {escape(root)}[/] writes it anew"
-        return f"{what} that can be read: all receipts are there; {advice}"
+        return f"{what} that can be read: all of it was written; {advice}"
     return f"{what}: another attempt was committed in its place; `aiockpt prune` removes it after a day"

@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.text import Text
 
 from aiockpt.cli.doctor import COMMIT_FLUSHES
-from aiockpt.cli.listing import tell_unfinished
-from aiockpt.cli.show import columns, count, natural_order, out, say, size, title
+from aiockpt.cli.listing import UNFINISHED, tell_unfinished
+from aiockpt.cli.show import columns, count, natural_order, out, say, size, speed, title
 
 if TYPE_CHECKING:
     from aiockpt.cli.diff import Change
@@ -38,16 +38,16 @@ class Check(msgspec.Struct, frozen=True):
 def show_check(result: Check) -> None:
     """Print what a verification found."""
     if result.valid:
-        speed = f", {size(result.bytes / result.seconds)}/s" if result.seconds else ""
+        rate = f", {speed(result.bytes / result.seconds)}" if result.seconds else ""
         say(
-            f"[green]✓[/] step {result.step}: {size(result.bytes)} are as they were saved ({result.seconds:.2f} s{speed})"
+            f"[green]✓[/] step {result.step}: {size(result.bytes)} are as they were saved ({result.seconds:.2f} s{rate})"
         )
     else:
         say(f"[red]✗ step {result.step}:[/] {escape(result.problem or '')}")
 
 
 def show_changes(root: str, one: int, two: int, found: Sequence[Change], everything: bool) -> None:
-    """Print which leaves differ between two steps: tensors, then values."""
+    """Print which tensors and values differ between two steps: tensors, then values."""
     differing = [change for change in found if change.kind != "same"]
     title(
         f"{root} step {one} → {two}",
@@ -147,13 +147,12 @@ def _sum_up(found: Pruned, gone_bytes: int, deleted: bool, ruled: bool) -> None:
 def show_finished(root: str, found: Sequence[StepInfo], left: Sequence[Unfinished]) -> None:
     """Print which commits were finished, and what could not be."""
     for one in found:
-        say(
-            f"[green]✓ step {one.step}:[/] committed as generation {one.generation} from {count(one.world_size, 'receipt')}"
-        )
+        ranks = f" from the receipts of {one.world_size} ranks" if one.world_size > 1 else ""
+        say(f"[green]✓ step {one.step}:[/] committed as generation {one.generation}{ranks}")
     for attempt in left:
-        say(f"[yellow]○ step {attempt.step}:[/] {tell_unfinished(root, attempt)}")
+        say(f"[yellow]{UNFINISHED} step {attempt.step}:[/] {tell_unfinished(root, attempt)}")
     if not found:
-        say("nothing to finish: no attempt has all its receipts and lacks only its manifest")
+        say("nothing to finish: no save was written completely and lacks only its manifest")
 
 
 def show_diagnosis(found: Diagnosis) -> None:
@@ -168,8 +167,8 @@ def show_diagnosis(found: Diagnosis) -> None:
         ("exclusive create", _yes(found.exclusive_create), ""),
         ("flush of a file", f"{found.file_flush_ms:.2f} ms", f"the slowest flush took {found.slowest_flush_ms:.2f} ms"),
         ("flush of a folder", f"{found.folder_flush_ms:.2f} ms", f"so a commit costs about {commit_ms:.0f} ms"),
-        ("write", f"{found.write_bytes_per_s / 1e6:,.0f} MB/s", cached),
-        ("read", f"{found.read_bytes_per_s / 1e6:,.0f} MB/s", cached),
+        ("write", speed(found.write_bytes_per_s), cached),
+        ("read", speed(found.read_bytes_per_s), cached),
     ]
     title(found.root, found.file_system)
     table = columns("", " ", "  ", folds="  ")
@@ -182,7 +181,8 @@ def show_diagnosis(found: Diagnosis) -> None:
     for line in found.problems:
         say(f"[red]✗[/] {escape(line)}")
     if not found.problems:
-        say("[green]✓[/] one of any number of rival commits wins here, and what is flushed is visible to all")
+        safe = "safe for checkpoints" if found.survives_reboot else "safe for checkpoints while the machine is up"
+        say(f"[green]✓[/] {safe}: of rival commits exactly one wins, and what is flushed is seen by all")
 
 
 def _yes(works: bool) -> str:

@@ -5,6 +5,7 @@ Guarantee: a missing folder is never made by looking for it.
 
 from __future__ import annotations
 
+import shlex
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import unquote
@@ -42,7 +43,7 @@ def local_folder(root: str) -> Path:
     if scheme != "file":
         raise UsageError(f"{root}: only a folder can be examined; give the path of one")
     folder = Path(unquote(rest))
-    check_folder(folder, "give a folder on the file system to be examined")
+    check_folder(folder, "give a folder on the file system to be examined", may_be_made=True)
     return folder
 
 
@@ -59,11 +60,17 @@ def roots_below(backend: Backend) -> list[str]:
     return found[:ROOTS_SHOWN]
 
 
-def check_folder(folder: Path, advice: str) -> None:
-    """Raise UsageError unless *folder* is one and is not a step of a checkpoint."""
+def check_folder(folder: Path, advice: str, *, may_be_made: bool = False) -> None:
+    """Raise UsageError unless *folder* is one and is not a step of a checkpoint.
+
+    Args:
+        may_be_made: an empty folder would do, and the message says how to make it.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder}: a file; {advice}")
     if not folder.is_dir():
-        what = "a file" if folder.exists() else "no such folder"
-        raise UsageError(f"{folder}: {what}; {advice}")
+        making = f"make it (mkdir -p {shlex.quote(str(folder))}), or " if may_be_made else ""
+        raise UsageError(f"{folder}: no such folder; {making}{advice}")
     step = parse_step(folder.name)
     if step is not None and any(parse_manifest(entry.name) is not None for entry in folder.iterdir()):
         raise UsageError(f"{folder} is one step; give the folder above it, and the step: {folder.parent} {step}")

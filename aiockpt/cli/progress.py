@@ -7,12 +7,24 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from aiockpt.cli.show import speed
 
 if TYPE_CHECKING:
     from aiockpt.runtime.future import Future
 
 T = TypeVar("T")
+
+
+class SpeedColumn(ProgressColumn):
+    """The speed so far, in the units of everything else; rich's own column counts in powers of ten."""
+
+    def render(self, task: Task) -> Text:
+        """Return the speed of *task*; nothing while it is not known."""
+        bytes_per_s = task.finished_speed or task.speed
+        return Text("" if bytes_per_s is None else speed(bytes_per_s), style="progress.data.speed")
 
 
 @contextmanager
@@ -23,7 +35,7 @@ def bytes_progress(what: str, total: int, quiet: bool) -> Iterator[Callable[[int
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
         DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
+        SpeedColumn(),
         TimeRemainingColumn(compact=True),
     )
     with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as progress:

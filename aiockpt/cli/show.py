@@ -1,7 +1,8 @@
-"""How do results look? One console for each stream, the units people read, and JSON for programs."""
+"""How do results look? One console for each stream, tables whose numbers are never cut, and JSON for programs."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -14,8 +15,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from aiockpt.examples.units import size, speed
+
+__all__ = [
+    "ago", "columns", "count", "err", "json_or", "moment", "natural_order", "out", "problem", "say", "size", "speed",
+    "title",
+]  # fmt: skip
+
 PIPE_COLUMNS = 160
-"""Width where there is no terminal: nothing is folded or cut, so that grep and awk see whole rows."""
+"""Width where there is no terminal and no COLUMNS: nothing is folded or cut, so that grep and awk see whole rows."""
 
 BROKEN_PIPE = 128 + 13
 """What a shell reports for a process that SIGPIPE ended."""
@@ -33,9 +41,14 @@ class _PoliteConsole(Console):
 
 def _open_console(stderr: bool) -> Console:
     console = _PoliteConsole(stderr=stderr, highlight=False)
-    if not console.is_terminal:
+    if not _has_width(console):
         console.width = PIPE_COLUMNS
     return console
+
+
+def _has_width(console: Console) -> bool:
+    """Return whether lines end somewhere: at the edge of a terminal, or where COLUMNS says."""
+    return console.is_terminal or os.environ.get("COLUMNS", "").isdigit()
 
 
 out = _open_console(stderr=False)
@@ -52,7 +65,7 @@ def json_or(as_json: bool, value: object, people: Callable[[], None]) -> None:
 
 def say(text: str) -> None:
     """Print a line with markup; a terminal that is too narrow breaks it between words."""
-    out.print(text, soft_wrap=not out.is_terminal)
+    out.print(text, soft_wrap=not _has_width(out))
 
 
 def title(root: str, rest: str) -> None:
@@ -62,7 +75,7 @@ def title(root: str, rest: str) -> None:
 
 def problem(message: str) -> None:
     """Print what went wrong."""
-    err.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=not err.is_terminal)
+    err.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=not _has_width(err))
 
 
 def columns(*headings: str, right: tuple[str, ...] = (), folds: str) -> Table:
@@ -77,15 +90,6 @@ def columns(*headings: str, right: tuple[str, ...] = (), folds: str) -> Table:
         justify: Literal["left", "right"] = "right" if heading in right else "left"
         table.add_column(heading, justify=justify, no_wrap=heading != folds, overflow="fold")
     return table
-
-
-def size(count: float) -> str:
-    """Return bytes as people read them."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} TiB"
 
 
 def count(number: int, noun: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -19,13 +19,14 @@ from aiockpt.format.checksum import BLOCK_BYTES
 from aiockpt.options import SHARED_BLOCK_BYTES, Options
 from aiockpt.pipeline.collect import lease_key
 from aiockpt.pipeline.commit import Attempt
-from aiockpt.pipeline.discover import StepEntry
+from aiockpt.pipeline.discover import Heads, StepEntry
 from aiockpt.pipeline.upload import Uploader
 from aiockpt.planning.save import PAGE_BYTES, SavePlan, plan_save
 from aiockpt.runtime.accelerator import Accelerator
 from aiockpt.runtime.future import SaveFuture
 from aiockpt.runtime.limits import Limiter, Pace
 from aiockpt.runtime.loop import LoopThread
+from aiockpt.runtime.meeting import StoreLostError
 from aiockpt.runtime.memory import Memory
 from aiockpt.runtime.ranks import Ranks
 from aiockpt.runtime.slabs import Lender, SlabPool
@@ -53,6 +54,7 @@ class Engine:
         tiers: the engines of all tiers, the nearest first; in most checkpointers just this one.
         sharing: how ranks share a state out; None for a process that saves alone.
         busy_attempts: nonces of attempts under way here; garbage collection leaves them alone.
+        heads: what retention has read of the steps here.
         failed: failed saves, oldest first, until the checkpointer has told its caller.
     """
 
@@ -97,6 +99,7 @@ class Engine:
         self.uploader = Uploader(backend, self.lender, block_bytes, Pace(options.io.bandwidth, world.clock))
         self.state_work = Limiter("state", 2)
         self.cleaning = anyio.Lock()
+        self.heads = Heads()
         if isinstance(backend, Retrying):
             backend.tell(self.emit)
         self._plan: tuple[str, SavePlan] | None = None
@@ -190,6 +193,11 @@ class Engine:
     def outlives_store(self) -> bool:
         """Whether saves go on here when the store where ranks meet is lost, as those of a writer process do."""
         return self.sharing is not None and self.sharing.meeting.relayed
+
+    def surviving_store(self) -> suppress:
+        """End the block, where saves go on without the store, at the word that it is lost; elsewhere that is an error."""
+        ends = (StoreLostError,) if self.outlives_store else ()
+        return suppress(*ends)
 
     @property
     def being_read(self) -> frozenset[str]:

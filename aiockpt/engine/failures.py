@@ -26,7 +26,9 @@ def report_failures(engine: Engine, just_started: SaveFuture) -> None:
         if callable(policy):
             policy(failure)
         else:
-            warnings.warn(f"{failure!r}: {failure.exception()!r}", RuntimeWarning, stacklevel=3)
+            warnings.warn(
+                f"the save of step {failure.step} failed: {failure.exception()!r}", RuntimeWarning, stacklevel=3
+            )
 
 
 def raise_failures(engine: Engine, just_started: SaveFuture | None = None) -> None:

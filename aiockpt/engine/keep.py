@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
@@ -230,17 +230,20 @@ async def tidy(engine: Engine, saved: SaveResult) -> None:
             if rules is not None:
                 await prune(engine, rules)
             elif saved.generation > 1:
-                await _collect_all(engine, [await look_at(engine.backend, saved.id)], Retention(), dry_run=False)
+                entry = await look_at(engine.backend, saved.id)
+                await _collect_all(engine, [entry], Retention(), engine.busy_attempts, dry_run=False)
     except CheckpointError as error:
         logger.warning("cleaning up after %s: %s", saved.id, error)
 
 
 async def prune(engine: Engine, rules: Retention, *, dry_run: bool = False) -> Pruned:
     """Delete what *rules* do not keep, and the garbage; with *dry_run* only say what that would be."""
-    entries = await scan(engine.backend)
+    busy = set(engine.busy_attempts)  # before the look: what is committed during it would seem to be left behind
+    entries = await scan(engine.backend, engine.heads)
+    busy |= engine.busy_attempts
     committed = [entry for entry in entries if entry.committed]
     facts = await step_facts(engine.backend, committed, with_metrics=rules.best is not None)
-    saving = {entry.id for entry in entries if engine.busy_attempts.intersection(entry.attempts)}
+    saving = {entry.id for entry in entries if busy.intersection(entry.attempts)}
     protected = engine.being_read | saving
     doomed, left = [], []
     by_id = {entry.id: entry for entry in entries}
@@ -252,21 +255,21 @@ async def prune(engine: Engine, rules: Retention, *, dry_run: bool = False) -> P
         if not dry_run:
             await delete_step(engine.backend, by_id.pop(step.id))
             engine.emit(StepDeleted(at_ns=engine.now_ns(), step=step.step, reason=step.reason))
-    garbage = await _collect_all(engine, list(by_id.values()), rules, dry_run=dry_run)
+    garbage = await _collect_all(engine, list(by_id.values()), rules, busy, dry_run=dry_run)
     kept = explain_kept(facts, rules, protected)
     judged = {fact.id for fact in facts}
     kept += [Kept(entry.id, entry.step, "its manifest cannot be read") for entry in committed if entry.id not in judged]
     return Pruned(tuple(doomed), tuple(garbage), tuple(left), tuple(kept))
 
 
-async def _collect_all(engine: Engine, entries: list[StepEntry], rules: Retention, *, dry_run: bool) -> list[Garbage]:
+async def _collect_all(
+    engine: Engine, entries: list[StepEntry], rules: Retention, busy: Collection[str], *, dry_run: bool
+) -> list[Garbage]:
     collected = []
     for entry in entries:
         if entry.id in engine.being_read:
             continue
-        found = await find_garbage(
-            engine.backend, entry, grace_s=rules.grace_s, nonce=engine.token(6), busy=engine.busy_attempts
-        )
+        found = await find_garbage(engine.backend, entry, grace_s=rules.grace_s, nonce=engine.token(6), busy=busy)
         if found and not dry_run and await is_leased(engine.backend, entry.id, engine.token(6)):
             continue
         for garbage in found:

@@ -5,6 +5,7 @@ Guarantees:
 - A lazy save is registered, and guarded by the barrier, before the call returns; then a worker copies its state.
 - A save that must wait for another one to end, or for other ranks, never holds an event loop: it waits on a worker, and
   the optimizers wait for it at the barrier.
+- Any thread may save: calls are taken one at a time, but for their waits and the copy itself.
 - States are copied one after the other, in the order of the calls, so that two never wait for each other's slabs.
 - After the first snapshot of a state the staging pool holds all of it, so that later ones are one copy; but not where
   lazy copies end in time with a few slabs (`aiockpt.runtime.rhythm`).
@@ -28,10 +29,10 @@ from aiockpt.engine.ticket import Call, Capture, Ticket
 from aiockpt.errors import SaveSkippedError, UsageError
 from aiockpt.events import SaveSkipped
 from aiockpt.options import MIB, Snapshot, check_choice
-from aiockpt.runtime.barrier import MutationBarrier
+from aiockpt.runtime.barrier import MutationBarrier, in_optimizer_step
 from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
 from aiockpt.runtime.limits import Limiter, run_blocking
-from aiockpt.runtime.loop import runs_event_loop
+from aiockpt.runtime.loop import Mutex, runs_event_loop
 from aiockpt.runtime.memory import available_bytes
 from aiockpt.runtime.rhythm import Leisure, Rhythm
 from aiockpt.runtime.tasks import open_tasks
@@ -68,8 +69,11 @@ class Destination(Protocol):
     async def tidy(self, result: SaveResult) -> None:
         """Clean up where a save was committed."""
 
-    async def close(self) -> None:
-        """Finish what is under way, and close all tiers."""
+    def give_up(self, future: SaveFuture) -> None:
+        """End a save that nobody waits for any more. Any thread."""
+
+    async def close(self, patience_s: float) -> None:
+        """Finish what is under way, for *patience_s* seconds, and close all tiers."""
 
 
 class Launcher:
@@ -82,6 +86,8 @@ class Launcher:
         self._walker = StateWalker(rank=engine.ranks.rank)
         self._stillness = Stillness(engine.options.mutable, engine.options.immutable, engine.accelerator)
         self._devices = Devices(engine.accelerator)
+        self._calls = Mutex()  # around what a call finds out of the state and of other saves; never around a wait
+        self._calling = False
         self._saves: list[SaveFuture] = []
         self._copying = Limiter("snapshot", 1)
         self._last_copy: Stage[None] | None = None
@@ -102,6 +108,31 @@ class Launcher:
     ) -> SaveFuture:
         """Start a save, or skip it where the policy says so. Raises as `aiockpt.Checkpointer.save`."""
         begun_ns = self._engine.now_ns()
+        with self._calls:
+            if self._calling:
+                raise UsageError("save() inside save(), from a signal handler: set a flag there, and save in the loop")
+            self._calling = True
+            try:
+                entered = self._enter(begun_ns, step, state, snapshot, metrics, user)
+            finally:
+                self._calling = False
+        if isinstance(entered, SaveFuture):
+            return entered
+        ticket, before = entered
+        if before is not None:
+            self._copy_here(ticket, before)
+        return ticket.future
+
+    def _enter(
+        self,
+        begun_ns: int,
+        step: int,
+        state: Mapping[str, Any],
+        snapshot: Snapshot | None,
+        metrics: Mapping[str, float | torch.Tensor],
+        user: object,
+    ) -> SaveFuture | tuple[Ticket, Sequence[Stage[Any]] | None]:
+        """Capture the state, or skip the save. Return what its copy must wait for, where the caller is to make it."""
         options = self._engine.options
         turn = self._engine.next_turn(step)
         try:
@@ -119,41 +150,30 @@ class Launcher:
             call = Call(
                 step=step, metrics=_plain_metrics(metrics), user=_plain_json(user), turn=turn, begun_ns=begun_ns
             )
-            ticket, elsewhere = self._start(call, state, snapshot)
+            before = [stage for stage in (self._must_end_first(), self._must_be_copied_first()) if stage]
+            capture, elsewhere = self._capture(state, snapshot, waits=bool(before) or turn is not None)
+            ticket = Ticket(self._engine, call, capture)
         except BaseException as error:
             self._engine.renounce(turn, error)
             raise
-        if not elsewhere:
-            ticket.copy()
-        return ticket.future
-
-    def _start(self, call: Call, state: Mapping[str, Any], snapshot: Snapshot) -> tuple[Ticket, bool]:
-        """Register the save; say whether a worker copies the state, where that is wanted or would hold an event loop."""
-        before = [stage for stage in (self._must_end_first(), self._must_be_copied_first()) if stage is not None]
-        waits = bool(before) or call.turn is not None
-        capture, elsewhere = self._capture(state, snapshot, waits)
-        ticket = Ticket(self._engine, call, capture)
         self._tiers.prepare(ticket.future)
-        if elsewhere:
-            self._register(ticket)
-            if before:
-                self._engine.loop.submit(self._copy_later, before, ticket)
-            else:
-                self._engine.loop.in_worker(self._copy_elsewhere, ticket)
-        else:
-            for stage in before:
-                stage._wait_anyway(self._engine.options.deadlines.close_s)
-            self._begin(ticket)
-        return ticket, elsewhere
+        if not elsewhere:
+            return ticket, before
+        self._register(ticket, before)
+        return ticket, None
 
-    def _capture(self, state: Mapping[str, Any], snapshot: Snapshot, waits: bool) -> tuple[Capture, bool]:
+    def _capture(self, state: Mapping[str, Any], snapshot: Snapshot, *, waits: bool) -> tuple[Capture, bool]:
         """Walk *state* and have it be still for as long as its copy takes; say too whether it is copied elsewhere."""
         walked = self._walker.walk(state)
         devices = self._devices.find(walked.tensors)
         copying = self._must_be_copied_first() is not None
         taken = self._devices.clone(walked, busy=copying) if snapshot == "device" else Taken(walked, snapshot)
+        stepping = taken.snapshot != "device" and in_optimizer_step()
+        if stepping:
+            taken = Taken(walked, "eager", "inside the step of an optimizer, which no longer waits for a copy")
         still, snapshot = taken.state, taken.snapshot
-        elsewhere = snapshot != "eager" or (runs_event_loop() and (waits or _tensor_bytes(walked) > INLINE_COPY_BYTES))
+        holds = runs_event_loop() and not stepping
+        elsewhere = snapshot != "eager" or (holds and (waits or _tensor_bytes(walked) > INLINE_COPY_BYTES))
         if elsewhere and snapshot != "device":
             still = self._stillness.hold(walked, state, trusting=snapshot == "eager", reuse=not copying)
         self._pin(devices)
@@ -170,17 +190,39 @@ class Launcher:
         for device in devices:
             self._engine.pool.pin_with(self._engine.accelerator.lane(device))
 
-    def _register(self, ticket: Ticket) -> None:
-        """Have the optimizers, and later saves, wait for a copy that is made elsewhere."""
-        self._last_copy = ticket.copied
-        self._saves.append(ticket.future)
-        leisure = self._leisure() if ticket.snapshot == "lazy" else None
-        ticket.let_go(leisure)  # before the barrier has it: who waits there ends the leisure
-        if ticket.snapshot == "device":
-            ticket.future._snapshotted._resolve(None)
-        else:
-            on_step = None if leisure is None else leisure.stepped
-            self._barrier.guard(ticket.future, ticket.stop, ticket.enqueued, on_step)
+    def _register(self, ticket: Ticket, before: Sequence[Stage[Any]]) -> None:
+        """Have the optimizers, and later saves, wait for a copy that is made elsewhere, and begin it."""
+        try:
+            self._saves.append(ticket.future)
+            self._last_copy = ticket.copied
+            leisure = self._leisure() if ticket.snapshot == "lazy" else None
+            ticket.let_go(leisure)  # before the barrier has it: who waits there ends the leisure
+            if ticket.snapshot == "device":
+                ticket.future._snapshotted._resolve(None)
+            else:
+                on_step = None if leisure is None else leisure.stepped
+                self._barrier.guard(ticket.future, ticket.stop, ticket.enqueued, on_step)
+            if before:
+                self._engine.loop.submit(self._copy_later, before, ticket)
+            else:
+                self._engine.loop.in_worker(self._copy_elsewhere, ticket)
+        except BaseException as error:  # an interrupt: nobody else would end it
+            self._refuse(ticket, error)
+            raise
+
+    def _copy_here(self, ticket: Ticket, before: Sequence[Stage[Any]]) -> None:
+        """Copy the state on the caller's thread, after what comes *before*. Interrupted anywhere, the save ends."""
+        try:
+            for stage in before:
+                stage._wait_anyway(self._engine.options.deadlines.close_s)
+            self._begin(ticket)
+            ticket.copy()
+        except BaseException as error:
+            if ticket.begun:
+                ticket.refuse(error)
+            else:  # nobody but the caller knows of it
+                self._engine.renounce(ticket.turn, error)
+            raise
 
     async def _copy_later(self, before: Sequence[Stage[Any]], ticket: Ticket) -> None:
         """Wait for what must come first: here, for workers that wait would be missed by those that write."""
@@ -192,19 +234,26 @@ class Launcher:
         try:
             self._begin(ticket)
         except Exception as error:  # noqa: BLE001  the future carries it to the caller
-            self._engine.renounce(ticket.turn, error)
-            ticket.refuse(error)
+            self._refuse(ticket, error)
         else:
             ticket.copy()
+
+    def _refuse(self, ticket: Ticket, error: BaseException) -> None:
+        """End a save that may not have begun; if so, it cannot tell the other ranks."""
+        if not ticket.begun:
+            self._engine.renounce(ticket.turn, error)
+        ticket.refuse(error)
 
     def _begin(self, ticket: Ticket) -> None:
         """Plan this save and have it run; from here on it tells the other ranks itself what goes wrong."""
         ticket.prepare()
         self._tiers.announce(ticket)
         self._engine.pool.fit(ticket.plan.window_count, available_bytes)
-        if ticket.future not in self._saves:
-            self._saves.append(ticket.future)
+        ticket.begun = True
         self._engine.loop.submit(self._run, ticket)
+        with self._calls:
+            if ticket.future not in self._saves:
+                self._saves.append(ticket.future)
 
     async def _run(self, ticket: Ticket) -> None:
         async with open_tasks() as tasks:
@@ -264,7 +313,8 @@ class Launcher:
 
     def walk(self, state: Mapping[str, Any]) -> ShardedState:
         """Return what *state* holds; on the caller's thread."""
-        return self._walker.walk(state)
+        with self._calls:
+            return self._walker.walk(state)
 
     def warm_up(self, walked: ShardedState, turn: Turn | None) -> None:
         """Plan, and allocate the pool. Runs on a worker: other ranks may come later."""
@@ -278,6 +328,7 @@ class Launcher:
         self._pin(self._devices.find(share.tensors))
         pool.fit(plan.window_count, available_bytes)
         pool.warm_up(plan.window_count)
+        pool.settle()
 
     def forget(self) -> None:
         """Let go of the last state."""

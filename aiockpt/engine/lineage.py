@@ -104,7 +104,7 @@ class Lineage:
         """Have the saves from now on be newer than *entries*: a tier may answer that was not waited for at the first one."""
         if self._clock is not None:
             others = [entry.head.sequence for entry in entries if entry.head and entry.head.run not in self._runs]
-            self._clock = max(self._clock, *others, 0)
+            self._clock = max([self._clock, *others])
 
     def _enter(self, run: str) -> None:
         self._run = run

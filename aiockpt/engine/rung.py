@@ -25,6 +25,7 @@ import msgspec
 from aiockpt.engine import keep
 from aiockpt.engine.context import Engine
 from aiockpt.engine.leftover import find_leftover
+from aiockpt.engine.sharing import Sharing
 from aiockpt.engine.traces import hear_or_find
 from aiockpt.engine.visibility import Visibility
 from aiockpt.errors import (
@@ -329,26 +330,27 @@ class Rung:
         return await hear_or_find(engine, what, hear, find, patience_s=PATIENCE_S, deadline_s=self.tier.deadline)
 
     async def _tell_ranks(self, climb: Climb, note: Arrived) -> None:
-        """Leave rank 0's note, and remove those that nobody waits for any more. What is there is there without it."""
         sharing = self.engine.sharing
-        if sharing is None or sharing.meeting.rank != 0 or climb.alone:
-            return
-        key = self._note(climb.result.id, climb.attempt)
+        if sharing is not None and sharing.meeting.rank == 0 and not climb.alone:
+            await self._post(sharing, self._note(climb.result.id, climb.attempt), note)
+
+    async def tell_lost(self, step_id: str, attempt: str, error: Exception) -> None:
+        """Have the other ranks not wait for a copy that rank 0's writer process took with it; the next one makes it."""
+        assert self.engine.sharing is not None
+        note = Arrived(failure=str(error), final=True)
+        with suppress(CheckpointError), anyio.move_on_after(PATIENCE_S):  # the other tiers are told of after this one
+            manifest = await find_copy(self.engine.backend, step_id, attempt)
+            note = note if manifest is None else Arrived(manifest.generation)
+        await self._post(self.engine.sharing, self._note(step_id, attempt), note)
+
+    async def _post(self, sharing: Sharing, key: str, note: Arrived) -> None:
+        """Leave rank 0's note, and remove those that nobody waits for any more. What is there is there without it."""
         if key not in self._notes:
             self._notes.append(key)
         with suppress(StoreLostError):
             await sharing.meeting.post(key, note)
             while len(self._notes) > 2 * (MOST_WAITING + 1):
                 await sharing.meeting.forget([self._notes.pop(0)])
-
-    async def tell_lost(self, step_id: str, attempt: str, error: Exception) -> None:
-        """Have the other ranks not wait for a copy that rank 0's writer process took with it; the next one makes it."""
-        assert self.engine.sharing is not None
-        note = Arrived(failure=str(error), final=True)
-        with suppress(CheckpointError):
-            manifest = await find_copy(self.engine.backend, step_id, attempt)
-            note = note if manifest is None else Arrived(manifest.generation)
-        await self.engine.sharing.meeting.post(self._note(step_id, attempt), note)
 
     def _note(self, step_id: str, attempt: str) -> str:
         return f"tier/{self.number}/{step_id}/{attempt}"

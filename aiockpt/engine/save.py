@@ -106,8 +106,8 @@ async def check_space(engine: Engine, ticket: Ticket) -> None:
     needed = ticket.plan.file_bytes + RECORDS_BYTES
     if free is not None and free < needed:
         raise StorageFullError(
-            f"step {ticket.step} needs {needed:,} bytes and {engine.backend.url} has {free:,} free: free space, or keep "
-            "fewer steps (Retention)"
+            f"step {ticket.step} has {ticket.plan.file_bytes:,} bytes and keeps {RECORDS_BYTES:,} in reserve for its "
+            f"records, {engine.backend.url} has {free:,} free: free space, or keep fewer steps (Retention)"
         )
 
 

@@ -24,6 +24,7 @@ from aiockpt.state.shards import ShardedState
 if TYPE_CHECKING:  # a writer process copies no state, and need not load torch
     import torch
 
+    from aiockpt.pipeline.places import Places
     from aiockpt.pipeline.witness import Witness
 
 
@@ -73,6 +74,7 @@ class Ticket:
         enqueued: when nothing is left to copy but what devices do by themselves: the marks behind that.
         copied: when the slabs have all of it, or it has failed; for one that is copied from a copy, later than its
             future's *snapshotted*.
+        begun: whether it runs, or will: then it tells the other ranks itself what goes wrong.
         agreed: whether `prepare` had to plan with other ranks.
         voting: whether this rank's receipt may be in storage: from there on others may commit.
         slabs: the way of full slabs to the writers, by data file; set by `prepare`.
@@ -87,12 +89,14 @@ class Ticket:
         self.snapshot: Snapshot = capture.snapshot
         self._capture = msgspec.structs.replace(capture, state=_without_tensors(capture.state))
         self._witness = _make_witness(capture.state) if engine.options.debug == "digest" else None
+        self._places: Places | None = None
         self._pause_s: float | None = None
         self._leisure: Leisure | None = None
         self.number = engine.lineage.next_number()
         self.nonce: str | None = None
         self.turn = call.turn
         self.state = capture.state
+        self.begun = False
         self.agreed = False
         self.voting = False
         self.future = SaveFuture(call.step)
@@ -140,7 +144,7 @@ class Ticket:
             return
         finally:
             self.state = _without_tensors(self.state)  # not ours to keep alive any longer
-            self._witness = None
+            self._witness = self._places = None
         if self._stopped_by is None:
             self._engine.loop.call_soon(self._engine.emit, self._taken(copied_from_ns))
             self.future._snapshotted._resolve(None)
@@ -148,8 +152,10 @@ class Ticket:
 
     def _run_program(self) -> None:
         passing = self.snapshot == "device"
+        self._check_places()  # before anything is read
         program = self._engine.copy_program(self.plan, self.state.tensors, keep=not passing)
         try:
+            self._check_places()  # from here on the program does
             program.run(
                 self._engine.pool,
                 self.hand_over,
@@ -165,8 +171,13 @@ class Ticket:
             if passing:
                 program.forget()
 
+    def _check_places(self) -> None:
+        if self._places is not None:
+            self._places.check()
+
     def let_go(self, leisure: Leisure | None) -> None:
         """Note that the call returns now, before the copy: whoever copies does it beside the program, at *leisure*."""
+        self._places = _note_places(self.state)
         self._pause_s = self._engine.since_s(self.begun_ns)
         self._leisure = leisure
         if leisure is not None:
@@ -194,9 +205,10 @@ class Ticket:
         self._engine.loop.call_soon(self.slabs[window.file].arrive, window, slab)
 
     def refuse(self, error: BaseException) -> None:
-        """End a save that never ran."""
-        self.state = _without_tensors(self.state)
-        self._engine.loop.call_soon(self._fail, error)
+        """End a save that may never run."""
+        self.state, self._places = _without_tensors(self.state), None
+        self.stop(error)
+        self._engine.loop.call_soon(self._fail_unless_running, error)
 
     def cancel(self) -> None:
         """Stop because the caller said so."""
@@ -206,9 +218,9 @@ class Ticket:
         """End the save with *error*, from any thread; too late once the commit has begun."""
         if self._stopped_by is None:
             self._stopped_by = error
-            if self._leisure is not None:
-                self._leisure.end()
-            self._engine.loop.call_soon(self._cancel_scope)
+        if self._leisure is not None:
+            self._leisure.end()
+        self._engine.loop.call_soon(self._cancel_scope)  # also when it was stopped: that may have been interrupted here
 
     @property
     def stopped(self) -> bool:
@@ -246,7 +258,13 @@ class Ticket:
             self._fail(self._stopped_by or failure)
         return result
 
+    def _fail_unless_running(self, error: BaseException) -> None:
+        if self._scope is None:
+            self._fail(error)
+
     def _fail(self, error: BaseException | None) -> None:
+        if self.future.done():
+            return
         error = error or SaveCancelledError(f"the save of step {self.step} was cancelled with its event loop")
         self._stopped_by = error
         if self._leisure is not None:
@@ -263,6 +281,12 @@ def _make_witness(state: ShardedState) -> Witness:
     from aiockpt.pipeline.witness import Witness
 
     return Witness(state.tensors)
+
+
+def _note_places(state: ShardedState) -> Places:
+    from aiockpt.pipeline.places import Places
+
+    return Places(state.tensors)
 
 
 def _without_tensors(state: ShardedState) -> ShardedState:

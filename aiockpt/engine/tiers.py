@@ -12,8 +12,8 @@ Guarantees (DECISIONS 10 and 11):
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import anyio
 import msgspec
@@ -63,6 +63,7 @@ class Tiers:
             for number, (tier, engine) in enumerate(zip(tiers, self.engines, strict=True))
         ]
         self.on_seen: Callable[[int], object] = lambda number: None
+        self._alone: dict[int, anyio.Lock] = {}
         self._uncapped = Pace(None, nearest.world.clock)
         self._climbing = self._rungs[1:] if working else []
         for rung in self._climbing:
@@ -97,20 +98,35 @@ class Tiers:
     async def save(self, engine: Engine, ticket: Ticket) -> SaveResult:
         """Save one state; when this returns it is committed in the first durable tier that takes it.
 
+        Saves of the same step are made one after the other: each is a generation of its own.
+
         Raises:
             CheckpointError: as `aiockpt.engine.save.save`; no durable tier has it then.
         """
-        rung = await self._choose(ticket)
-        tell = save if ticket.turn is None else save_together
-        backend = rung.engine.backend
-        result = await tell(rung.engine, ticket)
-        result = msgspec.structs.replace(result, url=backend.url, durable=backend.traits.durable)
-        return await self._climb(rung, ticket, result) if len(self._rungs) > 1 else result
+        async with AsyncExitStack() as until_saved:
+            rung = await self._choose(ticket, until_saved)
+            tell = save if ticket.turn is None else save_together
+            backend = rung.engine.backend
+            result = await tell(rung.engine, ticket)
+            result = msgspec.structs.replace(result, url=backend.url, durable=backend.traits.durable)
+            return await self._climb(rung, ticket, result) if len(self._rungs) > 1 else result
 
-    async def _choose(self, ticket: Ticket) -> Rung:
+    @asynccontextmanager
+    async def _alone_at(self, step: int) -> AsyncIterator[None]:
+        """Let one save of *step* at a time in, in the order in which they come."""
+        alone = self._alone.setdefault(step, anyio.Lock())
+        try:
+            async with alone:
+                yield
+        finally:
+            if not alone.locked():
+                self._alone.pop(step, None)
+
+    async def _choose(self, ticket: Ticket, until_saved: AsyncExitStack) -> Rung:
         """Return the tier to write to, which all ranks see; when that fails on one rank all hear of it."""
         turn, sharing = ticket.turn, self.engines[0].sharing
         try:
+            await until_saved.enter_async_context(self._alone_at(ticket.step))
             rung = await self._entry(ticket) if len(self._rungs) > 1 else self._rungs[0]
             if turn is not None and sharing is not None and not rung.visibility.seen:
                 await rung.visibility.check(sharing, turn, _traces(rung, ticket))
@@ -133,7 +149,7 @@ class Tiers:
         key, meeting = ticket.turn.key("entry"), engine.sharing.meeting
         if meeting.rank == 0:
             rung = await self._with_room(ticket)
-            with suppress(StoreLostError) if engine.outlives_store else nullcontext():
+            with engine.surviving_store():
                 await meeting.post(key, rung.number)
             return rung
 
@@ -241,10 +257,14 @@ class Tiers:
         """Clean up in the tier where a save was committed."""
         await keep.tidy(next(engine for engine in self.engines if engine.backend.url == result.url), result)
 
-    async def close(self) -> None:
+    def give_up(self, future: SaveFuture) -> None:
+        """End a save that nobody waits for any more."""
+        future.cancel()
+
+    async def close(self, patience_s: float) -> None:
         """Wait until every tier has, or has given up, what waits for it, and close all. Failures are not tried again."""
         try:
-            with anyio.move_on_after(self.engines[0].options.deadlines.close_s):
+            with anyio.move_on_after(patience_s):
                 async with open_tasks() as tasks:
                     for rung in self._climbing:
                         tasks.start_soon(rung.close)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 
 import anyio
 import msgspec
@@ -36,7 +36,7 @@ from aiockpt.engine.save import (
 )
 from aiockpt.engine.sharing import End, Sharing, Turn
 from aiockpt.engine.ticket import Ticket
-from aiockpt.engine.traces import FailureRecord, Traces, growing_pauses, hear_or_find, heeding
+from aiockpt.engine.traces import FailureRecord, Traces, hear_or_find, heeding, pauses_without_store
 from aiockpt.errors import (
     CheckpointError,
     CommitConflictError,
@@ -103,7 +103,7 @@ async def _lead(engine: Engine, ticket: Ticket, sharing: Sharing, turn: Turn, no
         files = await write_files(engine, ticket, nonce)
         own = await vote(engine, ticket, begun, files)
         await count_vote(meeting, turn.key("votes"), engine.backend, own)
-        pauses = growing_pauses(engine, RELIST_S)
+        pauses = pauses_without_store(engine, RELIST_S)
 
         async def until_likely() -> None:
             try:
@@ -118,7 +118,7 @@ async def _lead(engine: Engine, ticket: Ticket, sharing: Sharing, turn: Turn, no
 
 
 async def _post_begun(engine: Engine, sharing: Sharing, turn: Turn, note: Begun) -> None:
-    with suppress(StoreLostError) if engine.outlives_store else nullcontext():
+    with engine.surviving_store():
         await sharing.meeting.post(turn.key("begun"), note)
 
 
@@ -174,7 +174,7 @@ async def _await_commit(engine: Engine, sharing: Sharing, turn: Turn, attempt: A
         CommitTimeoutError: no news, and votes are missing; the outcome is unknown.
     """
     deadlines = engine.options.deadlines
-    begun_ns, pauses = engine.now_ns(), growing_pauses(engine, min(RELIST_S, deadlines.takeover_s))
+    begun_ns, pauses = engine.now_ns(), pauses_without_store(engine, min(RELIST_S, deadlines.takeover_s))
     while True:
         try:
             return await sharing.read_end(turn, deadlines.takeover_s)

@@ -26,7 +26,7 @@ from aiockpt.format.manifest import Receipt, decode_receipt
 from aiockpt.format.names import failure_key, parse_failure, receipt_folder, receipt_key, step_id
 from aiockpt.format.validate import check_receipt
 from aiockpt.pipeline.commit import Attempt
-from aiockpt.runtime.meeting import StoreLostError
+from aiockpt.runtime.meeting import StoreLostError, growing_pauses
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.transfer import read_record
@@ -36,8 +36,8 @@ logger = logging.getLogger("aiockpt")
 T = TypeVar("T")
 LOOK_S, LOOK_OF_A_RANK_S = 2.0, 0.01
 """Between two looks at the storage."""
-FIRST_LOOK_S, GROWTH = 0.1, 1.5
-"""The first pause once the store is lost, and how it grows to the usual one."""
+FIRST_LOOK_S = 0.1
+"""The first pause once the store is lost; it grows to the usual one."""
 _READ = 8
 """Records of failures: those of ranks that gave up because another one failed say less than that one's."""
 
@@ -159,7 +159,7 @@ async def hear_or_find(
         StoreLostError: the store is lost, and this process is one that ends with it.
     """
     deadlines, begun_ns, pause_s = engine.options.deadlines, engine.now_ns(), look_pause_s(engine)
-    usual_s, pauses = deadlines.ranks_s if deadline_s is None else deadline_s, growing_pauses(engine, pause_s)
+    usual_s, pauses = deadlines.ranks_s if deadline_s is None else deadline_s, pauses_without_store(engine, pause_s)
     while True:
         lost, left_s = False, usual_s
         try:
@@ -178,12 +178,9 @@ async def hear_or_find(
             raise RankTimeoutError(f"{what}: nothing from rank 0 within {left_s:g} s", [0])
 
 
-def growing_pauses(engine: Engine, last_s: float) -> Iterator[float]:
-    """Yield the pauses between looks once the store is lost, and nothing else will tell: short ones first."""
-    pause_s = FIRST_LOOK_S + LOOK_OF_A_RANK_S * engine.ranks.world_size
-    while True:
-        yield min(pause_s, last_s)
-        pause_s = min(pause_s * GROWTH, last_s)
+def pauses_without_store(engine: Engine, last_s: float) -> Iterator[float]:
+    """Yield the pauses between looks once the store is lost, and nothing else will tell."""
+    return growing_pauses(FIRST_LOOK_S + LOOK_OF_A_RANK_S * engine.ranks.world_size, last_s)
 
 
 def look_pause_s(engine: Engine) -> float:

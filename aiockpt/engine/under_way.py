@@ -16,10 +16,10 @@ import anyio
 
 from aiockpt.engine.context import Engine
 from aiockpt.errors import CheckpointError
-from aiockpt.format.names import attempt_folder, parse_failure
+from aiockpt.format.manifest import decode_receipt
+from aiockpt.format.names import attempt_folder, parse_failure, parse_receipt
 from aiockpt.pipeline.discover import StepEntry
-from aiockpt.pipeline.votes import read_receipts
-from aiockpt.storage.transfer import walk
+from aiockpt.storage.transfer import read_record, walk
 
 logger = logging.getLogger("aiockpt")
 
@@ -55,11 +55,13 @@ async def _tell(engine: Engine, step_id: str, attempt: str) -> None:
     left = [stat async for stat in walk(engine.backend, attempt_folder(step_id, attempt))]
     if not left or any(parse_failure(stat.key.rpartition("/")[2]) is not None for stat in left):
         return  # removed, or given up: nobody can commit it
-    written_ns = [stat.modified_ns for stat in left]
-    votes = await read_receipts(engine.backend, step_id, attempt)
-    ranks = next((vote.world_size for vote in votes.values()), None)
-    said = "no rank has voted yet" if ranks is None else f"{len(votes)} of {ranks} ranks have voted"
-    ago_s = max(0.0, (engine.world.clock.time_ns() - max(written_ns)) / 1e9)
+    said = "it was not written completely"
+    votes = [stat.key for stat in left if parse_receipt(stat.key.rpartition("/")[2]) is not None]
+    if votes:  # one of them says how many there will be
+        vote = decode_receipt(await read_record(engine.backend, votes[0]), votes[0])
+        if vote.world_size > 1:
+            said = f"{len(votes)} of {vote.world_size} ranks have voted"
+    ago_s = max(0.0, (engine.world.clock.time_ns() - max(stat.modified_ns for stat in left)) / 1e9)
     logger.log(
         logging.WARNING if ago_s < LIVELY_S else logging.INFO,
         "%s in %s was begun and is not committed, so it is not loaded: %s, last written %.0f s ago (attempt %s). Its job has"

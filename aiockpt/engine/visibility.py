@@ -78,7 +78,7 @@ class Visibility:
     async def _look(self, sharing: Sharing, traces: Traces | None) -> bool:
         """Look; return False when nobody can say what to look for: then the votes will show it, or their absence."""
         meeting, backend = sharing.meeting, self._engine.backend
-        try:
+        with self._engine.surviving_store():
             probe = await self._hear_of_probe(sharing, traces) if meeting.rank else await self._leave_probe(sharing)
             if isinstance(probe, Probe):
                 try:
@@ -87,11 +87,8 @@ class Visibility:
                     if await meeting.arrive(f"{self._note}/{probe.key}") == meeting.world_size:
                         with suppress(CheckpointError):  # an empty object that stays harms nobody
                             await backend.delete([probe.key])
-        except StoreLostError:
-            if not self._engine.outlives_store:
-                raise
-            return False
-        return True
+            return True
+        return False
 
     async def _leave_probe(self, sharing: Sharing) -> Probe:
         probe = Probe(f".seen-{self._engine.token(6)}", platform.node())

@@ -6,6 +6,7 @@ with saves and without, minutes apart. The other compares the steps beside a sav
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from statistics import median, quantiles
 
@@ -72,6 +73,16 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     def overhead_is_noise(self) -> bool:
         """Whether the overhead is no larger than what steps without any save differ by among themselves."""
         return abs(self.overhead_fraction) <= self.noise_fraction
+
+    @property
+    def overhead_is_measurable(self) -> bool:
+        """Whether the overhead is one: above the noise. Saves make nothing faster, so below 0 the machine drifted."""
+        return self.overhead_fraction > 0 and not self.overhead_is_noise
+
+    @property
+    def slowed_is_measurable(self) -> bool:
+        """Whether *slowed_s* is above what the median of so many saves strays by, were each only noise."""
+        return self.slowed_s is not None and self.slowed_s > self.noise_fraction * self.step_s / math.sqrt(self.saves)
 
 
 def account(reference: Record, saving: Sequence[Record], disk: DiskSpeed) -> Cost:

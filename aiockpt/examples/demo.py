@@ -20,12 +20,14 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from aiockpt.examples.child import Job
+from aiockpt.examples.child import Job, StepDone, Told
 from aiockpt.examples.cost import Cost, account
 from aiockpt.examples.display import Display, LiveDisplay, PlainDisplay, print_result
 from aiockpt.examples.gpt import DEFAULT_SIZE, GPTSize
-from aiockpt.examples.process import DemoError, make_work_folder, run_job
+from aiockpt.examples.outlook import Outlook
+from aiockpt.examples.process import DemoError, Interrupted, ended_by_signals, make_work_folder, run_job
 from aiockpt.examples.record import Record
+from aiockpt.examples.units import speed
 from aiockpt.examples.verdict import Recovery, judge
 from aiockpt.format.names import parse_manifest, step_id
 from aiockpt.testing.disk import measure_disk
@@ -33,8 +35,8 @@ from aiockpt.testing.disk import measure_disk
 REFERENCE, KILLED, RESUMED, DISK = "reference", "killed", "resumed", "disk"
 CHECKPOINTS = "checkpoints"
 
-EXACT, DIFFERENT, FAILED, INTERRUPTED = 0, 1, 2, 130
-"""Exit statuses: all losses are equal; they are not; the demo could not be run; control-C."""
+EXACT, DIFFERENT, FAILED, BY_SIGNAL = 0, 1, 2, 128
+"""Exit statuses: all losses are equal; they are not; the demo could not be run; with the number of the signal added."""
 
 
 class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +54,7 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
         size: how large the model is.
     """
 
-    steps: int = 120
+    steps: int = 60
     every: int = 5
     lazy: bool = False
     keep: int = 3
@@ -74,15 +76,16 @@ def run_demo(options: DemoOptions) -> int:
         return FAILED
     status = FAILED
     try:
-        _print_title(console, options)
-        with _open_display(options, console) as display:
-            recovery, cost = _direct(options, doomed, folder, display)
-        status = conclude(console, options, recovery, cost)
+        with ended_by_signals():
+            _print_title(console, options)
+            with _open_display(options, console) as display:
+                recovery, cost = _direct(options, doomed, folder, display)
+            status = conclude(console, options, recovery, cost)
     except DemoError as error:
         console.print(f"demo: {error}", style="red", markup=False)
-    except KeyboardInterrupt:
-        status = INTERRUPTED
-    if options.dir is None and status in (EXACT, INTERRUPTED):
+    except Interrupted as interruption:
+        status = BY_SIGNAL + interruption.number
+    if options.dir is None and (status == EXACT or status > BY_SIGNAL):
         shutil.rmtree(folder)
     else:
         advice = f"Everything is in {folder}; look at it: aiockpt ls {folder / CHECKPOINTS}"
@@ -120,16 +123,18 @@ def _direct(options: DemoOptions, doomed: int, folder: Path, display: Display) -
     quiet = msgspec.structs.replace(saving, url=str(folder / REFERENCE), every=None)
     doing_harm = msgspec.structs.replace(saving, die_in_save_of=doomed)
 
-    reference = _show(quiet, REFERENCE, folder, display)
-    killed = _show(doing_harm, KILLED, folder, display)
+    again = options.steps - doomed + options.every - 1  # the newest committed save is the one before, as a rule
+    outlook = Outlook({REFERENCE: options.steps, KILLED: doomed + 1, RESUMED: again})
+    reference = _show(quiet, REFERENCE, folder, display, outlook)
+    killed = _show(doing_harm, KILLED, folder, display, outlook)
     check_uncommitted(folder / CHECKPOINTS, doomed)
-    resumed = _show(saving, RESUMED, folder, display)
+    resumed = _show(saving, RESUMED, folder, display, outlook)
 
     display.begin(DISK)
     recovery = judge(reference, killed, resumed, doomed)
     disk = measure_disk(folder, recovery.save_bytes)
     cost = account(reference, [killed, resumed], disk)
-    display.finish(f"{cost.disk_bytes_per_s / 1e6:,.0f} MB/s by a plain writer, nothing else running")
+    display.finish(f"{speed(cost.disk_bytes_per_s)} by a plain writer, nothing else running")
     return recovery, cost
 
 
@@ -143,9 +148,17 @@ def check_uncommitted(root: Path, step: int) -> None:
         raise DemoError(f"the save of step {step} was committed before the kill, so that nothing is shown")
 
 
-def _show(job: Job, name: str, folder: Path, display: Display) -> Record:
+def _show(job: Job, name: str, folder: Path, display: Display, outlook: Outlook) -> Record:
+    def show(record: Record, told: Told) -> None:
+        if isinstance(told, StepDone):
+            outlook.step(told.seconds)
+            display.expect(outlook.remaining_s())
+        display.show(record, told)
+
+    outlook.begin(name)
     display.begin(name, job.steps)
-    record = run_job(job, name, folder, display.show)
+    record = run_job(job, name, folder, show)
+    outlook.finish()
     display.finish(_outcome(job, record))
     return record
 
@@ -183,6 +196,8 @@ def _figures(options: DemoOptions, recovery: Recovery, cost: Cost) -> dict[str, 
             "blocked_fraction": cost.blocked_fraction,
             "overhead_fraction": cost.overhead_fraction,
             "overhead_is_noise": cost.overhead_is_noise,
+            "overhead_is_measurable": cost.overhead_is_measurable,
+            "slowed_is_measurable": cost.slowed_is_measurable,
         },
     }
 
@@ -211,7 +226,7 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=default.every, help="save every so many (default: %(default)s)")
     parser.add_argument("--lazy", action="store_true", help="copy states beside training, and not in the call")
     parser.add_argument("--keep", type=int, default=default.keep, help="checkpoints to keep (default: %(default)s)")
-    parser.add_argument("--dir", type=Path, help="a new folder for everything (default: one that is removed)")
+    parser.add_argument("--dir", type=Path, help="a new folder for everything (default: one here that is removed)")
     parser.add_argument("--async", dest="asynchronous", action="store_true", help="use the async trainer")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, and progress on stderr")
     parser.add_argument("--plain", action="store_true", help="print lines, no live display")

@@ -16,7 +16,9 @@ from rich.text import Text
 
 from aiockpt.examples.child import StepDone, Told
 from aiockpt.examples.cost import Cost
+from aiockpt.examples.outlook import tell
 from aiockpt.examples.record import Record
+from aiockpt.examples.units import size, speed
 from aiockpt.examples.verdict import Recovery
 
 DIFFERENCES_SHOWN = 10
@@ -31,6 +33,9 @@ class Display(AbstractContextManager["Display"], Protocol):
     def show(self, record: Record, told: Told) -> None:
         """Show what was just *told*; *record* has it already."""
 
+    def expect(self, remaining_s: float | None) -> None:
+        """Show how long all of it will still take; None while that is not known."""
+
     def finish(self, outcome: str) -> None:
         """Show how the phase ended."""
 
@@ -41,15 +46,16 @@ def training_text(done: StepDone, steps: int) -> str:
 
 
 def saving_text(record: Record) -> str:
-    """Say what the saves are doing: pause of the last one, its bytes, speed of the last commit, how many in flight."""
+    """Say what the saves are doing: pause and bytes of the last one, speed of the last commit, and what is in flight."""
     snapshot, commit = record.last_snapshot, record.last_commit
     if snapshot is None:
         return ""
-    parts = [f"save {snapshot.step}: pause {snapshot.pause_s * 1e3:.1f} ms, {snapshot.bytes / 1e6:.1f} MB"]
+    parts = [f"save {snapshot.step}: pause {snapshot.pause_s * 1e3:.1f} ms, {size(snapshot.bytes)}"]
     if commit is not None:
-        parts.append(f"{commit.bytes / commit.seconds / 1e6:,.0f} MB/s")
-    parts.append(f"{record.in_flight} in flight")
-    if commit is not None:
+        parts.append(speed(commit.bytes / commit.seconds))
+    if record.in_flight or commit is None:
+        parts.append(f"{record.in_flight} in flight")
+    else:
         parts.append(f"committed {commit.step}")
     return " · ".join(parts)
 
@@ -63,6 +69,7 @@ class LiveDisplay:
         self._phase: str | None = None
         self._steps = 0
         self._record: Record | None = None
+        self._remaining_s: float | None = None
         self._live = Live(console=console, get_renderable=self.draw, refresh_per_second=10)
 
     def __enter__(self) -> LiveDisplay:
@@ -77,6 +84,9 @@ class LiveDisplay:
 
     def show(self, record: Record, told: Told) -> None:
         self._record = record
+
+    def expect(self, remaining_s: float | None) -> None:
+        self._remaining_s = remaining_s
 
     def finish(self, outcome: str) -> None:
         assert self._phase is not None
@@ -93,6 +103,8 @@ class LiveDisplay:
                 table.add_row(self._spinner, Text(phase, "bold"), self._progress())
             else:
                 table.add_row(" ", Text(phase, "dim"), "")
+        if self._phase is not None and self._remaining_s is not None:
+            table.add_row(" ", Text("to go", "dim"), Text(tell(self._remaining_s), "dim"))
         return Padding(table, (0, 1))
 
     def _progress(self) -> RenderableType:
@@ -114,6 +126,7 @@ class PlainDisplay:
         self._console = console
         self._phase = ""
         self._steps = 0
+        self._said_how_long = False
 
     def __enter__(self) -> PlainDisplay:
         return self
@@ -128,6 +141,11 @@ class PlainDisplay:
         if isinstance(told, StepDone) and told.step % max(1, self._steps // self.LINES) == 0:
             parts = [training_text(told, self._steps), saving_text(record)]
             self._print("   ".join(part for part in parts if part))
+
+    def expect(self, remaining_s: float | None) -> None:
+        if remaining_s is not None and not self._said_how_long:
+            self._print(f"all of it will take {tell(remaining_s)} from here")
+            self._said_how_long = True
 
     def finish(self, outcome: str) -> None:
         self._print(outcome)
@@ -181,7 +199,7 @@ def _recovery_rows(it: Recovery) -> list[tuple[str, str, str]]:
         (
             "killed in the save of",
             f"step {it.killed_in_save_of}",
-            f"{it.written_bytes / 1e6:.1f} of {it.save_bytes / 1e6:.1f} MB written, no manifest",
+            f"{size(it.written_bytes)} of {size(it.save_bytes)} written, no manifest",
         ),
         ("resumed from", resumed_from, f"the newest committed was {it.newest_committed}"),
         ("work lost", f"{it.lost_steps} steps", f"{it.lost_s:.1f} s of training, done again"),
@@ -192,8 +210,7 @@ def _recovery_rows(it: Recovery) -> list[tuple[str, str, str]]:
 def _cost_rows(it: Cost) -> list[tuple[str, str, str]]:
     pause, pause_max = it.pause_median_s * 1e3, it.pause_max_s * 1e3
     commit, commit_max = it.commit_median_s * 1e3, it.commit_max_s * 1e3
-    slowed = "unknown" if it.slowed_s is None else f"{it.slowed_s * 1e3:+.1f} ms"
-    disk = f"{it.disk_bytes_per_s / 1e6:,.0f} MB/s" + ("" if it.disk_direct else ", page cache")
+    disk = speed(it.disk_bytes_per_s) + ("" if it.disk_direct else ", page cache")
     return [
         ("steps and saves", f"{it.steps} and {it.saves}", "of both runs that saved"),
         (
@@ -205,14 +222,23 @@ def _cost_rows(it: Cost) -> list[tuple[str, str, str]]:
         ("time to committed", f"{commit:.0f} ms", f"median, at most {commit_max:.0f} ms"),
         (
             "throughput of a save",
-            f"{it.save_bytes_per_s / 1e6:,.0f} MB/s",
+            speed(it.save_bytes_per_s),
             f"{it.save_bytes_per_s / it.disk_bytes_per_s:.0%} of the idle disk ({disk})",
         ),
-        ("slowed by a save", slowed, "its steps against those around it"),
-        (
-            "overhead on training",
-            "within noise" if it.overhead_is_noise else f"{it.overhead_fraction:+.1%}",
-            f"{it.overhead_fraction:+.1%}: {it.timed_steps} steps in {it.saving_s:.2f} s, without saves {it.plain_s:.2f} s",
-        ),
-        ("noise of this machine", f"±{it.noise_fraction:.0%}", f"steps of {it.step_s * 1e3:.0f} ms without saves"),
+        *_slowdown_rows(it),
+    ]
+
+
+def _slowdown_rows(it: Cost) -> list[tuple[str, str, str]]:
+    """Return what is told against the noise; below it a figure would be the noise's own, and could be below 0."""
+    noise = f"±{it.noise_fraction:.0%}"
+    slowed, beside = "not measurable", f"less than the noise of {noise}"
+    if it.slowed_s is not None and it.slowed_is_measurable:
+        slowed, beside = f"{it.slowed_s * 1e3:+.1f} ms", "its steps against those around it"
+    overhead = f"{it.overhead_fraction:+.1%}" if it.overhead_is_measurable else "not measurable"
+    compared = f"{it.timed_steps} steps in {it.saving_s:.2f} s, without saves {it.plain_s:.2f} s"
+    return [
+        ("slowed by a save", slowed, beside),
+        ("overhead on training", overhead, compared),
+        ("noise of this machine", noise, f"steps of {it.step_s * 1e3:.0f} ms without saves"),
     ]

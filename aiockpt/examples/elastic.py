@@ -16,7 +16,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from statistics import median
 
 import msgspec
 from rich.console import Console
@@ -24,10 +26,12 @@ from rich.table import Table
 
 from aiockpt.examples.child import Told
 from aiockpt.examples.elastic_child import ElasticJob
-from aiockpt.examples.process import DemoError, make_work_folder
+from aiockpt.examples.outlook import tell
+from aiockpt.examples.process import DemoError, Interrupted, ended_by_signals, make_work_folder, open_process
 from aiockpt.examples.record import Record
+from aiockpt.examples.units import size
 
-EXACT, DIFFERENT, FAILED, INTERRUPTED = 0, 1, 2, 130
+EXACT, DIFFERENT, FAILED, BY_SIGNAL = 0, 1, 2, 128
 EXPLANATION = (
     "needed: tensor bytes that the ranks of a start hold, copies included. read: what was fetched from storage for them, in "
     "whole blocks, since a block is what is verified: much for tensors as small as these, some per cent for large ones."
@@ -35,6 +39,8 @@ EXPLANATION = (
 TOLERANCE = 0.02
 """How far the losses of another parallelism may be, relative to the reference: float32 sums, amplified by training."""
 PHASE_DEADLINE_S = 300.0
+END_DEADLINE_S = 30.0
+"""For torchrun to end its ranks after SIGTERM; killed itself, it would leave them behind."""
 
 
 class Phase(msgspec.Struct, frozen=True):
@@ -92,12 +98,13 @@ def run_elastic(*, steps: int = 60, every: int = 5, folder: Path | None = None, 
         return FAILED
     status = FAILED
     try:
-        status = conclude(console, _direct(console, place, steps, every), as_json=as_json)
+        with ended_by_signals():
+            status = conclude(console, _direct(console, place, steps, every), as_json=as_json)
     except DemoError as error:
         console.print(f"demo: {error}", style="red", markup=False)
-    except KeyboardInterrupt:
-        status = INTERRUPTED
-    if folder is None and status in (EXACT, INTERRUPTED):
+    except Interrupted as interruption:
+        status = BY_SIGNAL + interruption.number
+    if folder is None and (status == EXACT or status > BY_SIGNAL):
         shutil.rmtree(place)
     else:
         console.print(f"Everything is in {place}.", style="dim", markup=False, highlight=False, soft_wrap=True)
@@ -142,7 +149,9 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
 
 def _direct(console: Console, place: Path, steps: int, every: int) -> list[Outcome]:
     console.print("A byte-level GPT trains on 2, 2, 1 and 4 ranks; it is killed in between.", style="bold")
-    reference, _ = _run(console, REFERENCE, place, steps, None, None)
+    reference, seconds = _run(console, REFERENCE, place, steps, None, None)
+    remaining = forecast(steps, every, seconds, [done.seconds for done in reference[0].steps.values()])
+    console.print(f"the {len(PHASES)} starts to come will take {tell(remaining)}", style="dim", highlight=False)
     losses = {step: done.loss for step, done in reference[0].steps.items()}
     outcomes = []
     for phase in PHASES:
@@ -150,6 +159,23 @@ def _direct(console: Console, place: Path, steps: int, every: int) -> list[Outco
         records, seconds = _run(console, phase, place, steps, every, dies_in)
         outcomes.append(judge(phase, records, seconds, losses))
     return outcomes
+
+
+def forecast(steps: int, every: int, reference_s: float, steps_s: Sequence[float]) -> float:
+    """Return about how many seconds the starts after the reference will take.
+
+    Each starts as the reference did, and together they take its steps, shared by as many processors as they have ranks; a
+    kill costs the steps since the last save.
+    """
+    processors = len(os.sched_getaffinity(0))
+    start_s = max(0.0, reference_s - sum(steps_s))
+    turns, begun = 0.0, 0.0
+    for phase in PHASES:
+        again = every if begun else 0
+        slower = min(REFERENCE.ranks, processors) / min(phase.ranks, processors)
+        turns += ((phase.until - begun) * steps + again) * slower
+        begun = phase.until
+    return len(PHASES) * start_s + turns * median(steps_s)
 
 
 def judge(phase: Phase, records: Mapping[int, Record], seconds: float, reference: Mapping[int, float]) -> Outcome:
@@ -198,9 +224,8 @@ def _run(
     with log.open("wb") as output:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         try:
-            status = subprocess.run(
-                command, stdout=output, stderr=output, env=environment, timeout=PHASE_DEADLINE_S, check=False
-            ).returncode
+            with open_process(command, _end_with_its_ranks, output, env=environment) as torchrun:
+                status = torchrun.wait(PHASE_DEADLINE_S)
         except subprocess.TimeoutExpired as error:
             raise DemoError(f"{phase.name!r} did not end within {PHASE_DEADLINE_S:g} s; see {log}") from error
     seconds = time.monotonic() - begun
@@ -211,6 +236,13 @@ def _run(
         raise DemoError(f"the save of step {dies_in} was committed before the kill, so that nothing is shown")
     console.print(_line(phase, records[0], seconds, dies_in), markup=False, highlight=False, soft_wrap=True)
     return records, seconds
+
+
+def _end_with_its_ranks(torchrun: subprocess.Popen[bytes]) -> None:
+    torchrun.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        torchrun.wait(END_DEADLINE_S)
+    torchrun.kill()
 
 
 def _read_record(path: Path) -> Record:
@@ -239,8 +271,8 @@ def _table(outcomes: Sequence[Outcome]) -> Table:
             str(it.ranks),
             f"step {it.resumed_from}" if found else "–",
             f"{it.load_s * 1e3:.0f} ms" if found else "–",
-            f"{it.needed_bytes / 2**20:.1f} MiB" if found else "–",
-            f"{it.read_bytes / 2**20:.1f} MiB" if found else "–",
+            size(it.needed_bytes) if found else "–",
+            size(it.read_bytes) if found else "–",
             f"[{'green' if it.passed else 'red'}]{how}[/]",
         )
     return table

@@ -7,8 +7,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import BinaryIO
 
 import msgspec
 
@@ -16,10 +19,67 @@ from aiockpt.examples.child import Job, Told
 from aiockpt.examples.record import Record
 
 LOG_TAIL_CHARACTERS = 2000
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end the demo: control-C, a polite kill, and a terminal that is closed."""
 
 
 class DemoError(Exception):
     """The demo cannot be run, or one of its processes did not do its part; the message says what to look at."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """The demo was told to end, by the signal *number*; it ends as after control-C."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Raise `Interrupted` in the block when a signal ends the demo. On the main thread."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        raise Interrupted(number)
+
+    with ExitStack() as restored:
+        _handle(end, restored)
+        yield
+
+
+@contextmanager
+def open_process(
+    command: Sequence[str],
+    end: Callable[[subprocess.Popen[bytes]], object],
+    log: BinaryIO,
+    *,
+    pass_fds: Sequence[int] = (),
+    env: Mapping[str, str] | None = None,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process that prints into *log*, and wait for it; where the block is left by an exception *end* ends it first.
+
+    A signal that comes while it starts is held back until there is a process to be ended. On the main thread.
+    """
+    held_back: list[int] = []
+    with ExitStack() as restored:
+        _handle(lambda number, _: held_back.append(number), restored)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=pass_fds, env=env
+        )
+        with process:
+            try:
+                restored.close()
+                for number in held_back:
+                    signal.raise_signal(number)
+                yield process
+            except BaseException:
+                end(process)
+                raise
+
+
+def _handle(handler: Callable[[int, FrameType | None], object], restored: ExitStack) -> None:
+    for number in ENDING:
+        restored.callback(signal.signal, number, signal.signal(number, handler))
 
 
 def make_work_folder(folder: Path | None) -> Path:
@@ -55,18 +115,14 @@ def run_job(job: Job, name: str, folder: Path, on_told: Callable[[Record, Told],
         os.fdopen(hear, "rb") as pipe,
         (folder / f"{name}.jsonl").open("wb") as lines,
         (folder / f"{name}.log").open("wb") as log,
-        subprocess.Popen(command, pass_fds=[tell], stdin=subprocess.DEVNULL, stdout=log, stderr=log) as child,
+        open_process(command, subprocess.Popen.kill, log, pass_fds=[tell]) as child,
     ):
         os.close(tell)  # the child has its own; while ours is open the pipe does not end
-        try:
-            for line in pipe:
-                lines.write(line)
-                told = decoder.decode(line)
-                record.add(told)
-                on_told(record, told)
-        except BaseException:
-            child.kill()
-            raise
+        for line in pipe:
+            lines.write(line)
+            told = decoder.decode(line)
+            record.add(told)
+            on_told(record, told)
     _check_end(job, name, folder, child.returncode)
     return record
 

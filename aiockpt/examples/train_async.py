@@ -65,7 +65,7 @@ async def train(
 async def announce(save: aiockpt.SaveFuture) -> None:
     """Wait until *save* is durable, and say so."""
     committed = await save
-    log.info("step %d is durable: %.1f MB in %.3f s", committed.step, committed.bytes / 1e6, committed.seconds)
+    log.info("step %d is durable: %.1f MiB in %.3f s", committed.step, committed.bytes / 2**20, committed.seconds)
 
 
 if __name__ == "__main__":

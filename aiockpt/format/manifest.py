@@ -261,7 +261,7 @@ def _encode(document: Manifest | Receipt, what: str) -> bytes:
         body = msgspec.json.encode(document)
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         raise UsageError(f"{what} cannot be written as JSON: {error}") from error
-    _check_body(body, document.format, what)
+    _check_trees(parse(body, _Envelope, what), what)  # not its keys: those of a dict are distinct strings
     parse(body, type(document), what)
     return seal(body)
 
@@ -273,8 +273,12 @@ def _check_body(body: bytes, expected_format: str, what: str) -> None:
         raise ManifestError(f"{what} is a document of format {envelope.format[:40]!r}, not {expected_format!r}")
     _check_reader(envelope, what)
     _check_keys(body, bytes(envelope.tensors), what)
+    _check_trees(envelope, what)
+
+
+def _check_trees(envelope: _Envelope, what: str) -> None:
     trees = [bytes(envelope.user), bytes(envelope.per_rank)]
-    if expected_format == "aiockpt":
+    if envelope.format == "aiockpt":
         state = parse(envelope.state, _ManifestState, f"the state of {what}")
         trees += [bytes(state.everyone), *map(bytes, state.per_rank.values())]
     else:

@@ -142,10 +142,11 @@ async def collect(backend: Backend, garbage: Garbage, write_id: str) -> bool:
 
 async def _delete_attempt(backend: Backend, step_id: str, attempt: str) -> None:
     """Remove an attempt; its decision record goes last, or a late committer could claim it while data still vanish."""
-    folder = attempt_folder(step_id, attempt)
-    for part in (await backend.list(folder)).folders:
-        await delete_below(backend, part)
-    await delete_below(backend, folder)
+    decision = decision_key(step_id, attempt)
+    keys = [stat.key async for stat in walk(backend, attempt_folder(step_id, attempt)) if stat.key != decision]
+    if keys:
+        await backend.delete(keys)
+    await backend.delete([decision])
 
 
 def lease_key(step_id: str, nonce: str) -> str:

@@ -11,6 +11,7 @@ Guarantees:
 from __future__ import annotations
 
 import sys
+from collections.abc import Container
 
 import anyio
 import msgspec
@@ -32,7 +33,7 @@ from aiockpt.pipeline.votes import READS_AT_ONCE, do_all
 from aiockpt.pipeline.votes import read_receipts as read_receipts
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.tasks import open_tasks
-from aiockpt.storage.backend import Backend, Listing
+from aiockpt.storage.backend import Backend, Listing, Stat
 from aiockpt.storage.transfer import read_record
 
 PEEK_BYTES = 4096
@@ -75,20 +76,51 @@ class StepCopy(msgspec.Struct, frozen=True):
     manifest: Manifest
 
 
-async def scan(backend: Backend) -> list[StepEntry]:
-    """Return every step folder below the root, the newest first."""
+class Heads:
+    """What the newest manifests of one place say of themselves, for who looks at them after every save.
+
+    A manifest is never written twice: one of the same size and date, whose attempt is still there, need not be read again.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Stat, Peek]] = {}
+
+    def recall(self, entry: StepEntry, found: Stat) -> Peek | None:
+        """Return the head of *entry* if its manifest, as *found* now, is the one that it was learnt from."""
+        stat, head = self._known.get(entry.id, (None, None))
+        return head if stat == found and head is not None and head.attempt in entry.attempts else None
+
+    def learn(self, step_id: str, found: Stat, head: Peek | None) -> None:
+        """Remember the *head* of the manifest that was *found*; None is not worth it."""
+        if head is not None:
+            self._known[step_id] = (found, head)
+
+    def forget_all_but(self, step_ids: Container[str]) -> None:
+        """Forget the steps that are gone."""
+        for gone in [step_id for step_id in self._known if step_id not in step_ids]:
+            del self._known[gone]
+
+
+async def scan(backend: Backend, heads: Heads | None = None) -> list[StepEntry]:
+    """Return every step folder below the root, the newest first.
+
+    Args:
+        heads: what need not be read again; all is read for None.
+    """
+    heads = Heads() if heads is None else heads
     folders = (await backend.list("")).folders
     found: dict[str, StepEntry] = {}
     slots = anyio.Semaphore(READS_AT_ONCE)
 
     async def look(folder: str) -> None:
         async with slots:
-            found[folder] = await look_at(backend, folder)
+            found[folder] = await look_at(backend, folder, heads)
 
     async with open_tasks() as tasks:
         for folder in folders:
             if _is_step_id(folder):
                 tasks.start_soon(look, folder)
+    heads.forget_all_but(found)
     return sorted(found.values(), key=lambda entry: entry.age_order, reverse=True)
 
 
@@ -99,15 +131,22 @@ def _is_step_id(folder: str) -> bool:
         return False
 
 
-async def look_at(backend: Backend, step_id: str) -> StepEntry:
-    """Return what the listing and the newest manifest's first bytes say of one step."""
-    entry = _entry(step_id, await backend.list(step_id))
+async def look_at(backend: Backend, step_id: str, heads: Heads | None = None) -> StepEntry:
+    """Return what the listing and the newest manifest's first bytes say of one step; *heads* as for `scan`."""
+    heads = Heads() if heads is None else heads
+    listing = await backend.list(step_id)
+    entry = _entry(step_id, listing)
     if not entry.generations:
         return entry
-    try:
-        head = peek(await backend.get(manifest_key(step_id, entry.generations[0]), PEEK_BYTES))
-    except ObjectNotFoundError:  # deleted since it was listed; any other failure would make an older step the newest
-        return entry
+    key = manifest_key(step_id, entry.generations[0])
+    found = next(stat for stat in listing.objects if stat.key == key)
+    head = heads.recall(entry, found)
+    if head is None:
+        try:
+            head = peek(await backend.get(key, PEEK_BYTES))
+        except ObjectNotFoundError:  # deleted since it was listed; other failures would make an older step the newest
+            return entry
+        heads.learn(step_id, found, head)
     return msgspec.structs.replace(entry, head=head)
 
 

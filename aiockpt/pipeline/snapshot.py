@@ -3,7 +3,8 @@
 Guarantees:
 
 - When `CopyProgram.run` returns, every byte was copied: the state may change. The last window is handed on only when no
-  tensor has moved meanwhile, so that a torn snapshot is never written whole.
+  tensor has moved meanwhile, so that a torn snapshot is never written whole. Nor is a window copied from where a tensor is
+  no more, unless it moves in the middle of that.
 - It copies in file order and hands each window on as soon as it is full, so that writing starts while the copy still
   runs, and one slab is enough to drain any state.
 - Its cost beside the copy itself is about half a microsecond a tensor: addresses are computed once for as long as the
@@ -21,14 +22,12 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Sequence
-from operator import eq
 
 import torch
 
-from aiockpt.errors import TornSnapshotError
-from aiockpt.format.names import list_names
 from aiockpt.pipeline.device_copy import DeviceCopies, is_row_major, on_host
 from aiockpt.pipeline.flights import Deliver, Flights
+from aiockpt.pipeline.places import Places
 from aiockpt.planning.save import HEADER, Copy, FilePlan, SavePlan, Window
 from aiockpt.runtime.accelerator import Accelerator, Mark
 from aiockpt.runtime.rhythm import Leisure
@@ -67,12 +66,12 @@ class CopyProgram:
         ]
         self._headers = [ctypes.create_string_buffer(file.header, len(file.header)) for file in plan.files]
         addresses = [tensor.data_ptr() for tensor in self._dense]
-        self._storages = [tensor.untyped_storage() for tensor in self._dense]
-        self._places = [_place(tensor) for tensor in self._dense]
+        self._places = Places(shards, self._dense)
         self._in_place = all(dense is shard.data for dense, shard in zip(self._dense, shards, strict=True))
         self._windows: list[tuple[Window, Moves]] = []
         for file, header in zip(plan.files, self._headers, strict=True):
             self._windows += _moves(file, [*addresses, ctypes.addressof(header)], [*devices, None])
+        self._sources = [sorted({copy.source for copy in window.copies} - {HEADER}) for window, _ in self._windows]
         self._devices = DeviceCopies(accelerator, plan, self._dense, devices)
 
     def serves(self, shards: Sequence[TensorShard]) -> bool:
@@ -121,6 +120,7 @@ class CopyProgram:
                     return
                 flight = flights.begin(window)
                 began_ns = time.perf_counter_ns()
+                self._places.check(self._sources[number])
                 for device, mark in on_devices.enqueue(number, flight.slab):
                     flight.marks.append(mark)
                     last_marks[device] = mark
@@ -129,30 +129,18 @@ class CopyProgram:
                 if leisure is not None and flights.fill(flight, anyway=not leisure.whole):
                     leisure.copied(window.size, (time.perf_counter_ns() - began_ns) / 1e9)
                 if not left_bytes:
-                    self._check_places()
+                    self._places.check()
                     check()
-                flights.hand_on()
+                if leisure is None or not leisure.fills_more or not left_bytes:
+                    flights.hand_on()
             if last_marks:
                 enqueued(list(last_marks.values()))
 
     def forget(self) -> None:
         """Let go of the tensors, whoever still holds this program: the traceback of a copy that failed does."""
-        self._shards, self._dense, self._storages, self._windows = (), [], [], []
+        self._shards, self._dense, self._windows = (), [], []
+        self._places.forget()
         self._devices.forget()
-
-    def _check_places(self) -> None:
-        if all(map(eq, map(_place, self._dense), self._places)):
-            return
-        names = [
-            shard.name
-            for shard, tensor, place in zip(self._shards, self._dense, self._places, strict=True)
-            if _place(tensor) != place
-        ]
-        raise TornSnapshotError(
-            f"{list_names(names)} moved, or changed in size, while the snapshot was copied: nothing was published. Change "
-            "tensors inside `with ckpt.mutating():`, or save with snapshot='eager'.",
-            names,
-        )
 
 
 def _copy_fast(base: int, moves: Moves, number: int) -> None:
@@ -171,11 +159,6 @@ def _copy_beside(base: int, moves: Moves, _: int) -> None:
     """Copy one window while training runs."""
     for offset, source, size in moves:
         (_held_memmove if size < LONG_MOVE_BYTES else ctypes.memmove)(base + offset, source, size)
-
-
-def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where a tensor is, and how large its storage: cheap, and another one after any move."""
-    return tensor.data_ptr(), tensor.untyped_storage().nbytes()
 
 
 def _moves(

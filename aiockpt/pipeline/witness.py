@@ -13,6 +13,7 @@ import xxhash
 from aiockpt.errors import TornSnapshotError
 from aiockpt.format.names import list_names
 from aiockpt.pipeline.device_copy import on_host
+from aiockpt.pipeline.place import byte_view
 from aiockpt.state.shards import TensorShard
 
 
@@ -43,4 +44,6 @@ class Witness:
 
 
 def _digest(tensor: torch.Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(on_host(tensor).reshape(-1).view(torch.uint8).numpy().data)
+    """Return the digest of what *tensor* holds; by address, for ``numpy()`` would forbid resizing its storage for good."""
+    dense = on_host(tensor)  # a copy must live as long as the view
+    return xxhash.xxh3_64_intdigest(byte_view(dense))

@@ -8,6 +8,9 @@ until the *whole* ticket is copied (DECISIONS 15). Guarantees:
 - The hook comes with the first barrier of the process and stays: optimizers walk torch's hooks without a lock, and one
   that is added or removed meanwhile, by whoever finishes a copy, makes ``step()`` raise on another thread. While nothing
   is copied it costs a step less than a microsecond.
+- A save that begins inside an optimizer's step, in its closure or in a hook of it, is no ticket for it: the hook has been
+  passed. `in_optimizer_step` tells, by the frames of the caller, which no exception can leave behind.
+- Whoever waits waits for the copies of all checkpointers of the process, as optimizers do.
 - A wait ends: a copy that is stuck fails its save, and training goes on. A torn snapshot is never published.
 - A forked child, whose copy of the hook waits for threads that did not come along, is not held.
 
@@ -17,25 +20,29 @@ Version counters are no guard: fused optimizers change data without bumping them
 from __future__ import annotations
 
 import os
+import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from threading import Lock, RLock
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import msgspec
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from aiockpt.errors import StorageTimeoutError, UsageError
 from aiockpt.runtime.accelerator import Mark
 from aiockpt.runtime.future import SaveFuture, Stage
-from aiockpt.runtime.loop import refuse_in_event_loop
+from aiockpt.runtime.loop import refuse_in_event_loop, refuse_on_loop_thread
 
 MOST_UNSTEPPED = 4
 """Saves whose next step is waited for, the newest: some programs step no optimizer of torch at all."""
 GiveUp = Callable[[BaseException], object]
+_mutating_here: ContextVar[int] = ContextVar("mutating", default=0)
+"""How many blocks of `Mutating` this thread, or this task, is in; of whatever checkpointer."""
 
 
 class Guarded(msgspec.Struct, eq=False):
@@ -95,35 +102,35 @@ class MutationBarrier:
 
     def check_still(self) -> None:
         """Raise UsageError when the state is being changed by hand: a snapshot would have half of it."""
-        if self._mutating:
+        if self._mutating or _mutating_here.get():
             raise UsageError(
                 "save() inside mutating(): the state is being changed there; save before the block or after"
             )
 
     def wait(self) -> None:
-        """Block until no snapshot is being copied."""
-        if os.getpid() != self._pid:
-            return
-        self._tell_step()
-        for snapshotted, guarded in list(self._copying.items()):
+        """Block until no snapshot of this process is being copied.
+
+        Raises:
+            BlockingCallError: on a loop thread of ours, which copies depend on.
+        """
+        for barrier, snapshotted, guarded in _all_copying():
+            refuse_on_loop_thread("waiting for a snapshot")
             began_s = time.perf_counter()
-            snapshotted._wait_anyway(self._timeout_s)
-            self._waited(guarded, snapshotted, time.perf_counter() - began_s)
+            snapshotted._wait_anyway(barrier._timeout_s)
+            barrier._waited(guarded, snapshotted, time.perf_counter() - began_s)
 
     async def wait_async(self) -> None:
         """The same, for event loops."""
-        self._tell_step()
-        for snapshotted, guarded in list(self._copying.items()):
+        for barrier, snapshotted, guarded in _all_copying():
             began_s = time.perf_counter()
-            await snapshotted._settled_within(self._timeout_s)
-            self._waited(guarded, snapshotted, time.perf_counter() - began_s)
+            await snapshotted._settled_within(barrier._timeout_s)
+            barrier._waited(guarded, snapshotted, time.perf_counter() - began_s)
 
     def order_step(self) -> None:
         """Let no optimizer step that the calling thread begins now overtake a copy; block only for what is not enqueued."""
-        if os.getpid() != self._pid:
-            return
         self._tell_step()
         for guarded in list(self._copying.values()):
+            refuse_on_loop_thread("an optimizer's step while a snapshot is being copied")
             began_s = time.perf_counter()
             guarded.enqueued._wait_anyway(self._timeout_s)
             self._waited(guarded, guarded.enqueued, time.perf_counter() - began_s)
@@ -175,11 +182,39 @@ def _forget(gone: object) -> None:
         _barriers = tuple(known for known in _barriers if known is not gone and known() not in (gone, None))
 
 
-def _before_step(*_: Any) -> None:
+def _living() -> Iterator[MutationBarrier]:
+    """Yield the barriers of this process; those of its parent are not a forked child's."""
     for known in _barriers:
         barrier = known()
-        if barrier is not None:
-            barrier.order_step()
+        if barrier is not None and barrier._pid == os.getpid():
+            yield barrier
+
+
+def _before_step(*_: Any) -> None:
+    for barrier in _living():
+        barrier.order_step()
+
+
+def _all_copying() -> Iterator[tuple[MutationBarrier, Stage[None], Guarded]]:
+    """Yield what is being copied in this process; say first that the state is about to change."""
+    ours = list(_living())
+    for barrier in ours:
+        barrier._tell_step()
+    for barrier in ours:
+        for snapshotted, guarded in list(barrier._copying.items()):
+            yield barrier, snapshotted, guarded
+
+
+_STEP = Optimizer.profile_hook_step(lambda _: None).__code__
+"""Of what torch wraps every optimizer's step in: it calls the hooks, then the step."""
+
+
+def in_optimizer_step() -> bool:
+    """Say whether the calling thread is inside the step of an optimizer of torch: in its closure, or in a hook."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _STEP:
+        frame = frame.f_back
+    return frame is not None
 
 
 class Mutating:
@@ -192,28 +227,32 @@ class Mutating:
         self._barrier = barrier
 
     def __enter__(self) -> None:
-        refuse_in_event_loop("a plain `with ckpt.mutating()`")
-        self._barrier.count_mutating(1)
+        refuse_in_event_loop("a plain `with ckpt.mutating()`", "write `async with ckpt.mutating()`")
+        self._count(1)
         try:
             self._barrier.wait()
         except BaseException:
-            self._barrier.count_mutating(-1)
+            self._count(-1)
             raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._barrier.count_mutating(-1)
+        self._count(-1)
 
     async def __aenter__(self) -> None:
-        self._barrier.count_mutating(1)
+        self._count(1)
         try:
             await self._barrier.wait_async()
         except BaseException:
-            self._barrier.count_mutating(-1)
+            self._count(-1)
             raise
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._barrier.count_mutating(-1)
+        self._count(-1)
+
+    def _count(self, more: int) -> None:
+        self._barrier.count_mutating(more)
+        _mutating_here.set(_mutating_here.get() + more)

@@ -37,6 +37,8 @@ class Stage(Generic[T]):
     ``_on_wait`` is called whenever somebody begins to wait for it, on the thread that waits.
     """
 
+    _reached = "done"
+
     def __init__(self, what: str) -> None:
         self._what = what
         self._inner: _Inner[T] = _Inner()
@@ -70,7 +72,7 @@ class Stage(Generic[T]):
         if self._inner.done():
             return
         self._hurry()
-        refuse_in_event_loop(f"waiting for {self._what}")
+        refuse_in_event_loop(f"waiting for the {self._what}", "await the future")
         try:
             self._inner.exception(timeout)
         except concurrent.futures.TimeoutError:
@@ -114,11 +116,11 @@ class Stage(Generic[T]):
         return self._inner.done() and self._inner.exception() is not None
 
     def _resolve(self, value: T) -> None:
-        if not self._inner.done():
+        with suppress(concurrent.futures.InvalidStateError):  # settled already, perhaps by another thread this instant
             self._inner.set_result(value)
 
     def _fail(self, error: BaseException) -> None:
-        if not self._inner.done():
+        with suppress(concurrent.futures.InvalidStateError):
             self._inner.set_exception(error)
 
     def __repr__(self) -> str:
@@ -128,7 +130,7 @@ class Stage(Generic[T]):
         if not self._inner.done():
             return "pending"
         error = self._inner.exception()
-        return "done" if error is None else f"failed, {error!r}"
+        return self._reached if error is None else f"failed, {error!r}"
 
 
 def _waker(reached: anyio.Event) -> Callable[[], None]:
@@ -233,6 +235,8 @@ class SaveFuture(Future[SaveResult]):
     Attributes:
         step: the step that is saved.
     """
+
+    _reached = "committed"
 
     def __init__(self, step: int) -> None:
         super().__init__(f"save of step {step}")

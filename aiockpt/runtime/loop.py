@@ -28,6 +28,9 @@ from aiockpt.errors import BlockingCallError, ClosedError, ForkedProcessError
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+Mutex = threading.RLock
+"""Lets one thread at a time in; for a few milliseconds, and never around a wait for the loop. A signal handler must not wait
+for the thread that it interrupts, so the same one gets in again."""
 
 WORKERS = 12
 """Worker threads of one engine: four writes, four reads, two checksums, one snapshot, one to spare. Idle ones are free."""
@@ -57,6 +60,7 @@ class LoopThread:
     async def _set_up(self) -> asyncio.AbstractEventLoop:
         loop = asyncio.get_running_loop()
         loop.set_default_executor(self._executor)
+        _here.is_loop = True
         self._cpu_clock = time.pthread_getcpuclockid(threading.get_ident())
         return loop
 
@@ -86,8 +90,13 @@ class LoopThread:
         return not self._closed and os.getpid() == self._pid
 
     def submit(self, work: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> concurrent.futures.Future[T]:
-        """Start ``work(*args)`` as a task of the loop; cancelling the returned future cancels the task."""
+        """Start ``work(*args)`` as a task of the loop; cancelling the returned future cancels the task.
+
+        Raises:
+            BlockingCallError: this is a loop thread.
+        """
         self.check()
+        refuse_on_loop_thread("this call")
         return self._portal.start_task_soon(work, *args)
 
     def call_soon(self, work: Callable[[*Ts], object], *args: *Ts) -> None:
@@ -99,13 +108,19 @@ class LoopThread:
         self.check()
         return self._executor.submit(work, *args)
 
-    def close(self) -> None:
-        """Stop both kinds of threads when their work is done. Idempotent; does nothing in a forked child."""
+    def close(self, *, cancel: bool = False) -> None:
+        """Stop both kinds of threads when their work is done. Idempotent; does nothing in a forked child.
+
+        Args:
+            cancel: the tasks of the loop, first.
+        """
         if not self.usable:
             return
-        refuse_in_event_loop("close()")
+        refuse_in_event_loop("close()", "write `await ckpt.aclose()`")
         self._closed = True
         _open_loops.discard(self)
+        if cancel:
+            self._portal.call(self._portal.stop, True)
         self._stack.close()
         self._executor.shutdown(wait=True)
 
@@ -118,10 +133,23 @@ class LoopThread:
         return f"<LoopThread {self._name!r} {'closed' if self._closed else 'running'}>"
 
 
-def refuse_in_event_loop(what: str) -> None:
-    """Raise BlockingCallError when this thread runs an event loop, which *what* would stop."""
+_here = threading.local()
+
+
+def refuse_on_loop_thread(what: str) -> None:
+    """Raise BlockingCallError on the loop thread of an engine, where *what* would wait for itself."""
+    if getattr(_here, "is_loop", False):
+        raise BlockingCallError(
+            f"{what} cannot come from aiockpt's own thread, where callbacks of futures and observers run: it would wait "
+            "for itself. Make it on a thread of yours"
+        )
+
+
+def refuse_in_event_loop(what: str, instead: str = "await it, or enter it with `async with`") -> None:
+    """Raise BlockingCallError when this thread runs an event loop, which *what* would stop; *instead* is what to do."""
+    refuse_on_loop_thread(what)
     if runs_event_loop():
-        raise BlockingCallError(f"{what} would block the event loop of this thread: await it instead")
+        raise BlockingCallError(f"{what} would block the event loop of this thread: {instead}")
 
 
 def runs_event_loop() -> bool:

@@ -11,7 +11,7 @@ storage (FORMAT §6). Guarantees:
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import anyio
@@ -149,12 +149,12 @@ class Meeting:
         self, look: Callable[[], Awaitable[T | None]], deadline_s: float, what: str, ranks: Callable[[], Iterable[int]]
     ) -> T:
         """Look until there is something."""
-        pause_s = FIRST_PAUSE_S
         with anyio.move_on_after(deadline_s):
-            while (found := await look()) is None:
+            for pause_s in growing_pauses(FIRST_PAUSE_S, self._last_pause_s):
+                found = await look()
+                if found is not None:
+                    return found
                 await anyio.sleep(pause_s)
-                pause_s = min(pause_s * GROWTH, self._last_pause_s)
-            return found
         late = sorted(ranks())
         raise RankTimeoutError(f"{what}: nothing from {name_ranks(late)} within {deadline_s:g} s", late)
 
@@ -179,6 +179,14 @@ class Meeting:
     def _key(self, key: str) -> str:
         assert self._name is not None
         return f"{self._name}/{key}"
+
+
+def growing_pauses(first_s: float, last_s: float) -> Iterator[float]:
+    """Yield the seconds between looks at something that may come soon or late: short ones first."""
+    pause_s = first_s
+    while True:
+        yield min(pause_s, last_s)
+        pause_s = min(pause_s * GROWTH, last_s)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

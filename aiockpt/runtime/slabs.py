@@ -100,6 +100,7 @@ class SlabPool:
             with self._changed:
                 allowed = (spare + self._allocated) // 4
                 self._ceiling = max(self._ceiling, min(slab_count, allowed))
+                self._changed.notify_all()
 
     def warm_up(self, slab_count: int) -> None:
         """Allocate and touch *slab_count* slabs, as far as the ceiling goes."""

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, Protocol
 
 import msgspec
 
-from aiockpt.errors import CheckpointError, ManifestError, UnsupportedStateError, UsageError
+from aiockpt.errors import CheckpointError, ManifestError, UnsupportedStateError, UsageError, kind_in_words
 from aiockpt.format.names import join_name
 from aiockpt.state import scalars
 from aiockpt.state.codecs import CodecRegistry
@@ -109,7 +109,7 @@ class Encoder:
             return {TAG: "codec", "name": codec.name, "value": inner}
         node = self.leaves.encode(value, path, self)
         if node is None:
-            refuse(path, f"{cls!r} cannot be saved without pickle. {_advice(value)}")
+            refuse(path, f"{kind_in_words(value)} cannot be saved without pickle. {_advice(value)}")
         return node
 
 

@@ -49,7 +49,8 @@ async def walk(backend: Backend, prefix: str) -> AsyncIterator[Stat]:
 async def delete_below(backend: Backend, prefix: str) -> None:
     """Remove every object below the folder *prefix*."""
     keys = [stat.key async for stat in walk(backend, prefix)]
-    await backend.delete(keys)
+    if keys:
+        await backend.delete(keys)
 
 
 async def storage_now_ns(backend: Backend, nonce: str) -> int:

@@ -44,7 +44,7 @@ class _Panel(NamedTuple):
 
 
 _PANELS = (
-    _Panel("Data files: throughput", "MB/s", _DATA_FILES, lambda point: point.mb_per_s, from_zero=True),
+    _Panel("Data files: throughput", "MiB/s", _DATA_FILES, lambda point: point.mib_per_s, from_zero=True),
     _Panel("Small objects: requests", "requests/s", _SMALL, lambda point: point.requests_per_s or None),
     _Panel("Data files: p99 of one block", "ms", _DATA_FILES, lambda point: point.p99_ms),
     _Panel("Small objects: p99 of one request", "ms", _SMALL, lambda point: point.p99_ms),
@@ -86,7 +86,7 @@ def _short(url: str) -> str:
 
 def _subtitle(report: Report) -> str:
     floors = [floor for floor in report.floors if "checksum" not in floor.name]
-    said = [f"{floor.name.partition(' (')[0]} {floor.bytes_per_s / 1e6:,.0f} MB/s" for floor in floors]
+    said = [f"{floor.name.partition(' (')[0]} {floor.bytes_per_s / 2**20:,.0f} MiB/s" for floor in floors]
     said = ["over the requests under way at once", *said]
     if report.problems:
         said.append(f"{len(report.problems)} PROBLEMS")

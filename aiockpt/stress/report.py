@@ -65,6 +65,11 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     retries: int
     wrong: int
 
+    @property
+    def mib_per_s(self) -> float | None:
+        """``mb_per_s`` in the unit that people are shown."""
+        return None if self.mb_per_s is None else self.mb_per_s * 1e6 / 2**20
+
 
 class Check(msgspec.Struct, frozen=True):
     """Something that commits rely on, tried."""

@@ -165,17 +165,22 @@ class Elsewhere:
                 if errand.is_committed and errand.answer.result(0) is result:
                     await errand.tidied._settled()
 
-    async def close(self) -> None:
+    def give_up(self, future: SaveFuture) -> None:
+        """End a save that nobody waits for any more, unless the writer finishes it alone."""
+        if not future.snapshotted().done():
+            future.cancel()
+
+    async def close(self, patience_s: float) -> None:
         """Have the writer finish, wait for its end, and close what this process reads from."""
-        connection, deadline_s = self._connection, self._engine.options.deadlines.close_s
+        connection = self._connection
         await self._tell(connection, Close())
-        await connection.buried._settled_within(deadline_s)
+        await connection.buried._settled_within(patience_s)
         if not connection.buried.done():
-            logger.warning("%r still writes after %g s; it goes on without this process", connection, deadline_s)
+            logger.warning("%r still writes after %g s; it goes on without this process", connection, patience_s)
             connection.left_alone = True
             connection.process.hang_up()
             await connection.buried._settled_within(END_S)
-        await self._tiers.close()
+        await self._tiers.close(patience_s)
 
     async def _tell(self, connection: Connection, order: Order) -> None:
         """Tell a writer something that it need not hear if it is gone."""

@@ -144,7 +144,7 @@ class Service:
                 for writing in self._saves.values():
                     writing.go_on_if_complete()
                 hearing.start_soon(self._hear_store, orders)
-            await self._tiers.close()
+            await self._tiers.close(self._deadline_s)
             hearing.cancel_scope.cancel()
 
     async def _take_all(self, orders: Receiver, tasks: TaskGroup) -> None:

@@ -87,7 +87,6 @@ class Base:
 
 CONTENDERS = {
     "aiockpt": ("ours", "Aiockpt"),
-    "aiockpt-lazy": ("ours", "AiockptLazy"),
     "dcp-save": ("dcp", "Save"),
     "dcp-save-4-threads": ("dcp", "SaveWithThreads"),
     "dcp-async-thread": ("dcp", "AsyncThread"),
@@ -100,13 +99,13 @@ CONTENDERS = {
 """Name → module below `benchmarks.contenders` and class in it."""
 
 
-ONLY = {"warmed": ("aiockpt",), "lazy": ("aiockpt-lazy",)}
+ONLY = {"warmed": ("aiockpt",)}
 """Who alone takes part in a scenario."""
 
 
 def taking_part(scenario: str) -> tuple[str, ...]:
     """Return the contenders of *scenario*."""
-    return ONLY.get(scenario) or tuple(name for name in CONTENDERS if name != "aiockpt-lazy")
+    return ONLY.get(scenario) or tuple(CONTENDERS)
 
 
 def make(name: str) -> Contender:

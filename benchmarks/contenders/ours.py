@@ -14,11 +14,8 @@ class Aiockpt(Base):
 
     def open(self, folder: Path, state: State) -> None:
         super().open(folder, state)
-        self._checkpointer = self._make(str(folder), state)
+        self._checkpointer = aiockpt.Checkpointer(str(folder))
         self._checkpointer.__enter__()
-
-    def _make(self, folder: str, state: State) -> aiockpt.Checkpointer:
-        return aiockpt.Checkpointer(folder)
 
     def warm_up(self, state: State) -> None:
         self._checkpointer.warm_up(state).result(DEADLINE_S)
@@ -41,14 +38,3 @@ class Aiockpt(Base):
 
     def close(self) -> None:
         self._checkpointer.__exit__(None, None, None)
-
-
-class AiockptLazy(Aiockpt):
-    """The same with lazy snapshots; what no optimizer owns here changes only behind the barrier, and is said to."""
-
-    def _make(self, folder: str, state: State) -> aiockpt.Checkpointer:
-        return aiockpt.Checkpointer(folder, snapshot="lazy", immutable=list(state))
-
-    def save(self, step: int, state: State) -> Pending:
-        saving = self._checkpointer.save(step, state)
-        return Pending(saving.done, lambda: saving.result(DEADLINE_S))

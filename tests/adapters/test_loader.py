@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it has no types
 
 from aiockpt.adapters.loader import Loader
@@ -31,6 +32,13 @@ class Numbers(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         return index
+
+
+class Stretch(IterableDataset[int]):
+    """The same, from front to back."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(LENGTH))
 
 
 def sampled(rank: int = 0, size: int = 1, *, workers: int = 0, **how: Any) -> Loader[torch.Tensor]:
@@ -369,7 +377,31 @@ def test_another_dataset_is_refused() -> None:
 @pytest.mark.parametrize(
     ("source", "how", "message"),
     [
-        ([1, 2], {}, "has no state to save"),
+        ([1, 2], {}, r"a list has no state to save\. Give a DataLoader with batch_sampler=aiockpt\.ShardedSampler"),
+        (
+            DataLoader(Numbers(), batch_size=32, shuffle=True, drop_last=True),
+            {},
+            re.escape(
+                "Write DataLoader(data, batch_sampler=aiockpt.ShardedSampler(len(data), 32, drop_last=True)) in place of "
+                "batch_size=32, shuffle=True, drop_last=True"
+            ),
+        ),
+        (
+            DataLoader(Numbers(), batch_size=8),
+            {},
+            re.escape("ShardedSampler(len(data), 8, shuffle=False)) in place of batch_size=8") + "$",
+        ),
+        (
+            DataLoader(Numbers(), batch_size=8, sampler=DistributedSampler(Numbers(), 2, 0)),
+            {},
+            re.escape("ShardedSampler(len(data), 8)) in place of batch_size=8, sampler=<DistributedSampler>"),
+        ),
+        (
+            DataLoader(Numbers(), batch_sampler=BatchSampler(range(LENGTH), 4, False)),
+            {},
+            "in place of batch_sampler=<BatchSampler>",
+        ),
+        (DataLoader(Stretch(), batch_size=4), {}, "aiockpt.StreamLoader takes the place"),
         (Files({}), {"rank": 1}, "both rank and size"),
         (Files({}), {"rank": 2, "size": 2}, "rank 2 of 2"),
     ],
@@ -390,6 +422,17 @@ def test_ranks_get_the_same_number_of_full_batches_when_the_last_are_dropped() -
     samplers = [ShardedSampler(LENGTH, 3, rank=rank, size=4, drop_last=True, shuffle=False) for rank in range(4)]
     assert [len(sampler) for sampler in samplers] == [3, 3, 3, 3]
     assert [len(batch) for sampler in samplers for batch in sampler] == [3] * 12
+
+
+def test_a_loader_tells_its_epoch() -> None:
+    loader, epochs = sampled(), []
+    for _ in range(2):
+        epochs += [loader.epoch for _ in loader]
+    assert (epochs, loader.epoch) == ([0] * 16 + [1] * 16, 2)
+    again = sampled()
+    World([{"loader": loader}]).load([{"loader": again}])
+    assert again.epoch == 2
+    assert Loader(Files({})).epoch is None
 
 
 def test_a_loader_says_what_it_is_and_how_long() -> None:

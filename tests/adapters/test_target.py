@@ -169,6 +169,11 @@ def test_only_that_names_nothing_is_refused(save: Any, only: list[str]) -> None:
         save(job(1.0)).open(job(2.0), only=only)
 
 
+def test_only_that_names_nothing_is_answered_by_the_names_near_it(save: Any) -> None:
+    with pytest.raises(UsageError, match=r"only='modell' \(near it: 'model'"):
+        save(job(1.0)).open(job(2.0), only=["modell"])
+
+
 def test_only_that_names_a_part_of_a_whole_is_refused(save: Any) -> None:
     with pytest.raises(UsageError, match=r"'thing.mean' is a part of 'thing', which loads as a whole"):
         save(job(1.0)).open(job(2.0), only=["thing.mean"])

@@ -430,7 +430,11 @@ def test_a_walk_leaves_the_state_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"a": {"b": [object()]}}, r"^a.b\[0\]: .*cannot be saved without pickle"),
+        ({"a": {"b": [object()]}}, r"^a.b\[0\]: an object cannot be saved without pickle"),
+        ({"act": torch.relu}, "^act: a function cannot be saved without pickle"),
+        ({"act": lambda: None}, "^act: a function cannot be saved without pickle"),
+        ({"act": int}, "^act: the class int cannot be saved without pickle"),
+        ([], "^the state: a list; give a dict"),
         ({"a": [nn.Linear(1, 1)]}, r"^a\[0\]: .*string keys of the state, not a list"),
         ({"a": {1: Counter()}}, r"^a\[1\]: .*string keys"),
         ({1: 2}, "the key 1 is not text"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import warnings
-from contextlib import suppress
+from collections import Counter
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -39,15 +39,35 @@ class LookingFiles(CarelessFiles):
     """A file system that looks before it writes, which two writers may do at the same moment."""
 
     protocol = "looking"
-    looking = threading.Barrier(2, timeout=10)
+    looked = threading.Condition()
+    looks: ClassVar[Counter[str]] = Counter()  # at each path
 
     def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **options: Any) -> Any:
         if "x" in mode:
             if self.exists(path):
                 raise FileExistsError(path)
-            with suppress(threading.BrokenBarrierError):
-                self.looking.wait()  # whoever looks together writes together
+            with self.looked:
+                self.looks[path] += 1
+                self.looked.notify_all()
+                assert self.looked.wait_for(lambda: self.looks[path] >= 2, timeout=30), "nobody else has looked"
         return super()._open(path, mode, **options)
+
+
+class LuckyFiles(CarelessFiles):
+    """A file system that creates exclusively in every race but the first."""
+
+    protocol = "lucky"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.first: str | None = None
+
+    def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **options: Any) -> Any:
+        if "x" not in mode:
+            return super()._open(path, mode, **options)
+        self.first = self.first or path
+        kind = CarelessFiles if path == self.first else LocalFileSystem
+        return kind._open(self, path, mode, **options)
 
 
 class PipingFiles(CarelessFiles):
@@ -95,7 +115,7 @@ REGISTRY: Any = import_module("fsspec.registry")  # fsspec gives its name to som
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in (CarelessFiles, LookingFiles, PipingFiles, VagueFiles, CachingFiles):
+    for kind in (CarelessFiles, LookingFiles, LuckyFiles, PipingFiles, VagueFiles, CachingFiles):
         monkeypatch.setitem(REGISTRY._registry, kind.protocol, kind)
         monkeypatch.setattr(kind, "cachable", False)
 
@@ -103,7 +123,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 # Exclusive creates
 
 
-@pytest.mark.parametrize("protocol", ["careless", "looking"])
+@pytest.mark.parametrize("protocol", ["careless", "looking", "lucky"])
 async def test_a_file_system_without_an_exclusive_create_is_refused(protocol: str, tmp_path: Path) -> None:
     backend = FsspecBackend(f"{protocol}://{tmp_path}/run")
     for create in (lambda: backend.put_new("a", b"1"), lambda: backend.create("a", 1)):
@@ -113,6 +133,21 @@ async def test_a_file_system_without_an_exclusive_create_is_refused(protocol: st
     assert (await backend.list("")).objects == ()
     await backend.put("a", b"1")  # what commits nothing is allowed
     assert await backend.get("a", 1) == b"1"
+
+
+async def test_a_race_that_nobody_could_run_refuses_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = FsspecBackend(f"file://{tmp_path}/run")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ConnectionResetError(104, "reset")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFileSystem, "_open", fail)
+        with pytest.raises(StorageError, match="reset") as caught:
+            await backend.put_new("a", b"1")
+    assert caught.value.retryable
+    await backend.put_new("a", b"1")  # it is asked anew
+    assert "create_by_open" in repr(backend)
 
 
 async def test_an_unsafe_commit_is_warned_of_once_and_looks_before_it_creates(tmp_path: Path) -> None:

@@ -81,7 +81,8 @@ async def test_of_committers_that_race_for_a_step_the_winners_stand_whole(url: s
     won = [run.digest() for run, outcome in zip(runs, outcomes, strict=True) if not isinstance(outcome, BaseException)]
     assert won
     assert all(isinstance(lost, aiockpt.CommitConflictError) for lost in outcomes if isinstance(lost, BaseException))
-    assert len([path for path in below(url) if "/MANIFEST-" in path]) == len(won)
+    manifests = [path for path in below(url) if "/MANIFEST-" in path]
+    assert 1 <= len(manifests) <= len(won)  # one that began when another had committed takes its place
     other = Run(seed=9)
     async with aiockpt.Checkpointer(url, io=SMALL) as ckpt:
         await ckpt.load(other.state)

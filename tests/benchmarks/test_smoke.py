@@ -37,7 +37,7 @@ def test_every_contender_takes_part_in_every_scenario(smoke: report.Report) -> N
     assert set(smoke.results) == set(SCENARIOS)
     for scenario, per in smoke.results.items():
         assert set(per) == set(participants(scenario))
-    ours = set(smoke.results["save"]) | set(smoke.results["lazy"])
+    ours = set(smoke.results["save"])
     assert set(CONTENDERS) == {name for name in ours if not name.startswith("floor: ")}
 
 

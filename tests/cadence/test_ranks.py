@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed
 
 import aiockpt
 from aiockpt.cadence import Cadence
+from aiockpt.cadence.schedule import Note
 from aiockpt.errors import BlockingCallError, RankTimeoutError, UsageError
 from aiockpt.events import Committed, SaveStarted, SnapshotTaken
 from aiockpt.runtime.loop import LoopThread
@@ -123,15 +125,18 @@ def test_a_rank_whose_rank_0_is_gone_gives_up_at_the_deadline_and_names_it() -> 
 
 
 def test_a_pause_longer_than_the_deadline_that_nobody_waited_in_does_no_harm() -> None:
-    with members(2, deadline_s=0.2) as crew:
+    with members(2) as crew:
         crew[0].train(0)
         until = crew[0].cadence._schedule.until
-        for step in range(until):
-            crew[1].train(step)  # by now it looks for the next note, and rank 0 evaluates for long
+        crew[1].train(0)
         notices = crew[1].cadence._notices
         assert notices is not None
+        patience_s, notices._deadline_s = notices._deadline_s, 0.2
+        for step in range(1, until):
+            crew[1].train(step)  # by now it looks for the next note, and rank 0 evaluates for long
         assert notices._asked is not None
         assert isinstance(notices._asked.exception(10), RankTimeoutError)
+        notices._deadline_s = patience_s
         for step in range(1, until + 5):
             crew[0].train(step)
         crew[1].train(until)
@@ -139,14 +144,23 @@ def test_a_pause_longer_than_the_deadline_that_nobody_waited_in_does_no_harm() -
 
 
 def test_a_wait_has_the_whole_deadline_though_the_look_for_the_note_began_before() -> None:
-    with members(2, deadline_s=0.5) as crew, ThreadPoolExecutor(1) as threads:
+    class Asked(Future[Note]):
+        """A look that began long ago, and says when somebody waits for it."""
+
+        def exception(self, timeout: float | None = None) -> BaseException | None:
+            if not self.done():
+                waited_for.set()
+            return super().exception(timeout)
+
+    waited_for, asked = threading.Event(), Asked()
+    with members(2) as crew, ThreadPoolExecutor(1) as threads:
         notices = crew[1].cadence._notices
         assert notices is not None
-        notices.ask()
-        asked = notices._asked
-        assert asked is not None
+        notices._meeting.begin()
+        notices._asked = asked
         waiting = threads.submit(crew[1].train, 0)
-        assert isinstance(asked.exception(10), RankTimeoutError)
+        assert waited_for.wait(10)
+        asked.set_exception(RankTimeoutError("no note before the deadline", [0]))
         crew[0].train(0)
         assert waiting.result(10) is False
 

@@ -29,6 +29,8 @@ from tests.campaigns.campaign import MAX_FINDINGS, Campaign, Outcomes, run
 from tests.campaigns.decoder_targets import TARGETS, Target
 
 HERE = Path(__file__).parent
+PROCESSES_S = 300
+"""How long a campaign of real processes may take: on a quiet machine it is half a minute."""
 INLINE = [
     power_cuts.CAMPAIGN,
     bit_flips.CAMPAIGN,
@@ -128,6 +130,7 @@ def test_what_the_fuzzers_start_from_is_accepted(target: Target) -> None:
     assert all(target.decode(data) for data in target.corpus)
 
 
+@pytest.mark.timeout(PROCESSES_S + 20)
 def test_the_command_kills_real_processes_and_tells_what_came_of_it(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     done = command("sigkill", "--json", str(report))
@@ -137,6 +140,7 @@ def test_the_command_kills_real_processes_and_tells_what_came_of_it(tmp_path: Pa
     assert '"killed, 2 is there"' in report.read_text()
 
 
+@pytest.mark.timeout(PROCESSES_S + 20)
 def test_when_one_of_several_ranks_is_killed_the_others_end_and_the_step_is_whole_or_not_there(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     done = command("sigkill-ranks", "--count", "12", "--json", str(report))
@@ -158,7 +162,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "tests.campaigns", *arguments],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=PROCESSES_S,
         check=False,
         cwd=root,
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from aiockpt.cli import bench, show
 from tests.cli.small_checkpoints import Command
 
 QUICK = ("--sizes", "64KiB,1MiB", "--concurrency", "1,2", "--seconds", "0.02", "--bytes", "1MiB")
@@ -22,7 +23,16 @@ def test_bench_shows_throughput_latency_checks_and_that_nothing_is_left(
 ) -> None:
     outcome = aiockpt_command("bench", tmp_path, *QUICK)
     assert outcome.status == 0, outcome.err
-    for what in ("data files, MB/s", "small objects, requests/s", "× 1", "× 2", "p99", "CPU s/GiB", "write", "put_new"):
+    for what in (
+        "data files, MiB/s",
+        "small objects, requests/s",
+        "× 1",
+        "× 2",
+        "p99",
+        "CPU s/GiB",
+        "write",
+        "put_new",
+    ):
         assert what in outcome.out
     assert outcome.out.count("✓") == 4
     assert "floor: raw disk, write" in outcome.out
@@ -33,12 +43,28 @@ def test_bench_shows_throughput_latency_checks_and_that_nothing_is_left(
 
 
 def test_bench_prints_a_report_for_programs_and_nothing_else(aiockpt_command: Command) -> None:
-    outcome = aiockpt_command("bench", "memory://bench", *QUICK, "--json", "-", "--soak", "0.2", "--faults", "0.2")
+    outcome = aiockpt_command("bench", "memory://bench", *QUICK, "--json", "--soak", "0.2", "--faults", "0.2")
     assert outcome.status == 0, outcome.err
     report = json.loads(outcome.out)
     assert report["schema"] == 1
     assert report["soak"]["fraction"] == 0.2
     assert report["soak"]["wrong"] == []
+
+
+def test_bench_prints_whole_numbers_on_a_narrow_terminal(
+    aiockpt_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(show.out, "width", 60)
+    outcome = aiockpt_command("bench", tmp_path, *QUICK, "--report", tmp_path / "report.json", "--all")
+    assert outcome.status == 0, outcome.err
+    tables = [line for line in outcome.out.splitlines() if not line.startswith(("file:", "floor:", "✓", "–"))]
+    assert len(tables) > 40
+    assert max(map(len, tables)) <= 60
+    points = json.loads((tmp_path / "report.json").read_text())["points"]
+    for point in points:
+        assert f"  {bench._number(point['p99_ms'])}" in outcome.out
+    assert "CPU s/GiB" in outcome.out
+    assert "errors" not in outcome.out  # there were none: no column for them
 
 
 def test_bench_shows_the_soak_and_every_point(aiockpt_command: Command) -> None:
@@ -56,11 +82,11 @@ def test_bench_draws_a_picture_and_writes_a_report(
     aiockpt_command: Command, tmp_path: Path, name: str, begins: bytes
 ) -> None:
     picture, report = tmp_path / name, tmp_path / "report.json"
-    outcome = aiockpt_command("bench", "shm://bench-test", *QUICK, "--plot", picture, "--json", report)
+    outcome = aiockpt_command("bench", "shm://bench-test", *QUICK, "--plot", picture, "--report", report)
     assert outcome.status == 0, outcome.err
     assert picture.read_bytes().startswith(begins)
     assert json.loads(report.read_text())["url"] == "shm://bench-test"
-    assert "data files, MB/s" in outcome.out
+    assert "data files, MiB/s" in outcome.out
     if name.endswith("svg"):
         assert "Data files: throughput" in picture.read_text()
 
@@ -80,7 +106,8 @@ def test_bench_draws_a_picture_and_writes_a_report(
         (("--faults", "1.5"), "--faults 1.5"),
         (("--plot", "picture.gif"), "--plot picture.gif: name a file that ends with .png"),
         (("--plot", "/no/such/folder/a.png"), "there is no folder /no/such/folder"),
-        (("--json", "/no/such/folder/a.json"), "there is no folder /no/such/folder"),
+        (("--report", "/no/such/folder/a.json"), "there is no folder /no/such/folder"),
+        (("--report", "/tmp"), "--report /tmp: a folder; name a file"),
     ],
 )
 def test_bench_refuses_what_it_cannot_do_by_the_option(
@@ -102,7 +129,7 @@ def test_bench_refuses_a_place_that_is_none(aiockpt_command: Command, url: str, 
 def test_bench_makes_no_folder_that_was_mistyped(aiockpt_command: Command, tmp_path: Path) -> None:
     outcome = aiockpt_command("bench", tmp_path / "none", *QUICK)
     assert outcome.status == 2
-    assert "no such folder; make it (mkdir -p)" in " ".join(outcome.err.split())
+    assert f"no such folder; make it (mkdir -p {tmp_path}/none), or name one" in outcome.err
     assert not (tmp_path / "none").exists()
 
 

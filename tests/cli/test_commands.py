@@ -13,11 +13,12 @@ import anyio
 import msgspec
 import pytest
 import torch
+from rich.progress import Progress
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.cli.main import main
-from aiockpt.cli.progress import finish
+from aiockpt.cli.progress import SpeedColumn, finish
 from aiockpt.cli.survey import find_unfinished
 from aiockpt.format.manifest import decode_manifest, decode_receipt, encode_manifest, encode_receipt
 from aiockpt.pipeline.discover import StepEntry
@@ -60,7 +61,27 @@ def test_ls_draws_the_branches(aiockpt_command: Command, root: Path) -> None:
     save(root, [250], load=200)
     outcome = aiockpt_command("ls", root)
     assert "2 branches" in outcome.out
-    assert [row.partition("  ")[0].split()[0] for row in outcome.out.splitlines()[2:]] == ["●", "│", "●─╯", "●"]
+    assert [row.partition("  ")[0].split()[0] for row in outcome.out.splitlines()[2:6]] == ["●", "│", "●─╯", "●"]
+
+
+def test_ls_explains_its_marks_where_there_is_more_than_one(aiockpt_command: Command, root: Path) -> None:
+    assert "its ancestors" not in aiockpt_command("ls", root).out
+    begin_attempt(root, 400)
+    explained = aiockpt_command("ls", root).out.splitlines()[-1]
+    assert explained == "● the newest step and its ancestors · ◐ not committed"
+    save(root, [250], load=200)
+    assert "○ another branch · ◐ not committed" in aiockpt_command("ls", root).out
+
+
+def test_ls_does_not_speak_of_ranks_where_it_knows_of_none(aiockpt_command: Command, root: Path) -> None:
+    uncommit(root, 300)
+    begin_attempt(root, 400)
+    said = aiockpt_command("ls", root).out
+    assert "nothing of it was written completely; it is running, or died" in said
+    assert "all of it was written; finish it" in said
+    for out in (said, aiockpt_command("inspect", root).out, aiockpt_command("commit", root).out):
+        assert "rank" not in out.replace(str(root), "")
+        assert "receipt" not in out
 
 
 def test_ls_shows_a_run_that_was_resumed_and_pruned_as_one_line(aiockpt_command: Command, root: Path) -> None:
@@ -88,7 +109,7 @@ def test_ls_tells_what_is_damaged_and_what_is_unfinished(aiockpt_command: Comman
     outcome = aiockpt_command("ls", root)
     assert outcome.status == 0
     assert "✗ step 200: step-00000200/MANIFEST-1.json is damaged" in outcome.out
-    assert "○ step 400: an attempt without a manifest (a-00112233aabb" in outcome.out
+    assert "◐ step 400: an attempt without a manifest (a-00112233aabb" in outcome.out
     assert f"finish it with aiockpt commit {root}" in outcome.out
     seen = aiockpt_command("ls", root, "--json").json()
     assert [step["step"] for step in seen["steps"]] == [200, 100]
@@ -202,6 +223,46 @@ def test_what_is_no_step_is_told_with_what_would_be(aiockpt_command: Command, ma
     assert outcome.status == 2
     assert "is no step" in outcome.err
     assert "step-00001000" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("prune", "x", "--keep", "1"), "No such option: --keep (Possible options: --last)"),
+        (("prune", "x", "--dryrun"), "(Possible options: --dry-run)"),
+        (("prune", "x", "--dry_run"), "(Possible options: --dry-run)"),
+        (("prune", "x", "--delete"), "(Possible options: --yes)"),
+        (("ls", "x", "--jsn"), "(Possible options: --json)"),
+        (("bench", "x", "--output", "f"), "(Possible options: --report)"),
+        (("--versoin",), "(Possible options: --version)"),
+        (("verify", "x", "--step", "3"), "No such option: --step; give STEP by its place, without an option"),
+    ],
+)
+def test_an_option_that_is_not_there_is_answered_with_the_one_that_was_meant(
+    aiockpt_command: Command, arguments: tuple[str, ...], says: str
+) -> None:
+    outcome = aiockpt_command(*arguments)
+    assert outcome.status == 2
+    assert says in " ".join(outcome.err.replace("│", " ").split())
+
+
+def test_an_option_like_no_other_is_answered_with_none(aiockpt_command: Command) -> None:
+    assert "Possible" not in aiockpt_command("ls", "x", "--zzz").err
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "diff", "cp", "convert", "prune", "commit", "bench"])
+def test_help_writes_flags_and_arguments_as_people_know_them(aiockpt_command: Command, command: str) -> None:
+    shown = aiockpt_command(command, "--help").out
+    assert "bool" not in shown
+    usage = next(line for line in shown.splitlines() if "Usage:" in line)
+    assert not {"{", "}"} & set(usage)
+    arguments = usage.partition("[OPTIONS]")[2].split()
+    assert arguments
+    assert arguments == [name.upper() for name in arguments]
+
+
+def test_help_of_diff_says_in_which_forms_a_step_is_given(aiockpt_command: Command) -> None:
+    assert "step-00001000" in aiockpt_command("diff", "--help").out
 
 
 def test_help_may_be_asked_for_in_short(aiockpt_command: Command) -> None:
@@ -433,8 +494,8 @@ def test_commit_finishes_what_has_all_its_receipts_and_tells_of_the_rest(aiockpt
     begin_attempt(root, 400)
     outcome = aiockpt_command("commit", root)
     assert outcome.status == 0
-    assert "✓ step 300: committed as generation 1 from 1 receipt" in outcome.out
-    assert "○ step 400" in outcome.out
+    assert "✓ step 300: committed as generation 1\n" in outcome.out
+    assert "◐ step 400" in outcome.out
     assert aiockpt_command("verify", root, 300).status == 0
     assert "nothing to finish" in aiockpt_command("commit", root).out
 
@@ -448,7 +509,26 @@ def test_doctor_tells_what_the_place_can_do_and_leaves_nothing_behind(aiockpt_co
     assert found["exclusive_create"]
     assert min(found["write_bytes_per_s"], found["read_bytes_per_s"], found["file_flush_ms"]) > 0
     assert list(tmp_path.iterdir()) == []
-    assert "rival commits" in aiockpt_command("doctor", tmp_path, "--size", 8).out
+    last = aiockpt_command("doctor", tmp_path, "--size", 8).out.splitlines()[-1]
+    assert last.startswith("✓ safe for checkpoints")
+    assert "of rival commits exactly one wins" in last
+
+
+def test_doctor_does_not_call_memory_safe_without_a_condition(aiockpt_command: Command) -> None:
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        pytest.skip("this machine has no /dev/shm")
+    assert "✓ safe for checkpoints while the machine is up:" in aiockpt_command("doctor", folder, "--size", 8).out
+
+
+def test_doctor_says_how_to_make_the_folder_that_a_run_would_make_by_itself(
+    aiockpt_command: Command, tmp_path: Path
+) -> None:
+    assert f"make it (mkdir -p '{tmp_path}/a run'), or" in aiockpt_command("doctor", tmp_path / "a run").err
+    assert "mkdir" not in aiockpt_command("ls", tmp_path / "a run").err
+    (tmp_path / "file").touch()
+    outcome = aiockpt_command("doctor", tmp_path / "file")
+    assert "a file; give a folder" in outcome.err
 
 
 def test_doctor_leaves_nothing_behind_when_it_is_interrupted(
@@ -532,6 +612,38 @@ def test_a_reader_that_has_seen_enough_is_not_told_of_damage(made: Path) -> None
         assert running.stdout is not None
         running.stdout.close()
         assert running.wait(60) == 141
+
+
+@pytest.mark.parametrize(("columns", "widest"), [("60", 60), (None, 200)])
+def test_a_pipe_is_as_wide_as_columns_says(root: Path, columns: str | None, widest: int) -> None:
+    begin_attempt(root, 400)
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    done = subprocess.run(
+        [sys.executable, "-m", "aiockpt.cli.main", "ls", str(root)],
+        env=environment | ({"COLUMNS": columns} if columns else {}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    longest = max(len(line) for line in done.stdout.splitlines() if str(root) not in line)
+    assert widest / 2 < longest <= widest
+
+
+def test_one_unit_is_used_for_every_speed(aiockpt_command: Command, root: Path, tmp_path: Path) -> None:
+    printed = (
+        aiockpt_command("verify", root).out,
+        aiockpt_command("cp", root, tmp_path / "copy").out,
+        aiockpt_command("doctor", tmp_path, "--size", 8).out,
+    )
+    for out in printed:
+        assert "iB/s" in out
+        assert "MB/s" not in out
+    bar = Progress()
+    bar.add_task("", total=10)
+    (task,) = bar.tasks
+    task.finished_speed = 3 << 20
+    assert str(SpeedColumn().render(task)) == "3.0 MiB/s"
 
 
 def test_help_does_not_import_torch() -> None:

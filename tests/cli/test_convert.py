@@ -63,6 +63,17 @@ def test_a_dry_run_says_what_it_would_do_and_does_nothing(
     assert not (tmp_path / "out").exists()
 
 
+def test_files_are_listed_as_written_or_as_read_whichever_they_were(
+    aiockpt_command: Command, models: Path, tmp_path: Path
+) -> None:
+    there = aiockpt_command("convert", models, tmp_path / "out").out
+    assert "  from " not in there
+    back = aiockpt_command("convert", tmp_path / "out", tmp_path / "back").out.splitlines()
+    assert f"in file://{tmp_path}/back after" in back[0]
+    assert back[1] == f"  from {tmp_path}/out:"
+    assert back[2] == "  model.safetensors"
+
+
 def test_what_is_there_is_replaced_with_force_only(aiockpt_command: Command, models: Path, tmp_path: Path) -> None:
     assert aiockpt_command("convert", models, tmp_path / "out").status == 0
     refused = aiockpt_command("convert", models, tmp_path / "out")

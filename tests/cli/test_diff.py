@@ -50,6 +50,16 @@ def test_a_difference_is_measured_in_every_dtype(dtype: torch.dtype) -> None:
     assert found.not_finite == 0
 
 
+def test_numbers_too_large_for_their_squares_are_compared_all_the_same() -> None:
+    left, right = torch.full((3,), 1e200, dtype=torch.float64), torch.full((3,), 3e200, dtype=torch.float64)
+    found = measure_difference(left, right)
+    assert found.largest == 2e200
+    assert found.mean == pytest.approx(2e200)
+    assert found.relative is None
+    apart = measure_difference(-left * 1e108, left * 1e108)  # further from each other than a number can say
+    assert (apart.changed, apart.largest) == (3, float("inf"))
+
+
 def test_a_difference_does_not_depend_on_the_chunks_it_is_computed_in(monkeypatch: pytest.MonkeyPatch) -> None:
     left, right = torch.randn(7, 11), torch.randn(7, 11)
     whole = measure_difference(left, right)

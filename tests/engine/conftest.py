@@ -10,7 +10,9 @@ import pytest
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
+from aiockpt.pipeline import snapshot as copying
 from aiockpt.storage.backend import Backend
+from tests.engine.copy_gate import CopyGate
 from tests.small_run import SMALL, Run
 
 
@@ -30,3 +32,11 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
 def ckpt(backend: Backend) -> Iterator[aiockpt.Checkpointer]:
     with aiockpt.Checkpointer(backend, io=SMALL) as checkpointer:
         yield checkpointer
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[CopyGate]:
+    gate = CopyGate()
+    monkeypatch.setattr(copying, "_copy_beside", gate(copying._copy_beside))
+    yield gate
+    gate.open.set()

@@ -98,8 +98,9 @@ def test_failures_can_be_warned_of_or_handed_to_a_callable(run: Run) -> None:
 
     ckpt = aiockpt.Checkpointer(broken(WRITE_FAILS, name="y"), io=SMALL, on_error="warn")
     _until_done(ckpt.save(1, run.state))
-    with pytest.warns(RuntimeWarning, match="save of step 1"):
+    with pytest.warns(RuntimeWarning, match="save of step 1") as warned:
         ckpt.save(2, run.state)
+    assert str(warned[0].message).count("StorageError(") == 1
     ckpt.close()
 
 
@@ -274,13 +275,49 @@ def test_a_closed_checkpointer_says_so(run: Run) -> None:
 
 async def test_blocking_forms_are_refused_inside_an_event_loop(run: Run) -> None:
     async with aiockpt.Checkpointer(MemoryBackend("blocking"), io=SMALL) as ckpt:
-        with pytest.raises(BlockingCallError):
+        with pytest.raises(BlockingCallError, match="await the futures"):
             ckpt.wait()
-        with pytest.raises(BlockingCallError):
+        with pytest.raises(BlockingCallError, match=r"write `await ckpt.aclose\(\)`"):
             ckpt.close()
-        with pytest.raises(BlockingCallError), ckpt:
+        with pytest.raises(BlockingCallError, match="write `async with`"), ckpt:
             pass
+        with pytest.raises(BlockingCallError, match=r"write `async with ckpt\.mutating"), ckpt.mutating():
+            pass
+        with pytest.raises(BlockingCallError, match=r"write `await ckpt.wait_mutable\(\)`"):
+            ckpt.barrier()
         assert await ckpt.load(run.state) is None
+
+
+async def test_to_resume_is_refused_inside_an_event_loop_before_anything_is_begun(run: Run) -> None:
+    async with aiockpt.Checkpointer(MemoryBackend("resume"), io=SMALL) as ckpt:
+        for _ in range(3):  # however fast the load would have been
+            with pytest.raises(BlockingCallError, match=r"write `await ckpt.load\(state\)`"):
+                ckpt.resume(run.state)
+        await ckpt.save(1, run.state)
+        assert await ckpt.load(run.state) is not None
+
+
+async def test_a_load_that_was_forgotten_inside_an_event_loop_is_to_be_awaited(run: Run) -> None:
+    async with aiockpt.Checkpointer(MemoryBackend("forgotten"), io=SMALL) as ckpt:
+        await ckpt.save(1, run.state)
+        load = ckpt.load(run.state)
+        with pytest.raises(
+            aiockpt.UsageError, match=r"load of the newest step.*write `await ckpt.load\(…\)`"
+        ) as caught:
+            ckpt.save(2, run.state)
+        assert ".result()" not in str(caught.value)
+        await load
+
+
+def test_people_can_look_at_a_checkpointer_and_its_saves(run: Run) -> None:
+    ckpt = aiockpt.Checkpointer(MemoryBackend("seen"), io=SMALL)
+    save = ckpt.save(1, run.state)
+    save.result(30)
+    ckpt.wait()
+    assert repr(save) == "<SaveFuture save of step 1: committed>"
+    assert repr(ckpt) == f"<Checkpointer {ckpt._engine.backend.url}, 0 saves in flight, running>"
+    ckpt.close()
+    assert repr(ckpt).endswith("closed>")
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
@@ -332,11 +369,12 @@ def test_many_saves_leak_neither_memory_nor_descriptors(tmp_path: Path) -> None:
         for step in range(10):
             ckpt.save(step, state).result(30)
         ckpt.wait()
-        before = len(os.listdir("/proc/self/fd")), threading.active_count()
+        descriptors, threads = set(os.listdir("/proc/self/fd")), set(threading.enumerate())
         for step in range(10, 60):
             ckpt.save(step, state).result(30)
         ckpt.wait()
-        assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+        assert set(os.listdir("/proc/self/fd")) <= descriptors  # what earlier tests left may go meanwhile
+        assert set(threading.enumerate()) <= threads
         assert ckpt.statistics().pool.used_slabs == 0
     assert len(list((tmp_path / "run").glob("step-*"))) == 2
 

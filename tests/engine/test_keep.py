@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,15 @@ from hypothesis import strategies as st
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
+from aiockpt.engine import keep
 from aiockpt.format.names import attempt_folder
-from aiockpt.options import Best
+from aiockpt.options import Best, Snapshot, Worker
+from aiockpt.pipeline.discover import Heads, StepEntry, scan
 from aiockpt.retention import StepFacts, lineage, plan_retention
+from aiockpt.storage.backend import Backend
 from aiockpt.testing.faults import Fault, FaultyBackend
+from aiockpt.testing.recording import RecordingBackend
+from tests.gates import Gate
 from tests.small_run import SMALL
 
 STATE: dict[str, Any] = {"x": torch.arange(5000), "value": 1}
@@ -55,6 +61,37 @@ def test_the_newest_and_the_newest_verified_step_are_never_deleted(tmp_path: Pat
         assert steps(tmp_path) == [4, 3, 2, 1, 0]
         ckpt.prune(aiockpt.Retention(last=1)).result(30)
         assert [info.step for info in ckpt.steps().result(30)] == [4, 1]
+
+
+def test_a_save_that_is_committed_while_retention_looks_is_not_taken_for_a_dead_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = RecordingBackend(LocalBackend(str(tmp_path)))
+    gate = Gate(recorded, "put_new", "*/MANIFEST-1.json", times=1)
+    with aiockpt.Checkpointer(gate, io=SMALL) as ckpt:
+        save = ckpt.save(1, STATE)
+        assert gate.reached.wait(30)
+
+        async def looked(backend: Backend, heads: Heads) -> list[StepEntry]:
+            entries = await scan(backend, heads)
+            gate.open_up()
+            await save
+            return entries
+
+        monkeypatch.setattr(keep, "scan", looked)
+        assert ckpt.prune(aiockpt.Retention(last=1, grace_s=0.0)).result(30).garbage == ()
+    assert not [done for done in recorded.operations if done.verb == "get" and done.key.endswith("r00000.json")]
+    assert steps(tmp_path) == [1]
+
+
+def test_retention_reads_each_manifest_once(tmp_path: Path) -> None:
+    recorded = RecordingBackend(LocalBackend(str(tmp_path)))
+    with aiockpt.Checkpointer(recorded, io=SMALL, retention=aiockpt.Retention(last=3)) as ckpt:
+        for step in range(6):
+            ckpt.save(step, STATE).result(30)
+    read = Counter(done.key for done in recorded.operations if done.verb == "get" and "MANIFEST" in done.key)
+    assert read == {f"step-{step:08d}/MANIFEST-1.json": 1 for step in range(6)}
+    assert steps(tmp_path) == [5, 4, 3]
 
 
 def test_a_step_that_was_found_damaged_is_not_kept_in_place_of_one_that_loads(tmp_path: Path) -> None:
@@ -277,6 +314,46 @@ def test_deleting_a_step_removes_every_trace(tmp_path: Path) -> None:
         with pytest.raises(aiockpt.StepNotFoundError, match="it has: 2"):
             ckpt.load(state(0), 1).result(30)
     assert not (tmp_path / "step-00000001").exists()
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+@pytest.mark.parametrize("snapshot", ["eager", "lazy"])
+def test_saves_of_one_step_at_once_are_generations_in_the_order_of_the_calls(
+    tmp_path: Path, worker: Worker, snapshot: Snapshot
+) -> None:
+    with aiockpt.Checkpointer(tmp_path, io=SMALL, worker=worker, snapshot=snapshot, max_in_flight=3) as ckpt:
+        saves = [ckpt.save(10, state(value)) for value in range(3)]
+        assert [save.result(30).generation for save in saves] == [1, 2, 3]
+        target = state(9)
+        ckpt.load(target).result(30)
+    assert target["value"] == 2
+
+
+def test_a_second_save_of_a_step_sees_the_first_where_one_is_enough(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path, io=SMALL, on_exists="skip") as ckpt:
+        first, second = ckpt.save(10, state(1)), ckpt.save(10, state(2))
+        assert not first.result(30).existed
+        assert second.result(30).existed
+
+
+def test_a_save_whose_step_failed_before_is_made_all_the_same(tmp_path: Path) -> None:
+    stuck = Fault(do="hang", verb="create", match="*")
+    with aiockpt.Checkpointer(FaultyBackend(LocalBackend(str(tmp_path)), [stuck]), io=SMALL) as ckpt:
+        first, second = ckpt.save(10, state(1)), ckpt.save(10, state(2))
+        first.snapshotted().result(30)
+        first.cancel()
+        assert second.result(30).generation == 1
+
+
+def test_deleting_a_step_asks_little_of_the_place(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        ckpt.save(1, STATE).result(30)
+    recorded = RecordingBackend(LocalBackend(str(tmp_path)))
+    with aiockpt.Checkpointer(recorded, io=SMALL) as ckpt:
+        ckpt.delete(1).result(30)
+    asked = [done.verb for done in recorded.operations]
+    found = ["list", "get"]  # which copies there are
+    assert asked == [*found, "put", "delete", "list", "list", "list", "delete", "delete", "list", "close"]
 
 
 def test_a_folder_that_is_not_ours_is_ignored(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import mmap
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 
 import anyio
 import msgspec
@@ -16,8 +15,8 @@ import torch
 import aiockpt
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.runtime.memory import PrivateMemory
-from aiockpt.runtime.rhythm import Leisure, Rhythm
-from aiockpt.runtime.slabs import SlabPool
+from aiockpt.runtime.rhythm import TURN, Leisure, Rhythm
+from aiockpt.runtime.slabs import Slab, SlabPool
 from tests.gates import Gate
 from tests.small_run import OneLayer
 from tests.watch import until
@@ -67,8 +66,7 @@ def test_few_slabs_go_round_until_somebody_waits(way: str) -> None:
     with aiockpt.Checkpointer(place, snapshot="lazy", io=IO) as ckpt:
         known(ckpt, 1000.0)
         save = ckpt.save(1, run.state)
-        few = ckpt._engine.uploader.busy_slabs
-        until(lambda: used(ckpt) == few, "the few slabs in use")
+        until(lambda: used(ckpt) == TURN, "a turn of slabs in use")
         assert not save.snapshotted().done()
         WAYS_TO_WAIT[way](ckpt, run, save)
         assert save.snapshotted().done()
@@ -85,8 +83,8 @@ def test_a_save_that_ends_before_the_step_never_has_a_copy_of_the_state() -> Non
         known(ckpt, 1000.0)
         ckpt.save(1, run.state).result(30)
         seen = ckpt._engine.pool.statistics()
-        assert seen.peak_used_slabs <= ckpt._engine.uploader.busy_slabs
-        assert seen.allocated_bytes <= ckpt._engine.uploader.busy_slabs * SLAB
+        assert seen.peak_used_slabs <= 2 * TURN  # of a second turn only where the first one took long
+        assert seen.allocated_bytes <= 2 * TURN * SLAB
 
 
 @pytest.mark.parametrize("quiet_s", [None, 0.5])
@@ -155,25 +153,79 @@ def test_the_shortest_of_the_last_times_is_expected_and_the_copy_counted_twice()
     assert rhythm.spare_s(2.0, 1000) == pytest.approx(17.0 - 2.0 - 2.0)
 
 
+class Turns:
+    """A leisure whose slabs come back when the test says so; a turn takes as long as it says."""
+
+    def __init__(self, slabs: int = 40) -> None:
+        self.clock = Clock()
+        self.pool = SlabPool(4 * KIB, slabs * 4 * KIB)
+        self.rhythm = Rhythm(self.clock)
+        self.rhythm.stepped(1000.0)
+        self.rhythm.copied(1 << 40, 1.0)
+        self.leisure = self.rhythm.begin(self.pool, 6)
+        self.left_bytes = 1 << 30
+        self.used: list[Slab] = []
+
+    def fill(self, timeout_s: float = 30.0) -> None:
+        self.leisure.wait(self.left_bytes, timeout_s)
+        self.used.append(self.pool.take(1))
+        self.left_bytes -= 4 * KIB
+
+    def turn(self, seconds: float) -> None:
+        """Fill a turn of slabs, which are all written *seconds* later."""
+        for _ in range(TURN):
+            self.fill()
+        self.clock.ns += round(seconds * 1e9)
+        for slab in self.used:
+            self.pool.give(slab)
+        self.used.clear()
+
+
 def test_a_storage_that_stands_still_ends_the_leisure_at_the_deadline() -> None:
-    rhythm, pool = Rhythm(Clock()), SlabPool(4 * KIB, 40 * KIB)
-    rhythm.stepped(1000.0)
-    rhythm.copied(1000, 1.0)
-    leisure = rhythm.begin(pool, 1)
-    pool.take(1)
-    leisure.wait(0, 0.01)
-    assert leisure.whole
+    turns = Turns()
+    for _ in range(TURN):
+        turns.fill()
+    assert not turns.leisure.whole
+    turns.fill(0.01)
+    assert turns.leisure.whole
 
 
-def test_a_slab_that_comes_back_is_filled_at_once() -> None:
-    rhythm, pool = Rhythm(Clock()), SlabPool(4 * KIB, 40 * KIB)
-    rhythm.stepped(1000.0)
-    rhythm.copied(1000, 1.0)
-    leisure = rhythm.begin(pool, 1)
-    slab = pool.take(1)
-    threading.Timer(0.05, partial(pool.give, slab)).start()
-    leisure.wait(0, 30.0)
-    assert not leisure.whole
+def test_the_slabs_of_a_turn_wait_for_each_other() -> None:
+    turns = Turns()
+    more = []
+    for _ in range(TURN):
+        turns.fill()
+        more.append(turns.leisure.fills_more)
+    assert more == [True] * (TURN - 1) + [False]
+
+
+def test_a_turn_begins_when_the_one_before_is_written() -> None:
+    turns = Turns()
+    for _ in range(TURN):
+        turns.fill()
+    first, *others = turns.used
+    for slab in others:
+        turns.pool.give(slab)
+    waiting = threading.Thread(target=turns.leisure.wait, args=(turns.left_bytes, 30.0))
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    turns.pool.give(first)
+    waiting.join(30)
+    assert not waiting.is_alive()
+    assert not turns.leisure.whole
+
+
+def test_turns_overlap_when_one_after_the_other_would_take_too_long() -> None:
+    slow, fast = Turns(), Turns()
+    for turns, seconds in ((slow, 100.0), (fast, 1e-6)):
+        turns.turn(seconds)
+        for _ in range(TURN):
+            turns.fill()
+    slow.fill(0.01)
+    assert not slow.leisure.whole
+    fast.fill(0.01)
+    assert fast.leisure.whole
 
 
 def test_a_bandwidth_is_kept() -> None:

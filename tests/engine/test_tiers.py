@@ -83,12 +83,13 @@ def test_each_tier_takes_and_keeps_what_it_is_told(tmp_path: Path) -> None:
 
 def test_a_far_tier_that_is_away_delays_nothing_and_catches_up(tmp_path: Path) -> None:
     down = Fault(do="fail", verb="create", match="*", times=3)
-    far = FaultyBackend(LocalBackend(str(tmp_path / "far")), [down])
+    far = Gate(FaultyBackend(LocalBackend(str(tmp_path / "far")), [down]))
     watch = Watch()
     with aiockpt.Checkpointer([tmp_path / "near", aiockpt.Tier(far)], io=SMALL, observers=[watch]) as ckpt:
         save = ckpt.save(1, state(1))
         save.result(30)
         assert not save.committed(far).done()
+        far.open_up()
         save.committed(far).result(30)
     assert loaded(tmp_path / "far") == 1
     assert [event.final for event in watch.of(PromotionFailed)] == [False] * 3

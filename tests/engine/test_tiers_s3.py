@@ -135,7 +135,7 @@ def test_a_bucket_that_hangs_is_given_up_by_its_deadline_when_the_run_ends(
     run = Run(1)
     told: list[BaseException] = []
     hanging = aiockpt.Tier(
-        Retrying(S3Backend(s3_url), RetryPolicy(deadline_s=10 * DEADLINE_S)), deadline=2, on_error=told.append
+        Retrying(S3Backend(s3_url), RetryPolicy(deadline_s=10 * DEADLINE_S)), deadline=8, on_error=told.append
     )
     with aiockpt.Checkpointer([memory, tmp_path, hanging], io=SMALL) as ckpt:
         ckpt.save(1, run.state).committed(s3_url).result(DEADLINE_S)

@@ -332,7 +332,7 @@ def test_a_tier_of_weights_needs_a_nearer_one_that_has_its_steps_in_full(tmp_pat
         aiockpt.Checkpointer([weights(tmp_path / "a"), tmp_path / "b"])
     with pytest.raises(UsageError, match="put one before it"):
         aiockpt.Checkpointer([aiockpt.Tier(tmp_path / "a", every=10), weights(tmp_path / "b", every=15)])
-    with pytest.raises(UsageError, match="give 'full' or 'weights'"):
+    with pytest.raises(UsageError, match="give one of 'full', 'weights'"):
         aiockpt.Tier(tmp_path, content="everything")  # type: ignore[arg-type]
     with aiockpt.Checkpointer([aiockpt.Tier(tmp_path / "a", every=5), weights(tmp_path / "b", every=15)]) as ckpt:
         future = ckpt.save(5, Run(1).state)

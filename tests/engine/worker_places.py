@@ -95,10 +95,11 @@ class Orders:
 
     def has_reached(self, verb: str) -> bool:
         """Say whether somebody has made such a call since this was asked last."""
-        mark = self._folder / f"at-{verb}"
-        reached = mark.exists()
-        mark.unlink(missing_ok=True)
-        return reached
+        try:
+            (self._folder / f"at-{verb}").unlink()  # looks and forgets in one, or a call between the two would be lost
+        except FileNotFoundError:
+            return False
+        return True
 
 
 def register(folder: Path) -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import aiockpt
 from aiockpt.examples.child import Job, Told
 from aiockpt.examples.demo import EXACT, FAILED, DemoOptions, check_uncommitted, choose_doomed_save, run_demo
 from aiockpt.examples.gpt import GPTSize
@@ -42,6 +47,7 @@ def test_a_run_killed_in_the_middle_of_a_save_goes_on_bit_by_bit(
     assert 0 < cost["blocked_fraction"] < 1
     assert cost["pause_max_s"] >= cost["pause_median_s"] > 0
     assert cost["disk_bytes_per_s"] > 0
+    assert "all of it will take about" in progress
     assert {path.name for path in folder.glob("*.jsonl")} == {"reference.jsonl", "killed.jsonl", "resumed.jsonl"}
     assert len(list((folder / "checkpoints").glob("step-*/MANIFEST-*.json"))) == options.keep
 
@@ -51,6 +57,39 @@ def test_a_process_that_fails_is_reported_with_what_it_said(tmp_path: Path) -> N
     with pytest.raises(DemoError, match="no-such-scheme") as caught:
         run_job(job, "broken", tmp_path, lambda record, told: None)
     assert "ended with status 1 instead of 0" in str(caught.value)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("option", [[], ["--elastic"]], ids=["plain", "elastic"])
+def test_a_demo_that_is_told_to_end_leaves_no_folder_and_no_process(
+    tmp_path: Path, number: signal.Signals, option: list[str]
+) -> None:
+    command = [sys.executable, "-m", "aiockpt.cli.main", "demo", *option]
+    environment = os.environ | {"PYTHONPATH": str(Path(aiockpt.__file__).parents[1])}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert "A byte-level GPT" in process.stdout.readline()  # a process of its own is started next
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while not (started := children.read_text().split()):
+            assert process.poll() is None
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert list(tmp_path.iterdir()) == []
+    assert not any(Path(f"/proc/{child}").exists() for child in started)
+
+
+def test_a_demo_that_is_told_to_end_keeps_the_folder_that_was_named(tmp_path: Path) -> None:
+    def told_to_end(*_: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    folder = tmp_path / "kept"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("aiockpt.examples.demo._direct", told_to_end)
+        assert run_demo(DemoOptions(dir=folder)) == 128 + signal.SIGTERM
+    assert folder.is_dir()
 
 
 def test_a_process_does_not_outlive_a_director_that_is_interrupted(tmp_path: Path) -> None:

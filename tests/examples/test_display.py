@@ -6,6 +6,7 @@ import io
 import re
 
 import msgspec
+import pytest
 from rich.console import Console
 
 from aiockpt.events import Committed, SaveStarted, SnapshotTaken
@@ -79,11 +80,27 @@ def test_the_live_display_shows_loss_pause_bytes_speed_and_saves_in_flight_in_80
             display.show(record, told)
         console.print(display.draw())
         display.finish("all is well")
-    for expected in ("step  20/40", "loss 2.2500", "pause 3.1 ms", "39.0 MB", "1,000 MB/s", "1 in flight", "second"):
+    for expected in ("step  20/40", "loss 2.2500", "pause 3.1 ms", "37.2 MiB", "953.7 MiB/s", "1 in flight", "second"):
         assert expected in printed(console)
     assert "✓ first  all is well" in printed(console)
     without_escapes = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", printed(console))
     assert max(len(line) for line in without_escapes.splitlines()) <= 80
+
+
+def test_what_a_save_does_fits_into_a_line_of_80_columns() -> None:
+    console, record = terminal(), Record()
+    for told in STORY[:4]:
+        record.add(told)
+    told = msgspec.structs.replace(STORY[0], step=110)
+    assert record.last_snapshot is not None
+    record.last_snapshot = msgspec.structs.replace(record.last_snapshot, step=110)
+    with LiveDisplay(console, ("reference",)) as display:
+        display.begin("reference", steps=120)
+        record.add(told)
+        display.show(record, told)
+        console.print(display.draw())
+    line = next(line for line in printed(console).splitlines() if "save 110: pause 3.1 ms" in line)
+    assert "committed 10" in line
 
 
 def test_the_plain_display_prints_a_few_lines_a_phase_without_escape_sequences() -> None:
@@ -108,18 +125,26 @@ def test_the_result_has_every_figure_in_80_columns() -> None:
     console = Console(file=io.StringIO(), width=80)
     print_result(console, recovery(2.0), COST)
     text = printed(console)
-    for expected in ("step 70", "16.8 of 39.1 MB", "step 65", "6 steps", "120 of 120", "3.1 ms", "at most 12.5 ms"):
+    for expected in (
+        "step 70",
+        "16.0 MiB of 37.3 MiB",
+        "step 65",
+        "6 steps",
+        "120 of 120",
+        "3.1 ms",
+        "at most 12.5 ms",
+    ):
         assert expected in text
     for expected in (
         "39 ms",
         "125 and 24",
         "0.40% of its time",
         "0.0815 s of 20.5 s",
-        "1,000 MB/s",
-        "50% of the idle disk (2,000 MB/s)",
+        "953.7 MiB/s",
+        "50% of the idle disk (1.9 GiB/s)",
         "+4.2 ms",
-        "within noise",
-        "+1.5%: 100 steps in",
+        "not measurable",
+        "100 steps in 20.30 s",
         "±5%",
         "as if it had never been killed",
     ):
@@ -129,8 +154,38 @@ def test_the_result_has_every_figure_in_80_columns() -> None:
 def test_an_overhead_beyond_the_noise_is_told_as_a_figure() -> None:
     console = Console(file=io.StringIO(), width=80)
     print_result(console, recovery(2.0), msgspec.structs.replace(COST, saving_s=22.0))
-    assert "within noise" not in printed(console)
+    assert "not measurable" not in printed(console)
     assert "+10.0%" in printed(console)
+
+
+@pytest.mark.parametrize(("saving_s", "slowed_s"), [(17.8, -0.048), (19.0, 0.001), (20.5, None)])
+def test_a_cost_below_the_noise_is_not_told_as_a_figure(saving_s: float, slowed_s: float | None) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    cost = msgspec.structs.replace(COST, saving_s=saving_s, slowed_s=slowed_s)
+    print_result(console, recovery(2.0), cost)
+    rows = {line[1:24].strip(): line[24:].strip() for line in printed(console).splitlines()}
+    for question in ("slowed by a save", "overhead on training"):
+        assert rows[question].startswith("not measurable")
+    assert "less than the noise of ±5%" in rows["slowed by a save"]
+    assert rows["noise of this machine"].startswith("±5%")
+
+
+def test_both_displays_say_how_long_it_will_take() -> None:
+    console = terminal()
+    with LiveDisplay(console, ("first",)) as live:
+        live.begin("first", steps=40)
+        live.expect(None)
+        console.print(live.draw())
+        assert "to go" not in printed(console)
+        live.expect(44.6)
+        console.print(live.draw())
+    assert re.search(r"to go +about 45 s", printed(console))
+    plain = Console(file=io.StringIO(), width=200)
+    with PlainDisplay(plain) as lines:
+        lines.begin("first", steps=40)
+        for remaining_s in (None, 300.0, 290.0):
+            lines.expect(remaining_s)
+    assert printed(plain) == "first: all of it will take about 5 minutes from here\n"
 
 
 def test_losses_that_differ_are_printed_in_full_and_named() -> None:

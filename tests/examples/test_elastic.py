@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 
 import msgspec
 import pytest
 from rich.console import Console
 
-from aiockpt.examples.elastic import DIFFERENT, EXACT, FAILED, Outcome, conclude, run_elastic, verdict
+from aiockpt.examples.elastic import DIFFERENT, EXACT, FAILED, Outcome, conclude, forecast, run_elastic, verdict
 
 FIRST = Outcome(
     name="FSDP2 on 2 ranks",
@@ -56,6 +57,12 @@ def test_losses_that_differ_are_the_verdict() -> None:
     status, text = printed([FIRST, msgspec.structs.replace(LAST, difference=0.5, passed=False)])
     assert status == DIFFERENT
     assert text.splitlines()[-1] == "THE LOSSES DIFFER from the reference's: TP on 4 ranks."
+
+
+def test_the_forecast_counts_starts_steps_and_what_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
+    # 4 starts of 4 s; 15 + 20 + 20 steps, of which the third start takes 20 with one processor; then 20 with both
+    assert forecast(60, 5, 10.0, [0.1] * 60) == pytest.approx(4 * 4.0 + (15 + 20 + 2 * 20 + 20) * 0.1)
 
 
 @pytest.mark.parametrize(("steps", "every", "message"), [(39, 5, "take 40 or more"), (60, 0, "take 1 or more")])

@@ -147,6 +147,8 @@ def test_a_tree_at_each_limit_is_accepted_and_beyond_it_refused() -> None:
         check_tree(b'"' + bytes(document.MAX_TREE_BYTES) + b'"', "it")
 
 
-def test_brackets_and_commas_in_strings_are_text() -> None:
-    text = json.dumps("[" * 1000 + "," * 2 * document.MAX_TREE_NODES + '\\"{').encode()
+@pytest.mark.parametrize("escaped", ["", '\\"{'])
+def test_brackets_and_commas_in_strings_are_text(escaped: str) -> None:
+    text = json.dumps("[" * 1000 + "," * 2 * document.MAX_TREE_NODES + escaped).encode()
     assert check_tree(text, "it") == 1
+    check_tree(b"[" + text + b"," + text + b"]", "it")

@@ -11,12 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import torch.distributed
 
 import aiockpt
 
 T = TypeVar("T")
 QUICK = aiockpt.Deadlines(ranks_s=20, commit_s=20, takeover_s=10, close_s=60)
+PATIENT = aiockpt.Deadlines(ranks_s=100, commit_s=100, takeover_s=100, close_s=20)
+"""Longer than tests wait for a future: what ranks learn in time, they were told, on however slow a machine."""
 SMALL = aiockpt.IO(pool_bytes=1 << 20, slab_bytes=16384, block_bytes=4096, read_bytes=16384)
 
 
@@ -43,7 +46,7 @@ class Crew:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.on_all(lambda rank, checkpointer: checkpointer._close_quietly() if checkpointer._loop.usable else None)
+        self.on_all(lambda rank, checkpointer: checkpointer._ending.close() if checkpointer._loop.usable else None)
 
     def on_all(self, work: Callable[[int, aiockpt.Checkpointer], T]) -> list[T]:
         """Run *work* on every rank at once; return what each returned, or raise what the lowest rank raised."""
@@ -57,6 +60,13 @@ class Crew:
     def errors(self, work: Callable[[int, aiockpt.Checkpointer], T]) -> list[BaseException | None]:
         """Run *work* on every rank at once; return what each raised."""
         return [outcome.exception() for outcome in self.start(work)]
+
+    def hurry(self, **deadlines: float) -> None:
+        """Have other deadlines of `aiockpt.Deadlines` on all ranks from now on; not "ranks_s"."""
+        for checkpointer in self.checkpointers:
+            engine = checkpointer._engine
+            hurried = msgspec.structs.replace(engine.options.deadlines, **deadlines)
+            engine.options = msgspec.structs.replace(engine.options, deadlines=hurried)
 
     def record_notes(self) -> list[str]:
         """Return a list that gets the key of every note that a rank leaves from now on."""

@@ -26,6 +26,12 @@ RANKS = 6
 def many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "GATHER_ABOVE", 2)
     monkeypatch.setattr(groups, "MIN_GROUP", 2)
+    monkeypatch.setattr(votes, "PATIENCE_S", 60)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests in which something is not gathered."""
     monkeypatch.setattr(votes, "PATIENCE_S", 0.5)
 
 
@@ -46,6 +52,7 @@ def test_groups_gather_and_the_step_is_whole(tmp_path: Path) -> None:
         assert equal(loaded(tmp_path, replicated(step), step), replicated(step))
 
 
+@pytest.mark.usefixtures("impatient")
 def test_groups_that_cannot_gather_cost_no_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def backend(rank: int) -> Any:
         fault = Fault(do="fail", verb="put_new", match="*/g/*", error=errno.EIO, times=100)

@@ -261,7 +261,7 @@ def test_a_load_cancelled_in_the_middle_ends_on_all_at_once(root: Path) -> None:
 
 
 def test_a_rank_of_the_group_that_was_not_given_it_is_named(root: Path) -> None:
-    quick = aiockpt.Deadlines(ranks_s=1, close_s=30)
+    quick = aiockpt.Deadlines(ranks_s=3, close_s=30)
     with Crew(3, root, deadlines=quick) as crew:
         for peers in connect(range(3))[:2]:
             use(crew, peers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import time
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from aiockpt.backends.local import LocalBackend
 from aiockpt.errors import RankFailedError, RanksDisagreeError, RankTimeoutError, UsageError
 from aiockpt.runtime.world import World
 from aiockpt.testing.faults import Fault, FaultyBackend
-from tests.ranks.crew import QUICK, Crew
+from tests.gates import Gate
+from tests.ranks.crew import PATIENT, QUICK, Crew
+from tests.watch import until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -142,10 +144,8 @@ def test_the_first_save_is_given_up_at_once_too_when_a_rank_cannot_take_part(tmp
     def state(rank: int) -> dict[str, Any]:
         return {**replicated(1), "odd": object()} if rank == 1 else replicated(1)
 
-    with Crew(3, tmp_path, on_error=lambda future: None) as crew:
-        begun = time.monotonic()
+    with Crew(3, tmp_path, deadlines=PATIENT, on_error=lambda future: None) as crew:
         errors = crew.errors(lambda rank, ckpt: ckpt.save(1, state(rank)).result(30))
-        assert time.monotonic() - begun < QUICK.ranks_s / 2
         assert all(isinstance(errors[rank], RankFailedError) and "odd" in str(errors[rank]) for rank in (0, 2))
         crew.on_all(lambda rank, ckpt: ckpt.save(2, replicated(2)).result(30))
     assert steps(tmp_path) == [2]
@@ -154,7 +154,7 @@ def test_the_first_save_is_given_up_at_once_too_when_a_rank_cannot_take_part(tmp
 def test_ranks_that_count_themselves_differently_are_told(tmp_path: Path) -> None:
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
     with Crew(2, tmp_path, on_error=lambda future: None) as crew:
-        crew.checkpointers[1]._close_quietly()
+        crew.checkpointers[1]._ending.close()
         crew.checkpointers = [
             aiockpt.Checkpointer(tmp_path, ranks=aiockpt.Ranks(rank, world, store), deadlines=QUICK)
             for rank, world in ((0, 2), (1, 3))
@@ -166,20 +166,29 @@ def test_ranks_that_count_themselves_differently_are_told(tmp_path: Path) -> Non
 
 
 def test_a_rank_that_never_comes_is_named_when_the_deadline_has_passed(tmp_path: Path) -> None:
-    quick = aiockpt.Deadlines(ranks_s=0.3, commit_s=0.5, takeover_s=0.2, close_s=60)
+    quick = aiockpt.Deadlines(ranks_s=1, close_s=60)
     with Crew(3, tmp_path, deadlines=quick, on_error=lambda future: None) as crew:
         errors = crew.errors(lambda rank, ckpt: None if rank == 1 else ckpt.save(1, replicated(1)).result(30))
         for rank in (0, 2):
             assert isinstance(errors[rank], RankTimeoutError | RankFailedError)
-            assert "rank 1" in str(errors[rank])
+            assert re.search(r"ranks? (0, )?1\b", str(errors[rank]))  # and maybe one that was late, on a busy machine
     assert steps(tmp_path) == []
 
 
 def test_a_rank_that_stays_away_from_a_planned_save_is_named_too(tmp_path: Path) -> None:
-    quick = aiockpt.Deadlines(ranks_s=5, commit_s=0.5, takeover_s=0.2, close_s=60)
-    with Crew(3, tmp_path, deadlines=quick, on_error=lambda future: None) as crew:
+    vote_of_rank_0 = Gate(LocalBackend(str(tmp_path)), "put_new", "step-00000002/*/r00000.json")
+
+    def save(rank: int, ckpt: aiockpt.Checkpointer) -> None:
+        if rank == 1:
+            until(lambda: list(tmp_path.glob("step-00000002/a-*/r/r00002.json")), "the vote of rank 2")
+            vote_of_rank_0.open_up()  # from which on it waits for the others
+        else:
+            ckpt.save(2, replicated(2)).result(30)
+
+    with Crew(3, lambda rank: LocalBackend(str(tmp_path)) if rank else vote_of_rank_0, on_error=lambda _: None) as crew:
         crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).result(30))
-        errors = crew.errors(lambda rank, ckpt: None if rank == 1 else ckpt.save(2, replicated(2)).result(30))
+        crew.hurry(commit_s=0.5, takeover_s=0.2)
+        errors = crew.errors(save)
         assert isinstance(errors[0], aiockpt.CommitTimeoutError)
         assert errors[0].missing_ranks == (1,)
         assert isinstance(errors[2], aiockpt.CommitTimeoutError | RankFailedError)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +15,10 @@ import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.shm import ShmBackend
 from aiockpt.engine import visibility
-from aiockpt.errors import RankFailedError, StateMismatchError, UsageError
+from aiockpt.engine.rung import MOST_WAITING
+from aiockpt.engine.tiers import Tiers
+from aiockpt.errors import RankFailedError, StateMismatchError, UsageError, WriterLostError
+from aiockpt.format.names import parse_attempt
 from aiockpt.testing.faults import Fault, FaultyBackend
 from aiockpt.testing.recording import RecordingBackend
 from tests.ranks.crew import Crew
@@ -61,6 +65,59 @@ def test_rank_0_copies_what_another_rank_could_not(tmp_path: Path, monkeypatch: 
     with Crew(2, tiers) as crew:
         crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).result(30))
     assert equal(loaded(tmp_path / "far", replicated(1)), replicated(1))
+
+
+def test_a_copy_that_is_there_is_not_told_as_lost_though_its_writer_died_before_it_could_say_so(tmp_path: Path) -> None:
+    """The note of rank 0 is swallowed; then it buries its writer as `aiockpt.worker.elsewhere` does."""
+    far = tmp_path / "far"
+
+    def save(rank: int, ckpt: aiockpt.Checkpointer) -> str:
+        return ckpt.save(1, replicated(1)).committed(far).result(30).url
+
+    with Crew(3, lambda rank: [tmp_path / "near", far]) as crew:
+        meeting = crew.checkpointers[0]._engine.sharing.meeting  # type: ignore[union-attr]
+        post, swallowed = meeting.post, []
+
+        async def die_instead(key: str, note: Any) -> None:
+            if key.startswith("tier/"):
+                swallowed.append(key)
+            else:
+                await post(key, note)
+
+        def bury(rank: int, ckpt: aiockpt.Checkpointer) -> str:
+            url = save(rank, ckpt)
+            if rank == 0:
+                (folder,) = far.glob("step-*/a-*")
+                attempt, tiers = parse_attempt(folder.name), ckpt._launcher._tiers
+                assert attempt is not None
+                assert isinstance(tiers, Tiers)
+                meeting.post = post  # type: ignore[method-assign]
+                ckpt._loop.submit(tiers.tell_lost, 1, attempt, [1], WriterLostError("killed")).result(30)
+            return url
+
+        meeting.post = die_instead  # type: ignore[method-assign]
+        assert crew.on_all(bury) == [f"file://{far}"] * 3
+        assert len(swallowed) == 1
+
+
+def test_notes_of_lost_copies_are_removed_when_newer_ones_come(tmp_path: Path) -> None:
+    with Crew(2, lambda rank: [tmp_path / "near", tmp_path / "far"]) as crew:
+        ckpt = crew.checkpointers[0]
+        crew.on_all(lambda rank, ckpt: ckpt.save(0, replicated(0)).committed(tmp_path / "far").result(30))
+        meeting = ckpt._engine.sharing.meeting  # type: ignore[union-attr]
+        forget, forgotten = meeting.forget, list[str]()
+
+        async def noted(keys: Sequence[str]) -> None:
+            forgotten.extend(keys)
+            await forget(keys)
+
+        meeting.forget = noted  # type: ignore[method-assign]
+        attempts = [f"{number:012x}" for number in range(8)]
+        for attempt in attempts:
+            ckpt._loop.submit(ckpt._launcher._tiers.tell_lost, 1, attempt, [1], WriterLostError("killed")).result(30)  # type: ignore[attr-defined]
+        first, *others = forgotten
+        assert first.startswith("tier/1/step-00000000/")
+        assert others == [f"tier/1/step-00000001/{attempt}" for attempt in attempts[: -(2 * MOST_WAITING + 1) - 1]]
 
 
 def test_ranks_load_together_from_the_nearest_tier_that_has_the_newest_step(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from itertools import count
 from pathlib import Path
@@ -22,7 +23,6 @@ from tests.gates import Gate
 from tests.ranks.crew import QUICK, Crew
 
 pytestmark = pytest.mark.timeout(60)
-IMPATIENT = aiockpt.Deadlines(ranks_s=2, commit_s=10, takeover_s=5, close_s=60)
 
 
 def state_at(value: float) -> dict[str, Any]:
@@ -45,12 +45,19 @@ class SlowOn(FaultyBackend):
 
 def test_a_slow_rank_learns_of_steps_that_rank_0_has_long_left_alone(tmp_path: Path) -> None:
     def save_all(rank: int, ckpt: aiockpt.Checkpointer) -> list[bool]:
-        time.sleep(rank)
         return [ckpt.save(step, state_at(step)).result(30).existed for step in range(1, 6)]
 
-    with Crew(2, tmp_path, on_exists="skip", deadlines=IMPATIENT) as crew:
+    far_ahead = threading.Event()
+
+    def save_again(rank: int, ckpt: aiockpt.Checkpointer) -> list[bool]:
+        assert rank == 0 or far_ahead.wait(30)
+        existed = save_all(rank, ckpt)
+        far_ahead.set()
+        return existed
+
+    with Crew(2, tmp_path, on_exists="skip", deadlines=QUICK) as crew:
         assert crew.on_all(save_all) == [[False] * 5] * 2
-        assert crew.on_all(save_all) == [[True] * 5] * 2
+        assert crew.on_all(save_again) == [[True] * 5] * 2
 
 
 def test_a_rank_still_writing_an_old_step_is_not_forgotten(tmp_path: Path) -> None:
@@ -62,7 +69,7 @@ def test_a_rank_still_writing_an_old_step_is_not_forgotten(tmp_path: Path) -> No
         slow = ckpt.save(2, state_at(2))
         return [ckpt.save(step, state_at(step)).result(30).step for step in (3, 4, 5)] + [slow.result(30).step]
 
-    with Crew(2, backend, deadlines=IMPATIENT) as crew:
+    with Crew(2, backend, deadlines=QUICK) as crew:
         assert crew.on_all(save_all) == [[3, 4, 5, 2]] * 2
 
 
@@ -81,7 +88,7 @@ def test_the_save_after_a_failed_one_works_on_ranks_that_have_not_heard_of_the_f
             assert second.exception(30) is not None
         return ckpt.save(3, state).result(30).step
 
-    with Crew(2, backend, deadlines=IMPATIENT, on_error=lambda future: None) as crew:
+    with Crew(2, backend, deadlines=QUICK, on_error=lambda future: None) as crew:
         sharing = crew.checkpointers[0]._engine.sharing
         assert sharing is not None
         tell_failure = sharing.tell_failure
@@ -109,7 +116,7 @@ def test_a_manifest_that_is_gone_for_one_rank_is_left_by_all(tmp_path: Path) -> 
         inner = LocalBackend(str(tmp_path), world=World())
         return Blind(inner) if rank == 1 else inner
 
-    with Crew(2, backend, deadlines=IMPATIENT) as crew:
+    with Crew(2, backend, deadlines=QUICK) as crew:
         results = crew.on_all(lambda rank, ckpt: ckpt.load(state_at(0)).result(30))
     assert [result.step for result in results if result] == [1, 1]
 
@@ -129,7 +136,7 @@ def test_a_load_cancelled_on_one_rank_ends_on_all(tmp_path: Path, cancelled: int
         time.sleep(0.5)
         if rank == cancelled:
             future.cancel()
-        future.result(5)
+        future.result(30)
 
     with Crew(3, backend, deadlines=QUICK) as crew:
         errors = crew.errors(load)
@@ -150,14 +157,14 @@ async def test_saves_started_at_once_from_an_event_loop_are_planned_one_after_th
             await asyncio.sleep(with_delay[rank])
         return [(await future).step for future in futures]
 
-    with Crew(2, tmp_path, deadlines=IMPATIENT) as crew:
+    with Crew(2, tmp_path, deadlines=QUICK) as crew:
         assert list(await asyncio.gather(train(crew, 0), train(crew, 1))) == [[1, 2]] * 2
         for checkpointer in crew.checkpointers:
             await checkpointer.aclose()
 
 
 def test_a_store_that_is_gone_after_the_commit_fails_no_save(tmp_path: Path) -> None:
-    with Crew(2, tmp_path, deadlines=aiockpt.Deadlines(ranks_s=2, commit_s=10, takeover_s=0.3, close_s=60)) as crew:
+    with Crew(2, tmp_path, deadlines=aiockpt.Deadlines(ranks_s=20, commit_s=10, takeover_s=0.3, close_s=60)) as crew:
         crew.on_all(lambda rank, ckpt: ckpt.save(1, state_at(1)).result(30))
         sharing = crew.checkpointers[1]._engine.sharing
         assert sharing is not None
@@ -208,7 +215,7 @@ def test_a_turn_that_a_rank_never_leaves_does_not_keep_the_notes_of_later_ones(t
     with aiockpt.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state_at(1)).result()
     steps = [count(2), count(2)]
-    with Crew(2, tmp_path, deadlines=IMPATIENT) as crew:
+    with Crew(2, tmp_path, deadlines=QUICK) as crew:
         sharing = crew.checkpointers[1]._engine.sharing
         assert sharing is not None
         store: Any = ForgetsToLeave(sharing.meeting._store, f"{what}/1/past")
@@ -233,12 +240,12 @@ def test_a_rank_cancelled_after_the_commit_was_decided_alarms_nobody(tmp_path: P
             return "cancelled"
         return future.result(30).id
 
-    with Crew(3, lambda rank: LocalBackend(str(tmp_path)) if rank else holding, deadlines=IMPATIENT) as crew:
+    with Crew(3, lambda rank: LocalBackend(str(tmp_path)) if rank else holding, deadlines=QUICK) as crew:
         assert crew.on_all(save) == ["step-00000001", "cancelled", "step-00000001"]
 
 
 def test_a_save_right_after_a_warm_up_that_nobody_waited_for_plans_nothing_again(tmp_path: Path) -> None:
-    with Crew(3, tmp_path, deadlines=IMPATIENT) as crew:
+    with Crew(3, tmp_path, deadlines=QUICK) as crew:
         posted = crew.record_notes()
 
         def begin(rank: int, ckpt: aiockpt.Checkpointer) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 from collections.abc import Callable
 
@@ -67,6 +68,29 @@ def test_a_stage_settles_only_once() -> None:
     assert stage.result() == 1
 
 
+class SettledMeanwhile(concurrent.futures.Future[int]):
+    """Another thread settles it when somebody is about to."""
+
+    def set_result(self, result: int) -> None:
+        super().set_result(7)
+        super().set_result(result)
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        super().set_result(7)
+        super().set_exception(exception)
+
+
+@pytest.mark.parametrize("settle", [lambda stage: stage._resolve(1), lambda stage: stage._fail(OSError())])
+def test_of_two_threads_that_settle_a_stage_at_once_the_later_one_changes_nothing(
+    settle: Callable[[Stage[int]], object],
+) -> None:
+    """The thread that copies says that it is done while the loop says that the save has failed."""
+    stage: Stage[int] = Stage("x")
+    stage._inner = SettledMeanwhile()
+    settle(stage)
+    assert stage.result() == 7
+
+
 def test_result_waits_for_another_thread_and_times_out_by_name() -> None:
     save = SaveFuture(7)
     with pytest.raises(TimeoutError, match=r"save of step 7.*the work goes on"):
@@ -129,7 +153,7 @@ def test_a_loop_that_is_gone_is_not_woken() -> None:
 
 async def test_a_blocking_wait_on_a_thread_with_a_loop_is_refused_until_it_is_done() -> None:
     save = SaveFuture(3)
-    with pytest.raises(BlockingCallError, match="await it"):
+    with pytest.raises(BlockingCallError, match=r"waiting for the save of step 3 would block .*: await the future$"):
         save.result()
     save._resolve(RESULT)
     assert save.result() == RESULT

@@ -10,6 +10,7 @@ import pytest
 from aiockpt.errors import ClosedError, StorageTimeoutError
 from aiockpt.runtime.memory import PrivateMemory
 from aiockpt.runtime.slabs import SlabPool
+from tests.watch import until
 
 KIB = 1024
 
@@ -54,6 +55,18 @@ def test_a_pool_without_a_ceiling_grows_with_the_state_and_never_shrinks() -> No
     for slabs, ceiling in ((2, 2), (6, 6), (1, 6), (1000, 25)):
         pool.fit(slabs, available_bytes=lambda: 400 * KIB)
         assert pool.statistics().ceiling_bytes == ceiling * 4 * KIB
+
+
+def test_a_waiter_is_served_when_the_ceiling_rises() -> None:
+    pool = SlabPool(4 * KIB, None)
+    pool.take(1)
+    waiter = threading.Thread(target=pool.take, args=(30,))
+    waiter.start()
+    until(lambda: pool.statistics().waiting == 1, "the waiter")
+    pool.fit(2, available_bytes=lambda: 400 * KIB)
+    waiter.join(10)
+    assert not waiter.is_alive()
+    assert pool.statistics().used_slabs == 2
 
 
 def test_a_given_ceiling_stays() -> None:
@@ -128,3 +141,24 @@ def test_a_failed_allocation_leaves_the_counts_right() -> None:
         pool.take(1)
     assert pool.statistics().used_slabs == 0
     pool.give(pool.take(1))
+
+
+def test_each_new_slab_is_settled_once_wherever_it_was_made() -> None:
+    class Noting(PrivateMemory):
+        def __init__(self) -> None:
+            self.huge: list[int] = []
+
+        def make_huge(self, address: int, size_bytes: int) -> None:
+            assert size_bytes == 4 * KIB
+            self.huge.append(address)
+
+    memory = Noting()
+    pool = SlabPool(4 * KIB, 12 * KIB, memory)
+    pool.warm_up(1)
+    slabs = [pool.take(1), pool.take(1)]
+    seen = [pool.is_settled]
+    for _ in range(2):
+        pool.settle()
+        seen.append(pool.is_settled)
+        assert sorted(memory.huge) == sorted(slab.address for slab in slabs)
+    assert seen == [False, True, True]

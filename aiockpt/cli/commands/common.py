@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from aiockpt.cli import show
+from aiockpt.cli.commands.help import App, Group
 from aiockpt.format.names import parse_step
 
 if TYPE_CHECKING:
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
 
 DAMAGED, WRONG_CALL, STORAGE_FAILED = 1, 2, 3
 
-app = typer.Typer(
+app = App(
     name="aiockpt",
+    cls=Group,
     help="Look into checkpoints, check them, tidy them.",
     epilog="Exit status: 0 all right · 1 damaged, or different · 2 the call was wrong · 3 the storage failed",
     no_args_is_help=True,

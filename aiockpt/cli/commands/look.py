@@ -34,8 +34,12 @@ def list_steps(root: Root, as_json: Json = False) -> None:
 def inspect(
     root: Root,
     step: Step = None,
-    depth: Annotated[int | None, typer.Option(min=1, help="Levels of the tree to show.", show_default=False)] = None,
-    rank: Annotated[int, typer.Option(min=0, help="Whose values to show, where each rank has its own.")] = 0,
+    depth: Annotated[
+        int | None, typer.Option(min=1, help="Levels of the tree to show.", metavar="N", show_default=False)
+    ] = None,
+    rank: Annotated[
+        int, typer.Option(min=0, help="Whose values to show, where each rank has its own.", metavar="N")
+    ] = 0,
     everything: Everything = False,
     as_json: Json = False,
 ) -> None:
@@ -103,8 +107,12 @@ def _verify_one(ckpt: Checkpointer, step: int, quiet: bool) -> Check:
 @app.command("diff")
 def diff(
     root: Root,
-    one: Annotated[int, typer.Argument(help="A step, as it was.", parser=step_number, metavar="before")],
-    two: Annotated[int, typer.Argument(help="Another step, as it is.", parser=step_number, metavar="after")],
+    one: Annotated[
+        int, typer.Argument(help="A step, as it was: 1000, or step-00001000.", parser=step_number, metavar="before")
+    ],
+    two: Annotated[
+        int, typer.Argument(help="Another step, as it is, in the same form.", parser=step_number, metavar="after")
+    ],
     everything: Everything = False,
     as_json: Json = False,
 ) -> None:

@@ -62,7 +62,7 @@ def convert(
         typer.Option(
             help="Which step to convert, the newest when left out; the number it gets, 0 when left out.",
             parser=step_number,
-            metavar="step",
+            metavar="STEP",
             show_default=False,
         ),
     ] = None,
@@ -70,16 +70,20 @@ def convert(
         str | None,
         typer.Option(
             help="The part of the state that is the weights: the one module, or model, when left out.",
+            metavar="NAME",
             show_default=False,
         ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Round floating point to this dtype, such as bfloat16.", show_default=False)
+        str | None,
+        typer.Option(help="Round floating point to this dtype, such as bfloat16.", metavar="DTYPE", show_default=False),
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Of a file of the folder.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option(help="Of a file of the folder.", metavar="SIZE")] = "5GB",
     tie: Annotated[
         list[str] | None,
-        typer.Option(help="A name that shares the memory of a tensor in the files: NEW=OLD.", show_default=False),
+        typer.Option(
+            help="A name that shares the memory of a tensor in the files.", metavar="NEW=OLD", show_default=False
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace weights, or a step, that are there.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only show what would be written.")] = False,
@@ -99,4 +103,4 @@ def convert(
         else:
             start = partial(from_hugging_face, ckpt, source, prefix=prefix or "model", ties=parse_ties(tie or []))
             done = carry_out(partial(start, step=step or 0, dtype=dtype, replace=force), dry_run, as_json)
-    show.json_or(as_json, done, lambda: show_converted(done))
+    show.json_or(as_json, done, lambda: show_converted(done, None if outward else source))

@@ -15,14 +15,21 @@ from aiockpt.errors import UsageError
 @app.command("prune")
 def prune(
     root: Root,
-    last: Annotated[int | None, typer.Option(min=1, help="Keep the newest N steps.", show_default=False)] = None,
-    every: Annotated[
-        int | None, typer.Option(min=1, help="Besides, keep every step divisible by N.", show_default=False)
+    last: Annotated[
+        int | None, typer.Option(min=1, help="Keep the newest N steps.", metavar="N", show_default=False)
     ] = None,
-    best: Annotated[str | None, typer.Option(help="Besides, keep the best by this metric.", show_default=False)] = None,
-    best_count: Annotated[int, typer.Option(min=1, help="How many of the best to keep.")] = 1,
+    every: Annotated[
+        int | None,
+        typer.Option(min=1, help="Besides, keep every step divisible by N.", metavar="N", show_default=False),
+    ] = None,
+    best: Annotated[
+        str | None, typer.Option(help="Besides, keep the best by this metric.", metavar="METRIC", show_default=False)
+    ] = None,
+    best_count: Annotated[int, typer.Option(min=1, help="How many of the best to keep.", metavar="N")] = 1,
     mode: Annotated[Literal["min", "max"], typer.Option(help="Which values of --best are good.")] = "min",
-    grace_hours: Annotated[float, typer.Option(min=0, help="Age at which an uncommitted attempt is garbage.")] = 24.0,
+    grace_hours: Annotated[
+        float, typer.Option(min=0, help="Age at which an uncommitted attempt is garbage.", metavar="HOURS")
+    ] = 24.0,
     delete: Annotated[bool, typer.Option("--yes", "-y", help="Really delete; without it only show.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only show; so it is without --yes, too.")] = False,
     as_json: Json = False,
@@ -54,7 +61,7 @@ def prune(
 
 @app.command("commit")
 def commit(root: Root, as_json: Json = False) -> None:
-    """Finish the commits that dead jobs could not: every attempt whose receipts are complete is rolled forward."""
+    """Finish the commits that dead jobs could not: of every save that was written completely and lacks its manifest."""
     from aiockpt.cli.outcomes import show_finished
     from aiockpt.cli.place import open_place
     from aiockpt.cli.survey import survey

@@ -16,7 +16,9 @@ from aiockpt.errors import StorageAccessError, UsageError
 @app.command("doctor")
 def doctor(
     root: Root,
-    size_mib: Annotated[int, typer.Option("--size", min=8, help="MiB of each file of the speed test.")] = 512,
+    size_mib: Annotated[
+        int, typer.Option("--size", min=8, help="MiB of each file of the speed test.", metavar="N")
+    ] = 512,
     as_json: Json = False,
 ) -> None:
     """Say what this file system can do: O_DIRECT, links, flush latency, free space, raw write and read speed."""
@@ -48,26 +50,35 @@ def doctor(
 @app.command("bench")
 def bench(
     url: Annotated[str, typer.Argument(help="The place: a folder, or a URL.", show_default=False)],
-    sizes: Annotated[str, typer.Option(help="Of data files, the smallest first.")] = "16MiB,256MiB",
-    concurrency: Annotated[str, typer.Option(help="Requests under way at once, a point for each.")] = "1,2,4,8,16",
-    seconds: Annotated[float, typer.Option(help="Of each point.")] = 2.0,
-    most: Annotated[str, typer.Option("--bytes", help="To move in each point, and to lie there, at most.")] = "1GiB",
-    soak: Annotated[float, typer.Option(help="Seconds of a mixed workload with faults; 0: none.")] = 0.0,
-    faults: Annotated[float, typer.Option(help="Fraction of the soak's calls that fail on purpose.")] = 0.05,
-    seed: Annotated[int, typer.Option(help="Of the bytes, and of the soak's dice.")] = 0,
-    json_to: Annotated[
-        str | None, typer.Option("--json", help="Write the report to a file; - prints it.", show_default=False)
+    sizes: Annotated[str, typer.Option(help="Of data files, the smallest first.", metavar="SIZE,…")] = "16MiB,256MiB",
+    concurrency: Annotated[
+        str, typer.Option(help="Requests under way at once, a point for each.", metavar="N,…")
+    ] = "1,2,4,8,16",
+    seconds: Annotated[float, typer.Option(help="Of each point.", metavar="S")] = 2.0,
+    most: Annotated[
+        str, typer.Option("--bytes", help="To move in each point, and to lie there, at most.", metavar="SIZE")
+    ] = "1GiB",
+    soak: Annotated[float, typer.Option(help="Seconds of a mixed workload with faults; 0: none.", metavar="S")] = 0.0,
+    faults: Annotated[
+        float, typer.Option(help="Fraction of the soak's calls that fail on purpose.", metavar="FRACTION")
+    ] = 0.05,
+    seed: Annotated[int, typer.Option(help="Of the bytes, and of the soak's dice.", metavar="N")] = 0,
+    report_to: Annotated[
+        Path | None,
+        typer.Option("--report", help="Write the report, as JSON, to a file.", metavar="FILE", show_default=False),
     ] = None,
     plot_to: Annotated[
-        Path | None, typer.Option("--plot", help="Draw throughput and p99 into a .png or .svg.", show_default=False)
+        Path | None,
+        typer.Option("--plot", help="Draw throughput and p99 into a .png or .svg.", metavar="FILE", show_default=False),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", "-a", help="Show every point.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Stress a place before a run is trusted to it: throughput, latency, errors; every byte read is compared.
 
     It works in a folder of its own that is removed at the end, also after control-C. Exit status 1: something is wrong.
     """
-    from aiockpt.cli.bench import parse_bytes, parse_count, parse_list, run_bench
+    from aiockpt.cli.bench import Outputs, parse_bytes, parse_count, parse_list, run_bench
     from aiockpt.stress.plan import Plan
 
     plan = Plan(
@@ -79,24 +90,30 @@ def bench(
         faults=faults,
         seed=seed,
     )
-    raise typer.Exit(run_bench(url, plan, json_to, plot_to, everything))
+    raise typer.Exit(run_bench(url, plan, Outputs(report_to, plot_to, as_json, everything)))
 
 
 @app.command("demo")
 def demo(
     folder: Annotated[
-        Path | None, typer.Option("--dir", help="Where to save; a temporary folder when left out.", show_default=False)
+        Path | None,
+        typer.Option(
+            "--dir",
+            help="A new folder to save in, which stays; when left out one here, removed at the end.",
+            metavar="FOLDER",
+            show_default=False,
+        ),
     ] = None,
-    steps: Annotated[
-        int | None, typer.Option(help="Training steps.  [default: 120; 60 with --elastic]", show_default=False)
-    ] = None,
-    every: Annotated[int, typer.Option(help="Save every N steps.")] = 5,
+    steps: Annotated[int, typer.Option(help="Training steps.", metavar="N")] = 60,
+    every: Annotated[int, typer.Option(help="Save every N steps.", metavar="N")] = 5,
     lazy: Annotated[
         bool, typer.Option("--lazy", help="Copy beside training, not in the call; not with --elastic.")
     ] = False,
     keep: Annotated[
         int | None,
-        typer.Option(help="Keep the last N checkpoints.  [default: 3; all with --elastic]", show_default=False),
+        typer.Option(
+            help="Keep the last N checkpoints, 3 when left out; not with --elastic.", metavar="N", show_default=False
+        ),
     ] = None,
     asynchronous: Annotated[bool, typer.Option("--async", help="Use the async trainer; not with --elastic.")] = False,
     elastic: Annotated[bool, typer.Option("--elastic", help="Resume on other ranks: 2, 2, 1 and 4 processes.")] = False,
@@ -110,11 +127,11 @@ def demo(
         if asynchronous or lazy or keep is not None:
             refused = "--async" if asynchronous else "--lazy" if lazy else "--keep"
             raise UsageError(f"--elastic has no {refused}: its trainer is train_elastic.py")
-        raise typer.Exit(run_elastic(steps=60 if steps is None else steps, every=every, folder=folder, as_json=as_json))
+        raise typer.Exit(run_elastic(steps=steps, every=every, folder=folder, as_json=as_json))
     from aiockpt.examples.demo import DemoOptions, run_demo
 
     options = DemoOptions(
-        steps=120 if steps is None else steps,
+        steps=steps,
         every=every,
         lazy=lazy,
         keep=3 if keep is None else keep,

@@ -1,0 +1,78 @@
+"""Where do tensors lie, and does one lie in others? By addresses, which say it of tensors that nothing else connects.
+
+A shard may begin anywhere in a tensor (a slice of a flat parameter). Only where every byte between the first and the last
+is a tensor's own, what lies there is part of it; the gaps of a strided one may be anybody's.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Hashable, Iterable
+from itertools import accumulate
+
+import torch
+
+from aiockpt.adapters.tensors import bytes_of, local_tensors
+
+
+class Memory:
+    """The memory of some tensors. Valid while they live, and stay where they are."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        pieces = [bytes_of(local) for tensor in tensors for local in local_tensors(tensor)]
+        self._dense = _Spans(_span(piece) for piece in pieces if _is_dense(piece))
+        self._any = _Spans(map(_span, pieces))
+        self._strided = {_place(piece) for piece in pieces if not _is_dense(piece)}
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        """Say whether all of *tensor* is in one of them."""
+        return self._dense.hold(*_span(tensor)) or _place(tensor) in self._strided
+
+    def touches(self, tensor: torch.Tensor) -> bool:
+        """Say whether some of *tensor* may be in one of them."""
+        return self._any.meet(*_span(tensor))
+
+
+class _Spans:
+    """Ranges of addresses; that of an empty tensor is empty."""
+
+    def __init__(self, spans: Iterable[tuple[int, int]]) -> None:
+        ordered = sorted(spans)
+        self._starts = [start for start, _ in ordered]
+        self._ends = list(accumulate((end for _, end in ordered), max))
+
+    def hold(self, start: int, end: int) -> bool:
+        """Say whether all of [*start*, *end*) is in one of them."""
+        place = bisect_right(self._starts, start) - 1
+        return place >= 0 and end <= self._ends[place]
+
+    def meet(self, start: int, end: int) -> bool:
+        """Say whether any of [*start*, *end*) is in one of them."""
+        place = bisect_left(self._starts, end) - 1
+        return place >= 0 and start < end and start < self._ends[place]
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte and of the one after its last."""
+    start = tensor.data_ptr()
+    if not tensor.numel():
+        return start, start
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor has all the memory between its ends, in whatever order of its axes."""
+    if tensor.is_contiguous():
+        return True
+    elements = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != elements:
+                return False
+            elements *= size
+    return True
+
+
+def _place(tensor: torch.Tensor) -> Hashable:
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()

@@ -1,0 +1,17 @@
+"""How are amounts and speeds written for people? In binary units, the same ones at every place of the command line."""
+
+from __future__ import annotations
+
+
+def size(count: float) -> str:
+    """Return bytes as people read them."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} TiB"
+
+
+def speed(bytes_per_s: float) -> str:
+    """Return bytes a second as people read them."""
+    return f"{size(bytes_per_s)}/s"

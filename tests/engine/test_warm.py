@@ -1,0 +1,128 @@
+"""Does a save of a state that has not moved find everything as it was, whatever of it is gathered anew each time?"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import aiockpt
+from aiockpt.adapters.mutable import Stillness
+from aiockpt.adapters.native import StateWalker
+from aiockpt.adapters.owners import Owners
+from aiockpt.pipeline.snapshot import CopyProgram
+
+
+def hooked() -> nn.Module:
+    model = nn.Linear(4, 4)
+    model._register_state_dict_hook(lambda *_: None)  # type: ignore[no-untyped-call]
+    return model
+
+
+def with_optimizer(model: nn.Module, **extra: Any) -> dict[str, Any]:
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), **{"lr": 0.1, **extra})}
+
+
+def counted(calls: list[object], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return *function*, with a note in *calls* of each call."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        calls.append(function)
+        return function(*arguments, **options)
+
+    return call
+
+
+STATES: dict[str, Callable[[], dict[str, Any]]] = {
+    "a module and its optimizer": lambda: with_optimizer(nn.BatchNorm1d(4)),
+    "a learning rate that is a tensor": lambda: with_optimizer(nn.Linear(4, 4), lr=torch.tensor(0.1)),
+    "a module with a hook": lambda: with_optimizer(hooked()),
+    "an array": lambda: {**with_optimizer(nn.Linear(4, 4)), "history": np.zeros(4)},
+    "random generators": lambda: {**with_optimizer(nn.Linear(4, 4)), "rng": aiockpt.RNG()},
+    "a list of tensors and no optimizer": lambda: {"some": [torch.ones(3), torch.ones(4)]},
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_the_second_save_looks_for_nobody_and_makes_no_new_copies(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = STATES[kind]()
+    gc.collect()  # garbage of other tests, which may go at any moment
+    looks: list[object] = []
+    programs: list[object] = []
+    monkeypatch.setattr(Owners, "look", counted(looks, Owners.look))
+    monkeypatch.setattr(CopyProgram, "__init__", counted(programs, CopyProgram.__init__))
+    with aiockpt.Checkpointer(tmp_path, snapshot="lazy") as ckpt:
+        for step in range(4):
+            torch.rand(1)
+            ckpt.save(step, state).result(60)
+    assert (len(looks), len(programs)) == (1, 1)
+
+
+def test_a_walk_gives_the_same_shards_for_the_same_memory_and_others_for_other() -> None:
+    first, second = torch.ones(4), torch.ones(4)
+    some, walker = [first, second], StateWalker()
+    state = {"model": nn.Linear(2, 2), "some": some}
+    known = walker.walk(state).tensors
+    assert walker.walk(state).tensors is known
+    some[1] = torch.zeros(4)
+    again = walker.walk(state).tensors
+    assert [one is other for one, other in zip(again, known, strict=True)] == [True, True, True, False]
+    assert again[3].data.data_ptr() == some[1].data_ptr()
+    some[0] = first.view(2, 2).t().reshape(4)  # as large, elsewhere
+    assert walker.walk(state).tensors[2].data.data_ptr() == some[0].data_ptr()
+
+
+def test_values_that_are_in_new_memory_each_time_are_those_of_the_call(tmp_path: Path) -> None:
+    state: dict[str, Any] = with_optimizer(nn.Linear(4, 4))
+    with aiockpt.Checkpointer(tmp_path, snapshot="lazy") as ckpt:
+        for step in range(3):
+            state["history"], state["some"] = np.full(4, float(step)), [torch.full((2,), float(step))]
+            save = ckpt.save(step, state)
+            state["history"][:], state["some"][0][:] = -1, -1
+            save.result(60)
+        for step in range(3):
+            assert ckpt.read(step, "history").result(60).eq(step).all()
+            assert ckpt.read(step, "some[0]").result(60).eq(step).all()
+
+
+def test_what_a_hook_gives_in_other_memory_than_the_parameter_is_copied() -> None:
+    model, walker, stillness = hooked(), StateWalker(), Stillness()
+    state = with_optimizer(model)
+
+    def moving() -> list[bool]:
+        walked = walker.walk(state)
+        still = stillness.hold(walked, state, trusting=False, reuse=True)
+        return [live is not held for live, held in zip(walked.tensors, still.tensors, strict=True)]
+
+    assert moving() == [False, False]
+    elsewhere = torch.ones(4, 4)
+    model._register_state_dict_hook(lambda _, found, *__: found.update(weight=elsewhere))  # type: ignore[no-untyped-call]
+    assert sorted(moving()) == [False, True]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.int8, torch.uint16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64]
+)
+def test_every_dtype_is_copied_into_the_same_memory_again(dtype: torch.dtype) -> None:
+    tensor, walker, stillness = torch.zeros(3, 4).to(dtype).t(), StateWalker(), Stillness()
+    state = {"t": tensor, "empty": torch.zeros(0), "scalar": torch.tensor(1.0)}
+    for value in (0, 1):
+        tensor.copy_(torch.full((4, 3), value).to(dtype))
+        held = stillness.hold(walker.walk(state), state, trusting=False, reuse=True).tensors
+        assert torch.equal(held[0].data.to(torch.complex64), tensor.to(torch.complex64))
+
+
+def test_a_state_of_another_shape_is_held_anew() -> None:
+    walker, stillness = StateWalker(), Stillness()
+    for size in (2, 3, 2):
+        state = {"some": [torch.full((size,), float(size))], "t": torch.ones(1)}
+        held = stillness.hold(walker.walk(state), state, trusting=False, reuse=True).tensors
+        assert [tuple(shard.data.shape) for shard in held if shard.name == "some[0]"] == [(size,)]
