@@ -183,26 +183,24 @@ class Checkpointer:
         world = world or World()
         memory = SharedMemory() if worker == "process" else None
         self._loop = LoopThread("aiockpt", on_exit=self._drain_at_exit)
-        self._engine = Engine(backends[0], self._loop, self._options, observers, world, ranks, memory=memory)
-        here = Tiers(tiers, self._engine, backends, working=memory is None)
-        self._tiers: Destination = here if memory is None else self._start_writer(here, tiers, memory)
-        self._barrier = MutationBarrier(deadlines.slab_s, self._tell_waited)
-        self._launcher = Launcher(self._tiers, self._barrier)
-        sharing = self._engine.sharing
-        self._together = None if sharing is None else LoadTogether(self._engine, sharing.meeting, peers)
-        self._unclaimed: list[LoadFuture[Any]] = []
-        companions = [accompany(self._loop, observer) for observer in observers if isinstance(observer, Companion)]
-        for cadence in (observer for observer in observers if isinstance(observer, Cadence)):
-            place = backends[0].url
-            companions.append(cadence.join(self._loop, ranks, place, world.clock, max_in_flight, deadlines.ranks_s))
-        self._ending = Ending(self._engine, self._launcher, self._tiers, self._barrier, companions)
-
-    def _start_writer(self, here: Tiers, tiers: Sequence[Tier], memory: SharedMemory) -> Destination:
         try:
-            return Elsewhere(here, tiers, memory)
+            self._engine = Engine(backends[0], self._loop, self._options, observers, world, ranks, memory=memory)
+            companions = [accompany(self._loop, observer) for observer in observers if isinstance(observer, Companion)]
+            for cadence in (observer for observer in observers if isinstance(observer, Cadence)):
+                place = backends[0].url
+                companions.append(cadence.join(self._loop, ranks, place, world.clock, max_in_flight, deadlines.ranks_s))
+            here = Tiers(tiers, self._engine, backends, working=memory is None)
+            self._tiers: Destination = here if memory is None else Elsewhere(here, tiers, memory)
+            self._barrier = MutationBarrier(deadlines.slab_s, self._tell_waited)
+            self._launcher = Launcher(self._tiers, self._barrier)
+            sharing = self._engine.sharing
+            self._together = None if sharing is None else LoadTogether(self._engine, sharing.meeting, peers)
+            self._unclaimed: list[LoadFuture[Any]] = []
+            self._ending = Ending(self._engine, self._launcher, self._tiers, self._barrier, companions)
         except BaseException:
-            self._loop.close()
-            memory.close()
+            self._loop.discard()
+            if memory is not None:
+                memory.close()
             raise
 
     # ------------------------------------------------------------------ save

@@ -6,7 +6,9 @@ Each engine owns one loop thread (anyio's portal) and a fixed set of worker thre
 - A forked child is refused by process id: the threads did not come along.
 - At interpreter exit ``on_exit`` runs while threads can still work, so that an unwaited save is not lost. Plain
   ``atexit`` is too late: by then the executors are shut down (tried on 3.11 to 3.13).
-- ``close`` is idempotent and waits for both kinds of threads.
+- ``close`` is idempotent and waits for both kinds of threads. Where nobody closed it, and nobody refers to it any more, they
+  end by themselves. The collector sees to that on any thread and in the middle of anything, under locks of the interpreter
+  too: whoever waited for a thread there could wait for ever, and so would every thread that begins or ends.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from contextlib import suppress
 from typing import TypeVar, TypeVarTuple
 
-import anyio.from_thread
+import anyio
+from anyio.from_thread import BlockingPortal
 
 from aiockpt.errors import BlockingCallError, ClosedError, ForkedProcessError
 
@@ -48,12 +51,16 @@ class LoopThread:
         self._name = name
         self._pid = os.getpid()
         self._closed = False
-        self._stack = ExitStack()
-        self._portal = self._stack.enter_context(anyio.from_thread.start_blocking_portal(name=f"{name}-loop"))
+        ready: concurrent.futures.Future[BlockingPortal] = concurrent.futures.Future()
+        self._thread = threading.Thread(target=_run_loop, args=(ready,), name=f"{name}-loop", daemon=True)
+        self._thread.start()
+        self._portal = ready.result()
         self._executor = concurrent.futures.ThreadPoolExecutor(WORKERS, thread_name_prefix=f"{name}-worker")
         _start_all(self._executor)
         self._loop: asyncio.AbstractEventLoop = self._portal.call(self._set_up)
         self._on_exit = on_exit
+        self._dropped = weakref.finalize(self, _stop_soon, self._loop, self._portal, self._pid)
+        self._dropped.atexit = False
         _open_loops.add(self)
         _register_exit_hook()
 
@@ -114,14 +121,20 @@ class LoopThread:
         Args:
             cancel: the tasks of the loop, first.
         """
-        if not self.usable:
-            return
-        refuse_in_event_loop("close()", "write `await ckpt.aclose()`")
+        if self.usable:
+            refuse_in_event_loop("close()", "write `await ckpt.aclose()`")
+            self._end(cancel)
+
+    def discard(self) -> None:
+        """Stop it before it was of any use: a few milliseconds, inside an event loop too."""
+        self._end(cancel=True)
+
+    def _end(self, cancel: bool) -> None:
         self._closed = True
+        self._dropped.detach()
         _open_loops.discard(self)
-        if cancel:
-            self._portal.call(self._portal.stop, True)
-        self._stack.close()
+        self._portal.call(self._portal.stop, cancel)
+        self._thread.join()
         self._executor.shutdown(wait=True)
 
     def drain_at_exit(self) -> None:
@@ -159,6 +172,29 @@ def runs_event_loop() -> bool:
     except RuntimeError:  # anyio.NoEventLoopError where anyio has it
         return False
     return True
+
+
+def _run_loop(ready: concurrent.futures.Future[BlockingPortal]) -> None:
+    """Run an event loop on this thread until its portal is stopped."""
+
+    async def serve() -> None:
+        async with BlockingPortal() as portal:
+            ready.set_result(portal)
+            await portal.sleep_until_stopped()
+
+    try:
+        anyio.run(serve)
+    except BaseException as error:
+        if ready.done():
+            raise
+        ready.set_exception(error)
+
+
+def _stop_soon(loop: asyncio.AbstractEventLoop, portal: BlockingPortal, pid: int) -> None:
+    """Have a loop end that nobody refers to any more, and its workers with it, without waiting for anything."""
+    if os.getpid() == pid:
+        with suppress(RuntimeError):  # it has ended
+            loop.call_soon_threadsafe(lambda: loop.create_task(portal.stop(cancel_remaining=True)))
 
 
 def _start_all(executor: concurrent.futures.ThreadPoolExecutor) -> None:

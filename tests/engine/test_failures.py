@@ -13,6 +13,7 @@ from typing import Any
 
 import anyio
 import numpy as np
+import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 
@@ -29,6 +30,7 @@ from aiockpt.errors import (
     StorageTimeoutError,
 )
 from aiockpt.events import Event
+from aiockpt.options import Worker
 from aiockpt.storage.backend import Backend
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.small_run import SMALL, Run
@@ -377,6 +379,19 @@ def test_many_saves_leak_neither_memory_nor_descriptors(tmp_path: Path) -> None:
         assert set(threading.enumerate()) <= threads
         assert ckpt.statistics().pool.used_slabs == 0
     assert len(list((tmp_path / "run").glob("step-*"))) == 2
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+async def test_a_checkpointer_that_is_refused_leaves_no_thread_and_no_process(tmp_path: Path, worker: Worker) -> None:
+    cadence = aiockpt.Cadence()
+    async with aiockpt.Checkpointer(tmp_path / "run", every=cadence):
+        threads, children = set(threading.enumerate()), psutil.Process().children()
+        with pytest.raises(aiockpt.UsageError, match="serves a Checkpointer already") as refused:
+            aiockpt.Checkpointer(tmp_path / "run", every=cadence, worker=worker)
+        assert refused.tb  # what was made is still referred to: nobody has collected it
+        assert set(threading.enumerate()) <= threads
+        _, alive = psutil.wait_procs([child for child in psutil.Process().children() if child not in children], 20)
+        assert not alive
 
 
 class Holding:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import subprocess
 import sys
@@ -112,6 +114,39 @@ loop = LoopThread("test", on_exit=drain)
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert (run.returncode, run.stdout, run.stderr) == (0, "flushed at exit\n", "")
+
+
+def test_a_dropped_checkpointer_is_collected_while_the_interpreter_begins_or_ends_a_thread() -> None:
+    """The collector runs where it likes, under locks that every thread needs when it begins or ends."""
+    script = """
+import contextlib, gc, sys, tempfile, threading, time
+import aiockpt
+with tempfile.TemporaryDirectory() as root:
+    gc.disable()
+    ckpt = aiockpt.Checkpointer(root)
+    ckpt.save(1, {"value": 1}).result(20)
+    del ckpt
+    until = time.monotonic() + 20
+    while threading.active_count() > 1 and time.monotonic() < until:
+        with contextlib.ExitStack() as locks:
+            for name in ("_active_limbo_lock", "_shutdown_locks_lock"):  # 3.13 has only the first
+                locks.enter_context(getattr(threading, name, contextlib.nullcontext()))
+            gc.collect()
+        time.sleep(0.01)
+    print([thread.name for thread in threading.enumerate()])
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "['MainThread']\n", "")
+
+
+def test_a_loop_that_cannot_be_made_says_so_to_whoever_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(asyncio, "new_event_loop", refuse)
+    monkeypatch.setattr(asyncio.events, "new_event_loop", refuse)
+    with pytest.raises(OSError, match="too many open files"):
+        LoopThread("test", on_exit=lambda: None)
 
 
 def test_what_the_loop_thread_computes_is_counted(loop: LoopThread) -> None:
