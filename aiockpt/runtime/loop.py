@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import concurrent.futures.thread
+import contextvars
 import os
 import threading
 import time
@@ -31,6 +32,7 @@ from aiockpt.errors import BlockingCallError, ClosedError, ForkedProcessError
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+Ready = concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, BlockingPortal]]
 Mutex = threading.RLock
 """Lets one thread at a time in; for a few milliseconds, and never around a wait for the loop. A signal handler must not wait
 for the thread that it interrupts, so the same one gets in again."""
@@ -51,25 +53,28 @@ class LoopThread:
         self._name = name
         self._pid = os.getpid()
         self._closed = False
-        ready: concurrent.futures.Future[BlockingPortal] = concurrent.futures.Future()
-        self._thread = threading.Thread(target=_run_loop, args=(ready,), name=f"{name}-loop", daemon=True)
+        ready: Ready = concurrent.futures.Future()
+        own_context = (
+            contextvars.Context()
+        )  # where threads inherit one, anyio would find itself in the caller's event loop
+        self._thread = threading.Thread(
+            target=own_context.run, args=(_run_loop, ready), name=f"{name}-loop", daemon=True
+        )
         self._thread.start()
-        self._portal = ready.result()
-        self._executor = concurrent.futures.ThreadPoolExecutor(WORKERS, thread_name_prefix=f"{name}-worker")
-        _start_all(self._executor)
-        self._loop: asyncio.AbstractEventLoop = self._portal.call(self._set_up)
-        self._on_exit = on_exit
+        self._loop, self._portal = ready.result()
         self._dropped = weakref.finalize(self, _stop_soon, self._loop, self._portal, self._pid)
         self._dropped.atexit = False
+        self._executor = concurrent.futures.ThreadPoolExecutor(WORKERS, thread_name_prefix=f"{name}-worker")
+        _start_all(self._executor)
+        self._portal.call(self._set_up)
+        self._on_exit = on_exit
         _open_loops.add(self)
         _register_exit_hook()
 
-    async def _set_up(self) -> asyncio.AbstractEventLoop:
-        loop = asyncio.get_running_loop()
-        loop.set_default_executor(self._executor)
+    def _set_up(self) -> None:
+        self._loop.set_default_executor(self._executor)
         _here.is_loop = True
         self._cpu_clock = time.pthread_getcpuclockid(threading.get_ident())
-        return loop
 
     def cpu_s(self) -> float:
         """Return the processor seconds of the loop thread so far. Nearly all of them hold the interpreter's lock."""
@@ -174,12 +179,12 @@ def runs_event_loop() -> bool:
     return True
 
 
-def _run_loop(ready: concurrent.futures.Future[BlockingPortal]) -> None:
+def _run_loop(ready: Ready) -> None:
     """Run an event loop on this thread until its portal is stopped."""
 
     async def serve() -> None:
         async with BlockingPortal() as portal:
-            ready.set_result(portal)
+            ready.set_result((asyncio.get_running_loop(), portal))
             await portal.sleep_until_stopped()
 
     try:

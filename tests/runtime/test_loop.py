@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import subprocess
 import sys
@@ -147,6 +148,20 @@ def test_a_loop_that_cannot_be_made_says_so_to_whoever_wants_it(monkeypatch: pyt
     monkeypatch.setattr(asyncio.events, "new_event_loop", refuse)
     with pytest.raises(OSError, match="too many open files"):
         LoopThread("test", on_exit=lambda: None)
+
+
+def test_a_loop_whose_workers_cannot_be_started_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("aiockpt.runtime.loop._start_all", refuse)
+    with pytest.raises(RuntimeError, match="can't start"):
+        LoopThread("short", on_exit=lambda: None)
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "short-loop":
+            thread.join(20)
+            assert not thread.is_alive()
 
 
 def test_what_the_loop_thread_computes_is_counted(loop: LoopThread) -> None:
