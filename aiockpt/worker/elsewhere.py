@@ -219,7 +219,9 @@ class Elsewhere:
         """Reap a writer; then take back the slabs that it had, and end its saves."""
         process = connection.process
         process.hang_up()
-        if not connection.left_alone:
+        if connection.left_alone:
+            process.leave()
+        else:
             await run_blocking(self._talking, process.end, END_S)
         connection.lose()
         for number in list(connection.lent):

@@ -16,6 +16,8 @@ from aiockpt.errors import UsageError, WriterLostError
 from aiockpt.runtime.channel import Receiver, Sender, close_in_forks
 
 MODULE = "aiockpt.worker"
+_left: list[subprocess.Popen[bytes]] = []
+"""Writers that go on without this process; each that is left reaps those before it. A forgotten one Python would warn of."""
 
 
 class WriterProcess:
@@ -69,6 +71,10 @@ class WriterProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def leave(self) -> None:
+        """Let it go on although nobody will ask for it."""
+        _left[:] = [process for process in (*_left, self._process) if process.poll() is None]
 
     def close(self) -> None:
         """Let the sockets go, on the loop. Idempotent."""

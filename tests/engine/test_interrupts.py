@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
@@ -18,8 +19,10 @@ from aiockpt.engine.launch import Launcher
 from aiockpt.engine.ticket import Ticket
 from aiockpt.errors import SaveCancelledError
 from aiockpt.options import Snapshot
+from aiockpt.runtime.barrier import MutationBarrier
 from aiockpt.runtime.loop import LoopThread
 from aiockpt.testing.faults import Fault, FaultyBackend
+from aiockpt.worker import process
 from tests.small_run import SMALL, Run
 
 pytestmark = pytest.mark.timeout(60)
@@ -61,12 +64,7 @@ def test_a_close_that_is_interrupted_gives_up_what_hangs(tmp_path: Path, verb: s
     ckpt.save(1, run.state).result(SOON_S)
     save = ckpt.save(2, run.state)
     save.snapshotted().result(SOON_S)
-    pressing = threading.Timer(0.5, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
-    pressing.start()
-    begun_s = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        ckpt.close()
-    assert time.monotonic() - begun_s < SOON_S
+    close_interrupted(ckpt, 0.5)
     assert isinstance(save.exception(0), SaveCancelledError)
     assert not threads_of_ours()
     ckpt.close()
@@ -76,8 +74,48 @@ def test_a_close_that_is_interrupted_gives_up_what_hangs(tmp_path: Path, verb: s
     assert loaded.step == 1
 
 
+def close_interrupted(ckpt: aiockpt.Checkpointer, after_s: float) -> None:
+    """Close, with a Ctrl-C after *after_s* seconds."""
+    pressing = threading.Timer(after_s, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+    pressing.start()
+    begun_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        ckpt.close()
+    assert time.monotonic() - begun_s < SOON_S
+    pressing.join()
+
+
+def test_a_close_that_is_interrupted_waits_for_no_load_that_hangs(tmp_path: Path) -> None:
+    run = Run(1)
+    hanging = [Fault(do="hang", verb="reader.read", times=None), Fault(do="hang", verb="upload.write", times=None)]
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        ckpt.save(1, run.state).result(SOON_S)
+    ckpt = aiockpt.Checkpointer(FaultyBackend(LocalBackend(str(tmp_path)), hanging), io=SMALL)
+    ckpt.save(2, run.state)  # what the close waits for
+    load = ckpt.load(Run(2).state)
+    close_interrupted(ckpt, 0.5)
+    assert not threads_of_ours()
+    assert load.exception(0) is not None
+
+
+def test_what_a_writer_process_has_whole_it_commits_though_the_close_is_interrupted(tmp_path: Path) -> None:
+    state = {"weight": torch.arange(2 << 20)}
+    ckpt = aiockpt.Checkpointer(tmp_path, worker="process", io=aiockpt.IO(bandwidth=8 << 20))  # 16 MiB: two seconds
+    save = ckpt.save(1, state)
+    save.snapshotted().result(SOON_S)
+    close_interrupted(ckpt, 0.2)
+    assert not threads_of_ours()
+    until_s = time.monotonic() + SOON_S
+    while any(writer.poll() is None for writer in process._left) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    with aiockpt.Checkpointer(tmp_path) as again:
+        assert again.latest().result(SOON_S) is not None
+
+
 WHERE = [
     (Launcher, "_begin"),
+    (MutationBarrier, "guard"),
+    (LoopThread, "in_worker"),
     (Ticket, "prepare"),
     (LoopThread, "submit"),
     (LoopThread, "call_soon"),
