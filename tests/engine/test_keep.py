@@ -25,6 +25,7 @@ from aiockpt.testing.faults import Fault, FaultyBackend
 from aiockpt.testing.recording import RecordingBackend
 from tests.gates import Gate
 from tests.small_run import SMALL
+from tests.watch import until
 
 STATE: dict[str, Any] = {"x": torch.arange(5000), "value": 1}
 
@@ -337,10 +338,10 @@ def test_a_second_save_of_a_step_sees_the_first_where_one_is_enough(tmp_path: Pa
 
 
 def test_a_save_whose_step_failed_before_is_made_all_the_same(tmp_path: Path) -> None:
-    stuck = Fault(do="hang", verb="create", match="*")
-    with aiockpt.Checkpointer(FaultyBackend(LocalBackend(str(tmp_path)), [stuck]), io=SMALL) as ckpt:
+    stuck = FaultyBackend(LocalBackend(str(tmp_path)), [Fault(do="hang", verb="create", match="*")])
+    with aiockpt.Checkpointer(stuck, io=SMALL) as ckpt:
         first, second = ckpt.save(10, state(1)), ckpt.save(10, state(2))
-        first.snapshotted().result(30)
+        until(lambda: stuck.schedule.fired, "the first save's file")
         first.cancel()
         assert second.result(30).generation == 1
 
