@@ -18,12 +18,14 @@ from aiockpt.backends.local import LocalBackend
 from aiockpt.engine.launch import Launcher
 from aiockpt.engine.ticket import Ticket
 from aiockpt.errors import SaveCancelledError
+from aiockpt.events import SaveFailed
 from aiockpt.options import Snapshot
 from aiockpt.runtime.barrier import MutationBarrier
 from aiockpt.runtime.loop import LoopThread
 from aiockpt.testing.faults import Fault, FaultyBackend
 from aiockpt.worker import process
 from tests.small_run import SMALL, Run
+from tests.watch import Watch
 
 pytestmark = pytest.mark.timeout(60)
 SOON_S = 30.0
@@ -130,8 +132,8 @@ WHERE = [
 def test_a_save_that_is_interrupted_anywhere_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, after: bool, snapshot: Snapshot
 ) -> None:
-    run = Run(1)
-    with aiockpt.Checkpointer(tmp_path, io=SMALL, on_error=lambda future: None) as ckpt:
+    run, watch = Run(1), Watch()
+    with aiockpt.Checkpointer(tmp_path, io=SMALL, observers=[watch], on_error=lambda future: None) as ckpt:
         ckpt.save(1, run.state).result(SOON_S)
         begun_s = time.monotonic()
         with monkeypatch.context() as patch:
@@ -149,3 +151,4 @@ def test_a_save_that_is_interrupted_anywhere_ends(
         assert loaded is not None
         assert loaded.step == 3
     assert not threads_of_ours()
+    assert len(watch.of(SaveFailed)) <= 1, "told once"
