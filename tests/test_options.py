@@ -110,6 +110,7 @@ def test_what_cannot_be_meant_is_refused_when_it_is_given(make: Any, message: st
         ({"mutable": 5}, "mutable=5: give a list of names"),
         ({"immutable": [5]}, "5 names no tensor: give names as"),
         ({"ranks": 5}, "ranks=5: give aiockpt.Ranks("),
+        ({"world": 5}, "world=5: give an aiockpt.runtime.world.World"),
     ],
 )
 def test_a_checkpointer_refuses_what_cannot_be_meant(options: dict[str, Any], message: str) -> None:
