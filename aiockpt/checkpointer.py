@@ -169,7 +169,9 @@ class Checkpointer:
         if not isinstance(ranks, Ranks | None):
             refuse_value("", "ranks", ranks, "aiockpt.Ranks(rank, world_size, store), or None for torch.distributed")
         if not isinstance(world, World | None):
-            refuse_value("", "world", world, "an aiockpt.runtime.world.World, or None for this machine's files and clocks")
+            refuse_value(
+                "", "world", world, "an aiockpt.runtime.world.World, or None for this machine's files and clocks"
+            )
         ranks = ranks or find_ranks()
         peers = find_peers(load_group, ranks)
         if not isinstance(observers, Sequence):

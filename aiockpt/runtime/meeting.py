@@ -148,13 +148,16 @@ class Meeting:
     async def _poll(
         self, look: Callable[[], Awaitable[T | None]], deadline_s: float, what: str, ranks: Callable[[], Iterable[int]]
     ) -> T:
-        """Look until there is something."""
+        """Look until there is something; once after the deadline, too, for a process that was stopped meanwhile."""
         with anyio.move_on_after(deadline_s):
             for pause_s in growing_pauses(FIRST_PAUSE_S, self._last_pause_s):
                 found = await look()
                 if found is not None:
                     return found
                 await anyio.sleep(pause_s)
+        found = await look()
+        if found is not None:
+            return found
         late = sorted(ranks())
         raise RankTimeoutError(f"{what}: nothing from {name_ranks(late)} within {deadline_s:g} s", late)
 
