@@ -54,12 +54,9 @@ class LoopThread:
         self._pid = os.getpid()
         self._closed = False
         ready: Ready = concurrent.futures.Future()
-        own_context = (
-            contextvars.Context()
-        )  # where threads inherit one, anyio would find itself in the caller's event loop
-        self._thread = threading.Thread(
-            target=own_context.run, args=(_run_loop, ready), name=f"{name}-loop", daemon=True
-        )
+        # Where threads inherit a context, anyio would take the caller's event loop for its own.
+        context = contextvars.Context()
+        self._thread = threading.Thread(target=context.run, args=(_run_loop, ready), name=f"{name}-loop", daemon=True)
         self._thread.start()
         self._loop, self._portal = ready.result()
         self._dropped = weakref.finalize(self, _stop_soon, self._loop, self._portal, self._pid)
@@ -136,11 +133,11 @@ class LoopThread:
 
     def _end(self, cancel: bool) -> None:
         self._closed = True
-        self._dropped.detach()
         _open_loops.discard(self)
         self._portal.call(self._portal.stop, cancel)
         self._thread.join()
         self._executor.shutdown(wait=True)
+        self._dropped.detach()
 
     def drain_at_exit(self) -> None:
         """Finish what is in flight while threads still work; see the module."""
