@@ -93,7 +93,8 @@ async def test_all_arrive_or_not_all() -> None:
 
 
 async def test_a_store_that_is_gone_is_an_error_that_names_its_host() -> None:
-    meeting = Meeting(LostStore(), "a place", 1, 2)
+    store: Any = LostStore()
+    meeting = Meeting(store, "a place", 1, 2)
     meeting.join("as another process has begun it")
     with pytest.raises(StoreLostError, match="Connection reset by peer") as caught:
         await meeting.look("key", Note)
