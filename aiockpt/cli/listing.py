@@ -21,19 +21,19 @@ _MEANINGS = {
 }
 
 
-def show_survey(root: str, found: Survey, roots_below: Sequence[str] = ()) -> None:
+def show_survey(root: str, found: Survey, instead: Sequence[str] = ()) -> None:
     """Print the steps below *root*, then what is wrong or unfinished there.
 
     Args:
-        roots_below: folders in *root* that hold steps, where it has none itself.
+        instead: what may have been meant, where it has none.
     """
     marks = {UNFINISHED} if found.unfinished else set()
     if found.steps:
         marks |= _show_steps(root, found.steps)
     else:
         say(f"{escape(root)} holds no checkpoint yet.")
-        for below in roots_below:
-            say(f"Did you mean [bold]aiockpt ls {escape(below)}[/]?")
+        for hint in instead:
+            say(f"{escape(hint)}.")
     for step in found.steps:
         if step.problem:
             say(f"[red]✗ step {step.step}:[/] {escape(step.problem)}")

@@ -6,7 +6,6 @@ Guarantee: a missing folder is never made by looking for it.
 from __future__ import annotations
 
 import shlex
-from contextlib import suppress
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -14,8 +13,6 @@ from aiockpt.errors import UsageError
 from aiockpt.format.names import parse_manifest, parse_step
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
-
-ROOTS_SHOWN = 5
 
 
 def open_place(root: str) -> Backend:
@@ -45,19 +42,6 @@ def local_folder(root: str) -> Path:
     folder = Path(unquote(rest))
     check_folder(folder, "give a folder on the file system to be examined", may_be_made=True)
     return folder
-
-
-def roots_below(backend: Backend) -> list[str]:
-    """Return the folders directly below a local root that hold steps, some at most: one of them may have been meant."""
-    scheme, _, rest = backend.url.partition("://")
-    if scheme != "file":
-        return []
-    found = []
-    for folder in sorted(Path(unquote(rest)).iterdir()):
-        with suppress(OSError):  # one that may not be read was not meant
-            if folder.is_dir() and any(parse_step(entry.name) is not None for entry in folder.iterdir()):
-                found.append(str(folder))
-    return found[:ROOTS_SHOWN]
 
 
 def check_folder(folder: Path, advice: str, *, may_be_made: bool = False) -> None:

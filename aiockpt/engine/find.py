@@ -5,7 +5,8 @@ Guarantees:
 - No checkpoint is never taken for none: a tier that cannot be listed raises, unless another one has steps. Then one that is
   stalled is not waited for, either.
 - A commit that a dead job could not finish is finished first.
-- A newer step that somebody has begun and not committed is told of, when one is chosen to be loaded.
+- A newer step that somebody has begun and not committed is told of, when one is chosen to be loaded; and where there is none
+  to load, what may have been meant instead.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import step_id
 from aiockpt.pipeline.commit import roll_forward
 from aiockpt.pipeline.discover import StepCopy, StepEntry, find_copy, look_at, newest_manifest, scan
+from aiockpt.pipeline.instead import look_instead
 from aiockpt.planning.weights import has_weights_only
 
 logger = logging.getLogger("aiockpt")
@@ -69,6 +71,8 @@ async def candidates(
     listed = await committed_steps(engine, unfinished) if step is None else await find_step(engine, step)
     if to_load:
         await tell_of_newer(unfinished, listed[0].entry.step if listed else -1)
+        if not listed and not unfinished:
+            await _tell_what_is_there_instead(engine)
     first: CorruptionError | None = None
     weights: list[Found] = []
     for one in listed:
@@ -89,6 +93,13 @@ async def candidates(
         raise first
     if listed and step is None:
         raise NoValidCheckpointError(engine.backend.url, skipped)
+
+
+async def _tell_what_is_there_instead(engine: Engine) -> None:
+    """Log what another place may have been meant by: a load of nothing is no error, and nobody else would say it."""
+    for tier in engine.tiers:
+        for hint in (await look_instead(tier.backend)).hints(tier.backend.url):
+            logger.warning("nothing is loaded, and %s", hint)
 
 
 def note_skipped(engine: Engine, step_id: str, step: int, error: CheckpointError, skipped: Skipped) -> None:

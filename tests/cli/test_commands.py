@@ -207,7 +207,7 @@ def test_a_folder_of_runs_is_not_taken_for_an_empty_one(aiockpt_command: Command
     (root.parent / "notes").mkdir()
     outcome = aiockpt_command("ls", root.parent)
     assert "holds no checkpoint yet" in outcome.out
-    assert f"Did you mean aiockpt ls {root}?" in outcome.out
+    assert f"{root} holds steps" in outcome.out
     assert "notes" not in outcome.out
 
 

@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 def list_steps(root: Root, as_json: Json = False) -> None:
     """List the steps, the newest first, and what descends from what; damaged and unfinished ones too."""
     from aiockpt.cli.listing import show_survey
-    from aiockpt.cli.place import open_place, roots_below
+    from aiockpt.cli.place import open_place
     from aiockpt.cli.survey import survey
+    from aiockpt.pipeline.instead import Instead, look_instead
 
     backend = open_place(root)
     found = anyio.run(survey, backend)
-    show.json_or(as_json, found, lambda: show_survey(root, found, () if found.steps else roots_below(backend)))
+    instead = Instead() if found.steps or as_json else anyio.run(look_instead, backend)
+    show.json_or(as_json, found, lambda: show_survey(root, found, instead.hints(root)))
 
 
 @app.command("inspect")

@@ -1,0 +1,63 @@
+"""What is in a place that holds no step? Perhaps another place was meant, and training would begin from nothing."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import anyio
+import msgspec
+
+from aiockpt.errors import CheckpointError
+from aiockpt.format.names import parse_manifest, parse_step
+from aiockpt.storage.backend import Backend
+
+LOOK_S = 3.0
+"""How long whoever found nothing is held up by this."""
+FOLDERS_LOOKED_INTO, RUNS_SHOWN = 20, 5
+WEIGHTS = ".safetensors"
+
+
+class Instead(msgspec.Struct, frozen=True):
+    """What a place without a step holds.
+
+    Attributes:
+        is_step: it is the folder of one step itself.
+        runs: folders in it that hold steps, some at most.
+        weights: a file of weights; empty where there is none.
+    """
+
+    is_step: bool = False
+    runs: tuple[str, ...] = ()
+    weights: str = ""
+
+    def hints(self, place: str) -> list[str]:
+        """Say what may have been meant instead of *place*, a path or a URL."""
+        place = place.rstrip("/")
+        hints = []
+        if self.is_step:
+            hints.append(f"{place} is one step: give the place above it")
+        hints += [f"{place}/{run} holds steps" for run in self.runs]
+        if self.weights:
+            hints.append(f"{place} holds weights, {self.weights}: `aiockpt convert {place} PLACE` makes a step of them")
+        return hints
+
+
+async def look_instead(backend: Backend) -> Instead:
+    """Return what *backend* holds beside steps, as far as it says so soon; that it cannot be read is no error here."""
+    found = Instead()
+    with anyio.move_on_after(LOOK_S), suppress(CheckpointError):
+        listing = await backend.list("")
+        names = [stat.key for stat in listing.objects]
+        is_step = any(parse_manifest(name) is not None for name in names)
+        found = Instead(is_step=is_step, weights=next((name for name in names if name.endswith(WEIGHTS)), ""))
+        for folder in () if is_step else listing.folders[:FOLDERS_LOOKED_INTO]:
+            if len(found.runs) < RUNS_SHOWN and await _holds_steps(backend, folder):
+                found = msgspec.structs.replace(found, runs=(*found.runs, folder))
+    return found
+
+
+async def _holds_steps(backend: Backend, folder: str) -> bool:
+    with suppress(CheckpointError):  # one that may not be read was not meant
+        inside = await backend.list(folder)
+        return any(parse_step(name.rpartition("/")[2]) is not None for name in inside.folders)
+    return False
