@@ -25,7 +25,7 @@ from aiockpt.runtime.loop import LoopThread
 from aiockpt.testing.faults import Fault, FaultyBackend
 from aiockpt.worker import process
 from tests.small_run import SMALL, Run
-from tests.watch import Watch
+from tests.watch import Watch, until
 
 pytestmark = pytest.mark.timeout(60)
 SOON_S = 30.0
@@ -107,9 +107,7 @@ def test_what_a_writer_process_has_whole_it_commits_though_the_close_is_interrup
     save.snapshotted().result(SOON_S)
     close_interrupted(ckpt, 0.2)
     assert not threads_of_ours()
-    until_s = time.monotonic() + SOON_S
-    while any(writer.poll() is None for writer in process._left) and time.monotonic() < until_s:
-        time.sleep(0.05)
+    until(lambda: all(writer.poll() is not None for writer in process._left), "the end of the writer", SOON_S)
     with aiockpt.Checkpointer(tmp_path) as again:
         assert again.latest().result(SOON_S) is not None
 

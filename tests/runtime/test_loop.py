@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import errno
 import gc
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import anyio
 import pytest
@@ -138,6 +140,45 @@ with tempfile.TemporaryDirectory() as root:
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
     assert (run.returncode, run.stdout, run.stderr) == (0, "['MainThread']\n", "")
+
+
+def test_a_dropped_checkpointer_of_the_parent_is_left_alone_in_a_fork(loop: LoopThread) -> None:
+    asked: list[object] = []
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if not pid:  # the child: its copy of the loop, whose wake-up socket is the parent's
+        loop._loop.call_soon_threadsafe = lambda callback, *_, **__: asked.append(callback)  # type: ignore[assignment]
+        loop._dropped()
+        os.write(write_end, b"left alone" if not asked else b"woken")
+        os._exit(0)
+    os.waitpid(pid, 0)
+    answer = os.read(read_end, 100)
+    os.close(read_end)
+    os.close(write_end)
+    assert answer == b"left alone"
+
+
+def test_a_loop_is_made_inside_an_event_loop_also_where_threads_inherit_the_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Inheriting(threading.Thread):
+        """As threads of a Python without the GIL are."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self._inherited = contextvars.copy_context()
+
+        def run(self) -> None:
+            self._inherited.run(super().run)
+
+    async def make() -> LoopThread:
+        with monkeypatch.context() as patch:
+            patch.setattr("aiockpt.runtime.loop.threading.Thread", Inheriting)
+            return LoopThread("inheriting", on_exit=lambda: None)
+
+    loop = anyio.run(make)
+    assert loop.submit(_name).result(10) == "inheriting-loop"
+    loop.close()
 
 
 def test_a_loop_that_cannot_be_made_says_so_to_whoever_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,12 +24,12 @@ def list_steps(root: Root, as_json: Json = False) -> None:
     from aiockpt.cli.listing import show_survey
     from aiockpt.cli.place import open_place
     from aiockpt.cli.survey import survey
-    from aiockpt.pipeline.instead import Instead, look_instead
+    from aiockpt.pipeline.instead import look_instead
 
     backend = open_place(root)
     found = anyio.run(survey, backend)
-    instead = Instead() if found.steps or as_json else anyio.run(look_instead, backend)
-    show.json_or(as_json, found, lambda: show_survey(root, found, instead.hints(root)))
+    instead = [] if found.steps or as_json else anyio.run(look_instead, backend).hints(root)
+    show.json_or(as_json, found, lambda: show_survey(root, found, instead))
 
 
 @app.command("inspect")
