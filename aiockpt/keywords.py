@@ -49,6 +49,33 @@ def check_amount(call: str, name: str, value: object, unit: str, *, optional: bo
         refuse_value(call, name, value, f"more than 0{unit}" + (", or None" if optional else ""))
 
 
+CALLED_ELSEWHERE = {
+    "max_to_keep": "retention=aiockpt.Retention(last=N)",
+    "keep_last": "retention=aiockpt.Retention(last=N)",
+    "keep_last_n": "retention=aiockpt.Retention(last=N)",
+    "keep": "retention=aiockpt.Retention(last=N)",
+    "last": "retention=aiockpt.Retention(last=N)",
+    "max_keep": "retention=aiockpt.Retention(last=N)",
+    "best": "retention=aiockpt.Retention(best=aiockpt.Best('loss', N))",
+    "monitor": "retention=aiockpt.Retention(best=aiockpt.Best('loss', N)), and save(…, metrics={'loss': loss})",
+    "keep_latest_k": "retention=aiockpt.Retention(last=N)",
+    "save_total_limit": "retention=aiockpt.Retention(last=N)",
+    "total_limit": "retention=aiockpt.Retention(last=N)",
+    "save_top_k": "retention=aiockpt.Retention(best=aiockpt.Best('loss', N))",
+    "keep_period": "retention=aiockpt.Retention(every=N)",
+    "save_interval_steps": "every=N, and ckpt.step(step, state)",
+    "save_steps": "every=N, and ckpt.step(step, state)",
+    "save_interval": "every=N, and ckpt.step(step, state)",
+    "save_every": "every=N, and ckpt.step(step, state)",
+    "interval": "every=N, and ckpt.step(step, state)",
+    "every_n_train_steps": "every=N, and ckpt.step(step, state)",
+    "async_save": "nothing: every save runs in the background",
+    "async_mode": "nothing: every save runs in the background; snapshot='lazy' shortens the call",
+    "save_on_each_node": "Tier(path) for the disk of each node",
+}
+"""What options of other tools for checkpoints are here."""
+
+
 def check_keywords(what: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Raise UsageError when a keyword of the call *what* is none of the *known* ones; say which may be meant."""
     known = [name for name in known if name != "self"]
@@ -56,6 +83,8 @@ def check_keywords(what: str, given: Iterable[str], known: Iterable[str]) -> Non
         if name not in known:
             near = get_close_matches(name, known, 1)
             hint = f" Did you mean {near[0]}?" if near else ""
+            if what == "Checkpointer" and name in CALLED_ELSEWHERE:
+                hint = f" Here that is {CALLED_ELSEWHERE[name]}."
             raise UsageError(f"{what}({name}=…): there is no such option.{hint} There are {', '.join(known)}")
 
 

@@ -14,6 +14,7 @@ import msgspec
 from aiockpt.errors import UsageError
 from aiockpt.format.checksum import BLOCK_BYTES
 from aiockpt.keywords import AsksWhatWasMeant, check_amount, check_count, refuse_value
+from aiockpt.redaction import redact
 
 if TYPE_CHECKING:
     from aiockpt.runtime.future import SaveFuture
@@ -86,6 +87,8 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWas
         last: keep the newest *last* steps of the current lineage; None keeps all.
         every: keep each step divisible by *every*; None adds none.
         best: keep the best steps by a metric; None adds none.
+        optimizer: of the steps that are kept, the newest *optimizer* are kept in full, and so is the newest verified one;
+            of the others, the weights alone, which nothing is resumed from. None keeps all of them in full.
         grace_s: seconds, by the storage's clock, before an attempt that nobody committed counts as garbage. A day, so
             that no slow save of another job is ever taken for a dead one.
     """
@@ -93,10 +96,11 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWas
     last: int | None = None
     every: int | None = None
     best: Best | None = None
+    optimizer: int | None = None
     grace_s: float = 24 * 3600.0
 
     def __post_init__(self) -> None:
-        for name in ("last", "every"):
+        for name in ("last", "every", "optimizer"):
             check_count("Retention", name, getattr(self, name), optional=True)
         best: object = self.best
         if not isinstance(best, Best | None):
@@ -140,6 +144,10 @@ class Tier(msgspec.Struct, frozen=True, metaclass=AsksWhatWasMeant):
     bandwidth: float | None = 200e6
     on_error: TierError = "warn"
     content: Content = "full"
+
+    def __repr__(self) -> str:
+        given = ((name, getattr(self, name)) for name in self.__struct_fields__)
+        return redact(f"Tier({', '.join(f'{name}={value!r}' for name, value in given)})")
 
     def __post_init__(self) -> None:
         tier = f"Tier({self.url!r}"

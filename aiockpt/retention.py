@@ -23,7 +23,8 @@ class StepFacts(msgspec.Struct, frozen=True):
         sequence: the logical clock of its manifest.
         run: which checkpointer wrote it.
         parent: the step its run had loaded, or None.
-        damaged: whether a verification found it damaged.
+        damaged: whether a verification, or a load, found it damaged.
+        generation: which of its generations counts.
     """
 
     id: str
@@ -34,6 +35,7 @@ class StepFacts(msgspec.Struct, frozen=True):
     verified: bool
     metrics: Mapping[str, float | None]
     damaged: bool = False
+    generation: int = 1
 
 
 class Doomed(msgspec.Struct, frozen=True):
@@ -109,6 +111,19 @@ def explain_kept(facts: Sequence[StepFacts], rules: Retention, protected: Collec
         if why:
             kept.append(Kept(fact.id, fact.step, ", ".join(why)))
     return kept
+
+
+def may_be_thinned(
+    facts: Sequence[StepFacts], rules: Retention, protected: Collection[str], kept: Collection[str]
+) -> list[StepFacts]:
+    """Return the steps of the current lineage that are *kept* and may have to be thinned, the newest first.
+
+    Which of them are whole is not known here: the newest `Retention.optimizer` that are, and the newest verified of those,
+    stay so (`aiockpt.engine.keep`). One that is read or saved now is left for later, and so is a damaged one.
+    """
+    if rules.optimizer is None:
+        return []
+    return [fact for fact in lineage(facts) if fact.id in kept and fact.id not in protected and not fact.damaged]
 
 
 def _reasons(line: Sequence[StepFacts], rules: Retention) -> dict[str, list[str]]:

@@ -34,9 +34,10 @@ from aiockpt.backends.cloud_errors import cloud_errors
 from aiockpt.backends.cloud_upload import CloudStream
 from aiockpt.backends.in_order import InOrderUpload
 from aiockpt.errors import ObjectExistsError, ObjectNotFoundError, StorageError, StorageTransferError, UsageError
+from aiockpt.redaction import hide, redact_error
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.world import World
-from aiockpt.storage.backend import Listing, Seen, Space, Stat, Traits, check_key
+from aiockpt.storage.backend import PROOF, PROOF_KEY, Listing, Seen, Space, Stat, Traits, check_key
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -78,7 +79,7 @@ class CloudBackend:
         unsafe_commit: bool = False,
         store: ObjectStore | None = None,
     ) -> None:
-        self._url = url.rstrip("/")
+        self._url = hide(url.rstrip("/"))
         self._world = world or World()
         self._store = store or _open_store(url, client_options, _NO_RETRY)
         self._uploading = store or _open_store(url, client_options, _PART_RETRY)
@@ -213,19 +214,14 @@ class CloudBackend:
         return self._exclusive
 
     async def _prove(self) -> bool:
-        """Create one object twice; return whether the second time was refused for the right reason."""
-        probe = f".exclusive-{self._world.token(8).hex()}"
+        """Create one object twice, for good; return whether that was refused for the right reason."""
         try:
-            await obstore.put_async(self._store, probe, b"1", mode="create")
+            for _ in range(2):
+                await obstore.put_async(self._store, PROOF_KEY, PROOF, mode="create")
         except NotImplementedError:
             return False
-        try:
-            await obstore.put_async(self._store, probe, b"2", mode="create")
         except (AlreadyExistsError, PreconditionError):
             return True
-        finally:
-            with anyio.CancelScope(shield=True):
-                await self._delete_batch([probe])
         return False
 
     async def _create_unsafely(self, key: str, data: bytes) -> None:
@@ -283,8 +279,9 @@ def _open_store(url: str, client_options: ClientConfig | None, retry: RetryConfi
     options: Any = {**_CLIENT, **(client_options or {})}
     try:
         return from_url(url, client_options=options, retry_config=retry)
-    except Exception as error:
-        raise UsageError(f"{url!r} cannot be opened: {str(error).partition(chr(10))[0]}") from error
+    except Exception as error:  # noqa: BLE001  Rust errors of any kind
+        reason = str(error).partition(chr(10))[0]
+        raise UsageError(f"{url!r} cannot be opened: {reason}") from redact_error(error)
 
 
 def _stat(meta: ObjectMeta, key: str) -> Stat:

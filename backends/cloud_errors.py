@@ -29,6 +29,7 @@ from aiockpt.errors import (
     StorageTimeoutError,
     StorageTransferError,
 )
+from aiockpt.redaction import redact_error
 
 _STATUS = re.compile(r"\bstatus: (\d{3}),")
 _KIND = re.compile(r"\bHttpError \{\s*kind: (\w+)")
@@ -47,7 +48,7 @@ def cloud_errors(doing: str, key: str) -> Iterator[None]:
     except StorageError:
         raise
     except (BaseError, OSError, NotImplementedError) as error:
-        raise from_obstore(error, doing, key) from error
+        raise from_obstore(error, doing, key) from redact_error(error)
 
 
 def from_obstore(error: Exception, doing: str, key: str) -> StorageError:

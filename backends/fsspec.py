@@ -36,6 +36,7 @@ from aiockpt.backends.fsspec_place import (
 )
 from aiockpt.backends.in_order import InOrderUpload
 from aiockpt.errors import ObjectNotFoundError, StorageError, UsageError
+from aiockpt.redaction import hide, hide_options
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.runtime.world import World
@@ -73,7 +74,9 @@ class FsspecBackend:
         storage_options: Mapping[str, Any] | None = None,
         world: World | None = None,
     ) -> None:
-        self._url = url.rstrip("/")
+        self._true_url = url.rstrip("/")
+        self._url = hide(self._true_url)
+        hide_options(storage_options or {})
         self._protocol = url.partition("://")[0]
         try:
             self._kind = fsspec.get_filesystem_class(self._protocol)
@@ -167,7 +170,7 @@ class FsspecBackend:
             return self._found
 
     def _connect(self) -> Place:
-        fs, root = fsspec.core.url_to_fs(self._url, **self._options)
+        fs, root = fsspec.core.url_to_fs(self._true_url, **self._options)
         remove_folder = fs.rmdir
         if self._kind.rmdir is fsspec.AbstractFileSystem.rmdir and hasattr(fs, "_rmdir"):
             remove_folder = fsspec.asyn.sync_wrapper(fs._rmdir, obj=fs)  # fsspec's list of verbs to wrap forgot it

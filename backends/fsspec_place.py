@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from aiockpt.errors import CheckpointError, ObjectNotFoundError, StorageError, UsageError, from_os_error
+from aiockpt.redaction import redact_error
 from aiockpt.storage.backend import Listing, Stat, check_key
 
 _ATTEMPTS = 16  # how often a folder may be removed under a writer before it gives up
@@ -58,11 +59,11 @@ def fsspec_errors(doing: str, key: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except ConnectionError as error:
-        raise StorageError(f"{doing} {key!r}: {error!r}", key=key, retryable=True) from error
+        raise StorageError(f"{doing} {key!r}: {error!r}", key=key, retryable=True) from redact_error(error)
     except OSError as error:
-        raise from_os_error(error, doing, key) from error
-    except Exception as error:  # each client library has its own
-        raise StorageError(f"{doing} {key!r}: {error!r}", key=key) from error
+        raise from_os_error(error, doing, key) from redact_error(error)
+    except Exception as error:  # noqa: BLE001  each client library has its own
+        raise StorageError(f"{doing} {key!r}: {error!r}", key=key) from redact_error(error)
 
 
 def create_by_open(fs: FileSystem, path: str, data: bytes) -> None:

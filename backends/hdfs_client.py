@@ -34,6 +34,7 @@ from aiockpt.errors import (
     StorageTransferError,
     UsageError,
 )
+from aiockpt.redaction import redact_error
 
 if TYPE_CHECKING:
     from hdfs_native._internal import RawFileWriter
@@ -110,7 +111,7 @@ def hdfs_errors(doing: str, key: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except (OSError, RuntimeError) as error:
-        raise from_hdfs_error(error, doing, key) from error
+        raise from_hdfs_error(error, doing, key) from redact_error(error)
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # a Rust panic is a BaseException, and would end the loop
             raise

@@ -27,7 +27,7 @@ from aiockpt.backends.local_handle import PAGE_BYTES, DirectMode, Handle
 from aiockpt.backends.local_reader import BouncePool, LocalReader, open_regular, stat_regular
 from aiockpt.backends.local_tree import LEFTOVER_PREFIX, Tree, split_key
 from aiockpt.backends.local_upload import LocalUpload, write_all
-from aiockpt.errors import StorageError, UsageError
+from aiockpt.errors import StorageError, UsageError, is_damage
 from aiockpt.runtime.limits import Limiter, LimiterStatistics, run_blocking
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Listing, Space, Stat, Traits, check_key
@@ -286,24 +286,25 @@ class LocalBackend:
             return Listing((), ())
         objects: list[Stat] = []
         folders: list[str] = []
+        others: list[str] = []
         for name in sorted(names):
             key = f"{prefix}/{name}" if prefix else name
-            if (found := self._entry(name, key)) is None:
+            if name.startswith(LEFTOVER_PREFIX):
+                continue
+            try:
+                found = self._files.lstat(self._tree.path(check_key(key)))
+            except (UsageError, FileNotFoundError):  # an impossible name, or gone again
+                continue
+            except OSError as error:
+                if not is_damage(error):
+                    raise
+                others.append(key)  # one broken inode must not hide all that lies beside it
                 continue
             if stat.S_ISREG(found.st_mode):
                 objects.append(Stat(key, found.st_size, found.st_mtime_ns))
-            elif stat.S_ISDIR(found.st_mode):
-                folders.append(key)
-        return Listing(tuple(objects), tuple(folders))
-
-    def _entry(self, name: str, key: str) -> os.stat_result | None:
-        """Return what *key* is; None for what is no object: leftovers, impossible names, and what is gone again."""
-        if name.startswith(LEFTOVER_PREFIX):
-            return None
-        try:
-            return self._files.lstat(self._tree.path(check_key(key)))
-        except (UsageError, FileNotFoundError):
-            return None
+            else:
+                (folders if stat.S_ISDIR(found.st_mode) else others).append(key)
+        return Listing(tuple(objects), tuple(folders), tuple(others))
 
     def _delete(self, keys: tuple[str, ...]) -> None:
         emptied: dict[str, None] = {}

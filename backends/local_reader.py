@@ -26,7 +26,7 @@ import numpy as np
 
 from aiockpt.backends.local_handle import PAGE_BYTES, DirectMode, Handle
 from aiockpt.backends.local_tree import Tree, link_error, split_key
-from aiockpt.errors import StorageError, UsageError
+from aiockpt.errors import ObjectNotFoundError, StorageError, UsageError
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.memory import map_pages
 from aiockpt.runtime.world import Files
@@ -46,7 +46,8 @@ def stat_regular(files: Files, tree: Tree, key: str) -> os.stat_result:
 
     Raises:
         StorageError: it is, or lies behind, a symbolic link.
-        FileNotFoundError: there is no regular file of that name.
+        ObjectNotFoundError: something else than a file has that name; it is ``damaged`` then.
+        FileNotFoundError: nothing has that name.
     """
     path = tree.path(key)
     try:
@@ -54,11 +55,17 @@ def stat_regular(files: Files, tree: Tree, key: str) -> os.stat_result:
         found = files.lstat(path)
     except NotADirectoryError as error:
         raise _no_object(path) from error
-    if stat.S_ISLNK(found.st_mode):
-        raise link_error(key)
-    if not stat.S_ISREG(found.st_mode):
-        raise _no_object(path)
+    _check_regular(key, found.st_mode)
     return found
+
+
+def _check_regular(key: str, mode: int) -> None:
+    if stat.S_ISLNK(mode):
+        raise link_error(key)
+    if not stat.S_ISREG(mode):
+        what = "a folder" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "no regular file"
+        message = f"{key!r} is {what}, where a file should be: move it away"
+        raise ObjectNotFoundError(message, key=key, damaged=True)
 
 
 def open_regular(files: Files, tree: Tree, handle: Handle) -> tuple[int, os.stat_result]:
@@ -67,8 +74,7 @@ def open_regular(files: Files, tree: Tree, handle: Handle) -> tuple[int, os.stat
     path = tree.path(handle.key)
     fd = handle.open(path, os.O_RDONLY | os.O_NONBLOCK)  # O_NONBLOCK: a pipe put there this moment cannot hang us
     found = files.fstat(fd)
-    if not stat.S_ISREG(found.st_mode):
-        raise _no_object(path)
+    _check_regular(handle.key, found.st_mode)
     return fd, found
 
 
@@ -251,9 +257,8 @@ class LocalReader:
         return self._direct_fd
 
     def _ends(self, offset: int) -> StorageError:
-        return StorageError(
-            f"{self._key!r} ends at byte {offset}, and more was asked for: it is truncated", key=self._key
-        )
+        message = f"{self._key!r} ends at byte {offset}, and more was asked for: it is truncated"
+        return StorageError(message, key=self._key, damaged=True)
 
 
 class Buffers:

@@ -238,7 +238,8 @@ class Tree:
 
 def link_error(key: str) -> StorageError:
     """Say that *key* is a symbolic link."""
-    return StorageError(f"{key!r} is a symbolic link and links are not followed; put the object itself there", key=key)
+    message = f"{key!r} is a symbolic link and links are not followed; put the object itself there"
+    return StorageError(message, key=key, damaged=True)
 
 
 def _chain(folder: str) -> list[str]:

@@ -23,26 +23,18 @@ from botocore.exceptions import ClientError
 from aiockpt.backends.s3_body import Checksum, find_summing
 from aiockpt.backends.s3_client import Addressing, Bucket, Settings, split_url
 from aiockpt.backends.s3_create import Creator
-from aiockpt.backends.s3_errors import says_empty
+from aiockpt.backends.s3_errors import says_empty, says_no_upload
 from aiockpt.backends.s3_multipart import Multipart, abort_uploads
 from aiockpt.backends.s3_reader import S3Reader
 from aiockpt.backends.s3_upload import S3Upload
-from aiockpt.errors import ObjectExistsError, UsageError
+from aiockpt.errors import ObjectExistsError, StorageError, UsageError
 from aiockpt.runtime.limits import Limiter, LimiterStatistics
 from aiockpt.runtime.world import World
-from aiockpt.storage.backend import Listing, Space, Stat, Traits, check_key
+from aiockpt.storage.backend import Listing, Space, Stat, Traits, UnfinishedUpload, check_key
 
 PART_BYTES = 16 << 20
 _PART_UNIT_BYTES = 8 << 20
 _DELETES_AT_ONCE = 1000
-
-
-class LeftoverUpload(msgspec.Struct, frozen=True):
-    """A multipart upload that was neither finished nor aborted: its key, its id, and when it began by S3's clock."""
-
-    key: str
-    upload_id: str
-    started_ns: int
 
 
 class S3Statistics(msgspec.Struct, frozen=True):
@@ -158,6 +150,7 @@ class S3Backend:
             raise ObjectExistsError(f"creating {key!r}: it is being created by this process already", key=key)
         self._creating.add(key)
         try:
+            await self._creator.find_out()
             if await self._creator.owner(key) is not None:
                 raise ObjectExistsError(f"creating {key!r}: it is there already, in {self._bucket.where}", key=key)
             multipart = Multipart(self._bucket, self._creator, key, self._summing, self._sending)
@@ -201,7 +194,7 @@ class S3Backend:
     async def close(self) -> None:
         await self._bucket.close()
 
-    async def leftover_uploads(self, prefix: str = "") -> tuple[LeftoverUpload, ...]:
+    async def leftover_uploads(self, prefix: str = "") -> tuple[UnfinishedUpload, ...]:
         """Return the multipart uploads below the folder *prefix* that were neither finished nor aborted, by key.
 
         Those of saves under way are among them: decide by ``started_ns`` and a date of the same clock.
@@ -210,29 +203,31 @@ class S3Backend:
         start += "/" if start else ""
         client = await self._bucket.client()
         pages = client.get_paginator("list_multipart_uploads")
-        found: list[LeftoverUpload] = []
+        found: list[UnfinishedUpload] = []
         with self._bucket.errors("listing the uploads below", prefix):
             async for page in pages.paginate(Bucket=self._bucket.name, Prefix=start):
                 found.extend(
-                    LeftoverUpload(key, upload["UploadId"], _whole_seconds_ns(upload["Initiated"]))
+                    UnfinishedUpload(key, upload["UploadId"], _whole_seconds_ns(upload["Initiated"]))
                     for upload in page.get("Uploads", ())
                     if (key := self._key_of(upload["Key"])) is not None
                 )
         return tuple(sorted(found, key=lambda upload: (upload.key, upload.started_ns)))
 
-    async def abort_uploads(self, uploads: Sequence[LeftoverUpload]) -> None:
+    async def abort_uploads(self, uploads: Sequence[UnfinishedUpload]) -> None:
         """Remove multipart uploads; those that are gone meanwhile are fine."""
         for upload in uploads:
-            await abort_uploads(self._bucket, upload.key, upload.upload_id)
+            try:
+                await abort_uploads(self._bucket, upload.key, upload.upload_id)
+            except StorageError as error:
+                if not says_no_upload(error.__cause__):
+                    raise
 
     def statistics(self) -> S3Statistics:
         """Return the counts of this instant."""
         return S3Statistics(self._creator.conditional, (self._sending.statistics(), self._hashing.statistics()))
 
     async def _head(self, key: str) -> Any:
-        client = await self._bucket.client()
-        with self._bucket.errors("looking for", check_key(key)):
-            return await client.head_object(**self._bucket.address(key))
+        return await self._bucket.head("looking for", check_key(key))
 
     def _key_of(self, path: str) -> str | None:
         """Return our key for *path*; None for what is no object of ours: folder markers and impossible names."""

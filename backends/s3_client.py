@@ -7,6 +7,7 @@ Guarantees:
 - One client, made on first use on the running loop. It is closed by ``close``, or when that loop ends.
 - The client never retries (`aiockpt.storage.retry` does), signs no payload, and adds no checksum of its own.
 - Credentials that the store calls expired are read anew for the next call.
+- What answers is the host that was asked: no redirect is followed (`s3_session`).
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ import anyio
 import msgspec
 from aiobotocore.config import AioConfig
 from aiobotocore.session import AioSession
+from botocore.exceptions import ClientError
 from botocore.loaders import Loader, create_loader
 
-from aiockpt.backends.s3_errors import says_expired, storage_errors
+from aiockpt.backends.s3_errors import says_empty, says_expired, says_little, storage_errors
+from aiockpt.backends.s3_session import StoreSession
 from aiockpt.errors import StorageTimeoutError, UsageError
+from aiockpt.redaction import hide
 from aiockpt.runtime.limits import Limiter, run_blocking
+from aiockpt.runtime.progress import note_progress
 from aiockpt.storage.backend import check_key
 
 S3Client = Any
@@ -65,6 +70,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
             user_agent="aiockpt",  # else it is put together anew for each call, a fifth of what that costs
+            http_session_cls=StoreSession,
             parameter_validation=False,  # ours are right, and it costs more than signing
         )
 
@@ -81,7 +87,7 @@ def split_url(url: str) -> tuple[str, str]:
         raise UsageError(f"{url!r} names no bucket: write s3://bucket/prefix")
     if any(mark in bucket for mark in "@:?# "):
         raise UsageError(
-            f"{url!r}: {bucket!r} is no bucket's name. Credentials and endpoint are not part of the URL: set"
+            f"{hide(url)!r} names no bucket that can be. Credentials and endpoint are not part of the URL: set"
             " AWS_ENDPOINT_URL, AWS_PROFILE, … as for the AWS tools"
         )
     prefix = prefix.strip("/")
@@ -136,10 +142,14 @@ class Bucket:
         """
         with anyio.CancelScope() as scope:
 
-            def moved() -> None:
+            def extend() -> None:
                 scope.deadline = anyio.current_time() + self._settings.stall_s
 
-            moved()
+            def moved() -> None:
+                extend()
+                note_progress()
+
+            extend()
             with self.errors(doing, key):
                 yield moved
         if scope.cancelled_caught:
@@ -159,6 +169,30 @@ class Bucket:
                     await self._open()
         assert self._client is not None
         return self._client
+
+    async def head(self, doing: str, key: str) -> dict[str, Any]:
+        """Return what the store says of an object; *doing* is for messages.
+
+        A HEAD has no body that could say why it was refused, and credentials that expired look like wrong ones: then a GET
+        of one byte is asked, and what it says counts.
+        """
+        client = await self.client()
+        with self.errors(doing, key):
+            try:
+                return dict(await client.head_object(**self.address(key)))
+            except ClientError as error:
+                if not says_little(error):
+                    raise
+                return await self._look_by_get(client, key, error)
+
+    async def _look_by_get(self, client: S3Client, key: str, unsaid: ClientError) -> dict[str, Any]:
+        try:
+            answer = dict(await client.get_object(**self.address(key), Range="bytes=0-0"))
+        except ClientError as error:
+            raise (unsaid if says_empty(error) else error) from None
+        answer["Body"].close()
+        size = answer.get("ContentRange", "").rpartition("/")[2]
+        return {**answer, "ContentLength": int(size) if size.isdecimal() else answer["ContentLength"]}
 
     async def close(self) -> None:
         """Close the connections. The next call makes new ones."""
@@ -198,6 +232,8 @@ class Bucket:
             config=self._settings.config(),
         ) as client:
             client.meta.events.register_last("before-call.s3", _send_at_once)
+            if not _is_aws(client.meta.endpoint_url):
+                client.meta.events.register_last("before-call.s3", _stay_here)
             yield client
 
 
@@ -215,3 +251,12 @@ def _load_descriptions() -> Loader:
 def _send_at_once(params: dict[str, Any], **_: object) -> None:
     """Take back the wait for ``100 Continue`` that botocore adds to a body with ``read``: a round trip for each part."""
     params["headers"].pop("Expect", None)
+
+
+def _is_aws(endpoint_url: str) -> bool:
+    return (urlsplit(endpoint_url).hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))
+
+
+def _stay_here(params: dict[str, Any], **_: object) -> None:
+    """Have botocore look for no other region: a store that is not AWS has none, and would be asked for it without end."""
+    params["context"].setdefault("s3_redirect", {})["redirected"] = True

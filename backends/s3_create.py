@@ -5,14 +5,14 @@ Guarantees (FORMAT §7):
 - Of any number of callers, in any processes, one creates the key: ``If-None-Match: *`` decides.
 - An answer that was lost after its effect, or a request that HTTP sent twice, never turns our own success into a
   conflict: who wrote what is there is told by the write id in its metadata.
-- A store that ignores the condition is found out before anything relies on it, and refused.
+- A store that ignores the condition is found out before the first byte of a run is sent, and refused: one key at the root,
+  ``.aiockpt``, is created under that condition, and nothing is ever deleted for it. That it is refused is the proof.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -27,6 +27,7 @@ from aiockpt.errors import (
     StorageThrottledError,
     UsageError,
 )
+from aiockpt.storage.backend import PROOF, PROOF_KEY
 
 WRITE_ID = "aiockpt-write-id"
 _ONLY_NEW: dict[str, Any] = {"IfNoneMatch": "*"}
@@ -48,7 +49,7 @@ class Creator:
         self._summing = summing
         self._unsafe_commit = unsafe_commit
         self._token = token
-        self._probing = anyio.Lock()
+        self._proving = anyio.Lock()
         self._conditional: bool | None = None
 
     @property
@@ -67,7 +68,7 @@ class Creator:
 
     async def put_new(self, key: str, data: bytes) -> None:
         """Create *key*; see `aiockpt.storage.backend.Backend.put_new`."""
-        await self._find_out()
+        await self.find_out()
         write_id = self.new_write_id()
         if not self._conditional and await self.owner(key) is not None:
             raise ObjectExistsError(f"creating {key!r}: it is there already, in {self._bucket.where}", key=key)
@@ -116,23 +117,21 @@ class Creator:
 
     async def owner(self, key: str) -> str | None:
         """Return the write id of what is at *key*; "" where it has none, None where nothing is there."""
-        client = await self._bucket.client()
         try:
-            with self._bucket.errors("looking for", key):
-                found = await client.head_object(**self._bucket.address(key))
+            found = await self._bucket.head("looking for", key)
         except ObjectNotFoundError:
             return None
         return str(found["Metadata"].get(WRITE_ID, ""))
 
-    async def _find_out(self) -> None:
+    async def find_out(self) -> None:
         """Look once, before anything relies on it, whether the store keeps the condition.
 
         Raises:
             UsageError: it does not, and ``unsafe_commit`` was not given.
         """
-        async with self._probing:
+        async with self._proving:
             if self._conditional is None:
-                self._conditional = await self._probe()
+                self._conditional = await self._prove()
                 if not self._conditional and self._unsafe_commit:
                     warnings.warn(
                         f"{self._bucket.where} ignores If-None-Match: two jobs that save one step at once may both"
@@ -146,17 +145,11 @@ class Creator:
                 " with conditional writes, or pass S3Backend(…, unsafe_commit=True) where one job only ever saves."
             )
 
-    async def _probe(self) -> bool:
-        """Create a key twice; return whether the second time was refused."""
-        key = f".aiockpt-probe-{self._token(8).hex()}"
+    async def _prove(self) -> bool:
+        """Create the one key that proves it, for good; return whether this, or doing it again, was refused."""
         try:
             for _ in range(2):
-                await self.put(key, b"", **_ONLY_NEW)
+                await self.put(PROOF_KEY, PROOF, **_ONLY_NEW)
         except ObjectExistsError:
             return True
-        else:
-            return False
-        finally:
-            with anyio.CancelScope(shield=True), suppress(StorageError), self._bucket.errors("removing", key):
-                client = await self._bucket.client()
-                await client.delete_object(**self._bucket.address(key))
+        return False

@@ -38,6 +38,7 @@ from aiockpt.errors import (
     StorageTimeoutError,
     StorageTransferError,
 )
+from aiockpt.redaction import redact, redact_error
 
 EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"})
 """Codes that say: ask again with fresh credentials."""
@@ -52,9 +53,6 @@ _TIMED_OUT = {"RequestTimeout", "RequestTimeoutException"}
 _DAMAGED = {"BadDigest", "InvalidDigest", "IncompleteBody", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"}
 _FULL = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "507"}
 _OTHER_REGION = {
-    "PermanentRedirect",
-    "301",
-    "307",
     "AuthorizationHeaderMalformed",
     "IllegalLocationConstraintException",
 }
@@ -62,6 +60,7 @@ _CLOCK = {"RequestTimeTooSkewed"}
 _UNKNOWN_KEY = {"InvalidAccessKeyId", "SignatureDoesNotMatch"}
 _RETRYABLE_STATUS = {500, 502, 504}
 _ACCESS_STATUS = {401, 403}
+_ELSEWHERE = {301, 302, 303, 307, 308}
 
 _NO_CREDENTIALS = "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or what else the AWS tools read."
 
@@ -69,6 +68,11 @@ _NO_CREDENTIALS = "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE,
 def says_expired(error: BaseException) -> bool:
     """Return whether *error* says that the credentials were good and are not any more."""
     return isinstance(error, ClientError) and error.response.get("Error", {}).get("Code") in EXPIRED
+
+
+def says_little(error: ClientError) -> bool:
+    """Return whether *error* refuses without saying why, as the answer to a HEAD must: it has a status and no code."""
+    return error.response.get("Error", {}).get("Code") in ("400", "401", "403")
 
 
 def says_no_upload(error: BaseException | None) -> bool:
@@ -95,12 +99,12 @@ def storage_errors(doing: str, key: str, where: str, noticed: Callable[[Exceptio
         yield
     except ClientError as error:
         noticed(error)
-        raise _from_answer(error, doing, where, key) from error
+        raise _from_answer(error, doing, where, key) from redact_error(error)
     except (BotoCoreError, aiohttp.ClientError, TimeoutError, ConnectionError) as error:
         noticed(error)
         if isinstance(error, StorageError):
             raise
-        raise _from_client(error, doing, key) from error
+        raise _from_client(error, doing, key) from redact_error(error)
 
 
 def _from_answer(error: ClientError, doing: str, where: str, key: str) -> StorageError:
@@ -112,6 +116,15 @@ def _from_answer(error: ClientError, doing: str, where: str, key: str) -> Storag
     for codes, make in _MEANINGS:
         if code in codes:
             return make(message, where, key)
+    if status in _ELSEWHERE:
+        place = redact(
+            error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("location", "another place")
+        )
+        return StorageError(
+            f"{message}. It sends this request on to {place}, which is not asked: only the store that was named is believed."
+            " Set AWS_REGION to the bucket's region, or AWS_ENDPOINT_URL to where the store is.",
+            key=key,
+        )
     if status == 404 and not code.startswith("NoSuch"):
         return ObjectNotFoundError(message, key=key)
     if status in _ACCESS_STATUS:

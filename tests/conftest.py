@@ -1,25 +1,72 @@
-"""Is a property wrong, or the machine slow? Hypothesis asks the first only: a test has its timeout for the second.
+"""What holds for every test: how many examples a property draws, what runs first, what a hang does, what was not there.
 
-A test that ran into it may have left threads behind that hold what the next ones need. Each of those would wait for its own
-timeout, for hours together: so the first one ends the session, with its traceback.
+- Hypothesis never judges by time: the machine may be busy. ``pytest --hypothesis-profile=NAME`` chooses how many examples
+  are drawn: ``quick``, ``ci`` (the default) or ``campaign``; `tests.example_counts` has the factors.
+- The contract runs first: backends, format, crashes. Benchmarks run last. What fails early is what matters most.
+- A test that hangs fails alone, with its traceback. It may have left threads behind that hold what the next ones need, and
+  each of those would wait for its own timeout: so the third one ends the session.
+- The last line says which servers were not there, and how many tests that skipped.
 """
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Generator
 
 import pytest
 from hypothesis import settings
 
-settings.register_profile("untimed", deadline=None)  # an example of 200 ms on a busy machine would be a failure
-settings.load_profile("untimed")
+from tests.absent_servers import name_server, say_what_was_skipped
+from tests.example_counts import PROFILES
+
+# Workers of `pytest -n` are told the width of the runner's terminal; what is tested prints as wide as into a pipe.
+os.environ.pop("COLUMNS", None)
+for _name in PROFILES:
+    settings.register_profile(_name, deadline=None)  # an example of 200 ms on a busy machine would be a failure
+settings.load_profile("ci")
+
+FIRST = ("backends/test_conformance.py", "crash/", "format/", "engine/test_save_load.py", "property/", "backends/")
+LAST = ("ranks/", "stress/", "examples/", "campaigns/", "benchmarks/")
+HANGS_ALLOWED = 2
+_hangs = pytest.StashKey[int]()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put what shows the contract first, and what only measures last; the rest stays in order."""
+    items.sort(key=_importance)
+
+
+def _importance(item: pytest.Item) -> int:
+    path = item.path.as_posix().rpartition("/tests/")[2]
+    for place, start in enumerate(FIRST):
+        if path.startswith(start):
+            return place
+    for place, start in enumerate(LAST):
+        if path.startswith(start):
+            return len(FIRST) + 1 + place
+    return len(FIRST)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """End the session with the first test that hangs."""
+    """Count the tests that hang; end the session when it is no longer about one of them."""
     if call.excinfo is not None and "Timeout (>" in str(call.excinfo.value):
-        item.session.shouldfail = f"{item.nodeid} hung"
+        hangs = item.config.stash[_hangs] = item.config.stash.get(_hangs, 0) + 1
+        if hangs > HANGS_ALLOWED:
+            item.session.shouldfail = (
+                f"{item.nodeid} hung, the {hangs}rd test that did: what they left may hold the others"
+            )
     return (yield)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which servers were not there."""
+    absent: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        if isinstance(report.longrepr, tuple) and (server := name_server(report.longrepr[2])):
+            absent[server] += 1
+    if line := say_what_was_skipped(absent):
+        terminalreporter.write_line(line, yellow=True)

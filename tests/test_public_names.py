@@ -20,7 +20,7 @@ PUBLIC = frozenset(
     Retention SaveCancelledError SaveFuture SaveResult SaveSkippedError ShardedSampler Span StateMismatchError
     StepExistsError StepInfo StepNotFoundError StorageAccessError StorageError StorageFullError StorageTimeoutError
     Stream StreamLoader TensorInfo Tier TornSnapshotError UnsupportedStateError UsageError Verified WriterLostError per_rank
-    register_codec
+    register_codec trainable
     """.split()  # noqa: SIM905  one block of names reads better than a list of strings
 )
 

@@ -1,9 +1,13 @@
-"""Is what the README says about storage true? Its own code runs here, against a real object store."""
+"""Every block of the README runs as it stands: one after the other, under torchrun, against a real object store."""
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import os
 import re
+import subprocess
+import sys
 import textwrap
 import uuid
 from pathlib import Path
@@ -20,7 +24,47 @@ from tests.servers.seaweed import Seaweed
 
 __all__ = ["aws_environment", "s3_url", "seaweed"]
 
-README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+ASYNC = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+
+
+def run_block(block: str, scope: dict[str, Any]) -> None:
+    """Run a block as a notebook does: with ``await`` and ``async with`` where it has them."""
+    running = eval(compile(block, "README.md", "exec", flags=ASYNC), scope)
+    if running is not None:
+        asyncio.run(running)
+
+
+def test_the_code_runs_as_it_stands_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", section("The code") + section("A checkpoint every step"), re.DOTALL)
+    assert len(blocks) == 4
+    scope: dict[str, Any] = {}
+    for block in blocks:
+        run_block(block, scope)
+    kept = {run: sorted(int(step.name[5:]) for step in Path(f"runs/{run}").glob("step-*")) for run in (7, 8, 9)}
+    assert kept == {7: [30, 40, 50], 8: [*range(30), 31], 9: [17, 18, 19]}
+    again: dict[str, Any] = {}
+    run_block(blocks[0], again)
+    assert again["step"] == 60, "it went on at 51, with the nine batches that were left"
+    assert again["loader"].epoch == 3
+
+
+@pytest.mark.timeout(180)
+def test_the_program_of_many_ranks_runs_as_it_stands(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", section("Many ranks"), re.DOTALL)
+    (tmp_path / "train.py").write_text(block)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environment.get('PYTHONPATH', '')}"
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(step.name for step in (tmp_path / "runs/10").glob("step-*"))[-1] == "step-00000030"
 
 
 def section(title: str) -> str:
@@ -90,6 +134,6 @@ def test_the_commands_of_the_readme_are_real(places: dict[str, str]) -> None:
 
 def test_the_extras_of_the_readme_are_those_of_the_package() -> None:
     named = set(re.findall(r"aiockpt\[(\w+)\]", section("Where checkpoints go")))
-    text = (Path(__file__).resolve().parents[1] / "pyproject.toml").read_text()
+    text = (ROOT / "pyproject.toml").read_text()
     extras = text.split("[project.optional-dependencies]")[1].split("[dependency-groups]")[0]
     assert named == set(re.findall(r"^(\w+) =", extras, re.MULTILINE)) - {"testing"}

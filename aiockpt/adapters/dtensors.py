@@ -67,6 +67,16 @@ def hold_dtensor(tensor: DTensor, path: Path) -> Held:
     return Held(shape, tuple(Piece((box,), _part(local, own.offsets, own.sizes)) for box, own in blocks))
 
 
+def boxes_of(tensor: DTensor, path: Path) -> tuple[Box, ...]:
+    """Return which elements of *tensor*, at *path*, are in the local one, in their order; nothing for none.
+
+    Raises:
+        UnsupportedStateError: as for `hold_dtensor`.
+    """
+    axes = _held_runs(tensor._spec, path)
+    return () if axes is None or not all(axes) else tuple(box for box, _ in runs_to_boxes(axes))
+
+
 def part_of_spec(spec: DTensorSpec, path: Path) -> Box | None:
     """Return the one box that this rank has of a tensor spread as *spec* says; None when it has none.
 
@@ -125,9 +135,40 @@ def _cutting_order(spec: DTensorSpec, path: Path) -> Iterator[int]:
 
 def empty_like_dtensor(like: DTensor, dtype: torch.dtype) -> DTensor:
     """Return a new DTensor of *dtype* on the same mesh with the same placements; no communication."""
+    return as_dtensor(torch.empty_like(local_of(like), dtype=dtype, requires_grad=False), like)
+
+
+def placements_of(tensor: DTensor) -> tuple[str, ...]:
+    """Return how a DTensor lies on each axis of its mesh: "R", or "S" and the axis that is cut; else nothing."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    said = ["R" if type(one) is Replicate else f"S{one.dim}" if type(one) is Shard else "" for one in tensor.placements]
+    return tuple(said) if all(said) else ()
+
+
+def dtensor_placed(
+    placements: Sequence[str], like: DTensor, shape: tuple[int, ...], dtype: torch.dtype
+) -> DTensor | None:
+    """Return a new DTensor on the mesh of *like*, placed as `placements_of` says; no communication.
+
+    On a mesh with another number of axes it is replicated. None for placements that nobody wrote.
+    """
+    from torch.distributed.tensor import Replicate, Shard, empty
+
+    mesh, said = like.device_mesh, list(placements)
+    if len(said) != mesh.ndim:
+        said = ["R"] * mesh.ndim
+    if any(one != "R" and one not in (f"S{axis}" for axis in range(len(shape))) for one in said):
+        return None
+    placed = [Replicate() if one == "R" else Shard(int(one[1:])) for one in said]
+    return empty(shape, dtype=dtype, device_mesh=mesh, placements=placed)
+
+
+def as_dtensor(local: torch.Tensor, like: torch.Tensor) -> DTensor:
+    """Return a DTensor in the memory of *local*, which has the part that this rank has of *like*; no communication."""
     from torch.distributed.tensor import DTensor as Class
 
-    local = torch.empty_like(local_of(like), dtype=dtype, requires_grad=False)
+    assert isinstance(like, Class)
     return Class.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from torch.nn.parameter import is_lazy as is_uninitialized
 
 from aiockpt.adapters.held import FlatRange, Held
 from aiockpt.adapters.tensors import dtype_code, empty_like, is_lazy, local_tensors, overlaps_itself
+from aiockpt.errors import kind_in_words
 from aiockpt.format.dtypes import torch_name
-from aiockpt.state.tree import TAG, Node
-
-_OBJECTS = {
-    "module": "a module",
-    "optimizer": "an optimizer",
-    "stateful": "an object with state_dict()",
-    "loader": "an aiockpt.Loader",
-    "per_rank": "a value of each rank (aiockpt.per_rank)",
-}
-_WORDS = {
-    "numpy.raw": "numpy.ndarray",
-    "numpy.scalar": "numpy number",
-    "stored": "bytes",
-    "OrderedDict": "dict",
-}
-_NUMBERS = {"bool", "int", "float", "complex", "numpy number"}
 
 
 def _fillable(tensor: torch.Tensor) -> bool:
@@ -56,56 +42,43 @@ def new_tensor(
     """Return a tensor to hold one of *shape*, or slice *flat* of it; on the device *like*, or like that tensor."""
     if isinstance(like, torch.device):
         return torch.empty(shape, dtype=dtype, device=like)
-    if flat is not None or tuple(like.shape) == shape:
+    if not is_uninitialized(like) and (flat is not None or tuple(like.shape) == shape):
         return empty_like(like, dtype)
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
-def value_misfit(own: Node, stored: Node) -> str | None:
-    """Return in words why a plain value that is written as *own* cannot become the *stored* one, or None.
+def number_misfit(number: Any, dtype: torch.dtype) -> str | None:
+    """Return in words why a plain number cannot become an element of *dtype*, or None.
 
-    Types must be the same, also below the keys that two dicts share. None is a value yet to come and fits any; numbers of
-    all types fit each other, since a counter that was 0 may have become 0.5.
+    Floats are rounded; an integer dtype takes integral values in its range, and only a complex one complex numbers.
     """
-    problems = list(_value_misfits(own, stored, ""))
-    more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-    return "; ".join(problems[:3]) + more if problems else None
+    try:
+        _as_element(number, dtype)
+    except (OverflowError, ValueError, TypeError, RuntimeError):
+        return f"a tensor of {dtype} in the state, {kind_in_words(number)} that is none of its values in the checkpoint"
+    return None
 
 
-def _value_misfits(own: Node, stored: Node, where: str) -> Iterator[str]:
-    here, there = _type_name(own), _type_name(stored)
-    at = f"{where}: " if where else ""
-    if there in _OBJECTS:
-        yield f"{at}a plain value in the state, {_OBJECTS[there]} in the checkpoint"
-    elif here != there and "None" not in (here, there) and not {here, there} <= _NUMBERS:
-        yield f"{at}{_with_article(here)} in the state, {_with_article(there)} in the checkpoint"
-    elif here == "None":
-        for key, inner in _items(stored):
-            yield from _value_misfits(None, inner, f"{where}[{key!r}]")
-    else:
-        found: dict[Any, Node] = dict(_items(stored))
-        for key, inner in _items(own):
-            if key in found:
-                yield from _value_misfits(inner, found[key], f"{where}[{key!r}]")
+def write_number(number: Any, into: torch.Tensor) -> None:
+    """Fill a tensor without axes with a plain number that fits it (`number_misfit`)."""
+    element = _as_element(number, into.dtype)
+    with torch.inference_mode(into.is_inference()), torch.no_grad():
+        for local in local_tensors(into):
+            local.detach().copy_(element)
 
 
-def _items(node: Node) -> Iterator[tuple[str, Node]]:
-    """Yield what a dict with text keys holds."""
-    if isinstance(node, Mapping) and TAG not in node:
-        yield from node.items()
-
-
-def _type_name(node: Node) -> str:
-    """Return the type of what *node* was written for, by the name that people know."""
-    if node is None:
-        return "None"
-    if not isinstance(node, dict) or TAG not in node:
-        return type(node).__name__
-    kind = str(node[TAG])
-    return f"codec {node.get('name')!r}" if kind == "codec" else _WORDS.get(kind, kind)
-
-
-def _with_article(name: str) -> str:
-    if name in ("bytes", "None"):
-        return name
-    return f"an {name}" if name[0] in "aeioAEIO" else f"a {name}"
+def _as_element(number: Any, dtype: torch.dtype) -> torch.Tensor:
+    plain = number.item() if isinstance(number, np.generic) else number
+    if isinstance(plain, np.generic):  # longdouble is its own item
+        plain = complex(plain) if np.iscomplexobj(plain) else float(plain)
+    if dtype.is_complex:
+        return torch.tensor(complex(plain), dtype=dtype)
+    if isinstance(plain, complex):
+        raise TypeError("a complex number")
+    if dtype.is_floating_point:
+        return torch.tensor(float(plain), dtype=dtype)
+    whole = int(plain)
+    least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    if whole != plain or not least <= whole <= most:
+        raise ValueError("not one of its values")
+    return torch.tensor(whole, dtype=dtype)

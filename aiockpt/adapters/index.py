@@ -5,7 +5,7 @@ Optimizers know parameters, not names: here are the names that the modules of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from torch import nn
 from aiockpt.adapters.fsdp1 import find_slices
 from aiockpt.adapters.fsdp2 import show_shards
 from aiockpt.adapters.held import FlatRange
-from aiockpt.adapters.kinds import kind_of
+from aiockpt.adapters.kinds import kind_of, members
 from aiockpt.adapters.module import walk_modules
+from aiockpt.adapters.tensors import local_tensors, memory_key
 from aiockpt.errors import kind_in_words
 from aiockpt.state.tree import MAX_DEPTH, Path, refuse
 
@@ -40,25 +41,38 @@ class Index:
         if not isinstance(state, Mapping):
             refuse((), f"{kind_in_words(state)}; give a dict of what to save, by name")
         bare: dict[int, Path] = {}
+        self._bare: list[tuple[torch.Tensor, Path]] = []
+        self._by_memory: dict[Hashable, Path] | None = None
         self._enter(state, (), bare)
         for identity, place in bare.items():
             self.paths.setdefault(identity, place)
+
+    def path_of(self, tensor: torch.Tensor) -> Path | None:
+        """Return the path of *tensor*, or of a bare one in the same memory (a ``state_dict()`` has such); or None."""
+        found = self.paths.get(id(tensor))
+        if found is not None or not self._bare:
+            return found
+        if self._by_memory is None:
+            self._by_memory = {}
+            for bare, path in self._bare:
+                self._by_memory.setdefault(_memory_of(bare), path)
+        return self._by_memory.get(_memory_of(tensor)) if tensor.numel() else None
 
     def slice_of(self, tensor: torch.Tensor) -> FlatRange | None:
         """Return what *tensor* has of the original parameter; None when it is no slice."""
         return self.slices.get(id(tensor))
 
-    def _enter(self, mapping: Mapping[str, Any], path: Path, bare: dict[int, Path]) -> None:
+    def _enter(self, container: Any, path: Path, bare: dict[int, Path]) -> None:
         if len(path) > MAX_DEPTH:
             refuse(path[:8], f"nested deeper than {MAX_DEPTH} levels (does it contain itself?); flatten it")
-        for key, value in mapping.items():
-            if type(key) is not str:
-                refuse(path, f"the key {key!r} is not text; keys at this level name what is saved")
+        for key, value in members(container):
+            check_key(key, path)
             kind = kind_of(value)
             if kind == "module":
                 self._enter_module(value, (*path, key))
             elif kind == "tensor":
                 bare.setdefault(id(value), (*path, key))
+                self._bare.append((value, (*path, key)))
             elif kind == "container":
                 self._enter(value, (*path, key), bare)
 
@@ -70,3 +84,24 @@ class Index:
                 for name, tensor in mapping.items():
                     if tensor is not None:
                         self.paths.setdefault(id(tensor), (*member_path, name))
+
+
+def _memory_of(tensor: torch.Tensor) -> Hashable:
+    """Return what tensors of the same elements in the same memory have in common; this rank may have none of them."""
+    return tensor.shape, *(memory_key(local) for local in local_tensors(tensor))
+
+
+def check_key(key: object, path: Path) -> None:
+    """Refuse a key that cannot be part of the name of an object, or of a tensor beside one.
+
+    Raises:
+        UnsupportedStateError: it is neither text nor, below the top, an integer.
+    """
+    if type(key) is str or (path and type(key) is int and abs(key) < 2**63):
+        return
+    if isinstance(key, torch.Tensor):
+        shown = f"a tensor of shape {tuple(key.shape)} is a key here, and has no name that another process would know"
+        refuse(path, f"{shown}; give list(….values()), or a dict with names of yours as keys")
+    if path:
+        refuse(path, f"the key {key!r} cannot name the object beside it or under it; use text or integers as keys here")
+    refuse(path, f"the key {key!r} is not text; keys at this level name what is saved")

@@ -7,17 +7,23 @@ fills the tensors of `LoadTarget.wanted`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
 
-from aiockpt.adapters.fit import fits, misfit, new_tensor, value_misfit
+from aiockpt.adapters.fit import fits, misfit, new_tensor
 from aiockpt.adapters.held import FlatRange
 from aiockpt.adapters.leaves import LeafReader, LeafWriter
-from aiockpt.adapters.rename import Rename, Renaming, near
-from aiockpt.adapters.stored import Found, Stored, find_flat, find_node
-from aiockpt.adapters.tensors import hold, is_spread, memory_key, shards_of
+from aiockpt.adapters.made import OWN_KINDS, Made, Need, Probe, Receiver
+from aiockpt.adapters.match import Match, has_named_parts, in_words, same_content
+from aiockpt.adapters.overlaps import separate
+from aiockpt.adapters.refill import Filling, refill
+from aiockpt.adapters.rename import Rename, Renaming, near, near_key
+from aiockpt.adapters.stored import Found, Stored, find_flat, find_node, members_of
+from aiockpt.adapters.tensors import facts_of, hold, is_spread, memory_key, shards_of
 from aiockpt.errors import StateMismatchError, UsageError
 from aiockpt.format.dtypes import torch_name
 from aiockpt.format.names import join_name, prefixes, split_name
@@ -35,8 +41,11 @@ class LoadTarget:
         unexpected: names of the checkpoint that the state of this rank does not have.
         unexpected_claimed: those of them that belong to something the state does have, so that they are a difference
             unless another rank has them.
+        left_out: names of the state that stay as they are, because they were left out of the checkpoint.
         problems: every difference, in words; not empty only when ``strict`` is False.
+        told: what is removed or replaced, in words; what refuses to be filled is added by `apply`.
         written: names of the leaves that are overwritten.
+        may_refuse: whether `apply` asks objects that may refuse what they get: then all ranks must hear of it.
     """
 
     def __init__(
@@ -46,14 +55,20 @@ class LoadTarget:
         unexpected: Sequence[str],
         unexpected_claimed: Sequence[str],
         problems: Sequence[str],
+        told: list[str],
         written: frozenset[str],
         steps: Sequence[Callable[[], object]],
+        left_out: Sequence[str] = (),
+        may_refuse: bool = False,
     ) -> None:
+        self.may_refuse = may_refuse
+        self.left_out = tuple(left_out)
         self.wanted = tuple(wanted)
         self.missing = tuple(missing)
         self.unexpected = tuple(unexpected)
         self.unexpected_claimed = tuple(unexpected_claimed)
         self.problems = tuple(problems)
+        self.told = told
         self.written = written
         self._steps = list(steps)
 
@@ -61,7 +76,10 @@ class LoadTarget:
         return f"<LoadTarget of {len(self.wanted)} tensors, {len(self.missing)} missing, {len(self._steps)} to apply>"
 
     def apply(self) -> None:
-        """Set what is not a tensor, once all tensors are filled. Idempotent; a step that raised is tried again."""
+        """Set what is not a tensor, once all tensors are filled. Idempotent; a step that raised is tried again.
+
+        All values are decoded before the first object changes.
+        """
         while self._steps:
             self._steps[0]()
             del self._steps[0]
@@ -83,6 +101,7 @@ class Intake:
         self.strict = strict
         self._judge_unexpected = judge_unexpected
         self._stored = stored
+        self._sorted_names: list[str] | None = None
         self._only = None if only is None else {split_name(name): name for name in only}
         self._met: set[str] = set()
         self._names: set[str] = set()
@@ -92,10 +111,19 @@ class Intake:
         self._filled: dict[Hashable, tuple[str, str]] = {}
         self._problems: list[str] = []
         self._missing: list[str] = []
+        self._left_out: list[str] = []
+        self._may_refuse = False
         self._used: set[str] = set()
         self._claimed: set[str] = set()
         self._passed_over: set[str] = set()
         self._written: set[str] = set()
+        self._hints: list[tuple[int, str]] = []
+        self._told: list[str] = []
+        self._incomplete: list[tuple[Path, Node, set[Any], Callable[[Any, Callable[[], Any]], object]]] = []
+        self._filling = Filling(self._tell_of)
+        self._held: dict[int, tuple[object, Node, Path]] = {}
+        self._made = Made(self._make, self.same_tensor)
+        self._decodes: list[Callable[[], object]] = []
         self._steps: list[Callable[[], object]] = []
         self._last_steps: list[Callable[[], object]] = []
 
@@ -116,6 +144,11 @@ class Intake:
         self._met.update(hits)
         return bool(hits)
 
+    def touches(self, path: Path) -> bool:
+        """Return whether ``only`` lets the object at *path*, or a part of it, be loaded."""
+        asked = self._only or {path: ""}
+        return any(parts[: len(path)] == path[: len(parts)] for parts in asked)
+
     def selects_whole(self, path: Path, why: str) -> bool:
         """Return the same for an object that loads as a whole or not at all.
 
@@ -135,6 +168,11 @@ class Intake:
     def rank(self) -> int:
         """Which rank loads."""
         return self._stored.rank
+
+    @property
+    def where(self) -> str:
+        """What to call the checkpoint in messages."""
+        return self._stored.where
 
     @property
     def step(self) -> int:
@@ -168,48 +206,166 @@ class Intake:
         node = None if found is None else found.node
         return node if type(node) is dict and node.get(TAG) == kind else None
 
-    def misfit(self, path: Path, value: Any, node: Node) -> str | None:
-        """Return in words why the plain *value* at *path* cannot be set from *node*, or None."""
-        own = Encoder(self._codecs, LeafWriter(lambda place, tensor: "")).encode(value, path)
-        return value_misfit(own, node)
+    def refill(self, path: Path, here: Any, node: Node) -> Callable[[], Any] | None:
+        """Have the plain value *here* become what *node* says; return what does it, and gives what takes its place.
 
-    def value(self, path: Path, node: Node, template: Any = None, *, fresh: bool = False) -> Callable[[], Any]:
-        """Check a node and ask for its tensors; return what decodes it once they are filled.
-
-        Args:
-            template: what is at *path* now; its tensors that fit are filled in place, others are made.
-            fresh: fill none in place; what is spread over ranks in *template* is made anew and spread like it.
+        It is to be called in a step (`later`). None, and a note, where it does not fit.
 
         Raises:
             ManifestError, UsageError: as `Decoder.decode`.
         """
+        match = Match(self, self._codecs, path)
+        match.meet(here, node, path)
+        if (problem := match.problem()) is not None:
+            self.mismatch(path, problem)
+            return None
+        decode = self._ask_for_value(path, node, match)
+        return lambda: refill(here, decode(), self._filling)
+
+    def value(self, path: Path, node: Node, template: Any = None, *, fresh: bool = False) -> Callable[[], Any]:
+        """Ask for what a node needs; return what gives its value in a step (`later`). Any value fits.
+
+        Args:
+            template: what is at *path* now; what is of the same kind in it is filled.
+            fresh: fill nothing; what is spread over ranks in *template* is made anew and spread like it.
+
+        Raises:
+            ManifestError, UsageError: as `Decoder.decode`.
+        """
+        if fresh:
+            return self._fresh_value(path, node, template)
+        match = Match(self, self._codecs, path)
+        match.meet(template, node, path, by_key=False)
+        if (problem := match.problem()) is not None:
+            self.mismatch(path, problem)
+            return lambda: template
+        decode = self._ask_for_value(path, node, match)
+        return lambda: refill(template, decode(), self._filling, by_key=False)
+
+    def _ask_for_value(self, path: Path, node: Node, match: Match) -> Callable[[], Any]:
+        for told in match.told:
+            self.tell(told)
+        receiver = Receiver()
+
+        def ask(need: Need) -> None:
+            self._used.add(need.name)
+            here = match.tensors.get(need.path)
+            if here is None or not self._enter(need.path, need.name, here):
+                self._made.ask(need, receiver)
+            else:
+                receiver.put(need, here)
+
+        return self._decoded(path, node, ask, receiver.reader)
+
+    def _fresh_value(self, path: Path, node: Node, template: Any) -> Callable[[], Any]:
         here = _tensors_in(template, path, self._codecs)
-        made: dict[tuple[str, Path], torch.Tensor] = {}
+        receiver, made = Receiver(), dict[str, torch.Tensor]()
 
-        def get(name: str, place: Path, device: str) -> torch.Tensor:
-            if (name, place) not in made:
-                live, new = here.get(place), _local_device(device)
-                if not fresh:
-                    made[name, place] = self._obtain(place, name, live, new)
-                else:
-                    made[name, place] = self._obtain(place, name, None, live if is_spread(live) else new)
-            return made[name, place]
+        def ask(need: Need) -> None:
+            live = here.get(need.path)
+            if is_spread(live) or need.kind in OWN_KINDS:
+                like = live if is_spread(live) else _local_device(need.device)
+                receiver.put(need, self._obtain(need.path, need.name, None, like))
+            else:
+                name = self.same_tensor(need.name)
+                if name not in made:
+                    made[name] = self._make(need)
+                receiver.put(need, made[name])
+                self._used.add(need.name)
 
-        reader = LeafReader(get)
-        Decoder(self._codecs, reader, dry=True).decode(node, path)
+        return self._decoded(path, node, ask, receiver.reader)
+
+    def _decoded(self, path: Path, node: Node, ask: Callable[[Need], object], reader: LeafReader) -> Callable[[], Any]:
+        """Return what gives the value of *node*; it is decoded now, or before the first step where it needs tensors."""
+        probe = Probe()
+        Decoder(self._codecs, probe, dry=True).decode(node, path)
+        for need in probe.needs:
+            if self._stored.facts(need.name) is None:
+                raise damaged(need.path, f"refers to the tensor {need.name!r}, which is not there")
+            ask(need)
         self._used.add(self.stored_name(path))
         self.rewrites(path)
-        return lambda: Decoder(self._codecs, reader).decode(node, path)
+        decode = cache(lambda: Decoder(self._codecs, reader).decode(node, path))
+        if probe.needs:
+            self._decodes.append(decode)
+        else:
+            decode()
+        return decode
+
+    def complete(self, path: Path, node: Node, here: set[Any], add: Callable[[Any, Callable[[], Any]], object]) -> None:
+        """Have plain values added to the dict at *path* that it has in *node* and not *here*, unless they are used."""
+        self._incomplete.append((path, node, here, add))
+
+    def _complete(self) -> None:
+        """Ask for what only the checkpoint has in dicts; a name that map= gave to something else is used there."""
+        met = {prefix for name in self._used | self._claimed | self._passed_over for prefix in prefixes(name)}
+        for path, node, here, add in self._incomplete if self._judge_unexpected else ():
+            root = split_name(self.stored_name(path))
+            for key, inner in members_of(node).items():
+                name = join_name((*root, key))
+                if key not in here and name not in met and not has_named_parts(inner):
+                    value = self.value((*path, key), inner)
+                    self._used.add(name)
+                    self.later(partial(add, key, value))
+
+    def tell(self, what: str) -> None:
+        """Note what the load changes beside what was asked for."""
+        self._told.append(what)
+
+    def _tell_of(self, here: object, what: str) -> None:
+        self.tell(f"{join_name(self._held[id(here)][2])}: {what}")
+
+    def _make(self, need: Need) -> torch.Tensor:
+        return self._obtain(need.path, need.name, None, _local_device(need.device))
+
+    # ---------------------------------------------------------------- what a match asks
+
+    def tensor_misfit(self, tensor: torch.Tensor, name: str, path: Path) -> str | None:
+        """Return in words why *tensor* cannot be filled from tensor *name* of the checkpoint, or None."""
+        facts = self._stored.facts(name)
+        if facts is None:
+            raise damaged(path, f"refers to the tensor {name!r}, which is not there")
+        return misfit(tensor.dtype, hold(tensor, path), *facts)
+
+    def is_scalar(self, name: str) -> bool:
+        """Return whether tensor *name* of the checkpoint has no axes."""
+        facts = self._stored.facts(name)
+        return facts is not None and facts[1] == ()
+
+    def hold(self, here: object, node: Node, path: Path, *, by_key: bool = True) -> str | None:
+        """Note that *here* will be filled from *node*; return in words why it cannot be that and what it is elsewhere.
+
+        Below an item of a list there is no why: each place after the first gets an object of its own. (The dict of a
+        scheduler of schedulers shares lists while it is new.)
+        """
+        _, known, where = self._held.setdefault(id(here), (here, node, path))
+        if known is node or same_content(known, node, self.same_tensor):
+            return None
+        if not by_key:
+            self._filling.split.add(id(here))
+            return None
+        return f"the same object as {join_name(where)}, but the checkpoint has two contents; give each one of its own"
+
+    def encode_facts(self, write: Callable[[Encoder], dict[str, Node]]) -> dict[str, Node]:
+        """Return what *write* makes of plain values with an encoder that stores no tensors."""
+        return write(Encoder(self._codecs, LeafWriter(lambda place, tensor: "")))
 
     # ---------------------------------------------------------------- tensors
 
-    def want(self, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None) -> bool:
+    def same_tensor(self, name: str) -> str:
+        """Return what all names of one tensor of the checkpoint have in common."""
+        return self._stored.alias.get(name, name)
+
+    def want(
+        self, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None, *, stored: str | None = None
+    ) -> bool:
         """Have *tensor* filled from the checkpoint; return whether it will be.
 
         Args:
             flat: the elements of which tensor a 1-D *tensor* has; None takes it for what it is.
+            stored: its name in the checkpoint, where it is another than `stored_name` of *path*.
         """
-        if not self.selects(path) or not self._enter(path, self.stored_name(path), tensor, flat):
+        if not self.selects(path) or not self._enter(path, stored or self.stored_name(path), tensor, flat):
             return False
         self.rewrites(path)
         return True
@@ -230,6 +386,25 @@ class Intake:
         """Note that of tensor *name* of the checkpoint this rank has nothing, so that it is no difference."""
         self._used.add(name)
 
+    def facts(self, name: str) -> tuple[str, tuple[int, ...]] | None:
+        """Return (dtype code, global shape) of the tensor *name* of the checkpoint, or None."""
+        return self._stored.facts(name)
+
+    def share(self, path: Path, tensor: torch.Tensor, name: str) -> None:
+        """Note that *tensor*, at *path*, is filled from tensor *name* by its owner: what shares its memory must agree."""
+        stored_as = self._stored.alias.get(name, name)
+        key = (memory_key(tensor),)
+        other, other_stored_as = self._filled.setdefault(key, (join_name(path), stored_as))
+        if other_stored_as != stored_as and key != (None,):
+            self.problem(_two_tensors(join_name(path), other, other_stored_as, name))
+
+    def names_below(self, name: str) -> list[str]:
+        """Return the tensors of the checkpoint whose names begin with *name* and a dot, in order."""
+        if self._sorted_names is None:
+            self._sorted_names = sorted({*self._stored.tensors, *self._stored.alias})
+        start, end = (bisect_left(self._sorted_names, f"{name}{end}") for end in (".", "/"))
+        return self._sorted_names[start:end]
+
     def _obtain(
         self, path: Path, name: str, live: Any, like: torch.Tensor | torch.device, flat: FlatRange | None = None
     ) -> torch.Tensor:
@@ -248,7 +423,8 @@ class Intake:
         state_name = join_name(path)
         facts = self._stored.facts(name)
         if facts is None:
-            self._miss_tensor(path)
+            if not self.stays(path, tensor, flat, stored=name):
+                self._miss_tensor(path)
             return False
         stored_as = self._stored.alias.get(name, name)
         self._used.add(name)
@@ -258,24 +434,26 @@ class Intake:
         if problem is None and key:
             other, other_stored_as = self._filled.setdefault(key, (state_name, stored_as))
             if other_stored_as != stored_as:
-                problem = (
-                    f"shares its memory with {other}, but the checkpoint has two tensors, {other_stored_as} and {name}"
-                )
-            elif other != state_name:
+                self.problem(_two_tensors(state_name, other, other_stored_as, name))
+                return False
+            if other != state_name:
+                self._made.meet(name, tensor)
                 return True
         if problem is not None:
             self.problem(f"{state_name}: {problem}")
             return False
         self._wanted += shards_of(stored_as, facts[0], held)
+        if flat is None:
+            self._made.meet(name, tensor)
         return True
 
     def _miss_tensor(self, path: Path) -> None:
         """Note that the checkpoint has no such tensor, and perhaps a value in its place."""
         found = self.find(path)
-        if found is None or (what := value_misfit({TAG: "tensor"}, found.node)) is None:
+        if found is None:
             self.miss(path)
-        else:
-            self.mismatch(path, what)
+            return
+        self.mismatch(path, f"a tensor in the state, {in_words(found.node)} in the checkpoint")
 
     def rewrites(self, path: Path) -> None:
         """Note that the leaf at *path* will have another value."""
@@ -289,14 +467,46 @@ class Intake:
 
     def miss(self, path: Path, reason: str | None = None) -> None:
         """Note that the checkpoint does not have the leaf at *path*."""
-        if not self.selects(path):
+        if not self.selects(path) or self.stays(path):
             return
         name, stored_as = join_name(path), self.stored_name(path)
         if reason is None:
+            self._hints.append((len(self._problems), stored_as))
             asked = "" if stored_as == name else f" (asked for as {stored_as!r}, because of map=)"
             reason = f"in the state but not in the checkpoint{asked}"
         self._missing.append(name)
         self.problem(f"{name}: {reason}")
+
+    def stays(
+        self,
+        path: Path,
+        tensor: torch.Tensor | None = None,
+        flat: FlatRange | None = None,
+        *,
+        stored: str | None = None,
+    ) -> bool:
+        """Note that the leaf at *path* stays as it is, if the checkpoint was made without it; say whether.
+
+        Args:
+            tensor: what is there, if it is a tensor, and *flat* which elements it has: it must be what was left out.
+            stored: its name in the checkpoint, where it is another than `stored_name` of *path*.
+        """
+        name = stored or self.stored_name(path)
+        if not self._stored.leaves_out(name):
+            return False
+        state_name = join_name(path)
+        there, here = self._stored.left_out.get(name), None if tensor is None else facts_of(tensor, flat)
+        if there is not None and here is not None and here != there:
+            self.problem(
+                f"{state_name}: {_in_words(here)} in the state, {_in_words(there)} when the checkpoint was made without it"
+            )
+        if state_name not in self._left_out:
+            self._left_out.append(state_name)
+        return True
+
+    def left_out_below(self, name: str) -> list[str]:
+        """Return the names below *name* that the checkpoint was made without."""
+        return [other for other in self._stored.left_out if other.startswith((f"{name}.", f"{name}["))]
 
     def pass_over(self, path: Path) -> None:
         """Say that what the checkpoint has below *path* is known, and not all of it wanted: the rest is no difference."""
@@ -313,8 +523,13 @@ class Intake:
 
     # ---------------------------------------------------------------- the end
 
-    def later(self, step: Callable[[], object], *, last: bool = False) -> None:
-        """Have *step* run once the tensors are filled; after all others with *last*."""
+    def later(self, step: Callable[[], object], *, last: bool = False, may_refuse: bool = False) -> None:
+        """Have *step* run once the tensors are filled; after all others with *last*.
+
+        Args:
+            may_refuse: whether it hands something to an object that may not take it.
+        """
+        self._may_refuse = self._may_refuse or may_refuse
         (self._last_steps if last else self._steps).append(step)
 
     def finish(self) -> LoadTarget:
@@ -325,9 +540,12 @@ class Intake:
             UsageError: ``only`` names nothing of the state, or an entry of the mapping renames nothing.
         """
         self._refuse_idle_arguments()
+        self._complete()
+        self._made.settle()
         unexpected = [
             name for name in self._stored.unused(self._used, self._claimed, self._passed_over) if self._in_scope(name)
         ]
+        self._hint(unexpected)
         claimed = [name for name in unexpected if any(prefix in self._claimed for prefix in prefixes(name))]
         if self._judge_unexpected:
             for name in claimed:
@@ -336,8 +554,33 @@ class Intake:
             advice = "Change the state, rename with map=, choose with only=, or load what fits with strict=False."
             raise StateMismatchError(self._stored.where, sorted(self._problems), advice)
         written = frozenset(self._written)
-        steps = [*self._steps, *self._last_steps]
-        return LoadTarget(self._wanted, self._missing, unexpected, claimed, self._problems, written, steps)
+        wanted, together = separate(self._wanted, self._stored.where)
+        steps = [*together, *self._decodes, *self._steps, *self._last_steps]
+        return LoadTarget(
+            wanted,
+            self._missing,
+            unexpected,
+            claimed,
+            self._problems,
+            self._told,
+            written,
+            steps,
+            self._left_out,
+            may_refuse=self._may_refuse,
+        )
+
+    def _hint(self, unexpected: Sequence[str]) -> None:
+        """Add to what the checkpoint lacks the names that it has unused and that may be meant."""
+        if not self._hints or not unexpected:
+            return
+        free = {prefix for name in unexpected for prefix in prefixes(name)}
+        there = {prefix for name in self._stored.names() for prefix in prefixes(name)}
+        told: dict[str, str] = {}
+        for number, name in self._hints:
+            wrong = next((prefix for prefix in reversed(prefixes(name)) if prefix not in there), "")
+            if wrong and wrong not in told:
+                told[wrong] = near_key(wrong, free)
+            self._problems[number] += told.get(wrong, "")
 
     def _in_scope(self, name: str) -> bool:
         scope = {self._rename(prefix) for prefix in (self._only or {}).values()}
@@ -363,6 +606,14 @@ def _tensors_in(value: Any, path: Path, codecs: CodecRegistry) -> dict[Path, tor
 
     Encoder(codecs, LeafWriter(put)).encode(value, path)
     return found
+
+
+def _in_words(facts: tuple[str, tuple[int, ...]]) -> str:
+    return f"torch.{torch_name(facts[0])} of shape {facts[1]}"
+
+
+def _two_tensors(state_name: str, other: str, other_stored_as: str, name: str) -> str:
+    return f"{state_name}: shares its memory with {other}, but the checkpoint has two tensors, {other_stored_as} and {name}"
 
 
 def _local_device(kind: str) -> torch.device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -16,7 +16,9 @@ from aiockpt.adapters.rng import PerRank
 
 Kind = Literal["module", "optimizer", "loader", "per_rank", "stateful", "tensor", "container", "value"]
 
-_PLAIN = (type(None), bool, int, float, str, bytes, list, tuple)
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
+_DICTS = frozenset({dict, OrderedDict})
+_CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
 
 
 @runtime_checkable
@@ -28,13 +30,22 @@ class Stateful(Protocol):
 
 
 def kind_of(value: Any) -> Kind:
-    """Return how *value* is saved and loaded; "value" for all that the tree of values writes, or refuses."""
-    if type(value) in (dict, OrderedDict):
-        return "container" if _has_objects(value, set()) else "value"
-    if type(value) in _PLAIN or isinstance(value, type):
+    """Return how *value* is saved and loaded; "value" for all that the tree of values writes, or refuses.
+
+    A dict, list or tuple is a "container", walked part by part, when there is an object in it at any depth; a dict with
+    text keys also for a tensor. Else it is a "value", read as a whole.
+    """
+    cls = type(value)
+    if cls in _PLAIN or issubclass(cls, type):
         return "value"
+    if cls in _CONTAINERS:
+        return "container" if _is_walked(value, set()) else "value"
     if isinstance(value, torch.Tensor):
         return "tensor"
+    return _kind_of_object(value)
+
+
+def _kind_of_object(value: Any) -> Kind:
     if isinstance(value, nn.Module):
         return "module"
     if isinstance(value, Optimizer):
@@ -48,15 +59,39 @@ def kind_of(value: Any) -> Kind:
     return "value"
 
 
-def _has_objects(mapping: Mapping[Any, Any], seen: set[int]) -> bool:
-    """Return whether a dict holds, at any depth of dicts with string keys, something that is more than a plain value."""
-    if id(mapping) in seen or not all(type(key) is str for key in mapping):
+def members(container: Any) -> Iterable[tuple[Any, Any]]:
+    """Return (key, value) of a mapping, (place, item) of a list or tuple."""
+    return container.items() if isinstance(container, Mapping) else enumerate(container)
+
+
+def _is_walked(container: Any, seen: set[tuple[int, bool]], *, named: bool = True) -> bool:
+    """Return whether a dict, list or tuple is a container.
+
+    Args:
+        seen: what was looked into already.
+        named: whether all that it lies in are dicts with text keys, so that a tensor in it has a name of its own.
+    """
+    if (id(container), named) in seen:
         return False
-    seen.add(id(mapping))
+    seen.add((id(container), named))
+    is_dict = type(container) in _DICTS
+    values = container.values() if is_dict else container
+    classes = set(map(type, values)) - _PLAIN
+    if not classes:
+        return False
+    named = named and is_dict and all(type(key) is str for key in container)
     return any(
-        _has_objects(value, seen) if type(value) in (dict, OrderedDict) else kind_of(value) != "value"
-        for value in mapping.values()
+        _is_walked(value, seen, named=named) if type(value) in _CONTAINERS else _counts(value, named)
+        for value in values
+        if type(value) in classes
     )
+
+
+def _counts(value: Any, named: bool) -> bool:
+    """Return whether a value makes a container of what it lies in: an object does, a tensor by a name of its own."""
+    if isinstance(value, torch.Tensor):
+        return named
+    return not isinstance(value, type) and _kind_of_object(value) != "value"
 
 
 def reads_data(value: object) -> bool:

@@ -8,13 +8,17 @@ scalars, arrays of text or dates) is written in place.
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
+from aiockpt.adapters.composite_nodes import COMPOSITE, SPREAD, read_composite, read_spread, write_composite
+from aiockpt.adapters.composites import is_composite
+from aiockpt.adapters.tensors import memory_key
+from aiockpt.format.checksum import digest128
 from aiockpt.state.scalars import decode_base64, field
 from aiockpt.state.tree import TAG, Decoder, Encoder, Node, Path, refuse
 
@@ -23,6 +27,10 @@ _TENSOR_KINDS = "biufc"
 """Kinds of numpy dtypes (``dtype.kind``) that torch may have too."""
 _RAW_KINDS = "biufcSUMm"
 """Kinds of numpy dtypes whose bytes are their value."""
+
+_NUMBERS: dict[type, Any] = {float: np.float64, int: np.int64, bool: np.bool_}
+"""Types of which many are stored as a tensor."""
+_NUMBER_DTYPES = (torch.float64, torch.int64, torch.bool)
 
 Put = Callable[[Path, torch.Tensor], str]
 Get = Callable[[str, Path, str], torch.Tensor]
@@ -41,6 +49,8 @@ class LeafWriter:
     def encode(self, value: Any, path: Path, encoder: Encoder) -> Node | None:
         """Return the node of *value*, or None when it is neither torch's nor numpy's."""
         if isinstance(value, torch.Tensor):
+            if is_composite(value):
+                return write_composite(value, path, encoder)
             return write_tensor(value, self._put(path, value))
         if type(value) is np.ndarray:
             return self._array(value, path, encoder)
@@ -56,8 +66,30 @@ class LeafWriter:
         return None
 
     def encode_bytes(self, data: bytes, path: Path) -> Node:
-        """Store long bytes as a U8 tensor."""
-        return {TAG: "stored", "name": self._put(path, torch.frombuffer(bytearray(data), dtype=torch.uint8))}
+        """Store long bytes as a U8 tensor; the digest tells whether ranks, or two places of a state, say the same."""
+        name = self._put(path, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return {TAG: "stored", "name": name, "digest": digest128(data)}
+
+    def encode_numbers(self, values: Collection[Any], path: Path, *, in_order: bool) -> Node | None:
+        """Store many numbers of one type as a tensor, or return None.
+
+        It is longer than they are, by up to an eighth: a list that grows has the same shape most of the time, so that the
+        plan of the last save stands.
+        """
+        classes = set(map(type, values))
+        dtype = _NUMBERS.get(classes.pop()) if len(classes) == 1 else None
+        if dtype is None:
+            return None
+        try:
+            array = np.fromiter(values, dtype, len(values))
+        except OverflowError:  # integers of more than 64 bits
+            return None
+        if not in_order:
+            array.sort()
+        padded = np.zeros(_capacity(len(array)), dtype)
+        padded[: len(array)] = array
+        name = self._put(path, torch.from_numpy(padded))
+        return {TAG: "numbers", "name": name, "count": len(array), "digest": digest128(array.tobytes())}
 
     def _array(self, value: np.ndarray[Any, Any], path: Path, encoder: Encoder) -> Node:
         if value.dtype.kind not in _RAW_KINDS or not value.dtype.itemsize:
@@ -67,6 +99,12 @@ class LeafWriter:
             return {TAG: "numpy.ndarray", "name": self._put(path, shared)}
         raw = encoder.encode(value.tobytes(), path)
         return {TAG: "numpy.raw", "dtype": value.dtype.str, "shape": list(value.shape), "bytes": raw}
+
+
+def _capacity(count: int) -> int:
+    """Return how many numbers are stored for *count*: the next multiple of a power of two that is an eighth of it."""
+    step = max(1 << max(count.bit_length() - 4, 0), 256)
+    return -(-count // step) * step
 
 
 def write_tensor(tensor: torch.Tensor, name: str) -> Node:
@@ -97,6 +135,7 @@ class LeafReader:
 
     def __init__(self, get: Get) -> None:
         self._get = get
+        self._arrays: dict[Hashable, np.ndarray[Any, Any]] = {}
 
     def decode(self, kind: str, node: Mapping[str, Any], path: Path, decoder: Decoder) -> Any:
         """Return the value of a tagged object.
@@ -107,10 +146,21 @@ class LeafReader:
         if kind == "tensor":
             return self._get(field(node, "name", str), path, node.get("device", "cpu"))
         if kind == "numpy.ndarray":
-            return self._get(field(node, "name", str), path, "cpu").numpy()
+            tensor = self._get(field(node, "name", str), path, "cpu").detach()
+            # What was one array is one again; its address tells, because the tensors live as long as the reader.
+            return self._arrays.setdefault(memory_key(tensor) or id(node), tensor.numpy())
+        if kind == "numbers":
+            return _read_numbers(self._get(field(node, "name", str), path, "cpu"), field(node, "count", int))
         if kind == "stored":
             return self._get(field(node, "name", str), path, "cpu").numpy().tobytes()
         return read_plain_leaf(kind, node, path, decoder)
+
+
+def _read_numbers(tensor: torch.Tensor, count: int) -> list[Any]:
+    if tensor.dim() != 1 or not 0 <= count <= len(tensor) or tensor.dtype not in _NUMBER_DTYPES:
+        raise ValueError("the stored numbers are no list")
+    numbers: list[Any] = tensor[:count].tolist()
+    return numbers
 
 
 def read_plain_leaf(kind: str, node: Mapping[str, Any], path: Path, decoder: Decoder) -> Any:
@@ -152,6 +202,8 @@ def _read_device(node: Mapping[str, Any], path: Path, decoder: Decoder) -> torch
 
 
 _READERS: dict[str, Callable[[Mapping[str, Any], Path, Decoder], Any]] = {
+    COMPOSITE: read_composite,
+    SPREAD: read_spread,
     "numpy.raw": _read_raw_array,
     "numpy.scalar": _read_numpy_scalar,
     "torch.dtype": lambda node, path, decoder: _DTYPES[field(node, "name", str)],

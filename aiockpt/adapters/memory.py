@@ -16,12 +16,16 @@ from aiockpt.adapters.tensors import bytes_of, local_tensors
 
 
 class Memory:
-    """The memory of some tensors. Valid while they live, and stay where they are."""
+    """The memory of some tensors. Valid while they live, and stay where they are.
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+    Args:
+        around: also look at what lies beside them in their storages: torch counts the changes of all views together.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], *, around: bool = False) -> None:
         pieces = [bytes_of(local) for tensor in tensors for local in local_tensors(tensor)]
         self._dense = _Spans(_span(piece) for piece in pieces if _is_dense(piece))
-        self._any = _Spans(map(_span, pieces))
+        self._any = _Spans(map(_storage_span if around else _span, pieces))
         self._strided = {_place(piece) for piece in pieces if not _is_dense(piece)}
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
@@ -29,7 +33,7 @@ class Memory:
         return self._dense.hold(*_span(tensor)) or _place(tensor) in self._strided
 
     def touches(self, tensor: torch.Tensor) -> bool:
-        """Say whether some of *tensor* may be in one of them."""
+        """Say whether some of *tensor* may be in one of them, or *around* one."""
         return self._any.meet(*_span(tensor))
 
 
@@ -59,6 +63,13 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
         return start, start
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * tensor.element_size()
+
+
+def _storage_span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of the first byte of a tensor's storage, and of the one after its last."""
+    storage = tensor.untyped_storage()
+    start = storage.data_ptr()
+    return start, start + (storage.nbytes() if tensor.numel() else 0)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -1,9 +1,9 @@
-"""How is an ``nn.Module`` read and filled? Directly, parameter by parameter, unless the module wants a say.
+"""``nn.Module``: what it is made of, what its parts are called, and how it is saved.
 
-- *Directly*: parameters and persistent buffers by their fully qualified names, in the memory they are in; the values of
-  ``get_extra_state()`` as plain values.
-- *The general way*, for a module anywhere in which ``state_dict()`` is overridden or hooked: what ``state_dict()``
-  returns is saved, and ``load_state_dict()`` is given new tensors.
+A module is saved *directly*, parameter by parameter: parameters and persistent buffers by their fully qualified names, in
+the memory they are in, and the values of ``get_extra_state()`` as plain values. Below it a module that saves itself (it
+overrides or hooks ``state_dict()``, or is TorchScript) is asked for its ``state_dict()``; only this part of the tree is.
+`aiockpt.adapters.module_target` is the way back.
 
 Names are those of the bare module: what `DistributedDataParallel` (``module.``) and `torch.compile` (``_orig_mod.``) put
 around it, at any depth, is left out, so that a checkpoint of one loads into the other. So it is with FSDP1's wrapper and
@@ -12,27 +12,31 @@ that of activation checkpoints.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from aiockpt.adapters.composites import is_composite
 from aiockpt.adapters.fsdp1 import is_fsdp1
 from aiockpt.adapters.fsdp2 import is_own_hook
 from aiockpt.adapters.held import FlatRange
-from aiockpt.adapters.intake import Intake
 from aiockpt.adapters.run import Run
-from aiockpt.adapters.tensors import empty_like
+from aiockpt.adapters.selection import Choice
+from aiockpt.adapters.tensors import facts_of
 from aiockpt.adapters.watch import Watch
-from aiockpt.state.tree import TAG, Node, Path
+from aiockpt.errors import kind_in_words
+from aiockpt.format.names import join_name
+from aiockpt.state.tree import TAG, Node, Path, refuse
 
 EXTRA = "_extra_state"
+METADATA = "metadata"
+"""Member of a module's node: what its own ``load_state_dict()`` is told of the versions that were saved."""
+PLAIN_VERSION = {"version": 1}
 _CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
-Keep = Callable[[Path, torch.Tensor, FlatRange | None], None]
 Slices = Callable[[torch.Tensor], FlatRange | None]
 """Which part of an original parameter a tensor is; None when it is whole."""
 
@@ -50,16 +54,29 @@ def wrapped_name(module: nn.Module) -> str | None:
     return None
 
 
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the module inside all transparent wrappers."""
+    while (inner := wrapped_name(module)) is not None:
+        module = getattr(module, inner)
+    return module
+
+
 def walk_modules(module: nn.Module, path: Path) -> Iterator[tuple[Path, nn.Module]]:
     """Yield each module below *module* and itself, with its path, wrappers left out; a shared one at each path."""
-    inner = wrapped_name(module)
-    if inner is not None:
-        yield from walk_modules(getattr(module, inner), path)
-        return
-    yield path, module
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from walk_modules(child, (*path, name))
+    return ((place, member) for place, member, _ in walk_parts(module, path, lambda member: True))
+
+
+def walk_parts(
+    module: nn.Module, path: Path, is_direct: Callable[[nn.Module], bool]
+) -> Iterator[tuple[Path, nn.Module, bool]]:
+    """Yield each module below *module* and itself, with its path and whether it is direct; nothing below one that is not."""
+    module = unwrap(module)
+    direct = is_direct(module)
+    yield path, module, direct
+    if direct:
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from walk_parts(child, (*path, name), is_direct)
 
 
 def walk_tensors(module: nn.Module, path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
@@ -72,69 +89,127 @@ def walk_tensors(module: nn.Module, path: Path) -> Iterator[tuple[Path, torch.Te
             yield (*path, name), buffer
 
 
-def is_direct(module: nn.Module) -> bool:
-    """Return whether one module leaves saving and loading to its parameters and buffers."""
+def saves_directly(module: nn.Module) -> bool:
+    """Return whether one module leaves saving to its parameters and buffers."""
     cls = type(module)
-    load = cls._load_from_state_dict
-    hooks = chain(
-        module._state_dict_hooks.values(),
-        module._state_dict_pre_hooks.values(),
-        module._load_state_dict_pre_hooks.values(),
-        module._load_state_dict_post_hooks.values(),
-    )
+    hooks = chain(module._state_dict_hooks.values(), module._state_dict_pre_hooks.values())
     return (
-        cls.state_dict is nn.Module.state_dict
-        and cls.load_state_dict is nn.Module.load_state_dict
+        not isinstance(module, torch.jit.ScriptModule)
+        and cls.state_dict is nn.Module.state_dict
         and cls._save_to_state_dict is nn.Module._save_to_state_dict
-        # torch's own overrides (normalisation layers) only amend checkpoints of its old versions.
-        and load.__module__.startswith("torch.nn.modules.")
         and all(map(is_own_hook, hooks))
         and "state_dict" not in vars(module)
+    )
+
+
+def loads_directly(module: nn.Module) -> bool:
+    """Return whether one module leaves saving and loading to its parameters and buffers."""
+    cls = type(module)
+    hooks = chain(module._load_state_dict_pre_hooks.values(), module._load_state_dict_post_hooks.values())
+    return (
+        saves_directly(module)
+        and cls.load_state_dict is nn.Module.load_state_dict
+        # torch's own overrides (normalisation layers) only amend checkpoints of its old versions.
+        and cls._load_from_state_dict.__module__.startswith("torch.nn.modules.")
+        and all(map(is_own_hook, hooks))
         and "load_state_dict" not in vars(module)
     )
+
+
+class Plan(Protocol):
+    """The walk that a module is a part of."""
+
+    choice: Choice
+    watch: Watch
+
+    def keep_chosen(self, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None) -> bool:
+        """Take a tensor that stays where it is between walks, unless it is left out.
+
+        Return whether it is made of others, and is to be saved by the caller, as a value.
+        """
+        ...
+
+    def leave_out(self, path: Path, value: object = None, flat: FlatRange | None = None) -> None:
+        """Note what is not saved."""
 
 
 class ModulePart:
     """One module of a walked state; see `aiockpt.adapters.native`."""
 
-    def __init__(self, module: nn.Module, path: Path, slices: Slices, watch: Watch, keep: Keep) -> None:
+    def __init__(self, module: nn.Module, path: Path, slices: Slices, plan: Plan) -> None:
+        watch = plan.watch
+        self._choice = plan.choice
         self._module = module
         self._path = path
         self._extras: list[tuple[Path, nn.Module]] = []
+        self._own: list[tuple[Path, nn.Module]] = []
+        self._composites: list[tuple[Path, torch.Tensor]] = []
+        self._metadata: dict[str, Any] = {}
         _watch_wrappers(module, watch)
-        members = list(walk_modules(module, path))
-        self._direct = all(is_direct(member) for _, member in members)
-        for member_path, member in members:
-            if not self._direct:
-                watch.names(member)
+        for member_path, member, direct in walk_parts(module, path, saves_directly):
+            if not direct:
+                self._own.append((member_path, member))
+                _watch_names(member, watch)
+                _refuse_slices(member, member_path, slices)
                 continue
             watch.module(member)
             for tensor_path, tensor in walk_tensors(member, member_path):
-                keep(tensor_path, tensor, slices(tensor))
-            if has_extra(member):
+                if plan.keep_chosen(tensor_path, tensor, slices(tensor)):
+                    self._composites.append((tensor_path, tensor))
+            if has_extra(member) and plan.choice.keeps((*member_path, EXTRA)):
                 self._extras.append((member_path, member))
+            elif has_extra(member):
+                plan.leave_out((*member_path, EXTRA))
+            if not loads_directly(member):
+                self._metadata |= _versions(member, member_path[len(path) :])
 
     def refresh(self, value: object, run: Run) -> Node:
-        """Return the node of the module's values; the tensors of a direct one were kept by the walk."""
+        """Return the node of the module's values; the tensors of what is direct were kept by the walk."""
         run.same(value, self._module)
-        if self._direct:
-            values = {
-                extra_key(self._path, path): run.encode(member.get_extra_state(), (*path, EXTRA))
-                for path, member in self._extras
-            }
-        else:
-            values = self._refresh_general(run)
-        return {TAG: "module", "values": values} if values else {TAG: "module"}
+        values = {
+            below(self._path, (*path, EXTRA)): run.encode(member.get_extra_state(), (*path, EXTRA))
+            for path, member in self._extras
+        }
+        values |= {below(self._path, path): run.encode(tensor, path) for path, tensor in self._composites}
+        metadata = dict(self._metadata)
+        for path, member in self._own:
+            self._refresh_own(member, path, run, values, metadata)
+        node: dict[str, Node] = {TAG: "module"}
+        if values:
+            node["values"] = values
+        if metadata:
+            node[METADATA] = metadata
+        return node
 
-    def _refresh_general(self, run: Run) -> dict[str, Node]:
-        values = {}
-        for key, value in general_state(self._module).items():
-            path = (*self._path, *key.split("."))
-            if isinstance(value, torch.Tensor):
-                run.put(path, value)
+    def _refresh_own(
+        self, member: nn.Module, path: Path, run: Run, values: dict[str, Node], metadata: dict[str, Any]
+    ) -> None:
+        state, versions = own_state(member, path)
+        live = _live_parameters(member) if self._choice.by_rule else {}
+        for key, value in state.items():
+            place = (*path, *key.split("."))
+            if not self._choice.keeps(place, live.get(key)):
+                run.left_out[join_name(place)] = facts_of(value) if isinstance(value, torch.Tensor) else None
+            elif isinstance(value, torch.Tensor) and not is_composite(value):
+                run.put(place, value)
             else:
-                values[key] = run.encode(value, path)
-        return values
+                values[below(self._path, place)] = run.encode(value, place)
+        metadata |= {below(self._path, (*path, *split_key(key))): versions[key] for key in versions}
+
+
+def _live_parameters(member: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters by the keys of ``state_dict()``, which has others for them."""
+    live = dict(member.named_parameters(remove_duplicate=False))
+    return {plain: live[key] for plain, key in plain_keys(unwrap(member), live).items()}
+
+
+def _versions(member: nn.Module, relative: Path) -> dict[str, Any]:
+    """Return what the modules below one that loads itself are to be told of the version that was saved."""
+    return {
+        ".".join(map(str, place)): {"version": module._version}
+        for place, module in walk_modules(member, relative)
+        if getattr(module, "_version", 1) != 1
+    }
 
 
 def _watch_wrappers(module: nn.Module, watch: Watch) -> None:
@@ -143,91 +218,67 @@ def _watch_wrappers(module: nn.Module, watch: Watch) -> None:
             watch.mapping(member._modules)
 
 
+def _watch_names(member: nn.Module, watch: Watch) -> None:
+    """Watch which parameters there are: optimizers know them by these names. TorchScript never changes its own."""
+    for below_it in member.modules():
+        if not isinstance(below_it, torch.jit.ScriptModule):
+            watch.names(below_it)
+
+
+def _refuse_slices(member: nn.Module, path: Path, slices: Slices) -> None:
+    if any(slices(parameter) is not None for parameter in member.parameters()):
+        refuse(
+            path,
+            f"{type(member).__qualname__} has its own state_dict(), and FSDP1 has cut its parameters into slices; use FSDP2",
+        )
+
+
 def has_extra(module: nn.Module) -> bool:
     """Return whether a module has values of its own (``get_extra_state``)."""
     return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
-def extra_key(root: Path, path: Path) -> str:
-    """Return the key that ``state_dict()`` gives to the extra state of the module at *path* below *root*."""
-    return ".".join([*map(str, path[len(root) :]), EXTRA])
+def below(root: Path, path: Path) -> str:
+    """Return the key that ``state_dict()`` of the module at *root* gives to what is at *path*."""
+    return ".".join(map(str, path[len(root) :]))
 
 
-def general_state(module: nn.Module) -> dict[str, Any]:
-    """Return what ``state_dict()`` of the bare module says, by names without wrappers."""
-    bare = _unwrap(module)
-    return {plain: value for plain, (_, value) in _plain_keys(bare, bare.state_dict()).items()}
+def split_key(key: str) -> Path:
+    """Return the path that a key of ``state_dict()`` means; that of the module itself is empty."""
+    return tuple(key.split(".")) if key else ()
 
 
-def _unwrap(module: nn.Module) -> nn.Module:
-    while (inner := wrapped_name(module)) is not None:
-        module = getattr(module, inner)
-    return module
+def own_state(module: nn.Module, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what ``state_dict()`` of a bare module says, by names without wrappers, and what is not usual of its versions.
+
+    Raises:
+        UnsupportedStateError: it is no dict by text.
+    """
+    bare = unwrap(module)
+    state: Any = bare.state_dict()
+    if not isinstance(state, Mapping) or not all(type(key) is str for key in state):
+        refuse(path, f"its state_dict() is {kind_in_words(state)}, not a dict with text as keys")
+    plain = plain_keys(bare, state)
+    known: Mapping[str, Any] = getattr(state, "_metadata", {})
+    versions = {
+        name: {key: value for key, value in known[key_here].items() if isinstance(value, bool | int | str | None)}
+        for name, key_here in plain_keys(bare, known).items()
+        if known[key_here] != PLAIN_VERSION
+    }
+    return {name: state[key] for name, key in plain.items()}, versions
 
 
-def _plain_keys(bare: nn.Module, state: dict[str, Any]) -> dict[str, tuple[str, Any]]:
-    """Return key without wrappers → (key, value)."""
+def plain_keys(bare: nn.Module, keys: Mapping[str, Any]) -> dict[str, str]:
+    """Return each of *keys* of a bare module's ``state_dict()``, by the same without wrappers."""
     drop = {
         f"{name}.{inner}".lstrip(".")
         for name, member in bare.named_modules(remove_duplicate=False)
         if (inner := wrapped_name(member)) is not None
     }
     plain = {}
-    for key, value in state.items():
+    for key in keys:
         parts = key.split(".")
         kept = [part for place, part in enumerate(parts) if ".".join(parts[: place + 1]) not in drop]
-        plain[".".join(kept)] = (key, value)
+        # A wrapper and what it wraps are one: of the two it is the inner one that was saved.
+        plain[".".join(kept)] = key
     return plain
-
-
-def load_module(module: nn.Module, path: Path, slices: Slices, intake: Intake) -> None:
-    """Ask *intake* for all that a module holds."""
-    intake.claim(path)
-    values = (intake.find_tagged(path, "module") or {}).get("values", {})
-    members = list(walk_modules(module, path))
-    if not all(is_direct(member) for _, member in members):
-        _load_general(module, path, values, intake)
-        return
-    for member_path, member in members:
-        for tensor_path, tensor in walk_tensors(member, member_path):
-            intake.want(tensor_path, tensor, slices(tensor))
-        if has_extra(member):
-            _load_extra(member, member_path, extra_key(path, member_path), values, intake)
-
-
-def _load_extra(member: nn.Module, path: Path, key: str, values: dict[str, Node], intake: Intake) -> None:
-    name = (*path, EXTRA)
-    if not intake.selects(name):
-        return
-    if key not in values:
-        intake.miss(name)
-        return
-    value = intake.value(name, values[key])
-    intake.later(lambda: member.set_extra_state(value()))
-
-
-def _load_general(module: nn.Module, path: Path, values: dict[str, Node], intake: Intake) -> None:
-    if not intake.selects_whole(path, "it has its own load_state_dict()"):
-        return
-    bare = _unwrap(module)
-    current = bare.state_dict()
-    filled: OrderedDict[str, Any] = OrderedDict()
-    decoded: dict[str, Callable[[], Any]] = {}
-    for plain, (key, value) in _plain_keys(bare, current).items():
-        leaf = (*path, *plain.split("."))
-        if isinstance(value, torch.Tensor):
-            fresh = empty_like(value, value.dtype)
-            if intake.want(leaf, fresh):
-                filled[key] = fresh
-        elif plain in values:
-            decoded[key] = intake.value(leaf, values[plain])
-        else:
-            intake.miss(leaf)
-
-    def apply() -> None:
-        state = OrderedDict({**filled, **{key: value() for key, value in decoded.items()}})
-        if hasattr(current, "_metadata"):
-            state._metadata = current._metadata  # type: ignore[attr-defined]
-        bare.load_state_dict(state, strict=intake.strict)
-
-    intake.later(apply)

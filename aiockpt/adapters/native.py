@@ -14,29 +14,34 @@ Guarantees:
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from operator import attrgetter, eq
 from typing import Any, Protocol
 
-import msgspec
 import torch
 
+from aiockpt.adapters.composites import is_composite
 from aiockpt.adapters.held import FlatRange
 from aiockpt.adapters.index import Index
 from aiockpt.adapters.intake import LoadTarget
-from aiockpt.adapters.kinds import Stateful, kind_of
+from aiockpt.adapters.kinds import Stateful, kind_of, members
 from aiockpt.adapters.leaves import write_tensor
 from aiockpt.adapters.loader import Loader
 from aiockpt.adapters.module import ModulePart
 from aiockpt.adapters.optimizer import OptimizerPart
-from aiockpt.adapters.rng import RNG, PerRank, per_rank
-from aiockpt.adapters.run import Run, Stale
+from aiockpt.adapters.own_optimizer import of_this_rank
+from aiockpt.adapters.rng import RNG, per_rank
+from aiockpt.adapters.run import Facts, Run, Stale
+from aiockpt.adapters.schedulers import give_state, scheduler_class
+from aiockpt.adapters.selection import ALL, Choice, Selection
 from aiockpt.adapters.stored import Stored
 from aiockpt.adapters.target import open_target, read_tree
-from aiockpt.adapters.tensors import Leaf, describe, tensor_name
+from aiockpt.adapters.tensors import Leaf, describe, facts_of, is_plain, tensor_name
+from aiockpt.adapters.tree_size import TreeSize
 from aiockpt.adapters.watch import Watch
-from aiockpt.errors import ManifestError, UnsupportedStateError
-from aiockpt.format.document import check_tree, collector_paused
+from aiockpt.errors import UnsupportedStateError
+from aiockpt.format.document import collector_paused
 from aiockpt.format.names import join_name
 from aiockpt.state.codecs import DEFAULT_CODECS, CodecRegistry
 from aiockpt.state.shards import ShardedState, TensorShard, are_same, digest_structure
@@ -44,10 +49,15 @@ from aiockpt.state.tree import TAG, Node, Path, refuse
 
 __all__ = ["RNG", "LoadTarget", "StateWalker", "Stored", "open_target", "per_rank", "read_tree"]
 
+_CONTAINERS = (dict, OrderedDict, list, tuple)
+_SEQUENCES = (list, tuple)
 _DATA = attrgetter("data")
 _FACTS = attrgetter("name", "dtype", "shape", "boxes")
 _VIEW = (torch.Tensor.data_ptr, torch.Tensor.stride, attrgetter("shape", "dtype", "device"))
 SAME_NAME = "another leaf has the same name; rename a key"
+PLANS = 2
+"""Selections whose last state is remembered: a run may save all of a state now and then, and a part of it often."""
+_REQUIRES_GRAD = attrgetter("requires_grad")
 CHECKED_SIZE = 1 << 16
 """Nodes and characters from which on the tree is measured against the limits of the format on every walk."""
 
@@ -64,53 +74,65 @@ class Part(Protocol):
 
 
 class StateWalker:
-    """Walks states of one job, and remembers the last one.
+    """Walks states of one job, and remembers the last one, of each of the last `PLANS` selections.
 
-    Between walks it keeps the tensors of the last state alive; `forget` lets go of them.
+    Between walks it keeps the tensors of the last states alive; `forget` lets go of them.
 
     Args:
         codecs: the user's classes; None takes those of `aiockpt.register_codec`.
         rank: whose own values are meant.
+        alone: whether no other rank has a part of the states.
     """
 
-    def __init__(self, codecs: CodecRegistry | None = None, *, rank: int = 0) -> None:
+    def __init__(self, codecs: CodecRegistry | None = None, *, rank: int = 0, alone: bool = True) -> None:
         self._codecs = codecs or DEFAULT_CODECS
         self._rank = rank
-        self._plan: _Plan | None = None
+        self._alone = alone
+        self._plans: dict[Selection, _Plan] = {}
+        self._size = TreeSize()
         self.cold_walks = 0
 
-    def walk(self, state: Mapping[str, Any]) -> ShardedState:
-        """Return what *state* holds now.
+    def walk(self, state: Mapping[str, Any], selection: Selection = ALL) -> ShardedState:
+        """Return what *state* holds now, as far as *selection* chooses it.
 
         Raises:
             UnsupportedStateError: a leaf cannot be saved; it is named.
+            UsageError: *selection* names what the state has not, or a part of what is saved as a whole.
         """
-        if self._plan is not None and self._plan.watch.holds():
+        plan = self._plans.pop(selection, None)
+        if plan is not None and plan.watch.holds():
             try:
                 with collector_paused():  # tensors that are gathered anew are objects enough to set it off
-                    return self._plan.run(state, self._codecs, self._rank)
+                    walked = plan.run(state, self._codecs, self._rank, self._size)
             except Stale:
                 pass
-        self._plan = None
+            else:
+                self._plans[selection] = plan
+                return walked
         self.cold_walks += 1
         with collector_paused():
-            plan = _Plan(state)
-            walked = plan.run(state, self._codecs, self._rank, check=True)
-        self._plan = plan
+            plan = _Plan(state, selection, alone=self._alone)
+            walked = plan.run(state, self._codecs, self._rank, self._size, check=True)
+        while len(self._plans) >= PLANS:
+            del self._plans[next(iter(self._plans))]
+        self._plans[selection] = plan
         return walked
 
     def forget(self) -> None:
-        """Let go of the last state."""
-        self._plan = None
+        """Let go of the last states."""
+        self._plans.clear()
 
 
 class _Plan:
     """One cold walk: the parts of a state, its tensors, and the watch over them."""
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
+    def __init__(self, state: Mapping[str, Any], selection: Selection, *, alone: bool) -> None:
         self.watch = Watch()
         self._kept: dict[str, Leaf] = {}
+        self._left_out: dict[str, Facts | None] = {}
+        self.choice = Choice(selection, state, alone=alone)
         self._root = _ContainerPart(state, (), Index(state), self)
+        self.choice.check()
         self.watch.seal()
         self._memories: dict[Hashable, str] = {}
         shards, self._alias = _tie(self._kept.values(), {}, self._memories)
@@ -119,21 +141,53 @@ class _Plan:
         self._gathered: list[TensorShard] = []
         self._tensors = self._shards
 
-    def keep(self, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None) -> None:
-        """Take a tensor that stays where it is between walks; *flat* as for `describe`."""
-        leaf = describe(tensor_name(path), tensor, path, flat)
+    def keep_state(self, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None) -> None:
+        """Take a tensor of an optimizer."""
+        self.keep(path, tensor, flat, may_differ=False)
+
+    def keep(
+        self, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None, *, may_differ: bool | None = None
+    ) -> None:
+        """Take a tensor that stays where it is between walks; arguments as for `describe`.
+
+        Args:
+            may_differ: None where the tensor says it.
+        """
+        may_differ = not isinstance(tensor, torch.nn.Parameter) if may_differ is None else may_differ
+        leaf = describe(tensor_name(path), tensor, path, flat, may_differ=may_differ)
         if leaf.name in self._kept:
             refuse(path, SAME_NAME)
         self._kept[leaf.name] = leaf
         self.watch.tensor(tensor)
 
-    def run(self, state: Mapping[str, Any], codecs: CodecRegistry, rank: int, *, check: bool = False) -> ShardedState:
+    def keep_chosen(self, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None) -> bool:
+        """Take a tensor of a module, or leave it out; return whether it is made of others, and is still to be saved."""
+        if self.choice.by_rule:
+            self.watch.attribute(_REQUIRES_GRAD, tensor)
+        if not self.choice.keeps(path, tensor):
+            self.leave_out(path, tensor, flat)
+        elif is_composite(tensor):
+            return True
+        else:
+            self.keep(path, tensor, flat)
+        return False
+
+    def leave_out(self, path: Path, value: object = None, flat: FlatRange | None = None) -> None:
+        """Note what is not saved; a tensor with what it is."""
+        is_tensor = isinstance(value, torch.Tensor)
+        self._left_out[join_name(path)] = facts_of(value, flat) if is_tensor else None  # type: ignore[arg-type]
+        if is_plain(value):
+            self.watch.tensor(value)
+
+    def run(
+        self, state: Mapping[str, Any], codecs: CodecRegistry, rank: int, size: TreeSize, *, check: bool = False
+    ) -> ShardedState:
         """Read the values of *state* and return all of it."""
         run = Run(codecs, rank)
         values = self._root.refresh(state, run)
         if check or run.written > CHECKED_SIZE:
-            _check_size(values)
-            _check_size(run.per_rank)
+            size.check(values)
+            size.check(run.per_rank)
         found = set[str]()
         for leaf in run.leaves:
             if leaf.name in self._kept or leaf.name in found:
@@ -142,7 +196,8 @@ class _Plan:
         shards, alias = _tie(run.leaves, self._memories, {})
         every_alias = {**self._alias, **alias}
         structure = self._settle(shards, every_alias)
-        return ShardedState(self._tensors, every_alias, values, run.per_rank, structure)
+        left_out = {**self._left_out, **run.left_out}
+        return ShardedState(self._tensors, every_alias, values, run.per_rank, structure, left_out)
 
     def _settle(self, found: list[TensorShard], alias: Mapping[str, str]) -> str:
         """Put what was gathered anew behind what is kept; return the digest of the structure.
@@ -164,28 +219,50 @@ class _Plan:
 
 
 class _ContainerPart:
-    """A dict with string keys that holds more than plain values; it may be another dict in each walk."""
+    """A dict, list or tuple that holds more than plain values; it may be another one in each walk."""
 
-    def __init__(self, mapping: Mapping[str, Any], path: Path, index: Index, plan: _Plan) -> None:
-        self._keys = list(mapping)
-        self._parts = [_part(value, (*path, key), index, plan) for key, value in mapping.items()]
+    def __init__(self, container: Any, path: Path, index: Index, plan: _Plan) -> None:
+        self._cls = type(container)
+        self._path = path
+        self._keys = [key for key, _ in members(container)]
+        self._parts = [_part(value, (*path, key), index, plan) for key, value in members(container)]
 
     def refresh(self, value: Any, run: Run) -> Node:
-        """Return the nodes of what is in the dict."""
-        if not isinstance(value, Mapping) or list(value) != self._keys:
+        """Return the nodes of what is in it."""
+        if type(value) is not self._cls or [key for key, _ in members(value)] != self._keys:
             raise Stale
-        nodes = {key: part.refresh(value[key], run) for key, part in zip(self._keys, self._parts, strict=True)}
-        return {TAG: "dict", "items": list(map(list, nodes.items()))} if TAG in nodes else nodes
+        nodes = [
+            (key, part.refresh(value[key], run))
+            for key, part in zip(self._keys, self._parts, strict=True)
+            if self._cls in _SEQUENCES or not isinstance(part, _LeftOutPart)
+        ]
+        return write_container(self._cls if self._path else dict, nodes)
+
+
+def write_container(cls: type, nodes: list[tuple[Any, Node]]) -> Node:
+    """Return the node of a container of class *cls*; a mapping of another class than `OrderedDict` is a dict."""
+    if cls is list:
+        return [node for _, node in nodes]
+    if cls is tuple:
+        return {TAG: "tuple", "items": [node for _, node in nodes]}
+    if cls is OrderedDict:
+        return {TAG: "OrderedDict", "items": list(map(list, nodes))}
+    plain = all(type(key) is str and key != TAG for key, _ in nodes)
+    return dict(nodes) if plain else {TAG: "dict", "items": list(map(list, nodes))}
 
 
 def _part(value: Any, path: Path, index: Index, plan: _Plan) -> Part:
-    match kind_of(value):
+    kind = kind_of(value)
+    if kind not in ("module", "container") and not plan.choice.keeps_whole(path, value):
+        plan.leave_out(path, value)
+        return _LeftOutPart()
+    match kind:
         case "module":
-            return ModulePart(value, path, index.slice_of, plan.watch, plan.keep)
+            return ModulePart(value, path, index.slice_of, plan)
         case "optimizer":
-            return OptimizerPart(value, path, index, plan.watch, plan.keep)
+            return OptimizerPart(value, path, index, plan.watch, plan.keep_state)
         case "tensor":
-            return _TensorPart(value, path, plan)
+            return _CompositePart(value, path) if is_composite(value) else _TensorPart(value, path, plan)
         case "container":
             return _ContainerPart(value, path, index, plan)
         case "loader":
@@ -196,6 +273,13 @@ def _part(value: Any, path: Path, index: Index, plan: _Plan) -> Part:
             return _StatefulPart(value, path)
         case "value":
             return _ValuePart(path)
+
+
+class _LeftOutPart:
+    """What is not saved."""
+
+    def refresh(self, value: Any, run: Run) -> Node:
+        return None
 
 
 class _TensorPart:
@@ -211,16 +295,30 @@ class _TensorPart:
         return self._node
 
 
+class _CompositePart:
+    """A bare tensor that is made of others, written anew each time: what they are may be other objects by then."""
+
+    def __init__(self, tensor: torch.Tensor, path: Path) -> None:
+        self._tensor = tensor
+        self._path = path
+
+    def refresh(self, value: Any, run: Run) -> Node:
+        run.same(value, self._tensor)
+        return run.encode(value, self._path)
+
+
 class _StatefulPart:
     """An object with ``state_dict()``, whatever that returns."""
 
     def __init__(self, value: Stateful, path: Path) -> None:
         self._value = value
         self._path = path
+        self._class = scheduler_class(value)
 
     def refresh(self, value: Any, run: Run) -> Node:
         run.same(value, self._value)
-        return {TAG: "stateful", "value": run.encode(value.state_dict(), self._path)}
+        node = {TAG: "stateful", "value": run.encode(give_state(value), self._path)}
+        return node if self._class is None else {**node, "class": self._class}
 
 
 class _LoaderPart:
@@ -251,7 +349,7 @@ class _OwnPart:
 
     def refresh(self, value: Any, run: Run) -> Node:
         run.same(value, self._value)
-        held = value.value if isinstance(value, PerRank) else value
+        held = of_this_rank(value)
         is_object = kind_of(held) in ("stateful", "per_rank")
         run.per_rank[join_name(self._path)] = run.encode_own(held.state_dict() if is_object else held, self._path)
         return {TAG: "per_rank"}
@@ -264,9 +362,15 @@ class _ValuePart:
         self._path = path
 
     def refresh(self, value: Any, run: Run) -> Node:
-        if kind_of(value) != "value":
+        if type(value) not in _CONTAINERS and kind_of(value) != "value":
             raise Stale
-        return run.encode(value, self._path)
+        try:
+            return run.encode(value, self._path)
+        except UnsupportedStateError:
+            # An object has come into it since. Looking for one first would cost each walk of a long list a second pass.
+            if kind_of(value) == "value":
+                raise
+            raise Stale from None
 
 
 def _tie(
@@ -289,11 +393,3 @@ def _places(shards: Sequence[TensorShard]) -> Iterable[Hashable]:
     """Return where each tensor is, and how it is seen there; comparable while the tensors live."""
     tensors = list(map(_DATA, shards))
     return zip(*(map(get, tensors) for get in _VIEW), strict=True)
-
-
-def _check_size(values: Node) -> None:
-    """Refuse a tree that no reader would accept."""
-    try:
-        check_tree(msgspec.json.encode(values), "the state")
-    except ManifestError as error:
-        raise UnsupportedStateError("the state", str(error)) from error

@@ -5,7 +5,7 @@ of a parameter finds it again when the order, the groups or the sharding changed
 
 - A plain ``torch.optim.Optimizer`` is read directly, its tensors in the memory they are in.
 - One that overrides or hooks ``state_dict()`` goes the general way: what that returns, with numbers made names.
-- State of the shape of a parameter that is spread over ranks is spread like it (`slice_of_state`).
+- What it has beside a parameter that is spread over ranks: `aiockpt.adapters.optimizer_parts`.
 
 `aiockpt.adapters.optimizer_target` is the way back.
 """
@@ -20,16 +20,20 @@ import msgspec
 import torch
 from torch.optim import Optimizer
 
-from aiockpt.adapters.dtensors import is_dtensor, local_of
+from aiockpt.adapters.composites import has_own_bytes
 from aiockpt.adapters.held import FlatRange
 from aiockpt.adapters.index import Index
+from aiockpt.adapters.optimizer_forms import NAMES
+from aiockpt.adapters.optimizer_groups import class_name, default_keys
+from aiockpt.adapters.optimizer_parts import Form, Owner, Placed, StateParts, digest_of
 from aiockpt.adapters.run import Run
+from aiockpt.adapters.tensors import is_spread
 from aiockpt.adapters.watch import Watch
+from aiockpt.adapters.zero import is_zero, keeper_of
 from aiockpt.errors import kind_in_words
-from aiockpt.format.names import join_name
+from aiockpt.format.names import join_name, split_name
 from aiockpt.state.tree import TAG, Node, Path, refuse
 
-NOT_SAVED = ("params", "param_names")
 Keep = Callable[[Path, torch.Tensor, FlatRange | None], None]
 State = Mapping[Any, Any]
 
@@ -46,6 +50,8 @@ class View(msgspec.Struct, frozen=True):
 
 def is_plain(optimizer: Optimizer) -> bool:
     """Return whether the optimizer leaves saving and loading to its ``state`` and ``param_groups``."""
+    if is_zero(optimizer):
+        return is_plain(keeper_of(optimizer))
     cls = type(optimizer)
     return (
         cls.state_dict is Optimizer.state_dict
@@ -71,16 +77,18 @@ def name_members(optimizer: Optimizer, path: Path, index: Index) -> list[list[Pa
     Raises:
         UnsupportedStateError: a parameter belongs to no module and is no leaf of the state.
     """
-    members = []
+    members: list[list[Path]] = []
     for number, group in enumerate(optimizer.param_groups):
+        members.append([])
         for place, parameter in enumerate(group["params"]):
-            if id(parameter) not in index.paths:
+            found = index.path_of(parameter)
+            if found is None:
                 refuse(
                     (*path, "groups", number, "params", place),
                     f"this parameter {tuple(parameter.shape)} is in no module of the state, so it has no name; "
                     "put its module (or the tensor) into the state too",
                 )
-        members.append([index.paths[id(parameter)] for parameter in group["params"]])
+            members[-1].append(found)
     return members
 
 
@@ -89,16 +97,19 @@ class OptimizerPart:
 
     def __init__(self, optimizer: Optimizer, path: Path, index: Index, watch: Watch, keep: Keep) -> None:
         self._optimizer = optimizer
+        self._keeper = keeper_of(optimizer, path)
         self._path = path
         self._members = name_members(optimizer, path, index)
         self._owners = {
-            owner: (parameter, index.slice_of(parameter))
+            owner: Owner(parameter, index.slice_of(parameter))
             for group, some in zip(optimizer.param_groups, self._members, strict=True)
             for parameter, owner in zip(group["params"], some, strict=True)
         }
         self._names = [list(map(join_name, some)) for some in self._members]
         self._plain = is_plain(optimizer)
         watch.attribute(attrgetter("__class__"), optimizer)
+        if self._keeper is not optimizer:
+            watch.attribute(attrgetter("optim"), optimizer)
         watch.attribute(attrgetter("param_groups"), optimizer)
         watch.items(optimizer.param_groups)
         for group in optimizer.param_groups:
@@ -106,16 +117,31 @@ class OptimizerPart:
             watch.items(group["params"])
         if self._plain:
             self._view = view_plain(optimizer, self._members)
-            self._table = _table(self._view)
-            self._values = [(owner, state, key) for owner, state in self._view.states for key in _value_keys(state)]
             self._watch_plain(watch)
-            for owner, state in self._view.states:
-                for key in _tensor_keys(state):
-                    place = state_path(path, owner, key)
-                    keep(place, state[key], slice_of_state(state[key], *self._owners[owner], place))
+            self._content = self._sort(self._view)
+            for place, placed in self._content.tensors:
+                keep(place, placed.tensor, placed.flat)
+                if placed.form == "part":  # the walk has a DTensor in its memory, which does not follow if it moves
+                    watch.tensor(placed.source)
+
+    def _sort(self, view: View) -> _Content:
+        """Say what of a view this rank saves, and how."""
+        parts = StateParts(self._owners, view.states)
+        content = _Content(parts)
+        for owner, state in view.states:
+            forms: dict[Any, Placed] = {}
+            for key, value in state.items():
+                if not has_own_bytes(value):
+                    if parts.saves_values(owner):
+                        content.values.append((owner, state, key))
+                elif (placed := parts.place(owner, key, value)) is not None:
+                    forms[key] = placed
+                    content.tensors.append((state_path(self._path, owner, key), placed))
+            content.rows.append((owner, forms))
+        return content
 
     def _watch_plain(self, watch: Watch) -> None:
-        optimizer = self._optimizer
+        optimizer = self._keeper
         watch.attribute(attrgetter("state"), optimizer)
         for hooks in _hooks(optimizer):
             watch.mapping(hooks)
@@ -130,36 +156,108 @@ class OptimizerPart:
         """Return the node of the optimizer's values; the tensors of a plain one were kept by the walk."""
         run.same(value, self._optimizer)
         if self._plain:
-            values = [
-                [join_name(owner), key, run.encode(state[key], state_path(self._path, owner, key))]
-                for owner, state, key in self._values
-            ]
-            rest = {key: self._optimizer.state[key] for key in self._view.rest}
-            return self._node(msgspec.structs.replace(self._view, rest=rest), self._table, values, run)
+            rest = {key: self._keeper.state[key] for key in self._view.rest}
+            return self._node(msgspec.structs.replace(self._view, rest=rest), self._content, run)
         view = view_general(self._optimizer, self._members)
         if view is None:
             return {TAG: "stateful", "value": run.encode(self._optimizer.state_dict(), self._path)}
-        values = []
-        for owner, state in view.states:
-            for key, item in state.items():
-                place = state_path(self._path, owner, key)
-                if isinstance(item, torch.Tensor):
-                    run.put(place, item, slice_of_state(item, *self._owners[owner], place))
-                else:
-                    values.append([join_name(owner), key, run.encode(item, place)])
-        return self._node(view, _table(view), values, run)
+        content = self._sort(view)
+        for place, placed in content.tensors:
+            run.put(place, placed.tensor, placed.flat)
+        return self._node(view, content, run)
 
-    def _node(self, view: View, table: list[dict[str, Any]], values: list[Any], run: Run) -> Node:
-        groups = [
-            {"params": names, "values": self._refresh_group(group, number, run)}
-            for number, (group, names) in enumerate(zip(view.groups, self._names, strict=True))
-        ]
-        node = {TAG: "optimizer", "groups": groups, "state": table, "values": values}
-        return {**node, "rest": run.encode(dict(view.rest), (*self._path, "rest"))} if view.rest else node
+    def _node(self, view: View, content: _Content, run: Run) -> Node:
+        digests = {
+            join_name(place[len(self._path) :]): digest_of(placed.tensor)
+            for place, placed in content.tensors
+            if placed.form == "own"
+        }
+        node = {
+            TAG: "optimizer",
+            "class": class_name(type(self._keeper)),
+            "keys": default_keys(self._keeper),
+            "groups": [
+                {"params": names, "values": self._refresh_group(group, number, run, digests)}
+                for number, (group, names) in enumerate(zip(view.groups, self._names, strict=True))
+            ],
+            "state": content.table(self._members),
+            "values": [
+                [join_name(owner), key, self._encode(state[key], state_path(self._path, owner, key), run, alike)]
+                for owner, state, key in content.values
+                for alike in (digests if content.parts.must_agree(owner) else None,)
+            ],
+        }
+        if view.rest:
+            alike = digests if any(owner.is_spread for owner in self._owners.values()) else None
+            node["rest"] = self._encode(dict(view.rest), (*self._path, "rest"), run, alike)
+        return {**node, "digests": digests} if digests else node
 
-    def _refresh_group(self, group: Mapping[str, Any], number: int, run: Run) -> dict[str, Node]:
-        saved = [key for key in group if key not in NOT_SAVED]
-        return {key: run.encode(group[key], (*self._path, "groups", number, key)) for key in saved}
+    def _refresh_group(
+        self, group: Mapping[str, Any], number: int, run: Run, digests: dict[str, str]
+    ) -> dict[str, Node]:
+        nodes = {}
+        for key, value in group.items():
+            if key not in NAMES:
+                # Reading one on a device would wait for all that computes there.
+                alike = digests if isinstance(value, torch.Tensor) and value.device.type == "cpu" else None
+                nodes[key] = self._encode(value, (*self._path, "groups", number, key), run, alike)
+        return nodes
+
+    def _encode(self, value: Any, place: Path, run: Run, digests: dict[str, str] | None) -> Node:
+        """Return the node of a value; the digests of plain tensors in it are added to *digests*."""
+        first = len(run.leaves)
+        node = run.encode(value, place)
+        if digests is not None:
+            for leaf in run.leaves[first:]:
+                if not is_spread(leaf.owner):
+                    digests[join_name(split_name(leaf.name)[len(self._path) :])] = digest_of(leaf.owner)
+        return node
+
+
+class _Content:
+    """What one rank saves of the state of its parameters.
+
+    Attributes:
+        parts: how tensors lie beside their parameters.
+        tensors: with their paths.
+        values: (parameter, its state, key) of what is no tensor.
+        rows: the keys of each parameter's tensors.
+    """
+
+    def __init__(self, parts: StateParts) -> None:
+        self.parts = parts
+        self.tensors: list[tuple[Path, Placed]] = []
+        self.values: list[tuple[Path, State, Any]] = []
+        self.rows: list[tuple[Path, dict[Any, Placed]]] = []
+        self._table: list[dict[str, Any]] | None = None
+
+    def table(self, members: Sequence[Sequence[Path]]) -> list[dict[str, Any]]:
+        """Return which parameters have which tensors, by their numbers in the groups: most have the same."""
+        if self._table is None:
+            self._table = self._make_table(members)
+        return self._table
+
+    def _make_table(self, members: Sequence[Sequence[Path]]) -> list[dict[str, Any]]:
+        numbers = {owner: number for number, owner in enumerate(owner for some in members for owner in some)}
+        rows: dict[tuple[tuple[Any, Form, tuple[str, ...]], ...], list[int]] = {}
+        for owner, forms in self.rows:
+            if not all(type(key) in (str, int) for key in forms):
+                refuse(owner, "the optimizer's state of this parameter has keys that are neither text nor integers")
+            said: tuple[tuple[Any, Form, tuple[str, ...]], ...]
+            said = tuple((key, placed.form, placed.placements) for key, placed in forms.items())
+            rows.setdefault(said, []).append(numbers[owner])
+        return [_write_row(said, some) for said, some in rows.items()]
+
+
+def _write_row(said: Sequence[tuple[Any, Form, tuple[str, ...]]], params: list[int]) -> dict[str, Any]:
+    row = {
+        "keys": [key for key, _, _ in said],
+        "params": params,
+        "part": [key for key, form, _ in said if form == "part"],
+        "whole": [key for key, form, _ in said if form in ("whole", "own")],
+        "spread": [[key, list(placements)] for key, _, placements in said if placements],
+    }
+    return {key: value for key, value in row.items() if value or key in ("keys", "params")}
 
 
 def view_plain(optimizer: Optimizer, members: Sequence[Sequence[Path]]) -> View:
@@ -170,11 +268,12 @@ def view_plain(optimizer: Optimizer, members: Sequence[Sequence[Path]]) -> View:
         for parameter, owner in zip(group["params"], some, strict=True)
     }
     # The state of a parameter that has left the groups can no longer be reached; torch would refuse to save it.
-    states = [(owners[id(key)], state) for key, state in optimizer.state.items() if id(key) in owners]
+    kept = keeper_of(optimizer).state
+    states = [(owners[id(key)], state) for key, state in kept.items() if id(key) in owners]
     for owner, state in states:
         if not isinstance(state, dict):
             refuse(owner, f"the optimizer's state of this parameter is {kind_in_words(state)}, not a dict")
-    rest = {key: state for key, state in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    rest = {key: state for key, state in kept.items() if not isinstance(key, torch.Tensor)}
     return View(optimizer.param_groups, members, states, rest)
 
 
@@ -202,47 +301,14 @@ def view_general(optimizer: Optimizer, members: Sequence[Sequence[Path]]) -> Vie
     )
 
 
-def slice_of_state(
-    value: torch.Tensor, parameter: torch.Tensor, flat: FlatRange | None, path: Path
-) -> FlatRange | None:
-    """Return which elements *value*, at *path*, has of the state of a *parameter* that is itself slice *flat*, or whole.
-
-    A tensor without axes, such as a step count, is the same on all ranks.
-
-    Raises:
-        UnsupportedStateError: it is this rank's part of something, and nothing says of what.
-    """
-    if flat is not None and value.dim() and value.shape == parameter.shape:
-        return flat
-    local = local_of(parameter) if is_dtensor(parameter) and not is_dtensor(value) else None
-    if value.dim() and (flat is not None or (local is not None and value.shape == local.shape != parameter.shape)):
-        refuse(
-            path,
-            f"a tensor of shape {tuple(value.shape)} as state of a parameter that is spread over ranks: it may be a "
-            "part, and nothing says of what; keep such state as DTensors, or shaped like the parameter",
-        )
-    return None
-
-
 def state_path(path: Path, owner: Path, key: str | int) -> Path:
     """Return the path of one entry of the state of the parameter at *owner*."""
     return (*path, "state", *owner, key)
 
 
 def _tensor_keys(state: State) -> list[Any]:
-    return [key for key, value in state.items() if isinstance(value, torch.Tensor)]
+    return [key for key, value in state.items() if has_own_bytes(value)]
 
 
 def _value_keys(state: State) -> list[Any]:
-    return [key for key, value in state.items() if not isinstance(value, torch.Tensor)]
-
-
-def _table(view: View) -> list[dict[str, Any]]:
-    """Return which parameters have which tensors, by their numbers in the groups: most have the same."""
-    numbers = {owner: number for number, owner in enumerate(owner for some in view.members for owner in some)}
-    rows: dict[tuple[Any, ...], list[int]] = {}
-    for owner, state in view.states:
-        if not all(type(key) in (str, int) for key in state):
-            refuse(owner, "the optimizer's state of this parameter has keys that are neither text nor integers")
-        rows.setdefault(tuple(_tensor_keys(state)), []).append(numbers[owner])
-    return [{"keys": list(keys), "params": some} for keys, some in rows.items()]
+    return [key for key, value in state.items() if not has_own_bytes(value)]

@@ -1,201 +1,239 @@
 """How is an optimizer filled? By the names of its parameters, bit-exactly.
 
 - A plain ``torch.optim.Optimizer`` is filled directly: state tensors that are there in place, others are made.
-  ``Optimizer.load_state_dict()`` is not used, because it casts fp32 moments to the dtype of bf16 parameters.
+  ``Optimizer.load_state_dict()`` is not used, because it casts fp32 moments to the dtype of bf16 parameters; its last
+  call, ``__setstate__()``, is made, in which classes settle what an older or a related one has saved.
 - One that overrides or hooks ``state_dict()`` is given a state dict with torch's numbers.
-
-How a step is computed (``foreach``, ``fused``, ``capturable``, ``differentiable``) is a property of the job: the running
-optimizer keeps its own. So a checkpoint of a fused optimizer loads into any other, and goes on with the same numbers.
+- The checkpoint may have it in any form (`aiockpt.adapters.optimizer_forms`); what its groups become, and which other
+  classes fit, says `aiockpt.adapters.optimizer_groups`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import torch
 from torch.optim import Optimizer
 
-from aiockpt.adapters.held import FlatRange
+from aiockpt.adapters.composite_target import ask_value
+from aiockpt.adapters.dtensors import as_dtensor, dtensor_placed, is_dtensor, local_of
 from aiockpt.adapters.index import Index
 from aiockpt.adapters.intake import Intake
 from aiockpt.adapters.optimizer import is_plain, name_members, state_path, view_plain
+from aiockpt.adapters.optimizer_forms import Id, SavedOptimizer, pair_up, read_form, tensor_names
+from aiockpt.adapters.optimizer_groups import agreed_values, class_misfit
+from aiockpt.adapters.optimizer_parts import Form, Owner, form_of
 from aiockpt.adapters.tensors import may_spread
+from aiockpt.adapters.zero import keeper_of, kept_parameters
+from aiockpt.format.dtypes import torch_name
 from aiockpt.format.names import join_name, split_name
-from aiockpt.state.tree import Node, Path, damaged
+from aiockpt.state.tree import TAG, Path
 
-HOW_TO_STEP = ("foreach", "fused", "capturable", "differentiable")
 Thunks = dict[Any, Callable[[], Any]]
 """What will give the values, by key, once all tensors are filled."""
 
 
-class Saved(msgspec.Struct, frozen=True):
-    """The node of an optimizer, read: its groups' values, their parameters, and the state of each parameter by name."""
+class Match:
+    """An optimizer here, what a checkpoint says of one, and which parameter is which."""
 
-    groups: list[dict[str, Node]]
-    members: list[list[str]]
-    tensors: dict[str, list[str | int]]
-    values: dict[str, dict[str | int, Node]]
-    rest: Node
-
-
-class _Row(msgspec.Struct, frozen=True):
-    keys: list[str | int]
-    params: list[int]
-
-
-class _Group(msgspec.Struct, frozen=True):
-    params: list[str]
-    values: dict[str, Any]
-
-
-class _Wire(msgspec.Struct, frozen=True):
-    groups: list[_Group]
-    state: list[_Row]
-    values: list[tuple[str, str | int, Any]]
-    rest: Any = None
+    def __init__(self, optimizer: Optimizer, path: Path, index: Index, saved: SavedOptimizer, intake: Intake) -> None:
+        self.optimizer = optimizer
+        self.keeper = keeper_of(optimizer, path)
+        self.kept = kept_parameters(optimizer)
+        self.path = path
+        self.index = index
+        self.saved = saved
+        self.intake = intake
+        self.members = name_members(optimizer, path, index)
+        names = [[_dotted(split_name(intake.stored_name(owner))) for owner in some] for some in self.members]
+        ids = pair_up(names, saved)
+        self.ids: dict[Path, Id] = {
+            owner: ids[name]
+            for some, called in zip(self.members, names, strict=True)
+            for owner, name in zip(some, called, strict=True)
+            if name in ids
+        }
 
 
-def read_node(node: Mapping[str, Any], path: Path) -> Saved:
-    """Return what an optimizer's node says.
-
-    Raises:
-        ManifestError: it was not written by `OptimizerPart`.
-    """
-    try:
-        wire = msgspec.convert(node, _Wire)
-        params = [name for group in wire.groups for name in group.params]
-        tensors = {params[number]: list(row.keys) for row in wire.state for number in row.params}
-    except (msgspec.ValidationError, IndexError) as error:
-        raise damaged(path, f"is not an optimizer that was ever saved ({error})") from error
-    values: dict[str, dict[str | int, Node]] = {}
-    for owner, key, value in wire.values:
-        values.setdefault(owner, {})[key] = value
-    return Saved(
-        [group.values for group in wire.groups], [group.params for group in wire.groups], tensors, values, wire.rest
-    )
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))
 
 
 def load_optimizer(optimizer: Optimizer, path: Path, index: Index, intake: Intake) -> None:
     """Ask *intake* for all that an optimizer holds."""
     intake.claim(path)
-    node = intake.find_tagged(path, "optimizer")
-    if node is None:
+    found = intake.find(path)
+    saved = None if found is None else read_form(found.node, split_name(intake.stored_name(path)))
+    if saved is None:
         _load_own_form(optimizer, path, intake)
         return
-    saved = read_node(node, path)
-    members = name_members(optimizer, path, index)
+    match = Match(optimizer, path, index, saved, intake)
     plain = is_plain(optimizer)
     if not plain and not intake.selects_whole(path, "it has its own load_state_dict()"):
         return
-    wanted = _want_groups(optimizer, path, members, saved, intake)
-    states = _want_states(optimizer, path, members, saved, index, intake)
-    rest = None if saved.rest is None else intake.value((*path, "rest"), saved.rest)
+    misfit = class_misfit(match.keeper, saved) if intake.touches(path) else None
+    if misfit is not None:
+        for place in _places(match):  # what ``only`` names is there, though nothing of it is loaded
+            intake.selects(place)
+        intake.mismatch(path, misfit)
+        return
+    groups, states = _want_groups(match), _want_states(match)
+    rest = None if saved.rest is None else intake.value((*path, "rest"), saved.rest, fresh=True)
     if plain:
         whole = intake.selects(path)
         if whole:
-            _note_rewritten(optimizer, path, members, intake)
-        intake.later(lambda: _apply_plain(optimizer, wanted, states, rest, whole=whole))
+            _note_rewritten(match)
+        intake.later(lambda: _apply_plain(match, groups, states, rest, whole=whole))
     else:
-        intake.later(lambda: _apply_general(optimizer, wanted, states, rest))
+        intake.later(lambda: _apply_general(optimizer, groups, states, rest))
 
 
-def _note_rewritten(optimizer: Optimizer, path: Path, members: Sequence[Sequence[Path]], intake: Intake) -> None:
+def _note_rewritten(match: Match) -> None:
     """All the state that is there is filled or dropped, also what the checkpoint does not have."""
-    intake.rewrites(path)
-    for owner, state in view_plain(optimizer, members).states:
+    match.intake.rewrites(match.path)
+    for place in _state_places(match):
+        match.intake.rewrites(place)
+
+
+def _state_places(match: Match) -> Iterator[Path]:
+    for owner, state in view_plain(match.optimizer, match.members).states:
         for key in state:
-            intake.rewrites(state_path(path, owner, key))
+            yield state_path(match.path, owner, key)
+
+
+def _places(match: Match) -> Iterator[Path]:
+    """Yield the path of all that an optimizer holds."""
+    yield match.path
+    for number, group in enumerate(match.optimizer.param_groups):
+        yield from ((*match.path, "groups", number, key) for key in group)
+    for some in match.members:
+        yield from ((*match.path, "state", *owner) for owner in some)
+    yield from _state_places(match)
 
 
 def _load_own_form(optimizer: Optimizer, path: Path, intake: Intake) -> None:
     """Load an optimizer whose ``state_dict()`` had a form of its own."""
-    node = intake.find_tagged(path, "stateful")
-    if node is None:
+    found = intake.find(path)
+    node = None if found is None else found.node
+    if type(node) is not dict:
         intake.miss(path)
     elif intake.selects_whole(path, "it has its own load_state_dict()"):
+        if is_plain(optimizer):
+            intake.mismatch(path, "an optimizer in the state, something else in the checkpoint")
+            return
         template = optimizer.state_dict() if may_spread() else None
-        value = intake.value(path, node.get("value"), template, fresh=True)
+        value = intake.value(path, node.get("value") if node.get(TAG) == "stateful" else node, template, fresh=True)
         intake.later(lambda: optimizer.load_state_dict(value()))
 
 
-def _want_groups(
-    optimizer: Optimizer, path: Path, members: Sequence[Sequence[Path]], saved: Saved, intake: Intake
-) -> list[Thunks]:
+def _want_groups(match: Match) -> list[Thunks]:
     """Return what will set each group's values."""
-    if len(saved.groups) != len(members):
-        intake.problem(
-            f"{join_name(path)}: the checkpoint has {len(saved.groups)} parameter groups, the state {len(members)}"
-        )
+    intake, saved = match.intake, match.saved
+    _leave_groups(match)
     wanted: list[Thunks] = []
-    for number, (group, values) in enumerate(zip(optimizer.param_groups, saved.groups, strict=False)):
-        thunks: Thunks = {}
-        for key, node in values.items():
-            place = (*path, "groups", number, key)
-            if key not in HOW_TO_STEP and intake.selects(place):
-                thunks[key] = intake.value(place, node, group.get(key))
-        wanted.append(thunks)
+    for number, (group, owners) in enumerate(zip(match.optimizer.param_groups, match.members, strict=True)):
+        place = (*match.path, "groups", number)
+        ids = [match.ids[owner] for owner in owners if owner in match.ids]
+        values, refused = agreed_values(saved, ids, intake.same_tensor)
+        if refused and intake.touches(place):
+            for problem in refused:
+                intake.problem(f"{join_name(place)}: {problem}")
+        wanted.append(
+            {
+                key: intake.value((*place, key), node, group.get(key))
+                for key, node in values.items()
+                if intake.selects((*place, key))
+            }
+        )
     return wanted
 
 
-def _want_states(
-    optimizer: Optimizer,
-    path: Path,
-    members: Sequence[Sequence[Path]],
-    saved: Saved,
-    index: Index,
-    intake: Intake,
-) -> list[tuple[torch.Tensor, Thunks]]:
+def _leave_groups(match: Match) -> None:
+    """What groups of the checkpoint say is known, whether a group here takes it or not; so is the state that is paired."""
+    intake, saved = match.intake, match.saved
+    for name in tensor_names([list(group.values()) for group in saved.groups]):
+        intake.leave(name)
+    stored = split_name(intake.stored_name(match.path))
+    for place in saved.value_names(match.ids.values()):
+        intake.leave(join_name((*stored, *place)))
+
+
+def _want_states(match: Match) -> list[tuple[torch.Tensor, Thunks]]:
     """Return what will set each parameter's state; tensors that are there are filled in place, others are made."""
-    stored_members = {name for some in saved.members for name in some}
     found = []
-    for group, owners in zip(optimizer.param_groups, members, strict=True):
+    if match.saved.by_numbers and not match.ids:
+        match.intake.problem(f"{join_name(match.path)}: {_counts(match)}")
+        return []
+    for group, owners in zip(match.optimizer.param_groups, match.members, strict=True):
         for parameter, owner in zip(group["params"], owners, strict=True):
-            name = intake.stored_name(owner)
-            if name not in stored_members:
-                intake.miss((*path, "state", *owner), f"the optimizer of the checkpoint has no parameter {name}")
+            if owner not in match.ids:
+                name = match.intake.stored_name(owner)
+                why = f"the optimizer of the checkpoint has no parameter {name}"
+                match.intake.miss((*match.path, "state", *owner), why)
                 continue
-            flat = index.slice_of(parameter)
-            if flat is not None and flat.start == flat.end:  # state would only go stale: no step ever reaches it here
-                for key in saved.tensors.get(name, ()):
-                    intake.leave(_stored_as(path, name, key, intake))
-                thunks: Thunks = {}
+            flat = match.index.slice_of(parameter)
+            elsewhere = match.kept is not None and parameter not in match.kept
+            if elsewhere or (flat is not None and flat.start == flat.end):
+                # What is here stays as it is: no step ever reaches it.
+                for name in tensor_names(match.saved.state.get(match.ids[owner], {})):
+                    match.intake.leave(name)
             else:
-                thunks = _want_state(optimizer, path, owner, parameter, flat, group, saved, intake)
-            found.append((parameter, thunks))
+                found.append((parameter, _want_state(match, owner, Owner(parameter, flat), group)))
     return found
 
 
-def _want_state(
-    optimizer: Optimizer,
-    path: Path,
-    owner: Path,
-    parameter: torch.Tensor,
-    flat: FlatRange | None,
-    group: Mapping[str, Any],
-    saved: Saved,
-    intake: Intake,
-) -> Thunks:
-    name = intake.stored_name(owner)
-    live = optimizer.state.get(parameter, {})
+def _counts(match: Match) -> str:
+    """Say why the numbers of the checkpoint cannot be those of the parameters here."""
+    there, here = ([len(some) for some in members] for members in (match.saved.members, match.members))
+    return (
+        f"groups of {here} parameters in the state, of {there} in the checkpoint, which has an optimizer's state_dict(): "
+        "that knows parameters by their numbers only; make the optimizer as it was, or save the optimizer itself"
+    )
+
+
+def _want_state(match: Match, path: Path, owner: Owner, group: Mapping[str, Any]) -> Thunks:
+    intake, live = match.intake, match.keeper.state.get(owner.parameter, {})
     thunks: Thunks = {}
-    for key in saved.tensors.get(name, ()):
-        place = state_path(path, owner, key)
-        stored = _stored_as(path, name, key, intake)
-        tensor = intake.fill(place, stored, live.get(key), device_for(parameter, key, group), flat)
-        if tensor is not None:
-            thunks[key] = _returning(tensor)
-    for key, node in saved.values.get(name, {}).items():
-        place = state_path(path, owner, key)
-        if intake.selects(place):
-            thunks[key] = intake.value(place, node, live.get(key))
+    for key, node in match.saved.state.get(match.ids[path], {}).items():
+        place = state_path(match.path, path, key)
+        if type(node) is dict and node.get(TAG) == "tensor":
+            like = device_for(owner.parameter, key, group)
+            tensor = _want_tensor(match, owner, match.ids[path], key, node["name"], place, live.get(key), like)
+            if tensor is not None:
+                thunks[key] = _returning(tensor)
+        elif intake.selects(place):
+            thunks[key] = ask_value(place, live.get(key), node, intake, owner.parameter)
     return thunks
 
 
-def _stored_as(path: Path, name: str, key: str | int, intake: Intake) -> str:
-    """Return the name in the checkpoint of one state tensor of the parameter called *name* there."""
-    return join_name((*split_name(intake.stored_name(path)), "state", *split_name(name), key))
+def _want_tensor(
+    match: Match,
+    owner: Owner,
+    one: Id,
+    key: Id,
+    name: str,
+    place: Path,
+    live: Any,
+    like: torch.Tensor | torch.device,
+) -> torch.Tensor | None:
+    """Ask for one state tensor, of the parameter that the checkpoint calls *one*; see `Intake.fill`."""
+    intake, saved, parameter = match.intake, match.saved, owner.parameter
+    facts = intake.facts(name)
+    if facts is None or not owner.is_spread:
+        return intake.fill(place, name, live, like)
+    form: Form = "part" if key in saved.part.get(one, ()) else "whole" if key in saved.whole.get(one, ()) else "like"
+    match form_of(owner, live, form, facts[1]):
+        case "part":
+            spread = None if live is None else as_dtensor(live.detach(), parameter)
+            tensor = intake.fill(place, name, spread, parameter)
+            return live if tensor is spread is not None else local_of(tensor) if is_dtensor(tensor) else tensor
+        case "whole":
+            return intake.fill(place, name, live, parameter.device)
+    placements = saved.spread.get(one, {}).get(key)
+    if live is None and placements is not None and is_dtensor(parameter):
+        live = dtensor_placed(placements, parameter, facts[1], getattr(torch, torch_name(facts[0])))
+    return intake.fill(place, name, live, like, owner.flat)
 
 
 def _returning(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -210,14 +248,15 @@ def device_for(parameter: torch.Tensor, key: Any, group: Mapping[str, Any]) -> t
 
 
 def _apply_plain(
-    optimizer: Optimizer,
+    match: Match,
     groups: Iterable[Thunks],
     states: Iterable[tuple[torch.Tensor, Thunks]],
     rest: Callable[[], Any] | None,
     *,
     whole: bool,
 ) -> None:
-    for group, thunks in zip(optimizer.param_groups, groups, strict=False):
+    optimizer = match.keeper
+    for group, thunks in zip(match.optimizer.param_groups, groups, strict=True):
         for key, value in thunks.items():
             set_value(group, key, value())
     for parameter, thunks in states:
@@ -227,6 +266,7 @@ def _apply_plain(
             optimizer.state[parameter].update({key: value() for key, value in thunks.items()})
     if rest is not None:
         optimizer.state.update(rest())
+    optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
 def set_value(group: dict[str, Any], key: str, value: Any) -> None:

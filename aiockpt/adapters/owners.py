@@ -15,14 +15,14 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from aiockpt.adapters.census import Census, changed_in_forward, limit_of
-from aiockpt.adapters.kinds import kind_of
+from aiockpt.adapters.kinds import kind_of, members
 from aiockpt.adapters.memory import Memory
 from aiockpt.adapters.optimizer import is_plain
 from aiockpt.adapters.steps import is_announced, step_of
@@ -68,7 +68,8 @@ class Owners:
         owned = [*chain.from_iterable(map(_tensors_of, named or optimizers))]
         owned += [parameter for module in modules for parameter in module.parameters()] if trusting else []
         changed = chain(map(_tensors_of, silent), map(changed_in_forward, chain(living, self._limited)))
-        self._still, self._moving = Memory(_plain(owned)), Memory(_plain(chain.from_iterable(changed)))
+        self._still = Memory(_plain(owned))
+        self._moving = Memory(_plain(chain.from_iterable(changed)), around=True)
         self._lie(named, owned, tensors)
         self._tell(silent, tensors)
 
@@ -80,9 +81,11 @@ class Owners:
             and list(map(torch.Tensor.data_ptr, self._lying)) == self._pointers
         )
 
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Return whether only announced steps change *tensor*."""
-        return tensor in self._still and not self._moving.touches(tensor)
+    def kind_of(self, tensor: torch.Tensor) -> Literal["owned", "unhooked", "other"]:
+        """Return whether only announced steps change *tensor*; whether something else changes it, or its storage."""
+        if self._moving.touches(tensor):
+            return "unhooked"
+        return "owned" if tensor in self._still else "other"
 
     def _lie(self, named: Iterable[Optimizer], owned: Iterable[torch.Tensor], tensors: Sequence[TensorShard]) -> None:
         """Remember where those lie that are trusted with any of *tensors* and that nobody else watches."""
@@ -141,8 +144,8 @@ def _has_address(tensor: torch.Tensor) -> bool:
     )
 
 
-def _of_kind(state: Mapping[str, Any], kind: type) -> Iterator[Any]:
-    for value in state.values():
+def _of_kind(state: Any, kind: type) -> Iterator[Any]:
+    for _, value in members(state):
         if kind_of(value) == "container":
             yield from _of_kind(value, kind)
         elif isinstance(value, kind):

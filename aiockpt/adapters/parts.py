@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
 
+import msgspec
+
 from aiockpt.planning.spread import Part
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import TensorShard
@@ -43,7 +45,7 @@ def _part(shard: TensorShard, run: Sequence[Part]) -> TensorShard:
         data = data.view(-1)[start : start + volume]
         if len(boxes) == 1:
             data = data.view(boxes[0].sizes)
-    return TensorShard(shard.name, shard.dtype, shard.shape, boxes, data)
+    return msgspec.structs.replace(shard, boxes=boxes, data=data)
 
 
 def _narrow(data: object, whole: Box, part: Box) -> object:

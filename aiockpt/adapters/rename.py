@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 from aiockpt.errors import UsageError
-from aiockpt.format.names import join_name, prefixes
+from aiockpt.format.names import join_name, prefixes, split_name
 from aiockpt.state.tree import Path
 
 Rename = Callable[[str], str] | Mapping[str, str]
@@ -72,3 +72,15 @@ def near(name: str, names: Collection[str]) -> str:
     """Return in brackets the *names* that *name* may be a slip of; nothing where there are none."""
     close = difflib.get_close_matches(name, sorted(names), n=3)
     return f" (near it: {', '.join(map(repr, close))})" if close else ""
+
+
+def near_key(name: str, names: Collection[str]) -> str:
+    """Return in brackets those of *names* whose last part *name* may be a slip of, and all parts before it the same."""
+    *parents, key = split_name(name)
+    keys = {}
+    for other in names:
+        *others, last = split_name(other)
+        if others == parents and isinstance(last, str):
+            keys[last] = other
+    close = difflib.get_close_matches(str(key), sorted(keys), n=3)
+    return f" (near it: {', '.join(repr(keys[one]) for one in close)})" if close else ""

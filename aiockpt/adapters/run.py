@@ -17,6 +17,9 @@ from aiockpt.errors import kind_in_words
 from aiockpt.state.codecs import CodecRegistry
 from aiockpt.state.tree import Encoder, Node, Path, refuse
 
+Facts = tuple[str, tuple[int, ...]]
+"""Dtype code and global shape of a tensor."""
+
 
 class Stale(Exception):  # noqa: N818  not an error: the walk starts anew
     """The state is not made of the objects that the plan was made for."""
@@ -28,6 +31,7 @@ class Run:
     Attributes:
         leaves: the tensors gathered so far.
         per_rank: the nodes of this rank's own values, by name.
+        left_out: what was not saved, by name; see `ShardedState`.
     """
 
     def __init__(self, codecs: CodecRegistry, rank: int) -> None:
@@ -36,6 +40,7 @@ class Run:
         self._own_encoder = Encoder(codecs, LeafWriter(self._put_own))
         self.leaves: list[Leaf] = []
         self.per_rank: dict[str, Node] = {}
+        self.left_out: dict[str, Facts | None] = {}
 
     @property
     def written(self) -> int:

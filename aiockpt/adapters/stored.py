@@ -11,6 +11,8 @@ import msgspec
 from aiockpt.format.names import join_name, prefixes
 from aiockpt.state.tree import TAG, Node, Path
 
+_PAIRED = ("dict", "OrderedDict")
+"""Kinds of dicts that are written as pairs of a key and a value, and whose values have names of their own."""
 _OF_A_RANK = re.compile(r"@rank\d+\Z")
 
 
@@ -21,6 +23,8 @@ class Stored(msgspec.Struct, frozen=True):
         tensors: name → (dtype code, global shape).
         alias: other names of a tensor → its name.
         values, per_rank: the trees of `ShardedState`; *per_rank* is this rank's own, None when it has none.
+        left_out: what was chosen not to be saved: names of tensors, with dtype code and shape, and of other things, with
+            None.
         where: what to call the checkpoint in messages.
         step: of the checkpoint.
         rank, world_size: this rank, out of how many that load.
@@ -38,14 +42,21 @@ class Stored(msgspec.Struct, frozen=True):
     world_size: int = 1
     every_rank: Mapping[str, Any] = {}
     saved_world_size: int = 1
+    left_out: Mapping[str, tuple[str, tuple[int, ...]] | None] = {}
 
     def facts(self, name: str) -> tuple[str, tuple[int, ...]] | None:
         """Return (dtype code, global shape) of the tensor *name*, or None."""
         return self.tensors.get(self.alias.get(name, name))
 
+    def leaves_out(self, name: str) -> bool:
+        """Return whether *name*, or something that it is a part of, was chosen not to be saved."""
+        if not self.left_out:
+            return False
+        return name in self.left_out or any(prefix in self.left_out for prefix in prefixes(name))
+
     def names(self) -> set[str]:
         """Return the name of every tensor and of every value."""
-        return {*self.tensors, *self.alias, *_value_names(self.values, ())}
+        return {*self.tensors, *self.alias, *self.left_out, *_value_names(self.values, ())}
 
     def unused(self, used: set[str], claimed: set[str], passed_over: set[str]) -> Iterator[str]:
         """Yield the names that are not *used*; a part of which nothing was, once.
@@ -55,7 +66,7 @@ class Stored(msgspec.Struct, frozen=True):
             passed_over: parts whose rest does not count.
         """
         met = {prefix for name in used | claimed | passed_over for prefix in prefixes(name)}
-        roots = set(_unmet_values(self.values, (), met))
+        roots = set(_unmet_values(self.values, (), met, used | passed_over))
         yield from sorted(roots)
         told = roots | passed_over
         for name in sorted({*self.tensors, *self.alias} - used):
@@ -72,12 +83,10 @@ class Found(msgspec.Struct, frozen=True):
 def find_node(tree: Node, parts: Path) -> Found | None:
     """Return the node at a path of a tree of containers, or None."""
     for part in parts:
-        if type(tree) is not dict:
+        inside = members_of(tree)
+        if part not in inside:
             return None
-        children = tree if TAG not in tree else dict(tree["items"]) if tree[TAG] == "dict" else {}
-        if part not in children:
-            return None
-        tree = children[part]
+        tree = inside[part]
     return Found(tree)
 
 
@@ -86,17 +95,44 @@ def find_flat(tree: Node, name: str) -> Found | None:
     return Found(tree[name]) if isinstance(tree, Mapping) and name in tree else None
 
 
-def _unmet_values(node: Node, path: Path, met: set[str]) -> Iterator[str]:
-    if path and join_name(path) not in met:
-        yield join_name(path)
-    elif type(node) is dict and TAG not in node:
-        for key, child in node.items():
-            yield from _unmet_values(child, (*path, key), met)
+def children(node: Node) -> Mapping[str, Node]:
+    """Return what a dict has under its text keys; nothing for any other node."""
+    if type(node) is dict and TAG not in node:
+        return node
+    return {key: child for key, child in _pairs_of(node) if type(key) is str}
+
+
+def members_of(node: Node) -> Mapping[Any, Node]:
+    """Return what a container has, by the parts of names: text keys, integer keys and places; nothing for a leaf."""
+    if type(node) is dict and TAG not in node:
+        return node
+    items = node.get("items") if type(node) is dict and node[TAG] == "tuple" else node
+    if type(items) is list:
+        return dict(enumerate(items))
+    return {key: child for key, child in _pairs_of(node) if type(key) in (str, int)}
+
+
+def _pairs_of(node: Node) -> Iterator[tuple[Any, Node]]:
+    """Yield (node of the key, node) of a dict that is written as pairs."""
+    items = node.get("items") if type(node) is dict and node.get(TAG) in _PAIRED else None
+    for pair in items if type(items) is list else ():
+        if type(pair) is list and len(pair) == 2:
+            yield pair[0], pair[1]
+
+
+def _unmet_values(node: Node, path: Path, met: set[str], done: set[str]) -> Iterator[str]:
+    """Yield the name of each part that is not *met*; what is *done* was used, or passed over, with all that is in it."""
+    name = join_name(path)
+    if path and name not in met:
+        yield name
+    elif name not in done:
+        for key, child in members_of(node).items():
+            yield from _unmet_values(child, (*path, key), met, done)
 
 
 def _value_names(node: Node, path: Path) -> Iterator[str]:
     if path:
         yield join_name(path)
-    if type(node) is dict and TAG not in node:
-        for key, child in node.items():
+    for key, child in members_of(node).items():
+        if type(key) is str or type(child) in (dict, list):
             yield from _value_names(child, (*path, key))

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
+import torch
 
+from aiockpt.adapters.composite_nodes import is_composite_node
+from aiockpt.adapters.composite_target import load_composite
+from aiockpt.adapters.composites import is_composite
+from aiockpt.adapters.containers import check_settable, keys_only_here, set_part, set_tuple, settle_dict
 from aiockpt.adapters.index import Index
 from aiockpt.adapters.intake import Intake, LoadTarget
-from aiockpt.adapters.kinds import kind_of, reads_data
+from aiockpt.adapters.kinds import kind_of, members, reads_data
 from aiockpt.adapters.leaves import read_plain_leaf
 from aiockpt.adapters.loader import Loader
-from aiockpt.adapters.module import load_module
-from aiockpt.adapters.optimizer_target import load_optimizer, read_node
+from aiockpt.adapters.match import name_of_node
+from aiockpt.adapters.module_target import load_module, load_saved_module
+from aiockpt.adapters.optimizer_dicts import node_for
+from aiockpt.adapters.optimizer_forms import pairs_of, read_node
+from aiockpt.adapters.optimizer_target import load_optimizer
+from aiockpt.adapters.own_optimizer import OwnOptimizer, of_this_rank
+from aiockpt.adapters.refusal import asking
 from aiockpt.adapters.rename import Rename
-from aiockpt.adapters.rng import RNG, PerRank, derive_state
+from aiockpt.adapters.rng import RNG, derive_state
+from aiockpt.adapters.schedulers import give_state, scheduler_misfit, take_state
 from aiockpt.adapters.stored import Stored
 from aiockpt.adapters.tensors import may_spread
-from aiockpt.errors import UsageError, kind_in_words
 from aiockpt.format.names import join_name
 from aiockpt.state.codecs import DEFAULT_CODECS, CodecRegistry
 from aiockpt.state.scalars import field
-from aiockpt.state.tree import Decoder, Path, damaged
+from aiockpt.state.tree import TAG, Decoder, Path, damaged
 
 
 def open_target(
@@ -62,40 +72,100 @@ def open_target(
         codecs=codecs or DEFAULT_CODECS,
         judge_unexpected=judge_unexpected,
     )
-    _load_container(state, (), Index(state), intake)
+    _load_parts(state, (), Index(state), intake)
     return intake.finish()
 
 
-def _load_container(mapping: Mapping[str, Any], path: Path, index: Index, intake: Intake) -> None:
-    for key, value in mapping.items():
-        place = (*path, key)
-        match kind_of(value):
-            case "module":
-                load_module(value, place, index.slice_of, intake)
-            case "optimizer":
-                load_optimizer(value, place, index, intake)
-            case "tensor":
-                intake.want(place, value)
-            case "container":
-                intake.claim(place)
-                _load_container(value, place, index, intake)
-            case "loader":
-                _load_loader(value, place, intake)
-            case "per_rank":
-                _load_own(value, place, intake)
-            case "stateful":
-                _load_stateful(value, place, intake)
-            case "value":
-                _load_value(mapping, key, place, intake)
+def _load_parts(container: Any, path: Path, index: Index, intake: Intake, gone: Collection[Any] = ()) -> None:
+    """Ask for each part of a container; *gone* are keys of plain values that will be removed."""
+    for key, value in members(container):
+        # A part is something that `only` can name also when nothing is in it, as in a module without parameters.
+        intake.selects((*path, key))
+        if key not in gone and not (isinstance(container, list) and _stays(value, (*path, key), intake)):
+            _load_part(container, key, (*path, key), index, intake)
+
+
+def _stays(value: Any, path: Path, intake: Intake) -> bool:
+    """Say whether an item of a list was left out when the checkpoint was made; there is nothing at its place then."""
+    return intake.selects(path) and intake.stays(path, value if isinstance(value, torch.Tensor) else None)
+
+
+def _load_part(container: Any, key: Any, path: Path, index: Index, intake: Intake) -> None:
+    value = container[key]
+    match kind_of(value):
+        case "module":
+            load_module(value, path, index.slice_of, intake)
+        case "optimizer":
+            load_optimizer(value, path, index, intake)
+        case "tensor":
+            _load_tensor(container, key, path, intake)
+        case "container" | "value" if _load_saved_object(container, key, path, intake):
+            pass
+        case "container":
+            _load_container(container, key, path, index, intake)
+        case "loader":
+            _load_loader(value, path, intake)
+        case "per_rank":
+            _load_own(value, path, intake)
+        case "stateful":
+            _load_stateful(value, path, intake)
+        case "value":
+            _load_value(container, key, path, intake)
+
+
+def _load_container(outer: Any, key: Any, path: Path, index: Index, intake: Intake) -> None:
+    container = outer[key]
+    intake.claim(path)
+    if isinstance(container, MutableMapping):
+        gone = keys_only_here(container, path, intake)
+        _load_parts(container, path, index, intake, gone)
+        settle_dict(container, gone, path, intake)
+    elif isinstance(container, tuple):
+        items = list(container)
+        _load_parts(items, path, index, intake)
+        intake.later(lambda: set_tuple(outer, key, items))
+    else:
+        _load_parts(container, path, index, intake)
+
+
+def _load_tensor(container: Any, key: Any, path: Path, intake: Intake) -> None:
+    """Load a bare tensor; a number that was saved in its place fits one without axes."""
+    found, tensor = intake.find(path), container[key]
+    if found is not None and (is_composite(tensor) or is_composite_node(found.node)):
+        load_composite(path, tensor, found.node, intake)
+        intake.leave(intake.stored_name(path))
+    elif is_composite(tensor):
+        intake.miss(path)
+    elif found is None or name_of_node(found.node) in ("tensor", "numpy.ndarray"):
+        intake.want(path, tensor)
+    else:
+        _load_value(container, key, path, intake)
 
 
 def _load_stateful(value: Any, path: Path, intake: Intake) -> None:
-    node = _find_object(path, "stateful", "it has its own load_state_dict()", intake)
-    if node is None:
+    """Load an object; the checkpoint may have what its ``state_dict()`` gave, saved as a plain dict."""
+    if not intake.selects_whole(path, "it has its own load_state_dict()"):
         return
-    template = value.state_dict() if may_spread() else None
-    state = intake.value(path, node.get("value"), template, fresh=True)
-    intake.later(lambda: value.load_state_dict(state()))
+    found = intake.find(path)
+    node: Any = None if found is None else found.node
+    saved_by = None
+    if type(node) is dict and node.get(TAG) == "stateful":
+        saved_by, node = node.get("class"), node.get("value")
+    elif pairs_of(node) is None:
+        intake.miss(path)
+        return
+    misfit = scheduler_misfit(value, saved_by, pairs_of(node) or ())
+    if misfit is not None:
+        intake.mismatch(path, misfit)
+        return
+    template = give_state(value) if may_spread() else None
+    state = intake.value(path, node, template, fresh=True)
+
+    def apply() -> None:
+        with asking(value, path, intake.where):
+            take_state(value, state())
+
+    intake.later(apply, may_refuse=True)
 
 
 def _find_object(path: Path, kind: str, why_whole: str, intake: Intake) -> dict[str, Any] | None:
@@ -112,7 +182,7 @@ def _load_own(value: Any, path: Path, intake: Intake) -> None:
     """Load what belongs to this rank: an object, or the value that `per_rank` wraps."""
     if not intake.selects_whole(path, "it belongs to one rank"):
         return
-    holder = value.value if isinstance(value, PerRank) else value
+    holder = of_this_rank(value)
     if reads_data(holder) and intake.world_changed:
         intake.miss(
             path, f"{intake.world_changed}; wrap it in aiockpt.Loader(...), so that no sample is lost or repeated"
@@ -126,11 +196,13 @@ def _load_own(value: Any, path: Path, intake: Intake) -> None:
         return
     if kind_of(holder) in ("stateful", "per_rank"):
         state = intake.value(path, found.node)
-        intake.later(lambda: holder.load_state_dict(state()), last=isinstance(holder, RNG))
-    elif (misfit := intake.misfit(path, holder, found.node)) is not None:
-        intake.mismatch(path, misfit)
-    else:
-        own = intake.value(path, found.node, holder)
+
+        def apply() -> None:
+            with asking(holder, path, intake.where):
+                holder.load_state_dict(state())
+
+        intake.later(apply, last=isinstance(holder, RNG), may_refuse=isinstance(holder, OwnOptimizer))
+    elif (own := intake.refill(path, holder, found.node)) is not None:
         intake.later(lambda: setattr(value, "value", own()))
 
 
@@ -181,36 +253,37 @@ def _load_loader(loader: Loader[Any], path: Path, intake: Intake) -> None:
     intake.later(resume)
 
 
-def _load_value(mapping: Mapping[str, Any], key: str, path: Path, intake: Intake) -> None:
+def _load_value(container: Any, key: Any, path: Path, intake: Intake) -> None:
+    found = intake.find(path)
+    if found is not None:
+        _load_node(container, key, path, found.node, intake)
+    elif intake.selects_whole(path, "it is one plain value"):
+        intake.miss(path)
+
+
+def _load_saved_object(container: Any, key: Any, path: Path, intake: Intake) -> bool:
+    """Load into a dict here what was saved as the object that gives such dicts; return whether that was saved."""
+    here = container[key]
+    if type(here) not in (dict, OrderedDict):
+        return False
+    if intake.find_tagged(path, "module") is not None:
+        load_saved_module(here, path, intake, set_part)
+        return True
+    node = node_for(here, path, intake)
+    if node is None:
+        node = (intake.find_tagged(path, "stateful") or {}).get("value")
+    if node is not None and node is not msgspec.UNSET:
+        _load_node(container, key, path, node, intake)
+    return node is not None
+
+
+def _load_node(container: Any, key: Any, path: Path, node: Any, intake: Intake) -> None:
     if not intake.selects_whole(path, "it is one plain value"):
         return
-    found = intake.find(path)
-    if found is None:
-        intake.miss(path)
-    elif not isinstance(mapping, MutableMapping):
-        raise UsageError(f"{'.'.join(map(str, path))}: {kind_in_words(mapping)} cannot be filled; give a dict")
-    elif (misfit := intake.misfit(path, mapping[key], found.node)) is not None:
-        intake.mismatch(path, misfit)
-    else:
-        value = intake.value(path, found.node, mapping[key])
-        intake.later(lambda: _set(mapping, key, value))
-
-
-def _set(mapping: MutableMapping[str, Any], key: str, value: Callable[[], Any]) -> None:
-    """Set one plain value of the user's dict; the user's own dict, list or array is filled, since others may hold it."""
-    here, new = mapping[key], value()
-    if type(here) is dict and type(new) is dict:
-        here.clear()
-        here.update(new)
-    elif type(here) is list and type(new) is list:
-        here[:] = new
-    elif not (isinstance(here, np.ndarray) and isinstance(new, np.ndarray) and _same_array(here, new)):
-        mapping[key] = new
-
-
-def _same_array(here: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> bool:
-    """Return whether the new array is the old one, filled."""
-    return here.__array_interface__ == new.__array_interface__
+    check_settable(container, path)
+    value = intake.refill(path, container[key], node)
+    if value is not None:
+        intake.later(lambda: set_part(container, key, value))
 
 
 class TensorRef(msgspec.Struct, frozen=True):
@@ -240,7 +313,7 @@ class _Onlooker:
 
     def decode(self, kind: str, node: Mapping[str, Any], path: Path, decoder: Decoder) -> Any:
         match kind:
-            case "tensor" | "numpy.ndarray" | "stored":
+            case "tensor" | "numpy.ndarray" | "stored" | "numbers":
                 return TensorRef(field(node, "name", str))
             case "per_rank":
                 return decoder.decode(self._own.get(join_name(path)), path)
@@ -262,7 +335,12 @@ def _read_optimizer(node: Mapping[str, Any], path: Path, decoder: Decoder) -> di
         for values, members in zip(saved.groups, saved.members, strict=True)
     ]
     state = {
-        owner: {key: decoder.decode(value, path) for key, value in values.items()}
-        for owner, values in saved.values.items()
+        owner: plain
+        for owner, entry in saved.state.items()
+        if (plain := {key: decoder.decode(node, path) for key, node in entry.items() if not _is_tensor(node)})
     }
     return {"groups": groups, "state": state}
+
+
+def _is_tensor(node: Any) -> bool:
+    return type(node) is dict and node.get(TAG) == "tensor"

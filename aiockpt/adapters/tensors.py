@@ -51,11 +51,14 @@ class Leaf(msgspec.Struct, frozen=True, eq=False):
     memory: Hashable
 
 
-def describe(name: str, tensor: torch.Tensor, path: Path, flat: FlatRange | None = None) -> Leaf:
+def describe(
+    name: str, tensor: torch.Tensor, path: Path, flat: FlatRange | None = None, *, may_differ: bool = True
+) -> Leaf:
     """Return what this rank holds of *tensor*, which is at *path* of the state and is called *name* in the checkpoint.
 
     Args:
         flat: the elements of which tensor a 1-D *tensor* has; None takes it for what it is.
+        may_differ: as of `TensorShard`.
 
     Raises:
         UnsupportedStateError: it cannot be stored.
@@ -63,7 +66,7 @@ def describe(name: str, tensor: torch.Tensor, path: Path, flat: FlatRange | None
     if not name or name == "__metadata__" or len(name.encode()) > MAX_NAME_BYTES:
         refuse(path, f"{name[:80]!r} cannot name a tensor: use 1 to {MAX_NAME_BYTES} bytes, and not '__metadata__'")
     held = hold(tensor, path, flat)
-    shards = shards_of(name, dtype_code(tensor.dtype), held)
+    shards = shards_of(name, dtype_code(tensor.dtype), held, tensor if is_dtensor(tensor) else None, may_differ)
     return Leaf(name, shards, tensor, _leaf_key(tensor, shards))
 
 
@@ -86,9 +89,24 @@ def hold(tensor: torch.Tensor, path: Path, flat: FlatRange | None = None) -> Hel
     return held
 
 
-def shards_of(name: str, code: str, held: Held) -> tuple[TensorShard, ...]:
-    """Return the shards of the tensor called *name*, of dtype *code*."""
-    return tuple(TensorShard(name, code, held.shape, piece.boxes, bytes_of(piece.local)) for piece in held.pieces)
+def facts_of(tensor: torch.Tensor, flat: FlatRange | None = None) -> tuple[str, tuple[int, ...]] | None:
+    """Return dtype code and global shape of any tensor, also one that cannot be stored; None where it has none."""
+    if is_uninitialized(tensor):
+        return None
+    try:
+        return dtype_code(tensor.dtype), flat.shape if flat is not None else tuple(map(int, tensor.shape))
+    except (UsageError, TypeError, RuntimeError):  # a dtype that we have no code for; sizes that are no numbers
+        return None
+
+
+def shards_of(
+    name: str, code: str, held: Held, outer: torch.Tensor | None = None, may_differ: bool = False
+) -> tuple[TensorShard, ...]:
+    """Return the shards of the tensor called *name*, of dtype *code*; *outer* and *may_differ* as in `TensorShard`."""
+    return tuple(
+        TensorShard(name, code, held.shape, piece.boxes, bytes_of(piece.local), outer, may_differ)
+        for piece in held.pieces
+    )
 
 
 def _leaf_key(tensor: torch.Tensor, shards: Sequence[TensorShard]) -> Hashable:
@@ -112,18 +130,26 @@ def is_spread(tensor: object) -> TypeGuard[torch.Tensor]:
     return is_dtensor(tensor) or is_sharded_tensor(tensor)
 
 
+def is_plain(tensor: object) -> TypeGuard[torch.Tensor]:
+    """Return whether *tensor* is one whose bytes lie at its own address."""
+    return isinstance(tensor, torch.Tensor) and not is_spread(tensor) and _unsupported(tensor) is None
+
+
 def may_spread() -> bool:
     """Return whether there can be DTensors in this process at all."""
     return "torch.distributed.tensor" in sys.modules
 
 
 def local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that have this rank's elements of *tensor*: itself, when it is a plain one."""
+    """Return the tensors that have this rank's elements of *tensor*: itself, when it is a plain one.
+
+    None for a lazy parameter, which has no shape yet.
+    """
     if is_dtensor(tensor):
         return [local_of(tensor)]
     if is_sharded_tensor(tensor):
         return [piece.local for piece in hold_sharded_tensor(tensor).pieces]
-    return [tensor]
+    return [] if is_uninitialized(tensor) else [tensor]
 
 
 def check_tensor(tensor: torch.Tensor, path: Path) -> None:
@@ -141,7 +167,10 @@ def _unsupported(tensor: torch.Tensor) -> str | None:
     if is_uninitialized(tensor):
         return "a lazy parameter has no shape yet; run a forward pass first"
     if _DISPATCH(type(tensor)) != _DISPATCH(torch.Tensor):
-        return f"{kind_in_words(tensor)} keeps its value elsewhere; save the tensors it wraps"
+        return (
+            f"{kind_in_words(tensor)} keeps its value elsewhere; give its class __tensor_flatten__ and "
+            "__tensor_unflatten__, or a codec (aiockpt.register_codec), or save the tensors it wraps"
+        )
     if tensor.is_nested:
         return "a nested tensor; save its values and offsets"
     if tensor.layout != torch.strided:

@@ -72,6 +72,7 @@ def show_description(root: str, seen: Description, rank: str, depth: int | None,
     tree.tidy()
     _show_tensors(seen, tree, tree.height() if everything else depth or _fitting_depth(tree))
     _show_files(seen)
+    _show_left_out(seen, everything)
     _show_values(seen, rank, everything)
 
 
@@ -82,6 +83,8 @@ def _show_head(root: str, seen: Description) -> None:
         facts.append(f"saved by {info.world_size} ranks")
     if info.generation > 1:
         facts.append(f"generation {info.generation}")
+    if seen.left_out:
+        facts.append(f"{count(len(seen.left_out), 'name')} left out")
     facts.append("verified" if info.verified else "not verified yet")
     title(f"{root} {info.id}", " · ".join(facts))
     say(f"[dim]{moment(info.created_ns)}, {ago(info.created_ns)}{f', from {info.parent}' if info.parent else ''}[/]")
@@ -147,6 +150,22 @@ def _show_files(seen: Description) -> None:
         table.add_row(str(number), path, str(sum(path in tensor.files for tensor in seen.tensors)))
     out.print()
     out.print(table)
+
+
+def _show_left_out(seen: Description, everything: bool) -> None:
+    """Print what was not saved because the caller said so."""
+    if not seen.left_out:
+        return
+    names = sorted(seen.left_out.items(), key=lambda item: natural_order(item[0]))
+    shown = names if everything or len(names) <= 2 * ROWS else names[:ROWS]
+    table = columns("left out when saved", "dtype", "shape", folds="left out when saved")
+    for name, facts in shown:
+        dtype, shape = ("", "") if facts is None else (facts[0], "×".join(map(str, facts[1])) or "scalar")
+        table.add_row(escape(name), Text(dtype, "cyan"), shape)
+    out.print()
+    out.print(table)
+    if len(shown) < len(names):
+        say(f"[dim]and {len(names) - len(shown)} more: --all shows everything[/]")
 
 
 def _show_values(seen: Description, rank: str, everything: bool) -> None:

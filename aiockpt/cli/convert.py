@@ -13,6 +13,7 @@ from aiockpt.cli.progress import bytes_progress, finish
 from aiockpt.cli.show import count, say, size, speed
 from aiockpt.convert.source import SUFFIX, has_weights
 from aiockpt.errors import UsageError
+from aiockpt.format.names import list_names
 from aiockpt.pipeline.discover import scan
 
 if TYPE_CHECKING:
@@ -95,6 +96,9 @@ def show_converted(done: Converted, source: str | None = None) -> None:
     else:
         took = f"{done.seconds:.2f} s ({speed(done.bytes / max(done.seconds, 1e-9))})"
         say(f"[green]✓[/] {what} in {where} after {took}")
+    if done.left_out:
+        names = escape(list_names(done.left_out))
+        say(f"[yellow]![/] without {names}: left out when the step was saved, so the folder alone is no whole model")
     if source is not None:
         say(f"[dim]  from {escape(source)}:[/]")
     for name in done.files:

@@ -15,6 +15,7 @@ from aiockpt.cli.values import read_values, shorten
 from aiockpt.engine.load import stored_state
 from aiockpt.format.dtypes import itemsize
 from aiockpt.format.manifest import Manifest, TensorEntry
+from aiockpt.format.names import prefixes
 
 BATCH_BYTES = 256 << 20
 """Tensors of each step that are read at once: neighbours share blocks, which are read and verified whole."""
@@ -25,7 +26,7 @@ spread it over threads: ten million float32 took 0.08 s, and 0.5 s in chunks of 
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
-Kind = Literal["same", "changed", "added", "removed"]
+Kind = Literal["same", "changed", "added", "removed", "left out"]
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -78,11 +79,12 @@ async def diff_steps(
         for name, left, right in pairs:
             changes[name] = _compare(name, left, right)
             on_compared(tensor_bytes(old[name]))
-    return [
+    found = [
         *changes.values(),
         *_aliases(before.manifest.alias, after.manifest.alias),
         *_values(_all_values(before.manifest), _all_values(after.manifest)),
     ]
+    return _tell_left_out(found, before.manifest, after.manifest)
 
 
 def tensor_bytes(entry: TensorEntry) -> int:
@@ -107,8 +109,38 @@ def _without_reading(name: str, old: TensorEntry | None, new: TensorEntry | None
     return Change(name, "tensor", "same")
 
 
+def _tell_left_out(found: Sequence[Change], before: Manifest, after: Manifest) -> list[Change]:
+    """Say of what one of two steps was saved without, by choice, that nobody knows whether it changed.
+
+    What both were saved without is the same as far as that was noted: dtype and shape.
+    """
+    old, new = before.left_out or {}, after.left_out or {}
+    kept = [one for one in found if not (one.kind in ("added", "removed") and _covers({**old, **new}, one.name))]
+    for name in {**old, **new}:
+        kind: Kind = "same" if name in old and name in new and old[name] == new[name] else "left out"
+        facts = (_noted(left, manifest, name) for left, manifest in ((old, before), (new, after)))
+        kept.append(Change(name, "tensor", kind, "" if kind == "same" else " → ".join(facts)))
+    return kept
+
+
+def _covers(left_out: Mapping[str, object], name: str) -> bool:
+    return name in left_out or any(prefix in left_out for prefix in prefixes(name))
+
+
+def _noted(left_out: Mapping[str, tuple[str, tuple[int, ...]] | None], manifest: Manifest, name: str) -> str:
+    if name in left_out:
+        facts = left_out[name]
+        return "left out" if facts is None else f"left out ({_in_words(*facts)})"
+    entry = manifest.tensors.get(manifest.alias.get(name, name))
+    return "there" if entry is None else _shape(entry)
+
+
 def _shape(tensor: TensorEntry) -> str:
-    return f"{tensor.dtype} {'×'.join(map(str, tensor.shape)) or 'scalar'}"
+    return _in_words(tensor.dtype, tensor.shape)
+
+
+def _in_words(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype} {'×'.join(map(str, shape)) or 'scalar'}"
 
 
 def _batches(names: Sequence[str], tensors: Mapping[str, TensorEntry]) -> Iterator[list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,13 +12,16 @@ from rich.text import Text
 
 from aiockpt.cli.doctor import COMMIT_FLUSHES
 from aiockpt.cli.listing import UNFINISHED, tell_unfinished
-from aiockpt.cli.show import columns, count, natural_order, out, say, size, speed, title
+from aiockpt.cli.show import columns, count, err, natural_order, out, say, size, speed, title
+from aiockpt.errors import UsageError
+from aiockpt.format.names import list_names
 
 if TYPE_CHECKING:
     from aiockpt.cli.diff import Change
     from aiockpt.cli.doctor import Diagnosis
     from aiockpt.cli.survey import Unfinished
     from aiockpt.engine.keep import Pruned
+    from aiockpt.pipeline.removal import Removal
     from aiockpt.pipeline.steps import StepInfo
 
 CHANGES_SHOWN = 60
@@ -25,7 +29,10 @@ KEPT_SHOWN = 20
 
 
 class Check(msgspec.Struct, frozen=True):
-    """The outcome of verifying one step; *generation*, *bytes* and *seconds* are 0 for one that is damaged."""
+    """The outcome of verifying one step; *generation*, *bytes* and *seconds* are 0 for one that is damaged.
+
+    *left_out* is the number of names that were chosen not to be saved.
+    """
 
     step: int
     valid: bool
@@ -33,6 +40,15 @@ class Check(msgspec.Struct, frozen=True):
     bytes: int = 0
     seconds: float = 0.0
     problem: str | None = None
+    left_out: int = 0
+
+
+def note_left_out(number: int, of_what: str) -> None:
+    """Print that something is not all there by choice; nothing where it is."""
+    if number:
+        say(
+            f"[dim]  {count(number, 'name')} of {of_what} were left out when it was saved: `aiockpt inspect` lists them[/]"
+        )
 
 
 def show_check(result: Check) -> None:
@@ -42,6 +58,7 @@ def show_check(result: Check) -> None:
         say(
             f"[green]✓[/] step {result.step}: {size(result.bytes)} are as they were saved ({result.seconds:.2f} s{rate})"
         )
+        note_left_out(result.left_out, f"step {result.step}")
     else:
         say(f"[red]✗ step {result.step}:[/] {escape(result.problem or '')}")
 
@@ -119,6 +136,13 @@ def show_pruned(found: Pruned, sizes: Mapping[str, int], deleted: bool, *, ruled
         why = "nobody committed it" if garbage.generation is None else f"generation {garbage.generation} is replaced"
         gone.append(sizes.get(folder, 0))
         table.add_row(mark, folder, size(gone[-1]), why)
+    for thin in found.thinned:
+        gone.append(thin.bytes)
+        thinned = "[red]thinned[/]" if deleted else "[yellow]would thin[/]"
+        table.add_row(thinned, f"step {thin.step}", size(thin.bytes), "keeps its weights alone")
+    for key in found.uploads:
+        aborted = "[red]aborted[/]" if deleted else "[yellow]would abort[/]"
+        table.add_row(aborted, key, "", "an upload that nobody finished")
     for step_id, reason in found.left:
         table.add_row("left", step_id, size(sizes.get(step_id, 0)), reason)
     if table.row_count:
@@ -132,7 +156,9 @@ def _sum_up(found: Pruned, gone_bytes: int, deleted: bool, ruled: bool) -> None:
     more = len(steps) - KEPT_SHOWN
     hidden = f" [dim]· {more} of them not shown above: --json lists all[/]" if more > 0 else ""
     say(f"{'kept' if deleted else 'stays'}: {count(len(steps), 'step')}{f' ({shown})' if steps else ''}{hidden}")
-    if not found.steps and not found.garbage:
+    if found.note is not None:
+        say(f"[yellow]![/] {escape(found.note)}")
+    if not (found.steps or found.garbage or found.uploads or found.thinned):
         say("nothing to delete")
     elif deleted:
         say(f"freed {size(gone_bytes)}")
@@ -142,6 +168,41 @@ def _sum_up(found: Pruned, gone_bytes: int, deleted: bool, ruled: bool) -> None:
         say(
             "[dim]no rule was given, so every step stays: --last N keeps the newest N (more rules: aiockpt prune --help)[/]"
         )
+
+
+def ask_removal(found: Removal, everything: bool) -> bool:
+    """Say what would be removed, and return whether that is wanted.
+
+    Raises:
+        UsageError: nobody is there to be asked.
+    """
+    if not found.steps and not found.marks and not found.uploads:
+        return True
+    if not sys.stdin.isatty():
+        raise UsageError(f"rm asks before it removes {_removed(found)}: nobody can answer here, so give --yes")
+    if found.newest and not everything:
+        say("[yellow]![/] it is the newest step: a run that is resumed goes back to the one before")
+    err.print(f"remove {escape(_removed(found))}? \\[y/N] ", end="")
+    if sys.stdin.readline().strip().lower() in ("y", "yes"):
+        return True
+    say("nothing was removed")
+    return False
+
+
+def show_removed(found: Removal) -> None:
+    """Print what was removed, and what was not."""
+    if found.steps or found.marks or found.uploads:
+        say(f"removed {escape(_removed(found))}")
+    else:
+        say(f"{escape(found.url)} holds nothing of ours: nothing was removed")
+    if found.others:
+        say(f"[dim]left, as it is not ours: {escape(list_names(found.others))}[/]")
+
+
+def _removed(found: Removal) -> str:
+    steps = found.steps[0] if len(found.steps) == 1 else count(len(found.steps), "step")
+    uploads = f" and {count(len(found.uploads), 'unfinished upload')}" if found.uploads else ""
+    return f"{steps} ({size(found.bytes)}){uploads} of {found.url}"
 
 
 def show_finished(root: str, found: Sequence[StepInfo], left: Sequence[Unfinished]) -> None:

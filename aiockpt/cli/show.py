@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from aiockpt.examples.units import size, speed
+from aiockpt.redaction import redact
+from aiockpt.units import size, speed
 
 __all__ = [
     "ago", "columns", "count", "err", "json_or", "moment", "natural_order", "out", "problem", "say", "size", "speed",
@@ -64,8 +65,8 @@ def json_or(as_json: bool, value: object, people: Callable[[], None]) -> None:
 
 
 def say(text: str) -> None:
-    """Print a line with markup; a terminal that is too narrow breaks it between words."""
-    out.print(text, soft_wrap=not _has_width(out))
+    """Print a line with markup, without credentials; a terminal that is too narrow breaks it between words."""
+    out.print(redact(text), soft_wrap=not _has_width(out))
 
 
 def title(root: str, rest: str) -> None:
@@ -75,7 +76,7 @@ def title(root: str, rest: str) -> None:
 
 def problem(message: str) -> None:
     """Print what went wrong."""
-    err.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=not _has_width(err))
+    err.print(f"[bold red]error:[/] {escape(redact(message))}", soft_wrap=not _has_width(err))
 
 
 def columns(*headings: str, right: tuple[str, ...] = (), folds: str) -> Table:

@@ -7,28 +7,28 @@ at a place wants to see it as it is.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 
 import anyio
 import msgspec
 
 from aiockpt.errors import (
     CorruptionError,
+    NewerFormatError,
     NoValidCheckpointError,
     ObjectNotFoundError,
     StepNotFoundError,
+    StorageError,
     UsageError,
 )
-from aiockpt.format.manifest import peek
-from aiockpt.format.names import attempt_folder, manifest_key
+from aiockpt.format.names import attempt_folder
 from aiockpt.pipeline.discover import (
-    PEEK_BYTES,
     StepEntry,
     newest_manifest,
     read_receipts,
     scan,
     votes_to_finish,
 )
+from aiockpt.pipeline.manifests import read_head
 from aiockpt.pipeline.steps import StepInfo, look_into
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend
@@ -90,11 +90,14 @@ async def find_unfinished(backend: Backend, entry: StepEntry) -> list[Unfinished
     """Return the attempts at a step that none of its manifests names."""
     if entry.head is not None and entry.attempts == (entry.head.attempt,):
         return []  # the usual step
-    named = set()
+    named: set[str | None] = set()
     for generation in entry.generations:
-        with suppress(ObjectNotFoundError):  # deleted since it was listed
-            head = peek(await backend.get(manifest_key(entry.id, generation), PEEK_BYTES))
-            named.add(head.attempt if head else None)
+        try:
+            named.add((await read_head(backend, entry.id, generation)).attempt)
+        except ObjectNotFoundError:  # deleted since it was listed
+            continue
+        except (CorruptionError, StorageError):
+            named.add(None)
     nameless = [attempt for attempt in entry.attempts if attempt not in named]
     return [await _look_at_attempt(backend, entry, attempt, None in named) for attempt in nameless]
 
@@ -148,11 +151,14 @@ async def find_valid(backend: Backend) -> StepEntry:
         StepNotFoundError: nothing is committed.
         NoValidCheckpointError: none of it is valid.
     """
-    skipped = []
+    skipped: list[tuple[str, str]] = []
     for entry in await scan(backend):
-        if entry.committed:
+        skipped += [(entry.id, passed.reason) for passed in entry.passed]
+        if entry.head is not None or entry.trouble is not None:
             try:
                 await newest_manifest(backend, entry)
+            except NewerFormatError:
+                raise
             except CorruptionError as error:
                 skipped.append((entry.id, str(error)))
             else:

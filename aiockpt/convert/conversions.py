@@ -20,6 +20,7 @@ from aiockpt.convert.source import SUFFIX
 from aiockpt.engine.context import Engine
 from aiockpt.engine.launch import check_step
 from aiockpt.errors import UsageError
+from aiockpt.redaction import redact
 from aiockpt.runtime.future import Future
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
@@ -38,6 +39,7 @@ class Converted(msgspec.Struct, frozen=True):
         ties: names that share the memory of another tensor, to its name.
         bytes: of the files that were written, headers included.
         dry_run: whether nothing was written.
+        left_out: names of weights that the folder lacks, because the step was saved without them.
     """
 
     step: int
@@ -50,6 +52,7 @@ class Converted(msgspec.Struct, frozen=True):
     bytes: int
     seconds: float
     dry_run: bool
+    left_out: tuple[str, ...] = ()
 
 
 def to_hugging_face(
@@ -103,6 +106,7 @@ def to_hugging_face(
             bytes=done.layout.file_bytes,
             seconds=engine.since_s(begun_ns),
             dry_run=dry_run,
+            left_out=done.chosen.left_out,
         )
 
     return _start(checkpointer, folder, f"conversion to {_called(folder)}", convert)
@@ -138,7 +142,8 @@ def from_hugging_face(
         StorageError: of either place.
     """
     folder, only = _split_file(folder)
-    request = _InboundRequest(check_step(step), prefix, parse_dtype(dtype), ties or {}, replace, dry_run, only)
+    step = check_step(step)
+    request = _InboundRequest(step, prefix, parse_dtype(dtype), ties or {}, replace, dry_run, only)
 
     async def convert(engine: Engine, place: Backend, begun_ns: int) -> Converted:
         done = await convert_folder(engine, place, request, on_written)
@@ -183,7 +188,7 @@ def _split_file(place: Place) -> tuple[Place, str | None]:
 
 
 def _called(place: Place) -> str:
-    return os.fspath(place) if isinstance(place, str | os.PathLike) else place.url
+    return redact(os.fspath(place)) if isinstance(place, str | os.PathLike) else place.url
 
 
 def _count(dtypes: Iterable[str]) -> dict[str, int]:

@@ -5,7 +5,6 @@ The step is what a save of ``{"model": model}`` would have written, so ``load`` 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -31,7 +30,8 @@ from aiockpt.pipeline.copy import Windows
 from aiockpt.pipeline.discover import look_at
 from aiockpt.pipeline.place import byte_view
 from aiockpt.pipeline.serialize import BlockSums
-from aiockpt.planning.save import HEADER, Copy, FilePlan, Window
+from aiockpt.planning.save import HEADER, WEIGHTS, Copy, FilePlan, Window
+from aiockpt.redaction import HIDDEN, redact
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.state.geometry import Box
@@ -43,7 +43,6 @@ WINDOWS = 8
 CAST_BYTES = 8 << 20
 """Of what is read and waits to be cast, in each window."""
 CUT_BYTES = 1 << 20
-_SECRETS = re.compile(r"(?<=://)[^/@]*@|\?.*", re.DOTALL)
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -88,7 +87,7 @@ async def convert_folder(
         )
     async with open_source(folder, request.only) as source:
         state = await run_blocking(engine.state_work, _describe, source, path, request)
-        call = Call(step=request.step, user={"converted_from": _without_secrets(folder.url)})
+        call = Call(step=request.step, user={"converted_from": _place_alone(folder.url)})
         ticket = Ticket(engine, call, Capture(state=state))
         ticket.plan = await run_blocking(engine.state_work, engine.plan, state)
         planned = Inbound(source.files, state, join_name(path), ticket.plan.file_bytes, None)
@@ -102,9 +101,9 @@ async def convert_folder(
     return msgspec.structs.replace(planned, manifest=manifest)
 
 
-def _without_secrets(url: str) -> str:
-    """Return *url* without user, password and query: it stays in the manifest for everybody to read."""
-    return _SECRETS.sub("", url)
+def _place_alone(url: str) -> str:
+    """Return *url* without user and query: it stays in the manifest for everybody to read."""
+    return redact(url).partition("?")[0].replace(f"{HIDDEN}@", "")
 
 
 def _describe(source: Source, path: Path, request: Request) -> ShardedState:
@@ -162,7 +161,7 @@ async def _write_files(
             seen_from=sums.seen_from,
             on_written=on_written,
         )
-        entries.append(sums.file_entry(path, rank=0))
+        entries.append(sums.file_entry(path, rank=0, kind=WEIGHTS))
     return tuple(entries)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -30,11 +30,13 @@ class Chosen(msgspec.Struct, frozen=True):
         prefix: the part of the state that they are.
         weights: each memory once, in the order of the model.
         ties: other names of the same memory → the name among the weights.
+        left_out: what belongs to them, by their names, and was not saved because the caller said so.
     """
 
     prefix: str
     weights: tuple[Weight, ...]
     ties: dict[str, str]
+    left_out: tuple[str, ...] = ()
 
 
 def parse_prefix(prefix: str) -> Path:
@@ -73,7 +75,9 @@ def choose_weights(manifest: Manifest, prefix: str | None, dtype: str | None) ->
         else:
             kept[memory] = name
     weights = [_weight(manifest, memory, name, dtype) for memory, name in kept.items()]
-    return Chosen(join_name(path), tuple(weights), ties)
+    return Chosen(
+        join_name(path), tuple(weights), ties, tuple(name for _, name in _below(manifest.left_out or {}, path))
+    )
 
 
 def _find_module(manifest: Manifest) -> Path:
@@ -112,7 +116,11 @@ def _modules(node: Node, path: Path) -> Iterator[Path]:
 
 def _names_below(manifest: Manifest, path: Path) -> Iterator[tuple[str, str]]:
     """Yield (name in the step, name in a folder) of the tensors below *path*."""
-    for stored in (*manifest.tensors, *manifest.alias):
+    return _below((*manifest.tensors, *manifest.alias), path)
+
+
+def _below(names: Iterable[str], path: Path) -> Iterator[tuple[str, str]]:
+    for stored in names:
         if _OF_A_RANK.search(stored):
             continue
         parts = split_name(stored)

@@ -24,8 +24,8 @@ from aiockpt.pipeline.exchange import UnservedError
 from aiockpt.runtime.meeting import name_ranks
 
 T = TypeVar("T")
-STEPS = ("read", "fit", "fill")
-"""What all ranks do one after the other in each trial."""
+STEPS = ("read", "fit", "fill", "apply")
+"""What all ranks do one after the other in each trial; the last of it by itself, when its caller waits for it."""
 Outcome = Literal["fits", "misfits", "damaged", "unserved", "failed"]
 _WORST_FIRST: tuple[Outcome, ...] = ("failed", "misfits", "damaged", "unserved")
 _ADVICE = "Change the state, rename with map=, choose with only=, or load what fits with strict=False."
@@ -39,21 +39,30 @@ class Report(msgspec.Struct, frozen=True):
             "unserved" that another rank failed before it sent what this one was to receive.
         problems: the differences, of "misfits".
         spare: names that the checkpoint has and this rank does not want, though it would be a difference.
+        ranks: whose fault it was, where it was that of others.
+        may_refuse: whether an object of this rank may still refuse what it will get.
     """
 
     outcome: Outcome = "fits"
     message: str = ""
     problems: tuple[str, ...] = ()
     spare: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    may_refuse: bool = False
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """Rank 0's judgement of all reports; *rank* is the one whose message it has."""
+    """Rank 0's judgement of all reports; *rank* is the one whose message it has, *ranks* as of its report.
+
+    *may_refuse* is whether that of any rank says so.
+    """
 
     outcome: Outcome = "fits"
     message: str = ""
     problems: tuple[str, ...] = ()
     rank: int = 0
+    ranks: tuple[int, ...] = ()
+    may_refuse: bool = False
 
 
 class Agreement:
@@ -63,25 +72,27 @@ class Agreement:
         self._notes = notes
         self._key = key
         self._deadline_s = deadline_s
+        self.may_refuse = False
 
     async def on(
-        self, what: str, work: Callable[[], Awaitable[T]], spare: Callable[[T], tuple[str, ...]] = lambda _: ()
+        self, what: str, work: Callable[[], Awaitable[T]], report: Callable[[T], Report] = lambda _: Report()
     ) -> T:
         """Return what *work* returns when it went well on every rank.
 
         Args:
-            spare: names the result leaves to other ranks: one of them must want each.
+            report: what the others must know of the result.
 
         Raises:
             Exception: this rank's own error, or one that stands for those of other ranks.
         """
         try:
-            return await self._on(what, work, spare)
-        except (anyio.get_cancelled_exc_class(), RankTimeoutError) as error:
-            await self._leave(what, error)
+            return await self._on(what, work, report)
+        except (anyio.get_cancelled_exc_class(), RankTimeoutError, RankFailedError) as error:
+            if not isinstance(error, RankFailedError) or error.seen_here:
+                await self._leave(what, error)
             raise
 
-    async def _on(self, what: str, work: Callable[[], Awaitable[T]], spare: Callable[[T], tuple[str, ...]]) -> T:
+    async def _on(self, what: str, work: Callable[[], Awaitable[T]], report: Callable[[T], Report]) -> T:
         key = f"{self._key}/{what}"
         try:
             result = await work()
@@ -90,7 +101,8 @@ class Agreement:
             if shared is error:
                 raise
             raise shared from error
-        verdict = await self._tell(key, what, Report(spare=spare(result)))
+        verdict = await self._tell(key, what, report(result))
+        self.may_refuse = self.may_refuse or verdict.may_refuse
         if verdict.outcome != "fits":
             raise _error(verdict, None)
         return result
@@ -102,7 +114,7 @@ class Agreement:
             for later in STEPS[STEPS.index(what) :]:
                 await notes.post(f"{self._key}/{later}/{notes.rank}", report)
                 if notes.rank == 0:
-                    verdict = Verdict(report.outcome, report.message)
+                    verdict = Verdict(report.outcome, report.message, ranks=report.ranks)
                     await notes.post(f"{self._key}/{later}/verdict", verdict)
 
     async def _tell(self, key: str, what: str, report: Report) -> Verdict:
@@ -129,6 +141,8 @@ def _report(error: BaseException) -> Report:
             return Report("misfits", str(error), error.problems)
         case CorruptionError() | ObjectNotFoundError():
             return Report("damaged", str(error))
+        case RankTimeoutError() | RankFailedError(seen_here=True):
+            return Report("failed", f"{type(error).__name__}: {error}", ranks=error.ranks)
         case _:
             return Report("failed", f"{type(error).__name__}: {error}")
 
@@ -139,12 +153,12 @@ def judge(reports: Mapping[int, Report]) -> Verdict:
         found = {rank: report for rank, report in sorted(reports.items()) if report.outcome == outcome}
         if found:
             rank, first = next(iter(found.items()))
-            return Verdict(outcome, first.message, tuple(_union(found, len(reports))), rank)
+            return Verdict(outcome, first.message, tuple(_union(found, len(reports))), rank, first.ranks)
     unwanted = set.intersection(*(set(report.spare) for report in reports.values()))
     if unwanted:
         problems = tuple(f"{name}: in the checkpoint but not in the state of any rank" for name in sorted(unwanted))
         return Verdict("misfits", problems=problems)
-    return Verdict()
+    return Verdict(may_refuse=any(report.may_refuse for report in reports.values()))
 
 
 def _union(reports: Mapping[int, Report], world_size: int) -> list[str]:
@@ -167,6 +181,8 @@ def _error(verdict: Verdict, own: Exception | None) -> Exception:
         return own
     if verdict.outcome in ("damaged", "unserved"):
         return CorruptionError(f"rank {verdict.rank}: {verdict.message}")
+    if verdict.ranks:
+        return RankFailedError(f"the load was given up on rank {verdict.rank}: {verdict.message}", verdict.ranks)
     return RankFailedError(
         f"the load was given up because rank {verdict.rank} failed: {verdict.message}", [verdict.rank]
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from aiockpt.engine.lineage import Lineage
-from aiockpt.engine.sharing import Sharing, Turn, make_sharing
+from aiockpt.engine.sharing import PLAN_IN_CALL_S, Sharing, Turn, make_sharing
 from aiockpt.errors import CheckpointError
 from aiockpt.events import Event, Observer
 from aiockpt.format.checksum import BLOCK_BYTES
@@ -21,6 +21,7 @@ from aiockpt.pipeline.collect import lease_key
 from aiockpt.pipeline.commit import Attempt
 from aiockpt.pipeline.discover import Heads, StepEntry
 from aiockpt.pipeline.upload import Uploader
+from aiockpt.planning.holders import check_whole
 from aiockpt.planning.save import PAGE_BYTES, SavePlan, plan_save
 from aiockpt.runtime.accelerator import Accelerator
 from aiockpt.runtime.future import SaveFuture
@@ -40,6 +41,9 @@ if TYPE_CHECKING:  # a writer process copies no state, and need not load torch
 
 logger = logging.getLogger("aiockpt")
 
+UPLOADS_EVERY_S = 3600.0
+"""Between two looks for uploads that dead saves left in an object store; they are a day old before they count."""
+
 
 class Engine:
     """The shared part of all operations below one root. Owned by one checkpointer.
@@ -55,6 +59,7 @@ class Engine:
         sharing: how ranks share a state out; None for a process that saves alone.
         busy_attempts: nonces of attempts under way here; garbage collection leaves them alone.
         heads: what retention has read of the steps here.
+        thin_steps: (id, generation) of the steps that are known to have their weights alone here.
         failed: failed saves, oldest first, until the checkpointer has told its caller.
     """
 
@@ -77,7 +82,14 @@ class Engine:
         self.world = world
         self.ranks = ranks
         if nearer is None:
-            self.sharing = make_sharing(ranks, backend.url, options.deadlines.ranks_s, self.token(16))
+            self.sharing = make_sharing(
+                ranks,
+                backend.url,
+                options.deadlines.ranks_s,
+                self.token(16),
+                plan_s=None if options.on_error == "raise" else PLAN_IN_CALL_S,
+                writes=options.worker == "thread",
+            )
             self.pool = SlabPool(options.io.slab_bytes, options.io.pool_bytes, memory)
             self.lender: Lender = lender or self.pool
             self.lineage = Lineage(ranks, lambda: self.token(6))
@@ -100,6 +112,8 @@ class Engine:
         self.state_work = Limiter("state", 2)
         self.cleaning = anyio.Lock()
         self.heads = Heads()
+        self.thin_steps: set[tuple[str, int]] = set()
+        self._looked_for_uploads_ns: int | None = None
         if isinstance(backend, Retrying):
             backend.tell(self.emit)
         self._plan: tuple[str, SavePlan] | None = None
@@ -143,6 +157,8 @@ class Engine:
         cached = self._plan  # read once: several saves may be planned on several threads
         if cached is not None and cached[0] == state.structure:
             return cached[1]
+        if self.sharing is None:
+            check_whole(state)
         io = self.options.io
         plan = plan_save(
             state,
@@ -240,6 +256,14 @@ class Engine:
             await self.backend.delete([key])
         except CheckpointError as error:
             logger.info("lease %s is left to expire: %s", key, error)
+
+    def uploads_are_due(self) -> bool:
+        """Say whether it is time to look for uploads that dead saves left: after the first save, then each hour."""
+        last_ns, now_ns = self._looked_for_uploads_ns, self.now_ns()
+        if last_ns is not None and now_ns - last_ns < UPLOADS_EVERY_S * 1e9:
+            return False
+        self._looked_for_uploads_ns = now_ns
+        return True
 
     def token(self, size: int) -> str:
         """Return *size* random bytes as hex."""

@@ -5,6 +5,8 @@ Guarantees:
 - No checkpoint is never taken for none: a tier that cannot be listed raises, unless another one has steps. Then one that is
   stalled is not waited for, either.
 - A commit that a dead job could not finish is finished first.
+- Whatever is bad is passed over and told; what may be well in a minute, and may be the newest, is raised. An outage is not
+  damage, and a sound step of another branch is neither.
 - A newer step that somebody has begun and not committed is told of, when one is chosen to be loaded; and where there is none
   to load, what may have been meant instead.
 """
@@ -12,6 +14,7 @@ Guarantees:
 from __future__ import annotations
 
 import logging
+from bisect import insort
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import msgspec
@@ -19,12 +22,20 @@ import msgspec
 from aiockpt.engine.asking import ask_tiers
 from aiockpt.engine.context import Engine
 from aiockpt.engine.under_way import tell_of_newer
-from aiockpt.errors import CheckpointError, CorruptionError, NoValidCheckpointError, StepNotFoundError, StorageError
+from aiockpt.errors import (
+    CheckpointError,
+    CorruptionError,
+    ManifestError,
+    NewerFormatError,
+    NoValidCheckpointError,
+    StepNotFoundError,
+    StorageError,
+)
 from aiockpt.events import RolledForward, StepSkipped
 from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import step_id
 from aiockpt.pipeline.commit import roll_forward
-from aiockpt.pipeline.discover import StepCopy, StepEntry, find_copy, look_at, newest_manifest, scan
+from aiockpt.pipeline.discover import StepCopy, StepEntry, fall_back, find_copy, look_at, read_generation, scan
 from aiockpt.pipeline.instead import look_instead
 from aiockpt.planning.weights import has_weights_only
 
@@ -70,29 +81,98 @@ async def candidates(
     unfinished: Unfinished = []
     listed = await committed_steps(engine, unfinished) if step is None else await find_step(engine, step)
     if to_load:
-        await tell_of_newer(unfinished, listed[0].entry.step if listed else -1)
+        newest = next((one.entry.step for one in listed if one.entry.head is not None), None)
+        await tell_of_newer(unfinished, newest)
         if not listed and not unfinished:
             await _tell_what_is_there_instead(engine)
-    first: CorruptionError | None = None
+    first: list[CorruptionError] = []
+
+    def pass_over(one: Listed, error: CorruptionError) -> None:
+        first.append(error)
+        note_skipped(one.engine, one.entry.id, one.entry.step, error, skipped)
+
     weights: list[Found] = []
-    for one in listed:
-        try:
-            manifest = await newest_manifest(one.engine.backend, one.entry)
-        except CorruptionError as error:
-            first = first or error
-            note_skipped(one.engine, one.entry.id, one.entry.step, error, skipped)
-            continue
-        found = Found(one.engine, manifest)
-        if step is not None and has_weights_only(manifest):
-            weights.append(found)
-        else:
-            yield found
+    try:
+        async for found in newest_first(listed, pass_over):
+            if step is not None and has_weights_only(found.manifest):
+                weights.append(found)
+            else:
+                yield found
+    except (NewerFormatError, StorageError) as error:
+        if step is None:
+            error.add_note(
+                "It may be the newest step, so no older one is taken in its place. Try again, or name a step."
+            )
+        raise
     for found in weights:
         yield found
-    if step is not None and first is not None:
-        raise first
+    if step is not None and first:
+        raise first[0]
     if listed and step is None:
         raise NoValidCheckpointError(engine.backend.url, skipped)
+
+
+async def newest_first(
+    listed: Sequence[Listed], pass_over: Callable[[Listed, CorruptionError], object]
+) -> AsyncIterator[Found]:
+    """Yield the valid manifests of *listed* and, while the caller wants more, of their older generations: the newest first.
+
+    Args:
+        pass_over: told of each one that is bad.
+
+    Raises:
+        NewerFormatError, StorageError: the next one cannot be read by this version, or now: it may be the newest.
+    """
+    told: set[tuple[int, str, int]] = set()
+
+    def tell_passed(one: Listed) -> None:
+        for passed in one.entry.passed:
+            which = (id(one.engine), one.entry.id, passed.generation)
+            if which not in told:
+                told.add(which)
+                pass_over(one, ManifestError(passed.reason, key=one.entry.id))
+
+    for one in listed:
+        tell_passed(one)
+    left = [one for one in listed if one.entry.head is not None or one.entry.trouble is not None]
+    while left:
+        one = left.pop(0)
+        try:
+            found = await _read(one)
+        except NewerFormatError:
+            raise
+        except CorruptionError as error:
+            pass_over(one, error)
+        else:
+            yield found
+            if has_weights_only(found.manifest):
+                continue
+        older = await _pass_over(one)  # whoever wants more has found its data damaged
+        tell_passed(older)
+        if older.entry.head is not None or older.entry.trouble is not None:
+            insort(left, older, key=_newness)
+
+
+async def _read(listed: Listed) -> Found:
+    """Return the manifest of a step that is listed."""
+    entry = listed.entry
+    if entry.head is None:
+        assert entry.trouble is not None
+        raise entry.trouble
+    return Found(listed.engine, await read_generation(listed.engine.backend, entry.id, entry.head.generation))
+
+
+async def _pass_over(listed: Listed) -> Listed:
+    """Return the step as it is without the generation that turned out bad, which retention does not count any more."""
+    assert listed.entry.head is not None
+    listed.engine.heads.doubted.add(listed.entry.head.attempt)
+    return Listed(listed.engine, await fall_back(listed.engine.backend, listed.entry))
+
+
+def _newness(listed: Listed) -> tuple[int, int]:
+    """Sorts what is listed from the newest to the oldest."""
+    sequence, step = listed.entry.age_order
+    return (-sequence, -step)
 
 
 async def _tell_what_is_there_instead(engine: Engine) -> None:
@@ -111,6 +191,8 @@ def note_skipped(engine: Engine, step_id: str, step: int, error: CheckpointError
 
 async def committed_steps(engine: Engine, unfinished: Unfinished | None = None) -> list[Listed]:
     """Return the committed steps of all tiers, newest first, after finishing the commits that dead jobs could not.
+
+    A step that one tier cannot tell of now is left to another tier that can.
 
     Args:
         unfinished: gets the steps that were begun and not committed.
@@ -133,7 +215,12 @@ async def _list_tiers(
     listed = [Listed(tier, entry) for tier, entries in answers for entry in entries]
     if failure is not None and not listed:
         raise failure
-    return sorted(listed, key=lambda one: one.entry.age_order, reverse=True)  # stable: the nearest stays first
+    readable = {one.entry.id for one in listed if one.entry.head is not None}
+    known = [one for one in listed if one.entry.trouble is None or one.entry.id not in readable]
+    for one in listed:
+        if one not in known:
+            logger.warning("%s is left to another tier: %s", one.entry.id, one.entry.trouble)
+    return sorted(known, key=_newness)  # stable: the nearest stays first
 
 
 async def _scan_finishing(engine: Engine) -> list[StepEntry]:
@@ -150,7 +237,10 @@ async def finish_commits(engine: Engine, entry: StepEntry) -> list[Manifest]:
         return []
     try:
         finished = await roll_forward(engine.backend, msgspec.structs.replace(entry, attempts=idle), engine.world)
-    except StorageError as error:  # a place that can only be read: what is committed can be loaded all the same
+    except (
+        CorruptionError,
+        StorageError,
+    ) as error:  # a place that can only be read, say: what is committed can be loaded
         logger.warning("%s has votes that cannot be turned into a commit here: %s", entry.id, error)
         return []
     for manifest in finished:
@@ -204,7 +294,9 @@ async def other_copies(engine: Engine, manifest: Manifest) -> list[StepCopy]:
 
     async def look(tier: Engine) -> list[StepCopy]:
         found = await find_copy(tier.backend, manifest.id, manifest.attempt)
-        return [] if found is None else [StepCopy(tier.backend, found)]
+        # a thinned copy has other files under the same attempt
+        same = found is not None and [file.digest for file in found.files] == [file.digest for file in manifest.files]
+        return [StepCopy(tier.backend, found)] if found is not None and same else []
 
     others = [tier for tier in engine.tiers if tier is not engine]
     answers, _ = await ask_tiers(others, look, COPY_PATIENCE_S, CheckpointError)

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
 from aiockpt.engine.context import Engine
-from aiockpt.engine.find import committed_steps, find_manifest, find_step, finish_commits
+from aiockpt.engine.find import committed_steps, find_manifest, find_step, finish_commits, newest_first
 from aiockpt.errors import CheckpointError, CorruptionError, StorageError
 from aiockpt.events import GarbageDeleted, StepDeleted
 from aiockpt.format.manifest import Manifest
-from aiockpt.format.names import LATEST_KEY, damaged_key, verified_key
+from aiockpt.format.names import LATEST_KEY, damaged_key, parse_step, verified_key
 from aiockpt.options import Retention
-from aiockpt.pipeline.collect import Garbage, collect, delete_step, find_garbage, is_leased, step_facts
+from aiockpt.pipeline.collect import (
+    Garbage,
+    collect,
+    delete_step,
+    find_garbage,
+    is_leased,
+    mark_unsound,
+    step_facts,
+    why_unread,
+)
 from aiockpt.pipeline.content import load_cargo
 from aiockpt.pipeline.copy import Windows, copy_step
-from aiockpt.pipeline.discover import StepCopy, StepEntry, find_copy, look_at, newest_manifest, scan
+from aiockpt.pipeline.discover import StepCopy, StepEntry, find_copy, look_at, read_generation, scan
 from aiockpt.pipeline.steps import StepInfo as StepInfo
 from aiockpt.pipeline.steps import look_into, tell
+from aiockpt.pipeline.thinning import Thinned, plan_thinning, thin
+from aiockpt.pipeline.uploads import Leftovers, abort_leftovers, find_leftovers
 from aiockpt.planning.weights import has_weights_only
-from aiockpt.retention import Doomed, Kept, explain_kept, plan_retention
+from aiockpt.retention import Doomed, Kept, StepFacts, explain_kept, may_be_thinned, plan_retention
 from aiockpt.runtime.future import SaveResult
 from aiockpt.runtime.limits import Pace
 from aiockpt.storage.backend import Backend
@@ -45,6 +57,7 @@ class Description(msgspec.Struct, frozen=True):
 
     Attributes:
         alias: names that share the memory of another tensor.
+        left_out: names that were not saved because the caller said so; of tensors with dtype code and shape, else None.
         values: the plain values as FORMAT §4 writes them; ``per_rank`` those of each rank.
     """
 
@@ -54,6 +67,7 @@ class Description(msgspec.Struct, frozen=True):
     values: object
     per_rank: dict[str, object]
     user: object
+    left_out: Mapping[str, tuple[str, tuple[int, ...]] | None] = {}
 
 
 class Verified(msgspec.Struct, frozen=True):
@@ -88,14 +102,20 @@ class Pruned(msgspec.Struct, frozen=True):
     """What retention removed, or would remove: steps with the reason, and the folders of garbage.
 
     Attributes:
-        left: (step id, reason) of what should go and could not.
+        left: (step id, reason) of what should go, or should be looked at for garbage, and could not.
         kept: the steps that stay, the newest first, with what keeps them.
+        thinned: the steps that keep their weights alone from now on, or would.
+        uploads: the keys of unfinished uploads of dead saves that were aborted, or would be.
+        note: what could not be looked at or aborted, and why; None when nothing.
     """
 
     steps: tuple[Doomed, ...]
     garbage: tuple[Garbage, ...]
     left: tuple[tuple[str, str], ...] = ()
     kept: tuple[Kept, ...] = ()
+    uploads: tuple[str, ...] = ()
+    note: str | None = None
+    thinned: tuple[Thinned, ...] = ()
 
 
 async def steps(engine: Engine) -> tuple[StepInfo, ...]:
@@ -118,16 +138,15 @@ async def latest(engine: Engine) -> int | None:
     """Return the newest valid step that some tier has in full; None when there is no valid step at all.
 
     Where there are only weights, the newest of these.
+
+    Raises:
+        NewerFormatError, StorageError: of a step that may be the newest.
     """
     weights: int | None = None
-    for listed in await committed_steps(engine):
-        try:
-            manifest = await newest_manifest(listed.engine.backend, listed.entry)
-        except CorruptionError:
-            continue
-        if not has_weights_only(manifest):
-            return manifest.step
-        weights = manifest.step if weights is None else weights
+    async for found in newest_first(await committed_steps(engine), lambda *_: None):
+        if not has_weights_only(found.manifest):
+            return found.manifest.step
+        weights = found.manifest.step if weights is None else weights
     return weights
 
 
@@ -150,6 +169,7 @@ async def describe(engine: Engine, step: int | None) -> Description:
         values=manifest.state.get("global"),
         per_rank=manifest.state.get("per_rank", {}),
         user=manifest.user,
+        left_out=manifest.left_out or {},
     )
 
 
@@ -228,56 +248,145 @@ async def tidy(engine: Engine, saved: SaveResult) -> None:
             await engine.backend.put(LATEST_KEY, f"{saved.id}\n".encode())
             rules = engine.options.retention
             if rules is not None:
-                await prune(engine, rules)
+                pruned = await prune(engine, rules, with_uploads=engine.uploads_are_due())
+                if pruned.note is not None:
+                    logger.info("%s: %s", engine.backend.url, pruned.note)
             elif saved.generation > 1:
                 entry = await look_at(engine.backend, saved.id)
-                await _collect_all(engine, [entry], Retention(), engine.busy_attempts, dry_run=False)
+                await _collect_all(engine, [entry], Retention(), engine.busy_attempts, [], dry_run=False)
     except CheckpointError as error:
         logger.warning("cleaning up after %s: %s", saved.id, error)
 
 
-async def prune(engine: Engine, rules: Retention, *, dry_run: bool = False) -> Pruned:
-    """Delete what *rules* do not keep, and the garbage; with *dry_run* only say what that would be."""
+async def prune(engine: Engine, rules: Retention, *, dry_run: bool = False, with_uploads: bool = True) -> Pruned:
+    """Delete what *rules* do not keep, and the garbage; with *dry_run* only say what that would be.
+
+    What cannot be read or removed is left, with the reason: one bad step holds up no other.
+
+    Args:
+        with_uploads: abort the uploads that dead saves left in an object store, too; a request more, at least.
+
+    Raises:
+        StorageError: the place cannot be listed.
+    """
     busy = set(engine.busy_attempts)  # before the look: what is committed during it would seem to be left behind
     entries = await scan(engine.backend, engine.heads)
     busy |= engine.busy_attempts
     committed = [entry for entry in entries if entry.committed]
-    facts = await step_facts(engine.backend, committed, with_metrics=rules.best is not None)
+    by_id = {entry.id: entry for entry in entries}
+    facts = await step_facts(engine.backend, committed, rules.best is not None, engine.heads.doubted)
+    facts = await mark_unsound(engine.backend, facts, engine.lineage.runs)
     saving = {entry.id for entry in entries if busy.intersection(entry.attempts)}
     protected = engine.being_read | saving
-    doomed, left = [], []
-    by_id = {entry.id: entry for entry in entries}
+    doomed: list[Doomed] = []
+    left: list[tuple[str, str]] = []
     for step in plan_retention(facts, rules, protected):
-        if await is_leased(engine.backend, step.id, engine.token(6)):
-            left.append((step.id, "another process is reading it"))
-            continue
-        doomed.append(step)
-        if not dry_run:
-            await delete_step(engine.backend, by_id.pop(step.id))
-            engine.emit(StepDeleted(at_ns=engine.now_ns(), step=step.step, reason=step.reason))
-    garbage = await _collect_all(engine, list(by_id.values()), rules, busy, dry_run=dry_run)
+        entry = by_id[step.id]
+        with _leaving(engine, entry.id, left):
+            if await is_leased(engine.backend, step.id, engine.token(6)):
+                left.append((step.id, "another process is reading it"))
+                continue
+            if not dry_run:
+                del by_id[step.id]
+                await delete_step(engine.backend, entry)
+                engine.emit(StepDeleted(at_ns=engine.now_ns(), step=step.step, reason=step.reason))
+            doomed.append(step)
+    garbage = await _collect_all(engine, list(by_id.values()), rules, busy, left, dry_run=dry_run)
     kept = explain_kept(facts, rules, protected)
     judged = {fact.id for fact in facts}
-    kept += [Kept(entry.id, entry.step, "its manifest cannot be read") for entry in committed if entry.id not in judged]
-    return Pruned(tuple(doomed), tuple(garbage), tuple(left), tuple(kept))
+    kept += [Kept(entry.id, entry.step, why_unread(entry)) for entry in committed if entry.id not in judged]
+    thinned = await _thin(
+        engine,
+        rules,
+        may_be_thinned(facts, rules, protected, by_id.keys() - {step.id for step in doomed}),
+        left,
+        dry_run=dry_run,
+    )
+    swept = Leftovers()
+    if with_uploads:
+        swept = await find_leftovers(engine.backend, grace_s=rules.grace_s, nonce=engine.token(6), busy=busy)
+        swept = swept if dry_run else await abort_leftovers(engine.backend, swept)
+    keys = tuple(upload.key for upload in swept.uploads)
+    if not dry_run:
+        for key in keys:
+            engine.emit(GarbageDeleted(at_ns=engine.now_ns(), step=parse_step(key.partition("/")[0]) or 0, key=key))
+    return Pruned(tuple(doomed), tuple(garbage), tuple(left), tuple(kept), keys, swept.problem, tuple(thinned))
+
+
+async def _thin(
+    engine: Engine, rules: Retention, steps: list[StepFacts], left: list[tuple[str, str]], *, dry_run: bool
+) -> list[Thinned]:
+    """Have the older of the kept *steps*, the newest first, keep their weights alone; return which."""
+    thinned: list[Thinned] = []
+    whole_count, verified = 0, False
+    for fact in steps:
+        with _leaving(engine, fact.id, left):
+            entry = await look_at(engine.backend, fact.id)
+            if not entry.generations or (fact.id, entry.generations[0]) in engine.thin_steps:
+                continue
+            manifest = await read_generation(engine.backend, fact.id, entry.generations[0])
+            if has_weights_only(manifest):
+                engine.thin_steps.add((fact.id, manifest.generation))
+                continue
+            whole_count += 1
+            stays = whole_count <= (rules.optimizer or 0) or (fact.verified and not verified)
+            verified = verified or fact.verified
+            if stays:
+                continue
+            if await is_leased(engine.backend, fact.id, engine.token(6)):
+                left.append((fact.id, "another process is reading it"))
+                continue
+            if dry_run:
+                thinned.append(plan_thinning(manifest, entry.generations[0] + 1, "")[1])
+                continue
+            thinned.append(await thin(engine.backend, manifest, entry.generations[0], engine.token(16)))
+            engine.emit(GarbageDeleted(at_ns=engine.now_ns(), step=fact.step, key=f"{fact.id}: all but its weights"))
+    return thinned
+
+
+@contextmanager
+def _leaving(engine: Engine, step_id: str, left: list[tuple[str, str]]) -> Iterator[None]:
+    """Go on from what cannot be done to one step in the block: *left* gets the reason, the log once."""
+    try:
+        yield
+    except CheckpointError as error:
+        left.append((step_id, str(error)))
+        if engine.heads.is_news(f"{step_id}: {error}"):
+            logger.warning("%s in %s is left as it is: %s", step_id, engine.backend.url, error)
 
 
 async def _collect_all(
-    engine: Engine, entries: list[StepEntry], rules: Retention, busy: Collection[str], *, dry_run: bool
+    engine: Engine,
+    entries: list[StepEntry],
+    rules: Retention,
+    busy: Collection[str],
+    left: list[tuple[str, str]],
+    *,
+    dry_run: bool,
 ) -> list[Garbage]:
-    collected = []
+    collected: list[Garbage] = []
     for entry in entries:
         if entry.id in engine.being_read:
             continue
-        found = await find_garbage(engine.backend, entry, grace_s=rules.grace_s, nonce=engine.token(6), busy=busy)
-        if found and not dry_run and await is_leased(engine.backend, entry.id, engine.token(6)):
-            continue
+        found: list[Garbage] = []
+        with _leaving(engine, entry.id, left):
+            found = await find_garbage(
+                engine.backend,
+                entry,
+                grace_s=rules.grace_s,
+                nonce=engine.token(6),
+                busy=busy,
+                doubted=engine.heads.doubted,
+            )
+            if found and not dry_run and await is_leased(engine.backend, entry.id, engine.token(6)):
+                found = []
         for garbage in found:
-            if dry_run or await collect(engine.backend, garbage, engine.token(16)):
-                collected.append(garbage)
-                if not dry_run:
-                    key = f"{garbage.step_id}/a-{garbage.attempt}"
-                    engine.emit(GarbageDeleted(at_ns=engine.now_ns(), step=entry.step, key=key))
+            with _leaving(engine, entry.id, left):
+                if dry_run or await collect(engine.backend, garbage, engine.token(16)):
+                    collected.append(garbage)
+                    if not dry_run:
+                        key = f"{garbage.step_id}/a-{garbage.attempt}"
+                        engine.emit(GarbageDeleted(at_ns=engine.now_ns(), step=entry.step, key=key))
     return collected
 
 

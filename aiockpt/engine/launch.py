@@ -14,23 +14,29 @@ Guarantees:
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import compress
 from operator import attrgetter, is_not
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 import torch
 
 from aiockpt.adapters.mutable import Stillness
 from aiockpt.adapters.native import StateWalker
+from aiockpt.adapters.selection import ALL, Selection
 from aiockpt.engine.context import Engine
 from aiockpt.engine.device_snapshot import Devices, Taken
+from aiockpt.engine.outcome_log import log_saved
 from aiockpt.engine.sharing import Turn
 from aiockpt.engine.ticket import Call, Capture, Ticket
-from aiockpt.errors import SaveSkippedError, UsageError
+from aiockpt.errors import CheckpointError, SaveSkippedError, UsageError
 from aiockpt.events import SaveSkipped
 from aiockpt.options import MIB, Snapshot, check_choice
+from aiockpt.pipeline.version_check import VersionNotes
 from aiockpt.runtime.barrier import MutationBarrier, in_optimizer_step
 from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
 from aiockpt.runtime.limits import Limiter, run_blocking
@@ -86,8 +92,9 @@ class Launcher:
         self._tiers = tiers
         self._engine = engine = tiers.engines[0]
         self._barrier = barrier
-        self._walker = StateWalker(rank=engine.ranks.rank)
+        self._walker = StateWalker(rank=engine.ranks.rank, alone=engine.ranks.world_size == 1)
         self._stillness = Stillness(engine.options.mutable, engine.options.immutable, engine.accelerator)
+        self._versions = VersionNotes(engine.accelerator)
         self._devices = Devices(engine.accelerator)
         self._calls = Mutex()  # around what a call finds out of the state and of other saves; never around a wait
         self._calling = False
@@ -108,6 +115,7 @@ class Launcher:
         snapshot: Snapshot | None,
         metrics: Mapping[str, float | torch.Tensor],
         user: object,
+        selection: Selection,
     ) -> SaveFuture:
         """Start a save, or skip it where the policy says so. Raises as `aiockpt.Checkpointer.save`."""
         begun_ns = self._engine.now_ns()
@@ -116,7 +124,7 @@ class Launcher:
                 raise UsageError("save() inside save(), from a signal handler: set a flag there, and save in the loop")
             self._calling = True
             try:
-                entered = self._enter(begun_ns, step, state, snapshot, metrics, user)
+                entered = self._enter(begun_ns, step, state, snapshot, metrics, user, selection)
             finally:
                 self._calling = False
         if isinstance(entered, SaveFuture):
@@ -134,16 +142,17 @@ class Launcher:
         snapshot: Snapshot | None,
         metrics: Mapping[str, float | torch.Tensor],
         user: object,
+        selection: Selection,
     ) -> SaveFuture | tuple[Ticket, Sequence[Stage[Any]] | None]:
         """Capture the state, or skip the save. Return what its copy must wait for, where the caller is to make it."""
         options = self._engine.options
-        turn = self._engine.next_turn(step)
+        turn = self._engine.next_turn(check_step(step))
         try:
-            check_step(step)
             if snapshot is None:
                 snapshot = options.snapshot
             check_choice("snapshot", snapshot, Snapshot)
             self._barrier.check_still()
+            self._barrier.look_again()
             if not self._tiers.takes(step):
                 return self._skip(step, turn, "no tier takes it (Tier(every=…))")
             if options.when_full != "wait" and (reason := self._why_full(snapshot)):
@@ -154,8 +163,9 @@ class Launcher:
                 step=step, metrics=_plain_metrics(metrics), user=_plain_json(user), turn=turn, begun_ns=begun_ns
             )
             before = [stage for stage in (self._must_end_first(), self._must_be_copied_first()) if stage]
-            capture, elsewhere = self._capture(state, snapshot, waits=bool(before) or turn is not None)
+            capture, elsewhere = self._capture(state, selection, snapshot, waits=bool(before) or turn is not None)
             ticket = Ticket(self._engine, call, capture)
+            ticket.on_torn = self._stillness.distrust
         except BaseException as error:
             self._engine.renounce(turn, error)
             raise
@@ -165,20 +175,23 @@ class Launcher:
         self._register(ticket, before)
         return ticket, None
 
-    def _capture(self, state: Mapping[str, Any], snapshot: Snapshot, *, waits: bool) -> tuple[Capture, bool]:
+    def _capture(
+        self, state: Mapping[str, Any], selection: Selection, snapshot: Snapshot, *, waits: bool
+    ) -> tuple[Capture, bool]:
         """Walk *state* and have it be still for as long as its copy takes; say too whether it is copied elsewhere."""
-        walked = self._walker.walk(state)
+        walked = self._walker.walk(state, selection)
         devices = self._devices.find(walked.tensors)
         copying = self._must_be_copied_first() is not None
         taken = self._devices.clone(walked, busy=copying) if snapshot == "device" else Taken(walked, snapshot)
         stepping = taken.snapshot != "device" and in_optimizer_step()
         if stepping:
             taken = Taken(walked, "eager", "inside the step of an optimizer, which no longer waits for a copy")
-        still, snapshot = taken.state, taken.snapshot
+        still, snapshot, versions = taken.state, taken.snapshot, None
         holds = runs_event_loop() and not stepping
         elsewhere = snapshot != "eager" or (holds and (waits or _tensor_bytes(walked) > INLINE_COPY_BYTES))
         if elsewhere and snapshot != "device":
             still = self._stillness.hold(walked, state, trusting=snapshot == "eager", reuse=not copying)
+            versions = self._versions.note(self._stillness.in_place)
         self._pin(devices)
         capture = Capture(
             state=still,
@@ -186,6 +199,7 @@ class Launcher:
             reason=taken.reason,
             copied_at_call_bytes=_copied_bytes(walked, still),
             after=[(device, self._engine.accelerator.now(device)) for device in devices],
+            versions=versions,
         )
         return capture, elsewhere
 
@@ -204,7 +218,7 @@ class Launcher:
                 ticket.future._snapshotted._resolve(None)
             else:
                 on_step = None if leisure is None else leisure.stepped
-                self._barrier.guard(ticket.future, ticket.stop, ticket.enqueued, on_step)
+                self._barrier.guard(ticket.future, ticket.stop, ticket.enqueued, on_step, ticket.look_again)
             if before:
                 self._engine.loop.submit(self._copy_later, before, ticket)
             else:
@@ -214,13 +228,19 @@ class Launcher:
             raise
 
     def _copy_here(self, ticket: Ticket, before: Sequence[Stage[Any]]) -> None:
-        """Copy the state on the caller's thread, after what comes *before*. Interrupted anywhere, the save ends."""
+        """Copy the state on the caller's thread, after what comes *before*. Interrupted anywhere, the save ends.
+
+        What others did, ranks, the storage or a writer process, is raised only where ``on_error`` says so.
+        """
         try:
             for stage in before:
                 stage._wait_anyway(self._engine.options.deadlines.close_s)
             self._begin(ticket)
             ticket.copy()
         except BaseException as error:
+            if self._engine.options.on_error != "raise" and _was_done_by_others(error):
+                self._refuse(ticket, error)
+                return
             if ticket.begun:
                 ticket.refuse(error)
             else:  # nobody but the caller knows of it
@@ -262,6 +282,8 @@ class Launcher:
         async with open_tasks() as tasks:
             tasks.start_soon(self._fill_pool, ticket)
             result = await ticket.run(self._tiers.save)
+            if result is not None:
+                log_saved(result, self._engine.ranks)
             if result is not None and not result.existed and self._engine.ranks.rank == 0:
                 await self._tiers.tidy(result)
         if not self._engine.pool.is_settled:
@@ -314,10 +336,10 @@ class Launcher:
         self._engine.loop.call_soon(self._engine.emit, event)
         return future
 
-    def walk(self, state: Mapping[str, Any]) -> ShardedState:
-        """Return what *state* holds; on the caller's thread."""
+    def walk(self, state: Mapping[str, Any], selection: Selection = ALL) -> ShardedState:
+        """Return what *state* holds of what *selection* chooses; on the caller's thread."""
         with self._calls:
-            return self._walker.walk(state)
+            return self._walker.walk(state, selection)
 
     def warm_up(self, walked: ShardedState, turn: Turn | None) -> None:
         """Plan, and allocate the pool. Runs on a worker: other ranks may come later."""
@@ -338,14 +360,25 @@ class Launcher:
         self._walker.forget()
         self._devices.forget()
         self._stillness.forget()
+        self._versions.forget()
 
 
 def check_step(step: object) -> int:
-    """Return *step* when it numbers one; raise UsageError else, without printing a state in its place."""
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        given = repr(step) if isinstance(step, int | float | str) else f"a {type(step).__name__}"
-        raise UsageError(f"step={given}: give an int of 0 or more")
-    return step
+    """Return *step* as an int: one, or what counts as one (an integer of numpy, an integer tensor without axes).
+
+    Raises:
+        UsageError: it numbers no step; a state in its place is not printed.
+    """
+    if not isinstance(step, bool | np.bool_) and getattr(step, "dtype", None) is not torch.bool:
+        with suppress(TypeError, ValueError, RuntimeError):
+            if (number := operator.index(step)) >= 0:  # type: ignore[arg-type]
+                return int(number)
+    given = repr(step) if isinstance(step, int | float | str | np.generic) else f"a {type(step).__name__}"
+    raise UsageError(f"step={given}: give an int of 0 or more")
+
+
+def _was_done_by_others(error: BaseException) -> bool:
+    return isinstance(error, CheckpointError) and not isinstance(error, UsageError)
 
 
 def _copied_bytes(walked: ShardedState, still: ShardedState) -> int:

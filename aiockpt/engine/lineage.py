@@ -1,4 +1,11 @@
-"""Where does a new save stand among all others? The run, what it descends from, and the logical clock (DECISIONS 6)."""
+"""Where does a new save stand among all others? The run, what it descends from, and the logical clock.
+
+Guarantees:
+
+- A new save is newer than every step that was visible at the first one: nothing unproven moves the clock, and a step that
+  does not say how new it is holds up no save. Room is left above the others for what it may say later.
+- The first save beside newer steps of another run, which were not loaded, says so.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +19,7 @@ from aiockpt.engine.patience import Patience
 from aiockpt.errors import StorageError
 from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.commit import Attempt, begin
-from aiockpt.pipeline.discover import StepEntry, scan
+from aiockpt.pipeline.discover import StepEntry, newest_vote, scan
 from aiockpt.runtime.ranks import Ranks
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend
@@ -22,6 +29,10 @@ logger = logging.getLogger("aiockpt")
 PATIENCE_S = 10.0
 """How long the first save of a process waits for farther tiers to say how new their steps are, and less for one that
 refuses every call. What they hold only matters where steps were committed that this process has not loaded."""
+ROOM = 2**32
+"""Left in the logical clock where a step does not say now how new it is: more than any run saves between two of them."""
+LAST_CLOCK = 2**63 - 1
+"""What a manifest can hold."""
 
 
 class Lineage:
@@ -33,6 +44,7 @@ class Lineage:
 
     Attributes:
         places: where steps may lie that came before; the first one must answer.
+        runs: of this process: the present one, and those before what was loaded since.
     """
 
     def __init__(self, ranks: Ranks, make_run: Callable[[], str]) -> None:
@@ -40,9 +52,13 @@ class Lineage:
         self._ranks = ranks
         self._make_run = make_run
         self._run = make_run()
-        self._runs = {self._run}
+        self.runs = {self._run}
         self._parent: str | None = None
+        self._loaded_run: str | None = None
         self._seen = 0
+        self._listed: set[str] = set()
+        self._passed_by: set[str] = set()
+        self._told_of_others = False
         self._clock: int | None = None
         self._first_clock: int | None = None
         self._numbers = itertools.count(1)
@@ -59,23 +75,32 @@ class Lineage:
         """
         async with self._beginning:
             if self._clock is None:
-                self._clock = self._first_clock = max(await self._newest(), self._seen)
+                self._clock = self._first_clock = max(await self._newest(entry.step), self._seen)
             return begin(
                 entry,
                 nonce=nonce,
                 run=self._run,
-                sequence=self._clock + number,
+                sequence=min(self._clock + number, LAST_CLOCK),
                 parent=self._parent,
                 rank=self._ranks.rank,
                 world_size=self._ranks.world_size,
             )
 
-    async def _newest(self) -> int:
-        """Return the highest logical clock anywhere; a farther tier that is away, or stalled, is not waited for."""
+    async def _newest(self, step: int) -> int:
+        """Return the highest logical clock anywhere; a farther tier that is away, or stalled, is not waited for.
+
+        Args:
+            step: which one is about to be saved first.
+        """
         clocks = [0]
+        silent: list[StepEntry] = []
 
         async def look(place: Backend) -> None:
-            clocks.extend(entry.head.sequence for entry in await scan(place) if entry.head)
+            entries = await scan(place)
+            clocks.extend(entry.head.sequence for entry in entries if entry.head)
+            clocks.extend([await newest_vote(place, entry) for entry in entries])
+            silent.extend(entry for entry in entries if entry.trouble)
+            self._tell_of_others(place, entries, step)
 
         async def look_if_there(place: Backend) -> None:
             wait = Patience()
@@ -94,7 +119,52 @@ class Lineage:
             for place in farther:
                 tasks.start_soon(look_if_there, place)
         await look(nearest)
-        return max(clocks)
+        for entry in silent:
+            logger.warning(
+                "%s does not say how new it is, and a new save does not wait for it: %s", entry.id, entry.trouble
+            )
+        return max(clocks) + (ROOM if silent else 0)
+
+    def _tell_of_others(self, place: Backend, entries: Sequence[StepEntry], step: int) -> None:
+        """Warn of newer steps that another run has saved, which this one has not loaded: it goes on without them."""
+        known = self._family(entries)
+        others = [
+            entry
+            for entry in entries
+            if entry.head
+            and entry.head.sequence > self._seen
+            and entry.head.attempt not in self._passed_by
+            and entry.head.run not in known
+        ]
+        if not others or self._told_of_others or self._ranks.rank != 0:
+            return
+        self._told_of_others = True
+        newest = max(others, key=lambda entry: entry.age_order)
+        logger.warning(
+            "%s holds %d step(s) of another run that were not loaded, the newest of them %d. Step %d is the newest from now"
+            " on, and begins a line of its own; theirs stay, but for those that are saved again by number. Where this was"
+            " not meant: load before the first save, or give each job a place of its own",
+            place.url,
+            len(others),
+            newest.step,
+            step,
+        )
+
+    def _family(self, entries: Sequence[StepEntry]) -> set[str]:
+        """Return the runs of this process; and, when a step was loaded by its number, those that go on from its run.
+
+        Who names a step leaves what follows it on purpose.
+        """
+        heads = [entry.head for entry in entries if entry.head]
+        family = set(self.runs)
+        if self._parent is None or self._passed_by:
+            return family
+        run_of = {head.id: head.run for head in heads}
+        family.add(self._loaded_run or run_of.get(self._parent, ""))
+        for head in sorted(heads, key=lambda head: head.sequence):
+            if head.parent is not None and run_of.get(head.parent) in family:
+                family.add(head.run)
+        return family
 
     def is_earlier(self, sequence: int) -> bool:
         """Say whether the save with that logical clock was made before the first one here."""
@@ -102,13 +172,14 @@ class Lineage:
 
     def see(self, entries: Sequence[StepEntry]) -> None:
         """Have the saves from now on be newer than *entries*: a tier may answer that was not waited for at the first one."""
+        self._listed = {entry.head.attempt for entry in entries if entry.head}
         if self._clock is not None:
-            others = [entry.head.sequence for entry in entries if entry.head and entry.head.run not in self._runs]
+            others = [entry.head.sequence for entry in entries if entry.head and entry.head.run not in self.runs]
             self._clock = max([self._clock, *others])
 
     def _enter(self, run: str) -> None:
         self._run = run
-        self._runs.add(run)
+        self.runs.add(run)
 
     def position(self) -> tuple[str, str | None, int]:
         """Return where the next save stands: the run, the step that it descends from, and the clock of that."""
@@ -125,6 +196,8 @@ class Lineage:
     def descend_from(self, loaded: Manifest) -> None:
         """Begin a new line of saves at a step that was loaded: what was saved before is another branch."""
         self._parent = loaded.id
+        self._loaded_run = loaded.run
+        self._passed_by |= self._listed  # the newest of them was chosen
         self._enter(self._make_run())
         self._seen = max(self._seen, loaded.sequence)
         if self._clock is not None:

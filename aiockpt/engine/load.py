@@ -41,10 +41,20 @@ class Traffic(msgspec.Struct, frozen=True):
 
 
 class Filled(msgspec.Struct, frozen=True):
-    """A load whose tensors are filled; ``target.apply()`` fills the objects, on the waiter's thread."""
+    """A load whose tensors are filled; ``target.apply()`` fills the objects, on the waiter's thread.
+
+    Attributes:
+        agree: whether an object of any rank may refuse what it gets, so that all must hear of the outcome.
+    """
 
     result: LoadResult
     target: LoadTarget
+    agree: bool = False
+
+    def apply(self) -> LoadResult:
+        """Fill the objects; return the result, with what refused to be filled."""
+        self.target.apply()
+        return msgspec.structs.replace(self.result, differences=(*self.target.problems, *self.target.told))
 
 
 async def load(engine: Engine, request: LoadRequest) -> Filled | None:
@@ -142,6 +152,7 @@ def stored_state(manifest: Manifest, rank: int, world_size: int = 1) -> Stored:
     return Stored(
         tensors={name: (entry.dtype, entry.shape) for name, entry in manifest.tensors.items()},
         alias=manifest.alias,
+        left_out=manifest.left_out or {},
         values=manifest.state.get("global"),
         per_rank=every_rank.get(str(rank)),
         where=manifest.id,
@@ -206,7 +217,8 @@ def finish(
         skipped=tuple(skipped),
         missing=target.missing,
         unexpected=target.unexpected,
-        differences=target.problems,
+        differences=(*target.problems, *target.told),
+        left_out=target.left_out,
     )
     engine.emit(
         Loaded(

@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 
 import anyio
 
+from aiockpt.engine.sharing import Sharing
 from aiockpt.runtime.meeting import Meeting, StoreLostError
+from aiockpt.runtime.waiting import Waiting
 
 T = TypeVar("T")
 TELL_DEADLINE_S = 10.0
@@ -23,13 +25,18 @@ _LOOKS = 4
 
 
 class Notes:
-    """The notes of one load, by keys of their own. Use on one event loop."""
+    """The notes of one load, by keys of their own. Use on one event loop.
 
-    def __init__(self, meeting: Meeting, number: int) -> None:
+    Args:
+        waiting: accompanies its waits.
+    """
+
+    def __init__(self, meeting: Meeting, prefix: str, waiting: Waiting) -> None:
         self.rank = meeting.rank
         self.world_size = meeting.world_size
         self._meeting = meeting
-        self._prefix = f"load/{number}"
+        self._prefix = prefix
+        self._waiting = waiting
         self._written: list[str] = []
 
     async def post(self, key: str, note: Any) -> None:
@@ -39,11 +46,12 @@ class Notes:
 
     async def wait(self, key: str, kind: type[T], deadline_s: float, what: str, ranks: Iterable[int] = (0,)) -> T:
         """Return the note under *key* as soon as it is there; see `Meeting.wait`."""
-        return await self._meeting.wait(self._key(key), kind, deadline_s, what, ranks)
+        return await self._meeting.wait(self._key(key), kind, deadline_s, what, ranks, self._waiting)
 
     async def gather(self, keys: dict[int, str], kind: type[T], deadline_s: float, what: str) -> dict[int, T]:
         """Return the note of each rank under its key; see `Meeting.gather`."""
-        return await self._meeting.gather({rank: self._key(key) for rank, key in keys.items()}, kind, deadline_s, what)
+        names = {rank: self._key(key) for rank, key in keys.items()}
+        return await self._meeting.gather(names, kind, deadline_s, what, self._waiting)
 
     async def leave(self) -> None:
         """Say that this rank needs no note any more."""
@@ -61,19 +69,35 @@ class Notes:
         return f"{self._prefix}/{key}"
 
 
-class LoadNotes:
-    """The notes of all loads of one checkpointer."""
+def load_prefix(number: int) -> str:
+    """Return what the keys of the notes of load *number* begin with."""
+    return f"load/{number}"
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
+
+class LoadNotes:
+    """The notes of all loads of one checkpointer.
+
+    Args:
+        deadline_s: for the other ranks, for messages.
+    """
+
+    def __init__(self, sharing: Sharing, deadline_s: float) -> None:
+        self._sharing = sharing
+        self._meeting = sharing.meeting
+        self._deadline_s = deadline_s
         self._left: deque[Notes] = deque()
 
     @asynccontextmanager
-    async def taking(self, number: int) -> AsyncIterator[Notes]:
-        """Lend the notes of load *number* for the length of the block."""
-        notes = Notes(self._meeting, number)
+    async def taking(self, number: int, part: str = "") -> AsyncIterator[Notes]:
+        """Lend the notes of load *number*, or of a *part* of it, for the length of the block."""
+        call, sharing = f"load() number {number}", self._sharing
+        prefix = "/".join(filter(None, (load_prefix(number), part)))
+        waiting = Waiting(sharing.members, prefix, call, self._deadline_s)
+        notes = Notes(self._meeting, prefix, waiting)
         try:
-            yield notes
+            with sharing.loading(prefix):
+                await sharing.report(call)
+                yield notes
         finally:
             with anyio.move_on_after(TELL_DEADLINE_S, shield=True), suppress(StoreLostError):
                 await notes.leave()

@@ -6,7 +6,7 @@ import difflib
 
 import torch
 
-from aiockpt.adapters.fit import value_misfit
+from aiockpt.adapters.match import objects_in
 from aiockpt.adapters.stored import find_node
 from aiockpt.engine.context import Engine
 from aiockpt.engine.find import find_manifest
@@ -42,6 +42,10 @@ def _stored_name(manifest: Manifest, name: str) -> str:
 
 def _tell_what_it_is(manifest: Manifest, name: str) -> tuple[list[str], str]:
     """Return what is stored under *name*, which is no tensor, and how to get it."""
+    if name in (manifest.left_out or {}):
+        return [
+            f"{name}: left out when this step was saved (only= or exclude= of save())"
+        ], "Take it from where it came."
     names = [*manifest.tensors, *manifest.alias]
     below = [other for other in names if name in prefixes(other)]
     if below:
@@ -68,7 +72,7 @@ def _key_of_value(manifest: Manifest, name: str) -> str | None:
     if not path or find_node(values, path) is None:
         return None
     top = find_node(values, path[:1])
-    return str(path[0]) if top is not None and value_misfit(None, top.node) is None else None
+    return str(path[0]) if top is not None and not any(objects_in(top.node)) else None
 
 
 def _rows(name: str, shape: tuple[int, ...], rows: slice | None) -> Box:

@@ -5,7 +5,10 @@ Guarantees:
 - A tier that is stalled, full or away delays nothing but itself. What it does not take is tried again, less and less often,
   until its deadline; when more than `MOST_WAITING` steps wait, the oldest is given up for the newer ones. All of it is told.
 - The first save of a process also brings what an earlier one could not: the newest step that only nearer tiers have.
-- A step that waits is not deleted from where it will be read.
+- A step that waits is not deleted from the durable tiers where it will be read. Memory keeps it only while it is copied:
+  a memory tier holds what its rules keep and what is being copied, never more, also after the end.
+- At the end a tier is waited for while something moves there, and left when nothing has for `STALLED_S`: one warning names
+  the steps that it lacks.
 - Every rank copies the files it wrote; rank 0 copies what the others leave, and commits (`aiockpt.pipeline.copy`).
 - A store that is lost, with a trainer whose writer process goes on, ends no copy: rank 0 needs no note, and the others look
   for what it commits.
@@ -41,14 +44,18 @@ from aiockpt.format.manifest import FileEntry
 from aiockpt.options import Tier
 from aiockpt.pipeline.content import Cargo, load_cargo
 from aiockpt.pipeline.copy import Windows, copied_files, copy_files, copy_step
-from aiockpt.pipeline.discover import StepCopy, find_copy, read_manifest
+from aiockpt.pipeline.discover import StepCopy, find_copy
+from aiockpt.pipeline.manifests import read_manifest
 from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
 from aiockpt.runtime.limits import Pace
 from aiockpt.runtime.meeting import StoreLostError
+from aiockpt.runtime.progress import note_progress, told_of_progress
 
 logger = logging.getLogger("aiockpt")
 
 MOST_WAITING = 2
+STALLED_S = 5.0
+"""Without anything moving, after the last save, before a tier is left."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 60.0
 """Between tries."""
 PATIENCE_S = 60.0
@@ -132,6 +139,8 @@ class Rung:
         self._changed = anyio.Event()
         self._closing = anyio.Event()
         self._ended = anyio.Event()
+        self._working: anyio.CancelScope | None = None
+        self._moved_ns = 0
         self._notes: list[str] = []
 
     @property
@@ -157,7 +166,7 @@ class Rung:
 
     async def enqueue(self, climb: Climb, stage: Stage[SaveResult]) -> None:
         """Have *climb* copied here in the background."""
-        held = tuple(climb.copies)
+        held = tuple(number for number in climb.copies if self._holders[number].backend.traits.durable)
         for number in held:
             self._holders[number].hold(climb.result.id)
         self._waiting.append(_Waiting(climb, stage, held))
@@ -181,25 +190,74 @@ class Rung:
     async def work(self) -> None:
         """Take what waits, one step after the other, until `close`."""
         try:
-            while self._waiting or not self._closing.is_set():
-                if self._looks_back and not self._caught_up:
-                    self._caught_up = True
-                    await self._by_deadline("what an earlier process left to copy", self._catch_up)
-                    continue
-                if not self._waiting:
-                    self._changed = anyio.Event()
-                    await self._changed.wait()
-                    continue
-                try:
-                    result = await self._keep_trying(self._waiting[0].climb)
-                except Exception as error:  # noqa: BLE001  whatever it is, the next step may get there
-                    await self._give_up(0, error)
-                else:
-                    self._leave(0).stage._resolve(result)
-                    if self.engine.ranks.rank == 0:
-                        await self._by_deadline("what is to be deleted", partial(keep.tidy, self.engine, result))
+            self._working = anyio.CancelScope()
+            with told_of_progress(self._note_progress), self._working as working:
+                await self._take_all()
+            if working.cancelled_caught:
+                await self._give_all_up()
         finally:
             self._ended.set()
+
+    async def _take_all(self) -> None:
+        while self._waiting or not self._closing.is_set():
+            if self._looks_back and not self._caught_up:
+                self._caught_up = True
+                await self._by_deadline("what an earlier process left to copy", self._catch_up)
+                continue
+            if not self._waiting:
+                self._changed = anyio.Event()
+                await self._changed.wait()
+                continue
+            try:
+                await self._keep_in_memory(self._waiting[0])
+                result = await self._keep_trying(self._waiting[0].climb)
+            except Exception as error:  # noqa: BLE001  whatever it is, the next step may get there
+                await self._give_up(0, error)
+            else:
+                left = self._leave(0)
+                left.stage._resolve(result)
+                await self._thin_memory(left)
+                if self.engine.ranks.rank == 0:
+                    await self._by_deadline("what is to be deleted", partial(keep.tidy, self.engine, result))
+
+    async def _keep_in_memory(self, waiting: _Waiting) -> None:
+        """Have the memory tiers keep a step from now, when it is copied, until it is there: one that waits is not kept.
+
+        Raises:
+            SaveSkippedError: it was in memory alone, and gave way to newer steps while it waited.
+        """
+        climb = waiting.climb
+        for number in list(climb.copies):
+            engine = self._holders[number]
+            if engine.backend.traits.durable:
+                continue
+            engine.hold(climb.result.id)
+            waiting.held += (number,)
+            with suppress(CheckpointError):
+                if await find_copy(engine.backend, climb.result.id, climb.attempt) is not None:
+                    continue
+            if len(climb.copies) == 1:
+                raise SaveSkippedError(
+                    f"step {climb.step} was in {engine.backend.url} only, and gave way to newer steps while {self.url} had"
+                    " others to take; give the memory tier a higher keep, or this one more bandwidth"
+                )
+            del climb.copies[number]
+
+    async def _thin_memory(self, left: _Waiting) -> None:
+        """Apply the rules of the memory tiers that kept a step for this one: nothing may be saved any more."""
+        for number in left.held:
+            engine = self._holders[number]
+            rules = engine.options.retention
+            if engine.backend.traits.durable or rules is None or self.engine.ranks.rank != 0:
+                continue
+            try:
+                async with engine.cleaning:
+                    await keep.prune(engine, rules, with_uploads=False)
+            except CheckpointError as error:
+                logger.warning("cleaning up %s: %s", engine.backend.url, error)
+
+    def _note_progress(self, unseen_s: float) -> None:
+        self._moved_ns = max(self._moved_ns, self.engine.now_ns() + round(unseen_s * 1e9))
 
     async def _by_deadline(self, what: str, work: Callable[[], Awaitable[None]]) -> None:
         """Do what is not worth waiting for a tier that hangs."""
@@ -226,10 +284,34 @@ class Rung:
             await self.enqueue(Climb(result, copies, self.engine.now_ns(), alone=True), stage)
 
     async def close(self) -> None:
-        """Wait until nothing waits here. What fails from now on is not tried again."""
+        """Wait until nothing waits here, while something moves. What fails from now on is not tried again."""
         self._closing.set()
         self._changed.set()
-        await self._ended.wait()
+        self._note_progress(0.0)
+        while not self._ended.is_set():
+            left_s = STALLED_S - self.engine.since_s(self._moved_ns)
+            if left_s <= 0 and self._working is not None:
+                self._working.cancel()
+                await self._ended.wait()
+            with anyio.move_on_after(left_s):
+                await self._ended.wait()
+
+    async def _give_all_up(self) -> None:
+        """Tell, once, which steps this tier does not get, as nothing has moved there since nobody saves any more."""
+        if not self._waiting:
+            return
+        steps = ", ".join(str(waiting.climb.step) for waiting in self._waiting)
+        logger.warning(
+            "%s is not waited for any longer, as nothing moved there for %g s; it lacks step %s. The first save of the next"
+            " process brings the newest of them there, or `aiockpt cp` does",
+            *(self.url, STALLED_S, steps),
+        )
+        while self._waiting:
+            step = self._waiting[0].climb.step
+            left = SaveSkippedError(
+                f"step {step} was not copied to {self.url}: nothing moved there for {STALLED_S:g} s, and the run ended"
+            )
+            await self._give_up(0, left, logged=True)
 
     async def _keep_trying(self, climb: Climb) -> SaveResult:
         """Copy *climb* here; again after a failure, until the deadline."""
@@ -316,6 +398,7 @@ class Rung:
         meeting, what = engine.sharing.meeting, f"step {climb.step} in {self.url}"
 
         async def hear(seconds: float) -> StepCopy:
+            note_progress(seconds)  # rank 0 leaves a tier where nothing moves, and says so
             note = await meeting.wait(self._note(climb.result.id, climb.attempt), Arrived, seconds, what)
             if note.final:
                 raise SaveSkippedError(f"{self.url}: rank 0 gave step {climb.step} up: {note.failure}")
@@ -367,12 +450,13 @@ class Rung:
             found = len(await copied_files(self.engine.backend, cargo))
             if found > seen:
                 seen, changed_ns = found, self.engine.now_ns()
+                note_progress()
             elif seen < len(cargo.files):
                 await anyio.sleep(LOOK_S)
 
-    async def _give_up(self, index: int, error: Exception) -> None:
+    async def _give_up(self, index: int, error: Exception, *, logged: bool = False) -> None:
         left, engine = self._leave(index), self.engine
-        self._tell_failure(left.climb, error, final=True)
+        self._tell_failure(left.climb, error, final=True, logged=logged)
         left.stage._fail(error)
         if callable(self.tier.on_error):
             self._call(self.tier.on_error, error)
@@ -381,6 +465,7 @@ class Rung:
             failed._fail(error)
             engine.failed.append(failed)
         await self._tell_ranks(left.climb, Arrived(failure=str(error), final=True))
+        await self._thin_memory(left)
 
     def _call(self, on_error: Callable[[BaseException], object], error: Exception) -> None:
         try:
@@ -394,9 +479,10 @@ class Rung:
             self._holders[number].let_go(left.climb.result.id)
         return left
 
-    def _tell_failure(self, climb: Climb, error: Exception, *, final: bool) -> None:
+    def _tell_failure(self, climb: Climb, error: Exception, *, final: bool, logged: bool = False) -> None:
         what = "is given up there" if final else "is tried again"
-        logger.warning("%s did not take step %d, which %s: %s", self.url, climb.step, what, error)
+        if not logged:
+            logger.warning("%s did not take step %d, which %s: %s", self.url, climb.step, what, error)
         engine = self.engine
         engine.emit(
             PromotionFailed(at_ns=engine.now_ns(), step=climb.step, url=self.url, error=repr(error), final=final)

@@ -28,8 +28,9 @@ from aiockpt.runtime.tasks import open_tasks
 logger = logging.getLogger("aiockpt")
 
 CLEAN_UP_DEADLINE_S = 60.0
-RECORDS_BYTES = 16 << 20
-"""Room asked for beside the data before a save begins: receipts, manifest, directories."""
+MOST_RECORDS_BYTES = 16 << 20
+RECORDS_BYTES, RECORD_BYTES = 256 << 10, 2 << 10
+"""Room asked for beside the data before a save begins: folders, receipt and manifest, and what a tensor takes in them."""
 
 
 async def save(engine: Engine, ticket: Ticket) -> SaveResult:
@@ -101,12 +102,18 @@ def left_alone(engine: Engine, ticket: Ticket, existing: SaveResult) -> SaveResu
     return msgspec.structs.replace(existing, seconds=engine.since_s(ticket.begun_ns))
 
 
+def records_bytes(ticket: Ticket) -> int:
+    """Return the room to keep in reserve for the records of a save: little for a small state."""
+    return min(MOST_RECORDS_BYTES, RECORDS_BYTES + RECORD_BYTES * len(ticket.plan.tensors))
+
+
 async def check_space(engine: Engine, ticket: Ticket) -> None:
     free = (await engine.backend.space()).free_bytes
-    needed = ticket.plan.file_bytes + RECORDS_BYTES
+    reserve = records_bytes(ticket)
+    needed = ticket.plan.file_bytes + reserve
     if free is not None and free < needed:
         raise StorageFullError(
-            f"step {ticket.step} has {ticket.plan.file_bytes:,} bytes and keeps {RECORDS_BYTES:,} in reserve for its "
+            f"step {ticket.step} has {ticket.plan.file_bytes:,} bytes and keeps {reserve:,} in reserve for its "
             f"records, {engine.backend.url} has {free:,} free: free space, or keep fewer steps (Retention)"
         )
 
@@ -151,7 +158,12 @@ async def write_files(engine: Engine, ticket: Ticket, nonce: str) -> tuple[FileE
 
 
 async def vote(engine: Engine, ticket: Ticket, attempt: Attempt, files: tuple[FileEntry, ...]) -> Receipt:
-    """Leave this rank's receipt: from here it has done its part."""
+    """Leave this rank's receipt: from here it has done its part.
+
+    Raises:
+        TornSnapshotError: the state changed while it was copied; no receipt was left.
+    """
+    await ticket.confirm()
     receipt = _receipt(engine, ticket, attempt, files)
     ticket.voting = True
     await cast_vote(engine.backend, receipt)
@@ -171,6 +183,7 @@ def _receipt(engine: Engine, ticket: Ticket, attempt: Attempt, files: tuple[File
         files=files,
         tensors=ticket.plan.tensors,
         alias=dict(state.alias),
+        left_out=dict(state.left_out) or msgspec.UNSET,
         state=state.values,
         per_rank=state.per_rank,
         metrics=ticket.metrics,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -10,13 +11,14 @@ import msgspec
 
 from aiockpt.engine.context import Engine
 from aiockpt.engine.sharing import Turn
-from aiockpt.errors import SaveCancelledError
+from aiockpt.errors import SaveCancelledError, TornSnapshotError
 from aiockpt.events import SaveFailed, SnapshotTaken
 from aiockpt.options import Snapshot
 from aiockpt.pipeline.upload import Handover
 from aiockpt.planning.save import SavePlan, Window
 from aiockpt.runtime.accelerator import Mark
 from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
+from aiockpt.runtime.loop import Mutex
 from aiockpt.runtime.rhythm import Leisure
 from aiockpt.runtime.slabs import Slab
 from aiockpt.state.shards import ShardedState
@@ -24,8 +26,11 @@ from aiockpt.state.shards import ShardedState
 if TYPE_CHECKING:  # a writer process copies no state, and need not load torch
     import torch
 
-    from aiockpt.pipeline.places import Places
+    from aiockpt.pipeline.version_check import VersionCheck
     from aiockpt.pipeline.witness import Witness
+
+
+logger = logging.getLogger("aiockpt")
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +57,7 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True):
         reason: why not as it was asked for.
         copied_at_call_bytes: bytes of the tensors that were copied in the call to be still.
         after: the devices, and what must have passed on each before its tensors are what they were at the call.
+        versions: of the tensors that are copied after the call; None where there are none.
     """
 
     state: ShardedState
@@ -59,6 +65,7 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     copied_at_call_bytes: int = 0
     after: Sequence[tuple[torch.device, Mark]] = ()
+    versions: VersionCheck | None = None
 
 
 class Ticket:
@@ -75,8 +82,10 @@ class Ticket:
         copied: when the slabs have all of it, or it has failed; for one that is copied from a copy, later than its
             future's *snapshotted*.
         begun: whether it runs, or will: then it tells the other ranks itself what goes wrong.
+        confirm: awaited right before this rank's vote; raises TornSnapshotError when the state changed while it was copied.
         agreed: whether `prepare` had to plan with other ranks.
         voting: whether this rank's receipt may be in storage: from there on others may commit.
+        on_torn: told the names of tensors that changed while they were being copied.
         slabs: the way of full slabs to the writers, by data file; set by `prepare`.
         hand_over: takes each full slab, on the thread that copies; gives it to *slabs* unless somebody else is to have it.
     """
@@ -87,9 +96,13 @@ class Ticket:
     def __init__(self, engine: Engine, call: Call, capture: Capture) -> None:
         self.begun_ns = engine.now_ns() if call.begun_ns is None else call.begun_ns
         self.snapshot: Snapshot = capture.snapshot
-        self._capture = msgspec.structs.replace(capture, state=_without_tensors(capture.state))
+        self._capture = msgspec.structs.replace(capture, state=_without_tensors(capture.state), versions=None)
         self._witness = _make_witness(capture.state) if engine.options.debug == "digest" else None
-        self._places: Places | None = None
+        self._versions = capture.versions
+        self._compared = False
+        self._looking = Mutex()
+        self.confirm: Callable[[], Awaitable[None]] = self._confirm
+        self.on_torn: Callable[[Sequence[str]], object] = lambda _: None
         self._pause_s: float | None = None
         self._leisure: Leisure | None = None
         self.number = engine.lineage.next_number()
@@ -104,6 +117,7 @@ class Ticket:
         self.enqueued: Stage[Sequence[Mark]] = Stage(f"copies of step {call.step}, enqueued")
         self.future._snapshotted._inner.add_done_callback(lambda _: self.enqueued._resolve(()))
         self.future._inner.add_done_callback(lambda _: self.copied._resolve(None))
+        self.future._snapshotted._on_told = self.look_again
         self.metrics = dict(call.metrics)
         self.user = call.user
         self.slabs = []
@@ -144,7 +158,7 @@ class Ticket:
             return
         finally:
             self.state = _without_tensors(self.state)  # not ours to keep alive any longer
-            self._witness = self._places = None
+            self._witness = None
         if self._stopped_by is None:
             self._engine.loop.call_soon(self._engine.emit, self._taken(copied_from_ns))
             self.future._snapshotted._resolve(None)
@@ -163,7 +177,8 @@ class Ticket:
                 timeout_s=self._engine.options.deadlines.slab_s,
                 beside=self._pause_s is not None,
                 leisure=self._leisure,
-                check=lambda: None if self._witness is None else self._witness.check(),
+                check=self._compare,
+                check_copied=self._witness is not None,
                 after=self._capture.after,
                 enqueued=self.enqueued._resolve,
             )
@@ -172,12 +187,50 @@ class Ticket:
                 program.forget()
 
     def _check_places(self) -> None:
-        if self._places is not None:
-            self._places.check()
+        if (versions := self._versions) is not None:
+            versions.check_places()
+
+    def _compare(self) -> None:
+        """Compare the state with what it was at the call, when all is copied that the host copies, and no step may begin.
+
+        Raises:
+            TornSnapshotError: it has changed.
+        """
+        if self._witness is not None:
+            self._witness.check()
+        if (versions := self._versions) is not None:
+            versions.check()
+        self._compared = True
+
+    def look_again(self) -> BaseException | None:
+        """Compare once more, if the copy is over and nobody has; return why the save ends when it was torn. Any thread.
+
+        Torch counts a change when it is made, and an operation may have been under way at the first comparison: that of a
+        thread is over when it comes here. After this the state may change. Of a snapshot that was torn, this finds what
+        else has changed by now.
+        """
+        with self._looking:
+            if self._compared or isinstance(self._stopped_by, TornSnapshotError):
+                versions, self._versions = self._versions, None
+                try:
+                    if versions is not None:
+                        versions.check_again()
+                except TornSnapshotError as error:
+                    self.stop(error)
+        return self._stopped_by if isinstance(self._stopped_by, TornSnapshotError) else None
+
+    async def _confirm(self) -> None:
+        error = self.look_again()
+        if error is not None:
+            raise error
+
+    @property
+    def is_unsure(self) -> bool:
+        """Whether it may still turn out that the state changed while it is, or was, copied."""
+        return self._versions is not None
 
     def let_go(self, leisure: Leisure | None) -> None:
         """Note that the call returns now, before the copy: whoever copies does it beside the program, at *leisure*."""
-        self._places = _note_places(self.state)
         self._pause_s = self._engine.since_s(self.begun_ns)
         self._leisure = leisure
         if leisure is not None:
@@ -206,7 +259,7 @@ class Ticket:
 
     def refuse(self, error: BaseException) -> None:
         """End a save that may never run."""
-        self.state, self._places = _without_tensors(self.state), None
+        self.state = _without_tensors(self.state)
         self.stop(error)
         self._engine.loop.call_soon(self._fail_unless_running, error)
 
@@ -218,6 +271,10 @@ class Ticket:
         """End the save with *error*, from any thread; too late once the commit has begun."""
         if self._stopped_by is None:
             self._stopped_by = error
+        if isinstance(error, TornSnapshotError):
+            self.on_torn(error.tensors)
+        else:
+            self._versions = None  # not ours to keep alive any longer
         if self._leisure is not None:
             self._leisure.end()
         self._engine.loop.call_soon(self._cancel_scope)  # also when it was stopped: that may have been interrupted here
@@ -273,6 +330,7 @@ class Ticket:
         seconds = engine.since_s(self.begun_ns)
         if not isinstance(error, SaveCancelledError):
             engine.failed.append(self.future)
+            logger.error("the save of step %d failed: %r", self.step, error)
         engine.emit(SaveFailed(at_ns=engine.now_ns(), step=self.step, error=repr(error), seconds=seconds))
         self.future._fail(error)
 
@@ -281,12 +339,6 @@ def _make_witness(state: ShardedState) -> Witness:
     from aiockpt.pipeline.witness import Witness
 
     return Witness(state.tensors)
-
-
-def _note_places(state: ShardedState) -> Places:
-    from aiockpt.pipeline.places import Places
-
-    return Places(state.tensors)
 
 
 def _without_tensors(state: ShardedState) -> ShardedState:

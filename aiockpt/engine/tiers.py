@@ -21,7 +21,7 @@ import msgspec
 from aiockpt.engine import keep
 from aiockpt.engine.context import Engine
 from aiockpt.engine.rung import Climb, Rung
-from aiockpt.engine.save import RECORDS_BYTES, save
+from aiockpt.engine.save import records_bytes, save
 from aiockpt.engine.ticket import Ticket
 from aiockpt.engine.together import save_together, withdraw
 from aiockpt.engine.traces import Traces, hear_or_find
@@ -29,7 +29,8 @@ from aiockpt.errors import CheckpointError, SaveSkippedError
 from aiockpt.events import PromotionFailed
 from aiockpt.format.names import step_id
 from aiockpt.options import Retention, Tier
-from aiockpt.pipeline.discover import StepCopy, read_manifest
+from aiockpt.pipeline.discover import StepCopy
+from aiockpt.pipeline.manifests import read_manifest
 from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
 from aiockpt.runtime.limits import Pace
 from aiockpt.runtime.meeting import StoreLostError
@@ -164,7 +165,8 @@ class Tiers:
             return None
 
         async with engine.sharing.heeding(ticket.turn):
-            return await hear_or_find(engine, "rank 0's choice of a tier", hear, find)
+            waiting = engine.sharing.waiting(ticket.turn)
+            return await hear_or_find(engine, "rank 0's choice of a tier", hear, find, waiting=waiting)
 
     async def withdraw(self, ticket: Ticket, error: BaseException) -> None:
         """Have nobody commit a save that this rank has failed before it knew, or could say, in which tier.
@@ -189,7 +191,7 @@ class Tiers:
 
     async def _with_room(self, ticket: Ticket) -> Rung:
         taking = self._candidates(ticket)
-        needed = (ticket.plan.file_bytes + RECORDS_BYTES) * self.engines[0].ranks.world_size
+        needed = (ticket.plan.file_bytes + records_bytes(ticket)) * self.engines[0].ranks.world_size
         for rung in taking[:-1]:
             if rung.durable:
                 return rung

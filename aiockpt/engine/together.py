@@ -4,7 +4,8 @@ Rank 0 *leads*: it begins the attempt, waits for all votes and commits. The othe
 
 - Receipts in storage are the votes; notes in the store only wake. No process group is used.
 - A rank that fails, is cancelled or skips tells all others at once; they stop, remove what they wrote, and raise
-  `RankFailedError` with its reason. A rank that says nothing is named when a deadline has passed.
+  `RankFailedError` with its reason. So it is with a rank that has left, or whose process has ended, before its vote. A
+  rank that says nothing is named in a warning after ten seconds, and in the error when a deadline has passed.
 - A follower that has voted and hears nothing from rank 0 looks at the storage itself, and commits when every vote is
   there: a dead rank 0 costs no checkpoint.
 - In a writer process the store may be lost with the trainer that hosts it, or is asked. That ends no save: what ranks leave
@@ -14,8 +15,9 @@ Rank 0 *leads*: it begins the attempt, waits for all votes and commits. The othe
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import anyio
 import msgspec
@@ -41,15 +43,18 @@ from aiockpt.errors import (
     CheckpointError,
     CommitConflictError,
     CommitTimeoutError,
-    RanksDisagreeError,
+    RankError,
+    RankFailedError,
     RankTimeoutError,
 )
 from aiockpt.format.manifest import FileEntry
 from aiockpt.format.names import data_path, failure_key, receipt_key, step_id
 from aiockpt.pipeline.commit import Attempt, claim, wait_votes
 from aiockpt.pipeline.discover import look_at, votes_to_finish
+from aiockpt.pipeline.votes import ranks_that_voted
 from aiockpt.runtime.future import SaveResult
-from aiockpt.runtime.meeting import StoreLostError
+from aiockpt.runtime.meeting import StoreLostError, name_ranks
+from aiockpt.runtime.waiting import Waiting
 
 logger = logging.getLogger("aiockpt")
 
@@ -60,7 +65,6 @@ RELIST_S = 2.0
 class Begun(msgspec.Struct, frozen=True):
     """Rank 0's note: the attempt that all take part in, or what is there already, which the policy leaves alone."""
 
-    step: int
     attempt: Attempt | None = None
     existing: SaveResult | None = None
 
@@ -96,25 +100,34 @@ async def _lead(engine: Engine, ticket: Ticket, sharing: Sharing, turn: Turn, no
     meeting = sharing.meeting
     begun = await begin(engine, ticket, nonce)
     if isinstance(begun, SaveResult):
-        await _post_begun(engine, sharing, turn, Begun(turn.step, existing=begun))
+        await _post_begun(engine, sharing, turn, Begun(existing=begun))
         return begun
-    await _post_begun(engine, sharing, turn, Begun(turn.step, attempt=begun))
+    await _post_begun(engine, sharing, turn, Begun(attempt=begun))
     async with heeding(sharing, turn, Traces(engine, turn.step, nonce)):
         files = await write_files(engine, ticket, nonce)
         own = await vote(engine, ticket, begun, files)
         await count_vote(meeting, turn.key("votes"), engine.backend, own)
         pauses = pauses_without_store(engine, RELIST_S)
+        waiting = sharing.waiting(turn, engine.options.deadlines.commit_s)
 
         async def until_likely() -> None:
             try:
                 await wait_likely(meeting, turn.key("votes"), RELIST_S)
             except StoreLostError:
                 await anyio.sleep(next(pauses))
+            gone = await waiting.look_for_votes(partial(_missing_votes, engine, begun))
+            if gone is not None:
+                raise gone
 
         votes = await wait_votes(engine.backend, begun, own, engine.options.deadlines.commit_s, until_likely)
     manifest = await commit_votes(engine, begun, votes)
     await _tell(sharing, turn, manifest.generation)
     return committed(engine, ticket, manifest.generation)
+
+
+async def _missing_votes(engine: Engine, attempt: Attempt) -> set[int]:
+    """Return the ranks that have not voted, as the storage shows it."""
+    return set(range(attempt.world_size)) - await ranks_that_voted(engine.backend, attempt.id, attempt.attempt)
 
 
 async def _post_begun(engine: Engine, sharing: Sharing, turn: Turn, note: Begun) -> None:
@@ -152,36 +165,41 @@ async def _read_begun(engine: Engine, sharing: Sharing, turn: Turn, traces: Trac
     async def find(lost: bool) -> Begun | None:
         attempt = await traces.begun()
         if attempt is not None:
-            return Begun(turn.step, attempt)
+            return Begun(attempt)
         existing = await existing_save(engine, turn.step) if lost else None
-        return None if existing is None else Begun(turn.step, existing=existing)
+        return None if existing is None else Begun(existing=existing)
 
-    begun = await hear_or_find(engine, f"the save of step {turn.step}", hear, find)
-    if begun.step != turn.step:
-        raise RanksDisagreeError(
-            f"rank {engine.ranks.rank} saves step {turn.step} and rank 0 step {begun.step}, both as save number "
-            f"{turn.number}: call save on all ranks alike",
-            [0],
-        )
-    return begun
+    return await hear_or_find(
+        engine,
+        f"the save of step {turn.step}",
+        hear,
+        find,
+        waiting=sharing.waiting(turn, engine.options.deadlines.ranks_s),
+    )
 
 
 async def _await_commit(engine: Engine, sharing: Sharing, turn: Turn, attempt: Attempt, traces: Traces) -> int:
-    """Return the generation that was committed; after a while without news, see to it.
+    """Return the generation that was committed; after a while without news, or without rank 0, see to it.
 
     Raises:
-        RankFailedError: a rank has left a record of its failure.
+        RankFailedError: a rank has left a record of its failure, or will not vote any more.
         CommitTimeoutError: no news, and votes are missing; the outcome is unknown.
     """
     deadlines = engine.options.deadlines
     begun_ns, pauses = engine.now_ns(), pauses_without_store(engine, min(RELIST_S, deadlines.takeover_s))
+    waiting = sharing.waiting(turn, deadlines.commit_s)
     while True:
+        alone = False
         try:
-            return await sharing.read_end(turn, deadlines.takeover_s)
+            return await sharing.read_end(turn, deadlines.takeover_s, _ForRank0(engine, attempt, waiting))
         except RankTimeoutError:
             pass
         except StoreLostError:  # rank 0 may have ended with it, after the commit
             await anyio.sleep(next(pauses))
+        except RankFailedError as error:
+            if not error.seen_here:
+                raise
+            alone = True
         generation = await _take_over(engine, attempt)
         if generation is not None:
             await _tell(sharing, turn, generation)
@@ -189,12 +207,44 @@ async def _await_commit(engine: Engine, sharing: Sharing, turn: Turn, attempt: A
         failure = await traces.failure()  # of a rank that could not say it
         if failure is not None:
             raise failure
+        if alone:
+            await _go_on_without_rank_0(engine, attempt, waiting, next(pauses))
         if engine.since_s(begun_ns) > deadlines.commit_s:
+            missing = sorted(await _missing_votes(engine, attempt))
+            late = f"no receipt from {name_ranks(missing)}" if missing else "all have voted, and rank 0 did not commit"
             raise CommitTimeoutError(
-                f"{attempt.id}: rank 0 did not commit within {deadlines.commit_s:g} s and not all ranks have voted; the "
-                "outcome is unknown. Run `aiockpt commit` once they did, or save again.",
-                [0],
+                f"{attempt.id}: {late} within {deadlines.commit_s:g} s; the outcome is unknown. Run `aiockpt commit` "
+                "once all have voted, or save again.",
+                missing or [0],
             )
+
+
+class _ForRank0:
+    """The lookout of a rank that waits for the commit: for rank 0, and with it for whoever has not voted."""
+
+    def __init__(self, engine: Engine, attempt: Attempt, waiting: Waiting) -> None:
+        self._engine, self._attempt, self._waiting = engine, attempt, waiting
+
+    async def look(self, ranks: Iterable[int]) -> RankError | None:
+        return await self._waiting.look(ranks, for_whom=self._missing)
+
+    async def explain(self, ranks: Sequence[int]) -> str:
+        return await self._waiting.explain(ranks)
+
+    async def _missing(self) -> Iterable[int]:
+        return await _missing_votes(self._engine, self._attempt) or [0]
+
+
+async def _go_on_without_rank_0(engine: Engine, attempt: Attempt, waiting: Waiting, pause_s: float) -> None:
+    """Wait a little for the votes that are missing.
+
+    Raises:
+        RankFailedError: one of them will not come any more.
+    """
+    gone = waiting.lost(await _missing_votes(engine, attempt), voting=True)
+    if gone is not None:
+        raise gone
+    await anyio.sleep(pause_s)
 
 
 async def _tell(sharing: Sharing, turn: Turn, generation: int) -> None:

@@ -28,6 +28,7 @@ from aiockpt.format.validate import check_receipt
 from aiockpt.pipeline.commit import Attempt
 from aiockpt.runtime.meeting import StoreLostError, growing_pauses
 from aiockpt.runtime.tasks import open_tasks
+from aiockpt.runtime.waiting import Waiting
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.transfer import read_record
 
@@ -144,6 +145,7 @@ async def hear_or_find(
     *,
     patience_s: float | None = None,
     deadline_s: float | None = None,
+    waiting: Waiting | None = None,
 ) -> T:
     """Return what rank 0 says, or what it has left.
 
@@ -153,8 +155,10 @@ async def hear_or_find(
         find: looks at the storage once; told whether the store is lost.
         patience_s: before the storage is looked at while the store answers; None for the usual pause.
         deadline_s: for rank 0, while the store answers; None for that of ranks. Without it a commit's is what there is.
+        waiting: says after a while that it waits for rank 0, and ends when that will say nothing more.
 
     Raises:
+        RankFailedError: rank 0 will not say it any more, and has left nothing.
         RankTimeoutError: neither came in time.
         StoreLostError: the store is lost, and this process is one that ends with it.
     """
@@ -171,9 +175,12 @@ async def hear_or_find(
                 raise
             lost, left_s = True, deadlines.commit_s
             await anyio.sleep(min(next(pauses), left_s))
+        gone = None if waiting is None else await waiting.look([0], voting=True)
         found = await find(lost)
         if found is not None:
             return found
+        if gone is not None:
+            raise gone
         if engine.since_s(begun_ns) >= left_s:
             raise RankTimeoutError(f"{what}: nothing from rank 0 within {left_s:g} s", [0])
 

@@ -19,7 +19,7 @@ from aiockpt.errors import CheckpointError
 from aiockpt.format.manifest import decode_receipt
 from aiockpt.format.names import attempt_folder, parse_failure, parse_receipt
 from aiockpt.pipeline.discover import StepEntry
-from aiockpt.storage.transfer import read_record, walk
+from aiockpt.storage.transfer import RECORD_LIMIT_BYTES, read_record, walk
 
 logger = logging.getLogger("aiockpt")
 
@@ -29,14 +29,14 @@ LIVELY_S = 60.0
 """Who has written something so lately may be at work still: worth a warning."""
 
 
-async def tell_of_newer(unfinished: Sequence[tuple[Engine, StepEntry]], newest: int) -> None:
+async def tell_of_newer(unfinished: Sequence[tuple[Engine, StepEntry]], newest: int | None) -> None:
     """Log what there is of the newest step above *newest* that was begun and not committed.
 
     Args:
         unfinished: steps without a manifest, and the tiers that they are in.
-        newest: the number of the newest committed step; −1 where there is none.
+        newest: the number of the newest committed step; None where there is none, so that a program begins from nothing.
     """
-    newer = [(engine, entry) for engine, entry in unfinished if entry.step > newest]
+    newer = [(engine, entry) for engine, entry in unfinished if newest is None or entry.step > newest]
     if not newer:
         return
     engine, entry = max(newer, key=lambda one: one[1].step)
@@ -45,25 +45,29 @@ async def tell_of_newer(unfinished: Sequence[tuple[Engine, StepEntry]], newest: 
             if attempt in engine.busy_attempts:
                 continue
             try:
-                await _tell(engine, entry.id, attempt)
+                await _tell(engine, entry.id, attempt, alone=newest is None)
             except CheckpointError as error:
                 logger.info("%s in %s was begun and not committed: %s", entry.id, engine.backend.url, error)
 
 
-async def _tell(engine: Engine, step_id: str, attempt: str) -> None:
-    """Log one attempt: a warning where its writer may live."""
+async def _tell(engine: Engine, step_id: str, attempt: str, *, alone: bool) -> None:
+    """Log one attempt: a warning where its writer may live, or where it is all that there is of a run (*alone*)."""
     left = [stat async for stat in walk(engine.backend, attempt_folder(step_id, attempt))]
     if not left or any(parse_failure(stat.key.rpartition("/")[2]) is not None for stat in left):
         return  # removed, or given up: nobody can commit it
     said = "it was not written completely"
-    votes = [stat.key for stat in left if parse_receipt(stat.key.rpartition("/")[2]) is not None]
+    votes = [
+        stat.key
+        for stat in left
+        if parse_receipt(stat.key.rpartition("/")[2]) is not None and stat.size <= RECORD_LIMIT_BYTES
+    ]
     if votes:  # one of them says how many there will be
         vote = decode_receipt(await read_record(engine.backend, votes[0]), votes[0])
         if vote.world_size > 1:
             said = f"{len(votes)} of {vote.world_size} ranks have voted"
     ago_s = max(0.0, (engine.world.clock.time_ns() - max(stat.modified_ns for stat in left)) / 1e9)
     logger.log(
-        logging.WARNING if ago_s < LIVELY_S else logging.INFO,
+        logging.WARNING if alone or ago_s < LIVELY_S else logging.INFO,
         "%s in %s was begun and is not committed, so it is not loaded: %s, last written %.0f s ago (attempt %s). Its job has"
         " died, or a writer of it is still at work (a process with `-m aiockpt.worker`): then wait for it, and load again",
         step_id,

@@ -73,13 +73,13 @@ class Visibility:
         async with self._asking:
             if not self._seen:
                 async with sharing.heeding(turn):
-                    self._seen = await self._look(sharing, traces)
+                    self._seen = await self._look(sharing, turn, traces)
 
-    async def _look(self, sharing: Sharing, traces: Traces | None) -> bool:
+    async def _look(self, sharing: Sharing, turn: Turn, traces: Traces | None) -> bool:
         """Look; return False when nobody can say what to look for: then the votes will show it, or their absence."""
         meeting, backend = sharing.meeting, self._engine.backend
         with self._engine.surviving_store():
-            probe = await self._hear_of_probe(sharing, traces) if meeting.rank else await self._leave_probe(sharing)
+            probe = await (self._hear_of_probe(sharing, turn, traces) if meeting.rank else self._leave_probe(sharing))
             if isinstance(probe, Probe):
                 try:
                     await self._look_for(probe, meeting.rank)
@@ -96,7 +96,7 @@ class Visibility:
         await sharing.meeting.post(self._note, probe)
         return probe
 
-    async def _hear_of_probe(self, sharing: Sharing, traces: Traces | None) -> Probe | Attempt:
+    async def _hear_of_probe(self, sharing: Sharing, turn: Turn, traces: Traces | None) -> Probe | Attempt:
         """Wait for rank 0's note, or for its vote."""
 
         async def hear(seconds: float) -> Probe | Attempt:
@@ -107,7 +107,8 @@ class Visibility:
                 raise StoreLostError("the store is lost", [0])
             return None if traces is None else await traces.begun()
 
-        return await hear_or_find(self._engine, f"rank 0's object in {self._engine.backend.url}", hear, find)
+        what = f"rank 0's object in {self._engine.backend.url}"
+        return await hear_or_find(self._engine, what, hear, find, waiting=sharing.waiting(turn))
 
     async def _look_for(self, probe: Probe, rank: int) -> None:
         backend = self._engine.backend

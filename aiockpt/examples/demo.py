@@ -27,10 +27,10 @@ from aiockpt.examples.gpt import DEFAULT_SIZE, GPTSize
 from aiockpt.examples.outlook import Outlook
 from aiockpt.examples.process import DemoError, Interrupted, ended_by_signals, make_work_folder, run_job
 from aiockpt.examples.record import Record
-from aiockpt.examples.units import speed
 from aiockpt.examples.verdict import Recovery, judge
 from aiockpt.format.names import parse_manifest, step_id
 from aiockpt.testing.disk import measure_disk
+from aiockpt.units import speed
 
 REFERENCE, KILLED, RESUMED, DISK = "reference", "killed", "resumed", "disk"
 CHECKPOINTS = "checkpoints"

@@ -18,8 +18,8 @@ from aiockpt.examples.child import StepDone, Told
 from aiockpt.examples.cost import Cost
 from aiockpt.examples.outlook import tell
 from aiockpt.examples.record import Record
-from aiockpt.examples.units import size, speed
 from aiockpt.examples.verdict import Recovery
+from aiockpt.units import size, speed
 
 DIFFERENCES_SHOWN = 10
 

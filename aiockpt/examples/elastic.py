@@ -29,7 +29,7 @@ from aiockpt.examples.elastic_child import ElasticJob
 from aiockpt.examples.outlook import tell
 from aiockpt.examples.process import DemoError, Interrupted, ended_by_signals, make_work_folder, open_process
 from aiockpt.examples.record import Record
-from aiockpt.examples.units import size
+from aiockpt.units import size
 
 EXACT, DIFFERENT, FAILED, BY_SIGNAL = 0, 1, 2, 128
 EXPLANATION = (

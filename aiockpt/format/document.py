@@ -39,6 +39,14 @@ _LEVELS = np.zeros(256, np.int8)
 _LEVELS[list(b"[{")] = 1
 _LEVELS[list(b"]}")] = -1
 
+RARELY = 10_000_019
+"""New objects between two looks of a collector that is paused: more than any document has. The number is nobody else's,
+which tells our threshold from one that the program has set."""
+_pauses: list[None] = []
+"""The pauses under way, of all threads."""
+_usual: tuple[int, ...] = ()
+"""The thresholds before the first of them."""
+
 T = TypeVar("T")
 
 
@@ -96,15 +104,25 @@ def parse(body: bytes | msgspec.Raw, kind: type[T], what: str) -> T:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the cyclic collector: it would walk the growing result again and again (2–10 × slower, MEASURED.md)."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
+    """Keep the cyclic collector from walking the growing result again and again (2–10 × slower).
+
+    Whether it is on is the program's business: many trainers call ``gc.disable()`` and collect at steps of their choice,
+    and they may do so at any moment of a pause on another thread. So the collector is not switched: it is made to run
+    rarely, by its threshold, which goes back when the last pause ends, unless somebody has set another one meanwhile.
+    """
+    global _usual
+    _pauses.append(None)  # one call of C code, as `pop` is: two threads cannot lose count
+    first, *others = gc.get_threshold()
+    if 0 < first < RARELY:
+        _usual = (first, *others)
+        gc.set_threshold(RARELY, *others)
     try:
         yield
     finally:
-        gc.enable()
+        _pauses.pop()
+        now, *others = gc.get_threshold()
+        if not _pauses and now == RARELY and others == list(_usual[1:]):
+            gc.set_threshold(*_usual)
 
 
 def check_unique_keys(body: bytes, what: str) -> None:

@@ -6,27 +6,32 @@ Guarantees:
   of ours raises `ManifestError`, quickly and without large allocations. What the fields mean to each other is for
   `validate` to check.
 - Encoding ends with decoding, so that nothing is committed that a reader would refuse.
+- The first 4 KiB of a manifest hold its head, which orders steps, and a digest of that: many manifests can be ordered by
+  their first bytes alone, and a damaged head orders nothing.
 - Unknown members are ignored; what a reader must know is announced in ``requires`` (FORMAT §9).
 - Non-finite metrics are null in JSON and None here.
 """
 
 from __future__ import annotations
 
-import re
 from base64 import b64decode, b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta, Raw
 
-from aiockpt.errors import ManifestError, UsageError
+from aiockpt.errors import ManifestError, NewerFormatError, UsageError
 from aiockpt.format.checksum import SUM_BYTES, digest128
 from aiockpt.format.document import MAX_TREE_NODES, check_tree, check_unique_keys, parse, seal, unseal
 
 VERSION = 1
 KNOWN_REQUIRES = frozenset({"parts"})
 """What a reader must know of to read a document, and this version does: *parts*, `aiockpt.format.parts`."""
+HEAD_BYTES = 4096
+"""The head of a manifest, and the digest after it, lie within so many bytes from its start."""
+_HEAD_SEAL = b',"head":"'
+_AFTER_HEAD = b',"write_id":"'
 MAX_RANK = 32
 MAX_TREES_NODES = 4 * MAX_TREE_NODES
 
@@ -59,6 +64,10 @@ class TensorEntry(msgspec.Struct, frozen=True, gc=False):
     pieces: Pieces
 
 
+LeftOut = dict[str, tuple[str, Dims] | None]
+"""Names that were chosen not to be saved: of tensors, with dtype code and global shape, and of other things, with null."""
+
+
 class FileEntry(msgspec.Struct, frozen=True, gc=False):
     """One data file.
 
@@ -69,6 +78,7 @@ class FileEntry(msgspec.Struct, frozen=True, gc=False):
         algo, block: what the sums are, and the bytes under each.
         sums: base64 of the blocks' sums, 8 bytes each.
         digest: xxh3_128 of the sums.
+        kind: "weights" where all that is in it is held by modules, "rest" where nothing is; unset where nobody has told.
     """
 
     p: str
@@ -78,11 +88,22 @@ class FileEntry(msgspec.Struct, frozen=True, gc=False):
     block: Count
     sums: str
     digest: str
+    kind: str | msgspec.UnsetType = msgspec.UNSET
 
     @classmethod
-    def of(cls, path: str, *, size: int, rank: int, algo: str, block: int, sums: bytes) -> FileEntry:
+    def of(
+        cls,
+        path: str,
+        *,
+        size: int,
+        rank: int,
+        algo: str,
+        block: int,
+        sums: bytes,
+        kind: str | msgspec.UnsetType = msgspec.UNSET,
+    ) -> FileEntry:
         """Return the entry of a file from the raw *sums* of its blocks."""
-        return cls(path, size, rank, algo, block, b64encode(sums).decode(), digest128(sums))
+        return cls(path, size, rank, algo, block, b64encode(sums).decode(), digest128(sums), kind)
 
     def sums_bytes(self) -> bytes:
         """Return the sums of all blocks, 8 bytes each.
@@ -118,7 +139,7 @@ class PartEntry(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """A committed checkpoint. The order of the fields is the order in the file: a `peek` finds the first ones in 4 KiB.
+    """A committed checkpoint. The order of the fields is the order in the file: those up to ``world_size`` are its head.
 
     Attributes:
         generation: which save of this id it is, from 1 (FORMAT §2).
@@ -128,6 +149,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         write_id: random, of the writer who created this object; says whose create succeeded.
         created_ns: the writer's clock; a label for people.
         alias: names that share the storage of a tensor, to its name.
+        left_out: what was not saved because the caller said so; a state that has it keeps it as it is.
         state: ``{"global": tree, "per_rank": {"0": tree, …}}``, encoded by `state.tree`.
         metrics: what retention may choose by; None where the value was not finite.
     """
@@ -144,13 +166,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     parent: str | None
     attempt: str
+    world_size: Count
     write_id: str
     created_ns: Count
-    world_size: Count
     files: tuple[FileEntry, ...]
     tensors: dict[str, TensorEntry]
     parts: tuple[PartEntry, ...] | msgspec.UnsetType = msgspec.UNSET
     alias: dict[str, str] = {}
+    left_out: LeftOut | msgspec.UnsetType = msgspec.UNSET
     state: dict[str, Any] = {}
     metrics: Mapping[str, float | None] = {}
     user: Any = None
@@ -185,6 +208,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[FileEntry, ...]
     tensors: dict[str, TensorEntry]
     alias: dict[str, str] = {}
+    left_out: LeftOut | msgspec.UnsetType = msgspec.UNSET
     state: Any = None
     per_rank: Any = None
     metrics: Mapping[str, float | None] = {}
@@ -227,7 +251,14 @@ def encode_manifest(manifest: Manifest) -> bytes:
         UsageError: a value in it cannot be written as JSON.
         ManifestError: a reader would refuse it.
     """
-    return _encode(manifest, f"the manifest of {manifest.id}")
+    return _encode(manifest, f"the manifest of {manifest.id}", _with_head_digest)
+
+
+def _with_head_digest(body: bytes) -> bytes:
+    """Return *body* with the digest of its head after it. (In a string its quotes would be escaped.)"""
+    at = body.index(_AFTER_HEAD)
+    head = body[:at]
+    return b"".join([head, _HEAD_SEAL, digest128(head).encode(), b'"', memoryview(body)[at:]])
 
 
 def decode_manifest(data: bytes, what: str = "manifest") -> Manifest:
@@ -246,7 +277,7 @@ def decode_manifest(data: bytes, what: str = "manifest") -> Manifest:
 
 def encode_receipt(receipt: Receipt) -> bytes:
     """Return the sealed document of *receipt*; raises as `encode_manifest`."""
-    return _encode(receipt, f"the receipt of rank {receipt.rank} for {receipt.id}")
+    return _encode(receipt, f"the receipt of rank {receipt.rank} for {receipt.id}", lambda body: body)
 
 
 def decode_receipt(data: bytes, what: str = "receipt") -> Receipt:
@@ -256,9 +287,9 @@ def decode_receipt(data: bytes, what: str = "receipt") -> Receipt:
     return parse(body, Receipt, what)
 
 
-def _encode(document: Manifest | Receipt, what: str) -> bytes:
+def _encode(document: Manifest | Receipt, what: str, finish: Callable[[bytes], bytes]) -> bytes:
     try:
-        body = msgspec.json.encode(document)
+        body = finish(msgspec.json.encode(document))
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         raise UsageError(f"{what} cannot be written as JSON: {error}") from error
     _check_trees(parse(body, _Envelope, what), what)  # not its keys: those of a dict are distinct strings
@@ -290,14 +321,14 @@ def _check_trees(envelope: _Envelope, what: str) -> None:
 def _check_reader(envelope: _Envelope, what: str) -> None:
     if envelope.version != VERSION or envelope.min_reader > VERSION:
         wanted = max(envelope.version, envelope.min_reader)
-        raise ManifestError(
+        raise NewerFormatError(
             f"{what} has format version {envelope.version} and needs a reader of version {wanted}; this aiockpt reads "
             f"version {VERSION}: install the one that wrote it"
         )
     unknown = [name for name in envelope.requires if name not in KNOWN_REQUIRES]
     if unknown:
         named = ", ".join(repr(name[:40]) for name in unknown[:5])
-        raise ManifestError(f"{what} requires {named}, which this aiockpt cannot read: install a newer one")
+        raise NewerFormatError(f"{what} requires {named}, which this aiockpt cannot read: install a newer one")
 
 
 def _check_keys(body: bytes, tensors: bytes, what: str) -> None:
@@ -312,37 +343,34 @@ def _check_keys(body: bytes, tensors: bytes, what: str) -> None:
     check_unique_keys(body, what)
 
 
-class Peek(msgspec.Struct, frozen=True):
-    """What the first bytes of a manifest claim. Orders candidates; never trusted."""
+class Head(msgspec.Struct, frozen=True):
+    """The fields of a manifest that say which save it is, and how new. They order steps, and decide nothing else."""
 
     id: str
-    step: int
-    generation: int
-    sequence: int
+    step: Count
+    generation: Count
+    sequence: Count
     run: str
     parent: str | None
     attempt: str
 
-
-_PEEK = re.compile(
-    rb'"id":"(?P<id>[A-Za-z0-9._-]{1,128})","step":(?P<step>[0-9]{1,19}),"generation":(?P<generation>[0-9]{1,19}),'
-    rb'"sequence":(?P<sequence>[0-9]{1,19}),"run":"(?P<run>[0-9a-f]{12})",'
-    rb'"parent":(?:null|"(?P<parent>[A-Za-z0-9._-]{1,128})"),"attempt":"(?P<attempt>[0-9a-f]{12})"'
-)
+    @classmethod
+    def of(cls, manifest: Manifest) -> Head:
+        """Return the head of a *manifest*."""
+        return cls(*(getattr(manifest, name) for name in cls.__struct_fields__))
 
 
-def peek(data: bytes) -> Peek | None:
-    """Return what the first bytes of a manifest claim, or None when they are not as we write them. Never raises."""
-    found = _PEEK.search(data, 0, 4096) if data.startswith(b'{"format":"aiockpt",') else None
-    if found is None:
+def decode_head(data: bytes) -> Head | None:
+    """Return the head that the first bytes of a manifest begin with, if the digest after it holds. Never raises.
+
+    None says nothing of the manifest: it may be damaged, or have been written before there was that digest. Read it whole.
+    """
+    at = data.find(_HEAD_SEAL, 0, HEAD_BYTES)
+    head, rest = data[:at], data[at + len(_HEAD_SEAL) : HEAD_BYTES]
+    written = digest128(head).encode() + b'"'
+    if at < 0 or not head.startswith(b'{"format":"aiockpt",') or not rest.startswith(written):
         return None
-    parent = found["parent"]
-    return Peek(
-        id=found["id"].decode(),
-        step=int(found["step"]),
-        generation=int(found["generation"]),
-        sequence=int(found["sequence"]),
-        run=found["run"].decode(),
-        parent=None if parent is None else parent.decode(),
-        attempt=found["attempt"].decode(),
-    )
+    try:
+        return parse(head + b"}", Head, "a head")
+    except ManifestError:
+        return None

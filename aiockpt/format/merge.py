@@ -11,14 +11,16 @@ Guarantees:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import islice, pairwise
 from operator import attrgetter
 from typing import Any
 
+from msgspec import UNSET, UnsetType
+
 from aiockpt.errors import CommitError, ManifestError
 from aiockpt.format.document import collector_paused
-from aiockpt.format.manifest import FileEntry, Manifest, Piece, Receipt, TensorEntry
+from aiockpt.format.manifest import FileEntry, LeftOut, Manifest, Piece, Receipt, TensorEntry
 from aiockpt.format.memo import Memo
 from aiockpt.format.merge_parts import make_table
 from aiockpt.format.parts import REQUIRED, table_of
@@ -54,6 +56,7 @@ def _merge(votes: Sequence[Receipt], writer: str, write_id: str, created_ns: int
         _check_agreement(votes[0], vote)
     first = votes[0]
     tensors = _merge_tensors(votes)
+    alias = _merge_alias(votes, tensors)
     manifest = Manifest(
         writer=writer,
         id=first.id,
@@ -69,7 +72,8 @@ def _merge(votes: Sequence[Receipt], writer: str, write_id: str, created_ns: int
         requires=(REQUIRED,) if table_of(tensors) else (),
         files=_merge_files(votes),
         tensors=tensors,
-        alias=_merge_alias(votes, tensors),
+        alias=alias,
+        left_out=_merge_left_out(votes, {*tensors, *alias}),
         state={
             "global": _merge_values(votes),
             "per_rank": {str(vote.rank): vote.per_rank for vote in votes if vote.per_rank is not None},
@@ -245,6 +249,24 @@ def _merge_alias(votes: Sequence[Receipt], tensors: Mapping[str, TensorEntry]) -
                 )
     ties = {name: target for name, (target, _) in alias.items()}
     return {name: _follow(ties, target, tensors) for name, target in ties.items()}
+
+
+def _merge_left_out(votes: Sequence[Receipt], stored: Container[str]) -> LeftOut | UnsetType:
+    """Collect what was left out; what one rank left out and another saved is there."""
+    merged: LeftOut = {}
+    for vote in votes:
+        for name, facts in (vote.left_out or {}).items():
+            if name not in stored and merged.setdefault(name, facts) != facts:
+                rank = next(other.rank for other in votes if name in (other.left_out or {}))
+                raise CommitError(
+                    f"{vote.id}: {name!r} was left out as {_in_words(merged[name])} on rank {rank} and as "
+                    f"{_in_words(facts)} on rank {vote.rank}"
+                )
+    return merged or UNSET
+
+
+def _in_words(facts: tuple[str, tuple[int, ...]] | None) -> str:
+    return "no tensor" if facts is None else f"{facts[0]} {facts[1]}"
 
 
 def _follow(alias: Mapping[str, str], name: str, tensors: Mapping[str, TensorEntry]) -> str:

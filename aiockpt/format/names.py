@@ -27,6 +27,7 @@ _DAMAGED = re.compile(r"DAMAGED-([1-9][0-9]{0,17})\.json")
 _ATTEMPT = re.compile(r"[0-9a-f]{12}")
 _RECEIPT = re.compile(r"r([0-9]{5,9})\.json")
 _FAILURE = re.compile(r"r([0-9]{5,9})\.fail\.json")
+_DATA = re.compile(rf"({_STEP_ID.pattern})/a-([0-9a-f]{{12}})/d/r([0-9]{{5,9}})-[0-9]{{4,}}\.safetensors")
 _COPIED = re.compile(r"f([0-9]{6,})\.json")
 _GATHERED = re.compile(r"(r[0-9]{5,9})-(r[0-9]{5,9})\.jsonl")
 
@@ -124,6 +125,12 @@ def data_path(attempt: str, rank: int, index: int) -> str:
 def data_key(step_id: str, attempt: str, rank: int, index: int) -> str:
     """Return the key of data file number *index* of *rank*."""
     return f"{check_step_id(step_id)}/{data_path(attempt, rank, index)}"
+
+
+def parse_data(key: str) -> tuple[str, str, int] | None:
+    """Return the step id, the attempt and the rank in the key of a data file, or None."""
+    match = _DATA.fullmatch(key)
+    return None if match is None else (match[1], match[2], int(match[3]))
 
 
 def part_path(attempt: str, column: str, index: int) -> str:

@@ -80,6 +80,7 @@ def check_manifest(m: Manifest, step_id: str, generation: int) -> None:
     else:
         _check_table(m.tensors, table, m.files, what)
         _check_whole(m, what)
+    _check_left_out(m, what)
     for rank in m.state.get("per_rank", ()):
         if not (
             rank.isascii() and rank.isdigit() and len(rank) < 8 and str(int(rank)) == rank and int(rank) < m.world_size
@@ -288,6 +289,18 @@ def _check_alias(alias: Mapping[str, str], tensors: Mapping[str, TensorEntry], w
         if target not in tensors:
             chained = "another alias" if target in alias else "no tensor"
             _refuse(what, f"the alias {name[:160]!r} points at {target[:160]!r}, which is {chained}")
+
+
+def _check_left_out(m: Manifest, what: str) -> None:
+    left_out = m.left_out or {}
+    if len(left_out) > MAX_TENSORS:
+        _refuse(what, f"{len(left_out)} names that were left out are more than {MAX_TENSORS}")
+    for name, facts in left_out.items():
+        _check_name(name, what)
+        if name in m.tensors or name in m.alias:
+            _refuse(what, f"{name[:160]!r} is both stored and left out")
+        if facts is not None and facts[0] not in ITEMSIZES:
+            _refuse(what, f"{name[:160]!r} was left out with the unknown dtype {facts[0][:40]!r}")
 
 
 def pieces_by_file(m: Manifest) -> Sequence[list[Placed]]:

@@ -4,7 +4,7 @@ Ranks of one job may see different parts of it: stages of a pipeline and groups 
 optimizers other parameters. So a tree is the union of all:
 
 - objects (dicts of any keys, modules) by key, lists of one length by place;
-- optimizers (``{"$":"optimizer"}``, `aiockpt.adapters.optimizer`) group by group, and in them by parameter name;
+- optimizers (``{"$":"optimizer"}``) by parameter name (`aiockpt.format.optimizers`);
 - anything else must be equal wherever two ranks have it, type included.
 
 Pure, and linear in the size of all trees; for any JSON it either unites or finds conflicts. What has not the form of
@@ -13,33 +13,16 @@ an optimizer is compared as it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-TAG = "$"
+from aiockpt.format.optimizers import TAG, Conflict, Votes, read_optimizer, unite_optimizers
+
 _OPEN = (None, "module")
 """Objects of which one rank may have members that another lacks."""
-_PAIRED = ("dict", "defaultdict")
+_PAIRED = ("dict", "OrderedDict", "defaultdict")
 """Objects whose ``items`` are pairs of a key and a value, because the keys are not all text."""
-Votes = Sequence[tuple[int, Any]]
-"""What ranks say of one place of the tree: (rank, node)."""
-
-
-class Conflict(msgspec.Struct, frozen=True):
-    """Two ranks say different things of one place; *path* is empty for the whole tree."""
-
-    path: str
-    first: int
-    other: int
-    ours: Any
-    theirs: Any
-
-    def __str__(self) -> str:
-        """Say where, who and what, short."""
-        where = self.path or "everything"
-        return f"{where} ({self.ours!r:.40} on rank {self.first}, {self.theirs!r:.40} on rank {self.other})"
 
 
 def unite(votes: Votes) -> tuple[Any, list[Conflict]]:
@@ -68,9 +51,9 @@ def _unite(votes: Votes, path: str, conflicts: list[Conflict]) -> Any:
 
 def _unite_tagged(votes: Votes, tag: Any, path: str, conflicts: list[Conflict]) -> Any:
     if tag == "optimizer":
-        optimizers = [(rank, found) for rank, node in votes if (found := _read_optimizer(node))]
+        optimizers = [(rank, found) for rank, node in votes if (found := read_optimizer(node))]
         if len(optimizers) == len(votes):
-            return _unite_optimizers(optimizers, path, conflicts)
+            return unite_optimizers(optimizers, path, _unite, conflicts)
     elif tag in _PAIRED and all(_is_paired(node) for _, node in votes):
         return _unite_pairs(votes, path, conflicts)
     if tag in _OPEN or all(node.keys() == votes[0][1].keys() for _, node in votes):
@@ -109,99 +92,3 @@ def _unite_pairs(votes: Votes, path: str, conflicts: list[Conflict]) -> dict[str
     rest = [(rank, {name: value for name, value in node.items() if name != "items"}) for rank, node in votes]
     items = [[key, _unite(some, f"{path}[{key!r:.40}]", conflicts)] for key, some in said.values()]
     return {**_unite_objects(rest, path, conflicts), "items": items}
-
-
-class _Row(msgspec.Struct):
-    keys: list[str | int]
-    params: list[int]
-
-
-class _Group(msgspec.Struct, forbid_unknown_fields=True):
-    params: list[str]
-    values: dict[str, Any]
-
-
-class _Optimizer(msgspec.Struct, tag_field=TAG, tag="optimizer", forbid_unknown_fields=True):
-    groups: list[_Group]
-    state: list[_Row]
-    values: list[tuple[str, str | int, Any]]
-    rest: Any = msgspec.UNSET
-
-    def tables(self) -> dict[str, tuple[str | int, ...]]:
-        """Return the keys of each parameter's tensors, by the parameter's name."""
-        names = [name for group in self.groups for name in group.params]
-        return {names[number]: tuple(row.keys) for row in self.state for number in row.params}
-
-
-def _read_optimizer(node: dict[str, Any]) -> _Optimizer | None:
-    if node.get(TAG) != "optimizer":
-        return None
-    try:
-        optimizer = msgspec.convert(node, _Optimizer)
-        optimizer.tables()
-    except (msgspec.ValidationError, IndexError):
-        return None
-    return optimizer
-
-
-def _unite_optimizers(
-    votes: Sequence[tuple[int, _Optimizer]], path: str, conflicts: list[Conflict]
-) -> dict[str, Any] | None:
-    first, ours = votes[0]
-    for rank, theirs in votes[1:]:
-        if len(theirs.groups) != len(ours.groups):
-            conflicts.append(
-                Conflict(f"{path}.groups", first, rank, f"{len(ours.groups)} groups", f"{len(theirs.groups)} groups")
-            )
-            return None
-    groups = [
-        _unite_groups([(rank, one.groups[n]) for rank, one in votes], f"{path}.groups[{n}]", conflicts)
-        for n in range(len(ours.groups))
-    ]
-    _check_memberships(votes, path, conflicts)
-    said: dict[tuple[str, str | int], list[tuple[int, Any]]] = {}
-    for rank, one in votes:
-        for owner, key, value in one.values:
-            said.setdefault((owner, key), []).append((rank, value))
-    node: dict[str, Any] = {
-        TAG: "optimizer",
-        "groups": groups,
-        "state": _unite_tables([one for _, one in votes], groups),
-        "values": [
-            [owner, key, _unite(some, f"{path}.state.{owner}.{key}", conflicts)] for (owner, key), some in said.items()
-        ],
-    }
-    rests = [(rank, one.rest) for rank, one in votes if one.rest is not msgspec.UNSET]
-    if rests:
-        node["rest"] = _unite(rests, f"{path}.rest", conflicts)
-    return node
-
-
-def _unite_groups(votes: Sequence[tuple[int, _Group]], path: str, conflicts: list[Conflict]) -> dict[str, Any]:
-    params = dict.fromkeys(name for _, group in votes for name in group.params)
-    values = _unite([(rank, group.values) for rank, group in votes], path, conflicts)
-    return {"params": list(params), "values": values}
-
-
-def _check_memberships(votes: Sequence[tuple[int, _Optimizer]], path: str, conflicts: list[Conflict]) -> None:
-    """A parameter is in one group only, the same on all ranks that have it."""
-    seen: dict[str, tuple[int, int]] = {}
-    for rank, optimizer in votes:
-        for number, group in enumerate(optimizer.groups):
-            for name in group.params:
-                first, known = seen.setdefault(name, (rank, number))
-                if known != number:
-                    conflicts.append(Conflict(f"{path}: the group of {name}", first, rank, known, number))
-
-
-def _unite_tables(optimizers: Sequence[_Optimizer], groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return which parameters have which tensors, by their numbers in the united groups."""
-    keys: dict[str, dict[str | int, None]] = {}
-    for optimizer in optimizers:
-        for name, some in optimizer.tables().items():
-            keys.setdefault(name, {}).update(dict.fromkeys(some))
-    rows: dict[tuple[str | int, ...], list[int]] = {}
-    for number, name in enumerate(name for group in groups for name in group["params"]):
-        if name in keys:
-            rows.setdefault(tuple(keys[name]), []).append(number)
-    return [{"keys": list(some), "params": numbers} for some, numbers in rows.items()]

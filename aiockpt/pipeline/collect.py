@@ -12,16 +12,18 @@ Guarantees (FORMAT §8, DECISIONS 2, 3, 8):
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-from aiockpt.errors import CheckpointError, ManifestError, ObjectNotFoundError
+from aiockpt.errors import CheckpointError, ManifestError, ObjectNotFoundError, StorageError
 from aiockpt.format.manifest import Decision, Manifest
 from aiockpt.format.names import attempt_folder, damaged_key, decision_key, manifest_key, verified_key
-from aiockpt.pipeline.commit import claim
-from aiockpt.pipeline.discover import StepEntry, newest_manifest, read_manifest, votes_to_finish
-from aiockpt.retention import StepFacts
+from aiockpt.pipeline.commit import check_sizes, claim
+from aiockpt.pipeline.discover import StepEntry, look_at, newest_manifest, votes_to_finish
+from aiockpt.pipeline.manifests import read_manifest
+from aiockpt.pipeline.thinning import remove_overtaken
+from aiockpt.retention import StepFacts, lineage
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.transfer import delete_below, storage_now_ns, walk
 
@@ -35,18 +37,27 @@ class Garbage(msgspec.Struct, frozen=True):
     Attributes:
         generation: of the manifest to remove, or None where there is none.
         attempt: whose folder is removed.
+        shares: whether the newest generation has the same attempt: what it names stays (`aiockpt.pipeline.thinning`).
     """
 
     step_id: str
     attempt: str
     generation: int | None = None
+    shares: bool = False
 
 
-async def step_facts(backend: Backend, entries: Collection[StepEntry], with_metrics: bool) -> list[StepFacts]:
-    """Return what retention must know of each committed step; the metrics cost a whole manifest each."""
+async def step_facts(
+    backend: Backend, entries: Collection[StepEntry], with_metrics: bool, doubted: Collection[str] = ()
+) -> list[StepFacts]:
+    """Return what retention must know of each committed step; the metrics cost a whole manifest each.
+
+    Args:
+        doubted: attempts that a load here has found damaged.
+    """
     facts = []
     for entry in entries:
-        if entry.head is None:
+        head = entry.head
+        if head is None:
             continue
         metrics: Mapping[str, float | None] = {}
         if with_metrics:
@@ -54,8 +65,6 @@ async def step_facts(backend: Backend, entries: Collection[StepEntry], with_metr
                 metrics = (await newest_manifest(backend, entry)).metrics
             except CheckpointError:
                 continue  # a step that cannot be read is not retention's to judge
-        head = entry.head
-        newest = entry.generations[0]
         facts.append(
             StepFacts(
                 entry.id,
@@ -63,12 +72,41 @@ async def step_facts(backend: Backend, entries: Collection[StepEntry], with_metr
                 head.sequence,
                 head.run,
                 head.parent,
-                newest in entry.verified,
+                entry.is_verified,
                 metrics,
-                newest in entry.damaged,
+                entry.is_found_damaged or head.attempt in doubted,
+                head.generation,
             )
         )
     return facts
+
+
+async def mark_unsound(backend: Backend, facts: Sequence[StepFacts], trusted: Collection[str]) -> list[StepFacts]:
+    """Return *facts*, the newest step being marked as damaged, and the next, while it is not what its head says that it is.
+
+    One that cannot be loaded must not be what is kept in place of one that can. Looked at is what costs two requests: its
+    manifest, and whether its data files are there with the sizes that this names.
+
+    Args:
+        trusted: runs of this process, whose steps need no look.
+    """
+    facts = list(facts)
+    while sound := [fact for fact in lineage(facts) if not fact.damaged]:
+        newest = sound[0]
+        if newest.run in trusted:
+            break
+        try:  # of the generation that counts, and not one below it, which stands elsewhere in the order
+            await check_sizes(backend, await read_manifest(backend, newest.id, newest.generation))
+            break
+        except CheckpointError:
+            facts[facts.index(newest)] = msgspec.structs.replace(newest, damaged=True)
+    return facts
+
+
+def why_unread(entry: StepEntry) -> str:
+    """Say why a step is not retention's to judge."""
+    reasons = [str(entry.trouble)] if entry.trouble is not None else [passed.reason for passed in entry.passed[:1]]
+    return ": ".join(["its manifest cannot be read", *reasons])
 
 
 async def delete_step(backend: Backend, entry: StepEntry) -> None:
@@ -84,17 +122,32 @@ async def delete_step(backend: Backend, entry: StepEntry) -> None:
 
 async def _overrule(backend: Backend, step_id: str, attempt: str) -> None:
     """Decide that a committed attempt is collected; whoever finds its manifest gone finds this."""
-    decision = Decision(decision="collect", attempt=attempt, write_id="")
-    await backend.put(decision_key(step_id, attempt), msgspec.json.encode(decision))
+    key = decision_key(step_id, attempt)
+    data = msgspec.json.encode(Decision(decision="collect", attempt=attempt, write_id=""))
+    try:
+        await backend.put(key, data)
+    except StorageError as error:
+        if not error.damaged:
+            raise
+        await delete_below(backend, key)  # a folder has the name of the record
+        await backend.delete([key])
+        await backend.put(key, data)
 
 
 async def find_garbage(
-    backend: Backend, entry: StepEntry, *, grace_s: float, nonce: str, busy: Collection[str]
+    backend: Backend,
+    entry: StepEntry,
+    *,
+    grace_s: float,
+    nonce: str,
+    busy: Collection[str],
+    doubted: Collection[str] = (),
 ) -> list[Garbage]:
     """Return what of a step nobody needs: older generations, and attempts without a manifest older than the grace.
 
     Args:
         busy: attempts of this process that are under way.
+        doubted: attempts that a load here has found damaged.
     """
     if entry.head is not None and entry.generations == (1,) and entry.attempts == (entry.head.attempt,):
         return []  # the usual step: one manifest, one attempt
@@ -102,9 +155,8 @@ async def find_garbage(
     found: list[Garbage] = []
     named: set[str] = set()
     if entry.generations:
-        try:
-            newest = await read_manifest(backend, entry.id, entry.generations[0])
-        except CheckpointError:
+        newest = await _read_sound(backend, entry, doubted)
+        if newest is None:
             return []  # the older generations are the fallback of a damaged newest one
         named.add(newest.attempt)
     for generation in entry.generations[1:]:
@@ -113,7 +165,8 @@ async def find_garbage(
         except (ManifestError, ObjectNotFoundError):
             continue
         named.add(older.attempt)
-        found.append(Garbage(entry.id, older.attempt, generation))
+        assert newest is not None
+        found.append(Garbage(entry.id, older.attempt, generation, shares=older.attempt == newest.attempt))
     strays = [  # votes that are all there are a commit to be rolled forward, not garbage
         attempt
         for attempt in entry.attempts
@@ -128,8 +181,27 @@ async def find_garbage(
     return found
 
 
+async def _read_sound(backend: Backend, entry: StepEntry, doubted: Collection[str]) -> Manifest | None:
+    """Return the newest manifest of a step, if nothing that can be seen without reading data speaks against it."""
+    head = entry.head
+    if head is None or head.generation != entry.generations[0] or head.attempt in doubted or entry.is_found_damaged:
+        return None
+    try:
+        newest = await read_manifest(backend, entry.id, head.generation)
+        if len(entry.generations) > 1:
+            await check_sizes(backend, newest)
+    except CheckpointError:
+        return None
+    return newest
+
+
 async def collect(backend: Backend, garbage: Garbage, write_id: str) -> bool:
     """Remove one piece of garbage; return False when somebody is committing it."""
+    if garbage.generation is not None and garbage.shares:
+        entry = await look_at(backend, garbage.step_id)
+        newest = await read_manifest(backend, garbage.step_id, entry.generations[0])
+        await remove_overtaken(backend, await read_manifest(backend, garbage.step_id, garbage.generation), newest)
+        return True
     if garbage.generation is not None:
         await _overrule(backend, garbage.step_id, garbage.attempt)
         marks = [key(garbage.step_id, garbage.generation) for key in (manifest_key, verified_key, damaged_key)]

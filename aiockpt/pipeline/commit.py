@@ -15,12 +15,20 @@ from collections.abc import Awaitable, Callable, Sequence
 import anyio
 import msgspec
 
-from aiockpt.errors import CommitConflictError, CommitError, CommitTimeoutError, ObjectExistsError, ObjectNotFoundError
+from aiockpt.errors import (
+    CommitConflictError,
+    CommitError,
+    CommitTimeoutError,
+    ManifestError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+)
 from aiockpt.format.manifest import Decision, Manifest, Receipt, Verdict, encode_manifest, encode_receipt
 from aiockpt.format.merge import merge_receipts
 from aiockpt.format.names import decision_key, manifest_key, receipt_key
 from aiockpt.format.parts import detach
-from aiockpt.pipeline.discover import StepEntry, read_manifest, votes_to_finish
+from aiockpt.pipeline.discover import StepEntry, votes_to_finish
+from aiockpt.pipeline.manifests import read_manifest
 from aiockpt.pipeline.votes import VoteReader
 from aiockpt.runtime.meeting import name_ranks
 from aiockpt.runtime.world import World
@@ -28,6 +36,8 @@ from aiockpt.storage.backend import Backend
 from aiockpt.storage.transfer import put_once, read_record
 
 WRITER = "aiockpt 0.1.0"
+DECISION_LIMIT_BYTES = 4096
+"""No decision record is longer."""
 LAST_LOOK_S = 30.0
 """For the receipts to be read once more when the deadline for them has passed."""
 LOOK_PAUSE_S = 0.2
@@ -129,7 +139,7 @@ async def publish(backend: Backend, manifest: Manifest) -> Manifest:
         CommitConflictError, CommitError: as `commit`.
     """
     await _decide(backend, manifest)
-    await _check_sizes(backend, manifest)  # after the decision: whoever collected the attempt removed the data first
+    await check_sizes(backend, manifest)  # after the decision: whoever collected the attempt removed the data first
     written, parts = detach(manifest)
     for path, blob in parts.items():  # nobody reads them before the manifest names them; two committers write the same
         if not await put_once(backend, f"{manifest.id}/{path}", blob):
@@ -143,7 +153,7 @@ async def publish(backend: Backend, manifest: Manifest) -> Manifest:
     return manifest
 
 
-async def _check_sizes(backend: Backend, manifest: Manifest) -> None:
+async def check_sizes(backend: Backend, manifest: Manifest) -> None:
     """Refuse data files that are gone or have another size. One listing tells of all; a doubt is asked about alone."""
     listed: dict[str, int] = {}
     for folder in sorted({file.p.rpartition("/")[0] for file in manifest.files}):
@@ -173,18 +183,24 @@ async def claim(backend: Backend, step_id: str, attempt: str, wish: Verdict, wri
     key = decision_key(step_id, attempt)
     decision = Decision(decision=wish, attempt=attempt, write_id=write_id)
     try:
-        if await put_once(backend, key, msgspec.json.encode(decision)):
+        if await put_once(backend, key, msgspec.json.encode(decision), DECISION_LIMIT_BYTES):
             return wish
-        return msgspec.json.decode(await read_record(backend, key), type=Decision).decision
+        return msgspec.json.decode(await read_record(backend, key, DECISION_LIMIT_BYTES), type=Decision).decision
     except ObjectNotFoundError:
         return "collect"  # it was there and went while we looked: the attempt is being removed
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # msgspec lets the second one through
+    except (msgspec.DecodeError, UnicodeDecodeError, ManifestError) as error:  # msgspec lets the second one through
         raise CommitError(f"{key} is damaged ({error}); save the step again") from error
 
 
 async def _settle(backend: Backend, ours: Manifest) -> Manifest:
     """Someone created our manifest's name: the same attempt means success (theirs, or our own lost answer)."""
-    theirs = await read_manifest(backend, ours.id, ours.generation)
+    try:
+        theirs = await read_manifest(backend, ours.id, ours.generation)
+    except ManifestError as error:
+        raise CommitConflictError(
+            f"{ours.id}: the name of generation {ours.generation} is taken by something that is no manifest ({error}). "
+            f"Save again to add generation {ours.generation + 1}."
+        ) from error
     if theirs.attempt == ours.attempt:
         return theirs
     raise CommitConflictError(

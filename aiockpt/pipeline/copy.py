@@ -29,6 +29,7 @@ from aiockpt.pipeline.content import Cargo, VerifiedBlocks
 from aiockpt.pipeline.discover import find_copy, look_at
 from aiockpt.pipeline.serialize import BlockSums
 from aiockpt.runtime.limits import Limiter, Pace, run_blocking
+from aiockpt.runtime.progress import note_progress
 from aiockpt.runtime.slabs import Slab, SlabPool
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.runtime.world import World
@@ -36,7 +37,10 @@ from aiockpt.storage.backend import Backend, Upload
 from aiockpt.storage.transfer import read_record, walk
 
 WINDOW_BYTES = 16 * MIB
-ABORT_DEADLINE_S = 60.0
+ABORT_DEADLINE_S = 5.0
+"""What is not aborted by then is left to prune: whoever gives a place up waits for it no longer than this."""
+FLUSHED_BYTES_PER_S = 50e6
+"""No place flushes a file more slowly; meanwhile nothing can be seen to move."""
 
 
 class Windows:
@@ -211,7 +215,9 @@ class _FileMover:
                     window = await self._windows.take()
                     size = min(window_bytes, self._file.size - offset)
                     tasks.start_soon(self._move_window, window, upload, offset, size)
+            note_progress(self._file.size / FLUSHED_BYTES_PER_S)
             await upload.finish()
+            note_progress()
         except BaseException:
             with anyio.move_on_after(ABORT_DEADLINE_S, shield=True):
                 await upload.abort()
@@ -222,7 +228,7 @@ class _FileMover:
         file = self._file
         if file.digest:
             return msgspec.structs.replace(file, p=path)
-        return self._sums.file_entry(path, file.rank)
+        return self._sums.file_entry(path, file.rank, file.kind)
 
     async def _create(self, target: Backend, token: str) -> tuple[str, Upload]:
         """Begin the file under its own name; under another one where a copy that died, or is at work, has left that."""
@@ -242,3 +248,4 @@ class _FileMover:
             with anyio.CancelScope(shield=True):
                 await self._windows.give(window)
         self._on_copied(size)
+        note_progress()

@@ -1,23 +1,33 @@
-"""Which steps are there, which is the newest, and is its manifest one that a reader may believe?
+"""Which steps are there, and which is the newest?
 
 Guarantees:
 
 - "Newest" is decided by the logical clock in the manifests (`sequence`, then step), never by a clock of a machine: after
-  going back to an earlier step and saving on, the new branch is the newest (DECISIONS 6).
-- ``LATEST`` is never read. A peek at a manifest orders the candidates and decides nothing else.
-- A manifest is checked wholly (digest, version, limits, paths, coverage) before anything it names is opened.
+  going back to an earlier step and saving on, the new branch is the newest.
+- Only what was proven counts (`aiockpt.pipeline.manifests`). A generation that is bad is passed over, with the reason, and
+  the one before it stands at *its own* place in the order: a bad manifest makes no step newer than it is.
+- An outage is not damage: a step that does not say now how new it is may be the newest, and is marked as that.
+- ``LATEST`` is never read. What does not look like a step of ours is nobody's business.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Container
+from collections.abc import Container, Mapping
+from contextlib import suppress
 
 import anyio
 import msgspec
 
-from aiockpt.errors import CheckpointError, CorruptionError, ManifestError, ObjectNotFoundError
-from aiockpt.format.manifest import Manifest, Peek, Receipt, decode_manifest, peek
+from aiockpt.errors import (
+    CheckpointError,
+    CorruptionError,
+    ManifestError,
+    NewerFormatError,
+    ObjectNotFoundError,
+    StorageError,
+)
+from aiockpt.format.manifest import Head, Manifest, Receipt
 from aiockpt.format.names import (
     check_step_id,
     manifest_key,
@@ -27,46 +37,68 @@ from aiockpt.format.names import (
     parse_step,
     parse_verified,
 )
-from aiockpt.format.parts import attach, part_paths
-from aiockpt.format.validate import check_manifest
-from aiockpt.pipeline.votes import READS_AT_ONCE, do_all
+from aiockpt.pipeline.manifests import read_head, read_manifest
+from aiockpt.pipeline.votes import READS_AT_ONCE, any_receipt
 from aiockpt.pipeline.votes import read_receipts as read_receipts
-from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend, Listing, Stat
-from aiockpt.storage.transfer import read_record
+from aiockpt.storage.transfer import RECORD_LIMIT_BYTES
 
-PEEK_BYTES = 4096
+LOOKS = 3
+"""How often a step with something bad in it is listed, at most: what is being deleted meanwhile is not damaged."""
+
+
+class PassedOver(msgspec.Struct, frozen=True):
+    """A generation of a step that no reader may believe, and why. Generation 0 is the step as a whole."""
+
+    generation: int
+    reason: str
 
 
 class StepEntry(msgspec.Struct, frozen=True):
-    """What a listing tells of one step folder.
+    """What a listing, and the heads of its manifests, tell of one step.
 
     Attributes:
         id, step: the folder and its number (−1 where the id is not one of ours).
         generations: the numbers of its manifests, falling.
         verified, damaged: the generations that a verification found whole, or not.
         attempts: the attempts whose folders are there.
-        head: what the newest manifest says of itself, unverified; None when it could not be read.
+        head: of the highest generation that was not passed over; None where there is none, or *trouble*.
+        passed: the generations above that one, which are bad.
+        trouble: why the highest generation that was not passed over does not say now how new it is.
     """
 
     id: str
     step: int
     generations: tuple[int, ...]
-    verified: frozenset[int]
-    attempts: tuple[str, ...]
-    head: Peek | None = None
+    verified: frozenset[int] = frozenset()
+    attempts: tuple[str, ...] = ()
+    head: Head | None = None
     damaged: frozenset[int] = frozenset()
+    passed: tuple[PassedOver, ...] = ()
+    trouble: CheckpointError | None = None
 
     @property
     def committed(self) -> bool:
-        """Whether it has a manifest (valid or not)."""
-        return bool(self.generations)
+        """Whether it has a manifest, valid or not; also of a step that does not say, and of one with nothing sound in it."""
+        return bool(self.generations or self.passed or self.trouble)
 
     @property
     def age_order(self) -> tuple[int, int]:
-        """Sorts steps from the oldest to the newest; a damaged one may be the newest, and is looked at first."""
-        return (self.head.sequence if self.head else sys.maxsize, self.step)
+        """Sorts steps from the oldest to the newest; of one that does not say, the newest, and of a bad one the oldest."""
+        if self.head is not None:
+            return (self.head.sequence, self.step)
+        return (sys.maxsize if self.trouble is not None else -1, self.step)
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether a verification found the generation whole that counts."""
+        return self.head is not None and self.head.generation in self.verified
+
+    @property
+    def is_found_damaged(self) -> bool:
+        """Whether a verification found the generation damaged that counts."""
+        return self.head is not None and self.head.generation in self.damaged
 
 
 class StepCopy(msgspec.Struct, frozen=True):
@@ -77,49 +109,65 @@ class StepCopy(msgspec.Struct, frozen=True):
 
 
 class Heads:
-    """What the newest manifests of one place say of themselves, for who looks at them after every save.
+    """What the manifests of one place say of themselves, for who looks at them after every save.
 
     A manifest is never written twice: one of the same size and date, whose attempt is still there, need not be read again.
+
+    Attributes:
+        doubted: attempts that were passed over by a load: retention does not count them.
     """
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[Stat, Peek]] = {}
+        self.doubted: set[str] = set()
+        self._known: dict[str, tuple[Stat, Head | str]] = {}
+        self._told: set[str] = set()
 
-    def recall(self, entry: StepEntry, found: Stat) -> Peek | None:
-        """Return the head of *entry* if its manifest, as *found* now, is the one that it was learnt from."""
-        stat, head = self._known.get(entry.id, (None, None))
-        return head if stat == found and head is not None and head.attempt in entry.attempts else None
+    def recall(self, entry: StepEntry, found: Stat | None) -> Head | str | None:
+        """Return the head, or what is bad about it, of the manifest that is *found* now, if it is the one that was read."""
+        stat, said = (None, None) if found is None else self._known.get(found.key, (None, None))
+        known = stat is not None and stat == found
+        return said if known and (isinstance(said, str) or said is None or said.attempt in entry.attempts) else None
 
-    def learn(self, step_id: str, found: Stat, head: Peek | None) -> None:
-        """Remember the *head* of the manifest that was *found*; None is not worth it."""
-        if head is not None:
-            self._known[step_id] = (found, head)
+    def learn(self, found: Stat | None, said: Head | str) -> None:
+        """Remember the head, or what is bad about it, of the manifest that was *found*."""
+        if found is not None:
+            self._known[found.key] = (found, said)
 
     def forget_all_but(self, step_ids: Container[str]) -> None:
         """Forget the steps that are gone."""
-        for gone in [step_id for step_id in self._known if step_id not in step_ids]:
+        for gone in [key for key in self._known if key.partition("/")[0] not in step_ids]:
             del self._known[gone]
+
+    def is_news(self, text: str) -> bool:
+        """Say whether *text*, something that does not change from save to save, has not been told yet; it is now."""
+        is_news = text not in self._told
+        self._told.add(text)
+        return is_news
 
 
 async def scan(backend: Backend, heads: Heads | None = None) -> list[StepEntry]:
-    """Return every step folder below the root, the newest first.
+    """Return every step below the root, the newest first; a step that cannot be looked at hides no other.
 
     Args:
         heads: what need not be read again; all is read for None.
     """
     heads = Heads() if heads is None else heads
-    folders = (await backend.list("")).folders
+    listing = await backend.list("")
     found: dict[str, StepEntry] = {}
     slots = anyio.Semaphore(READS_AT_ONCE)
 
     async def look(folder: str) -> None:
         async with slots:
-            found[folder] = await look_at(backend, folder, heads)
+            found[folder] = await _look_if_possible(backend, folder, heads)
 
     async with open_tasks() as tasks:
-        for folder in folders:
+        for folder in listing.folders:
             if _is_step_id(folder):
                 tasks.start_soon(look, folder)
+    for name in (*listing.others, *(stat.key for stat in listing.objects)):
+        step = parse_step(name)
+        if step is not None and name not in found:
+            found[name] = StepEntry(name, step, (), passed=(await _describe(backend, name),))
     heads.forget_all_but(found)
     return sorted(found.values(), key=lambda entry: entry.age_order, reverse=True)
 
@@ -131,67 +179,111 @@ def _is_step_id(folder: str) -> bool:
         return False
 
 
+async def _look_if_possible(backend: Backend, step_id: str, heads: Heads) -> StepEntry:
+    try:
+        return await look_at(backend, step_id, heads)
+    except StorageError as error:
+        entry = StepEntry(step_id, _number(step_id), ())
+        if error.damaged:
+            return msgspec.structs.replace(entry, passed=(PassedOver(0, str(error)),))
+        return msgspec.structs.replace(entry, trouble=error)
+
+
+async def _describe(backend: Backend, name: str) -> PassedOver:
+    """Say what it is that has the name of a step and is no folder."""
+    reason = f"{name!r} is a file, where a step's folder should be: move it away"
+    try:
+        await backend.stat(name)
+    except StorageError as error:
+        reason = str(error)
+    return PassedOver(0, reason)
+
+
 async def look_at(backend: Backend, step_id: str, heads: Heads | None = None) -> StepEntry:
-    """Return what the listing and the newest manifest's first bytes say of one step; *heads* as for `scan`."""
+    """Return what the listing and the heads say of one step; *heads* as for `scan`.
+
+    Raises:
+        StorageError: it cannot be listed. What is wrong with a manifest is in the entry.
+    """
     heads = Heads() if heads is None else heads
+    entry = await _look_once(backend, step_id, heads)
+    for _ in range(LOOKS - 1):
+        if not entry.passed:
+            break
+        before, entry = entry, await _look_once(backend, step_id, heads)
+        if entry.passed == before.passed:
+            break
+    return entry
+
+
+async def _look_once(backend: Backend, step_id: str, heads: Heads) -> StepEntry:
     listing = await backend.list(step_id)
-    entry = _entry(step_id, listing)
-    if not entry.generations:
-        return entry
-    key = manifest_key(step_id, entry.generations[0])
-    found = next(stat for stat in listing.objects if stat.key == key)
-    head = heads.recall(entry, found)
-    if head is None:
+    return await _judge(backend, _entry(step_id, listing), {stat.key: stat for stat in listing.objects}, heads)
+
+
+async def fall_back(backend: Backend, entry: StepEntry) -> StepEntry:
+    """Return *entry* as it is without the generation that counts in it, and all above."""
+    assert entry.head is not None
+    lower = tuple(generation for generation in entry.generations if generation < entry.head.generation)
+    left = msgspec.structs.replace(entry, generations=lower, head=None, passed=())
+    return await _judge(backend, left, {}, Heads())
+
+
+async def _judge(backend: Backend, entry: StepEntry, stats: Mapping[str, Stat], heads: Heads) -> StepEntry:
+    """Find the highest generation that may be believed, and what is bad above it."""
+    gone: set[int] = set()
+    passed: list[PassedOver] = []
+    head: Head | None = None
+    trouble: CheckpointError | None = None
+    for generation in entry.generations:
+        found = stats.get(manifest_key(entry.id, generation))
         try:
-            head = peek(await backend.get(key, PEEK_BYTES))
-        except ObjectNotFoundError:  # deleted since it was listed; other failures would make an older step the newest
-            return entry
-        heads.learn(step_id, found, head)
-    return msgspec.structs.replace(entry, head=head)
+            said = heads.recall(entry, found) or await _read_head(backend, entry, generation, found)
+        except ObjectNotFoundError:  # deleted since it was listed
+            gone.add(generation)
+            continue
+        except (NewerFormatError, StorageError) as error:
+            trouble = error
+            break
+        except ManifestError as error:
+            said = str(error)
+        heads.learn(found, said)
+        if isinstance(said, Head):
+            head = said
+            break
+        passed.append(PassedOver(generation, said))
+    generations = tuple(generation for generation in entry.generations if generation not in gone)
+    return msgspec.structs.replace(entry, generations=generations, head=head, passed=tuple(passed), trouble=trouble)
+
+
+async def _read_head(backend: Backend, entry: StepEntry, generation: int, found: Stat | None) -> Head:
+    key = manifest_key(entry.id, generation)
+    if found is not None and found.size > RECORD_LIMIT_BYTES:
+        raise ManifestError(f"{key} has {found.size:,} bytes: it is no document of aiockpt, and not read", key=key)
+    head = await read_head(backend, entry.id, generation)
+    if head.attempt not in entry.attempts:  # its data are gone, or it was put back from before
+        raise ManifestError(f"{key} names the attempt {head.attempt}, whose folder is not there", key=key)
+    return head
 
 
 def _entry(step_id: str, listing: Listing) -> StepEntry:
     names = [stat.key.rpartition("/")[2] for stat in listing.objects]
-    generations = sorted((n for name in names if (n := parse_manifest(name)) is not None), reverse=True)
     attempts = [parse_attempt(folder.rpartition("/")[2]) for folder in listing.folders]
-    step = parse_step(step_id)
+    everything = {*names, *(key.rpartition("/")[2] for key in (*listing.folders, *listing.others))}
+    generations = {n for name in everything if (n := parse_manifest(name)) is not None}
     return StepEntry(
         id=step_id,
-        step=-1 if step is None else step,
-        generations=tuple(generations),
+        step=_number(step_id),
+        generations=tuple(sorted(generations, reverse=True)),
         verified=frozenset(n for name in names if (n := parse_verified(name)) is not None),
         damaged=frozenset(n for name in names if (n := parse_damaged(name)) is not None),
         attempts=tuple(attempt for attempt in attempts if attempt is not None),
     )
 
 
-async def read_manifest(backend: Backend, step_id: str, generation: int) -> Manifest:
-    """Return one manifest, decoded and checked in every way that needs no other object.
-
-    Raises:
-        ManifestError: no reader may believe it.
-        ObjectNotFoundError: it is not there.
-    """
-    key = manifest_key(step_id, generation)
-    manifest = decode_manifest(await read_record(backend, key), key)
-    if manifest.parts:
-        manifest = await _read_parts(backend, manifest, step_id)
-    check_manifest(manifest, step_id, generation)
-    return manifest
-
-
-async def _read_parts(backend: Backend, manifest: Manifest, step_id: str) -> Manifest:
-    """Return the manifest with the pieces that lie in blobs beside it."""
-    blobs: dict[str, bytes] = {}
-
-    async def read(path: str) -> None:
-        try:
-            blobs[path] = await read_record(backend, f"{step_id}/{path}")
-        except ObjectNotFoundError as error:
-            raise ManifestError(f"{step_id}/{path} is missing, a part of its manifest", key=path) from error
-
-    await do_all(read, part_paths(manifest))
-    return await run_blocking(Limiter("parts", 1), attach, manifest, blobs)
+def _number(step_id: str) -> int:
+    step = parse_step(step_id)
+    return -1 if step is None else step
 
 
 async def newest_manifest(backend: Backend, entry: StepEntry) -> Manifest:
@@ -199,16 +291,33 @@ async def newest_manifest(backend: Backend, entry: StepEntry) -> Manifest:
 
     Raises:
         ManifestError: none of its generations is valid; the reason is that of the highest.
+        NewerFormatError, StorageError: of the highest that is not bad.
     """
     first: CorruptionError | None = None
-    for generation in entry.generations:
+    for passed in entry.passed[:1]:
+        first = ManifestError(passed.reason, key=entry.id)
+    if entry.trouble is not None:
+        raise entry.trouble
+    left = entry
+    while left.head is not None:
         try:
-            return await read_manifest(backend, entry.id, generation)
-        except ObjectNotFoundError as error:
-            first = first or ManifestError(f"{entry.id}: generation {generation} was deleted meanwhile", key=error.key)
+            return await read_generation(backend, left.id, left.head.generation)
+        except NewerFormatError:
+            raise
         except CorruptionError as error:
             first = first or error
+        left = await fall_back(backend, left)
+        if left.trouble is not None:
+            raise left.trouble
     raise first or ManifestError(f"{entry.id} has no manifest: it was never committed", key=entry.id)
+
+
+async def read_generation(backend: Backend, step_id: str, generation: int) -> Manifest:
+    """Return one manifest that was listed; raises as `read_manifest`, and `ManifestError` when it is gone since."""
+    try:
+        return await read_manifest(backend, step_id, generation)
+    except ObjectNotFoundError as error:
+        raise ManifestError(f"{step_id}: generation {generation} was deleted meanwhile", key=error.key) from error
 
 
 async def find_copy(target: Backend, step_id: str, attempt: str) -> Manifest | None:
@@ -233,3 +342,17 @@ async def votes_to_finish(backend: Backend, entry: StepEntry, attempt: str) -> l
     if first is None or len(votes) != first.world_size or first.generation <= max(entry.generations, default=0):
         return None
     return [votes[rank] for rank in sorted(votes)]
+
+
+async def newest_vote(backend: Backend, entry: StepEntry) -> int:
+    """Return the highest logical clock of attempts at a step that are not committed, and may be by whoever finds them.
+
+    One vote of each is read; what cannot be read counts as none.
+    """
+    clock = 0
+    for attempt in entry.attempts:
+        if entry.head is None or attempt != entry.head.attempt:
+            with suppress(CheckpointError):
+                vote = await any_receipt(backend, entry.id, attempt)
+                clock = max(clock, 0 if vote is None else vote.sequence)
+    return clock

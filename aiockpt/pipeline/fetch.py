@@ -13,7 +13,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import errno
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -200,6 +199,8 @@ class Fetcher:
             reader = await copy.backend.open(key)
         except ObjectNotFoundError as error:
             raise CorruptionError(f"{key} is missing: {error}", key=key) from error
+        except StorageError as error:
+            raise _as_damage(key, 0, error) from error
         try:
             if reader.size != file.size:
                 raise CorruptionError(f"{key}: {reader.size} bytes in storage, {file.size} were saved", key=key)
@@ -246,7 +247,10 @@ class Fetcher:
         if offset + len(into) > file.size:
             key = self._key(file)
             raise CorruptionError(f"{key}: {file.size} bytes are too few for a header", key=key)
-        await reader.read(offset, [into])
+        try:
+            await reader.read(offset, [into])
+        except StorageError as error:
+            raise _as_damage(self._key(file), offset, error) from error
 
     async def _read(self, reader: Reader, index: int, offset: int, into: Sequence[memoryview]) -> None:
         try:
@@ -272,7 +276,7 @@ class Fetcher:
                 if again.bad_blocks:
                     raise self._corruption(index, file, block)
         except StorageError as error:
-            raise self._unreadable(file, offset, error) from error
+            raise _as_damage(self._key(file), offset, error) from error
 
     async def _read_elsewhere(
         self, index: int, offset: int, into: Sequence[memoryview], error: CheckpointError
@@ -290,13 +294,6 @@ class Fetcher:
                 logger.warning("%s: bytes from %d on are read from %s", self._key(file), offset, other.backend.url)
                 return
         raise error
-
-    def _unreadable(self, file: FileEntry, offset: int, error: StorageError) -> CheckpointError:
-        """A device that cannot give the bytes back has lost them; any other trouble is not the checkpoint's fault."""
-        if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EIO:
-            key = self._key(file)
-            return CorruptionError(f"{key}: the device cannot read it at {offset}: {error}", key=key, offset=offset)
-        return error
 
     def _memory(self, target: int, offset: int, size: int) -> memoryview:
         if target == GAP:
@@ -317,3 +314,10 @@ class Fetcher:
 
     def _key(self, file: FileEntry) -> str:
         return f"{self._manifest.id}/{file.p}"
+
+
+def _as_damage(key: str, offset: int, error: StorageError) -> CheckpointError:
+    """Return what to raise: bytes that cannot be had back are lost, and any other trouble is not the checkpoint's fault."""
+    if not error.damaged:
+        return error
+    return CorruptionError(f"{key} cannot be read at {offset}: {error}", key=key, offset=offset)

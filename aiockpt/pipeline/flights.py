@@ -77,6 +77,11 @@ class Flights:
             raise StorageTimeoutError("a device did not fill a slab in time; the snapshot is given up")
         return flight.done()
 
+    def wait(self) -> None:
+        """Wait until all are full; they are not handed on yet."""
+        for flight in self._under_way:
+            self.fill(flight, anyway=True)
+
     def _land_first(self) -> None:
         self.fill(self._under_way[0], anyway=True)
         self._deliver_first()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec import UNSET, UnsetType
+
 from aiockpt.format.checksum import ALGORITHM, SUM_BYTES, block_count, hash_block
 from aiockpt.format.manifest import FileEntry
 from aiockpt.storage.backend import Seen
@@ -35,10 +37,10 @@ class BlockSums:
 
         return seen
 
-    def file_entry(self, path: str, rank: int) -> FileEntry:
+    def file_entry(self, path: str, rank: int, kind: str | UnsetType = UNSET) -> FileEntry:
         """Return the manifest entry of the file, all of which was seen, as *path* of *rank*."""
         return FileEntry.of(
-            path, size=self._size, rank=rank, algo=ALGORITHM, block=self._block_bytes, sums=bytes(self._sums)
+            path, size=self._size, rank=rank, algo=ALGORITHM, block=self._block_bytes, sums=bytes(self._sums), kind=kind
         )
 
 

@@ -88,6 +88,7 @@ class CopyProgram:
         beside: bool = False,
         leisure: Leisure | None = None,
         check: Callable[[], object] = lambda: None,
+        check_copied: bool = False,
         after: Sequence[tuple[torch.device, Mark]] = (),
         enqueued: Callable[[Sequence[Mark]], object] = lambda _: None,
     ) -> None:
@@ -99,7 +100,9 @@ class CopyProgram:
         Args:
             beside: whether the program runs on meanwhile, and needs the GIL.
             leisure: how many slabs it fills at once, and for how long; None fills as many as it gets.
-            check: called when all is copied, before the last window is delivered; raises when the copy is worth nothing.
+            check: called when all is copied, or enqueued on a device, before the last window is delivered; raises when the
+                copy is worth nothing.
+            check_copied: whether devices must have copied before that, too.
             after: how far the compute stream of each device was at the call: copies there begin behind that.
             enqueued: called once nothing is left but what devices will do by themselves, with the marks behind it; not
                 where no device has a part.
@@ -129,6 +132,8 @@ class CopyProgram:
                 if leisure is not None and flights.fill(flight, anyway=not leisure.whole):
                     leisure.copied(window.size, (time.perf_counter_ns() - began_ns) / 1e9)
                 if not left_bytes:
+                    if check_copied:
+                        flights.wait()
                     self._places.check()
                     check()
                 if leisure is None or not leisure.fills_more or not left_bytes:

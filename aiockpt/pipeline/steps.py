@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from aiockpt.errors import CorruptionError
+from aiockpt.errors import CorruptionError, StorageError
 from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.discover import StepEntry, newest_manifest
 from aiockpt.storage.backend import Backend
@@ -26,7 +26,7 @@ class StepInfo(msgspec.Struct, frozen=True):
         parent: the id of the step that its run had loaded, or None.
         bytes, tensor_count: of its data files and in them.
         verified: whether that generation was verified in full after it was written.
-        problem: why no reader may believe it; None for a valid one.
+        problem: why no reader may believe it, or can read it now; None for a valid one.
         run: which checkpointer saved it.
         newest_generation: above *generation* where newer ones are damaged, and readers fall back.
     """
@@ -47,18 +47,19 @@ class StepInfo(msgspec.Struct, frozen=True):
 
 
 async def look_into(backend: Backend, entry: StepEntry) -> StepInfo:
-    """Return what there is to tell of a committed step; a damaged one has a *problem*."""
+    """Return what there is to tell of a committed step; one that is damaged, or cannot be read now, has a *problem*."""
     try:
         return tell(await newest_manifest(backend, entry), entry)
-    except CorruptionError as error:
+    except (CorruptionError, StorageError) as error:
+        newest = max(entry.generations, default=0)
         return StepInfo(
             step=entry.step,
             id=entry.id,
-            generation=entry.generations[0],
+            generation=newest,
             parent=entry.head.parent if entry.head else None,
             problem=str(error),
             run=entry.head.run if entry.head else "",
-            newest_generation=entry.generations[0],
+            newest_generation=newest,
         )
 
 

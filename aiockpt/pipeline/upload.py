@@ -113,7 +113,7 @@ class Uploader:
             with anyio.move_on_after(ABORT_DEADLINE_S, shield=True):
                 await upload.abort()
             raise
-        return sums.file_entry(path, rank)
+        return sums.file_entry(path, rank, file.kind)
 
     @property
     def busy_slabs(self) -> int:

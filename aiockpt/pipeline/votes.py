@@ -32,8 +32,8 @@ from aiockpt.format.validate import check_receipt
 from aiockpt.planning.groups import groups_of
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.tasks import open_tasks
-from aiockpt.storage.backend import Backend
-from aiockpt.storage.transfer import put_once, read_record
+from aiockpt.storage.backend import Backend, Listing, Stat
+from aiockpt.storage.transfer import RECORD_LIMIT_BYTES, put_once, read_record
 
 logger = logging.getLogger("aiockpt")
 
@@ -63,12 +63,20 @@ async def read_receipts(
     backend: Backend, step_id: str, attempt: str, known: Collection[int] = ()
 ) -> dict[int, Receipt]:
     """Return the receipts of an attempt by rank, but those of the ranks that are *known* already."""
-    wanted = await _ranks_that_voted(backend, step_id, attempt) - set(known)
+    wanted = await ranks_that_voted(backend, step_id, attempt) - set(known)
     found: dict[int, Receipt] = {}
     if groups_of(len(wanted)):
         gathered = await _read_gathered(backend, step_id, attempt, wanted)
         found = {rank: vote for rank, vote in gathered.items() if rank in wanted}
     return found | await _read_each(backend, step_id, attempt, wanted - found.keys())
+
+
+async def any_receipt(backend: Backend, step_id: str, attempt: str) -> Receipt | None:
+    """Return a receipt of an attempt; None where there is none that counts."""
+    for rank in sorted(await ranks_that_voted(backend, step_id, attempt))[:READS_AT_ONCE]:
+        for receipt in (await _read_each(backend, step_id, attempt, [rank])).values():
+            return receipt
+    return None
 
 
 class VoteReader:
@@ -107,22 +115,31 @@ class VoteReader:
 
     async def _ungathered(self) -> set[int]:
         """Return the missing ranks of groups that were complete one patience ago, and are still not gathered."""
-        voted, missing = await _ranks_that_voted(*self._place), self.missing
+        voted, missing = await ranks_that_voted(*self._place), self.missing
         before = self._complete
         self._complete = {group for group in self._groups if missing & set(group) and voted >= set(group)}
         return {rank for group in self._complete & before for rank in group} & missing
 
 
-async def _ranks_that_voted(backend: Backend, step_id: str, attempt: str) -> set[int]:
+async def ranks_that_voted(backend: Backend, step_id: str, attempt: str) -> set[int]:
+    """Return the ranks whose receipts are there, as far as their names tell."""
     listing = await backend.list(receipt_folder(step_id, attempt))
-    ranks = (parse_receipt(stat.key.rpartition("/")[2]) for stat in listing.objects)
+    ranks = (parse_receipt(stat.key.rpartition("/")[2]) for stat in _of_possible_size(listing))
     return {rank for rank in ranks if rank is not None}
+
+
+def _of_possible_size(listing: Listing) -> list[Stat]:
+    """Return what is not too long to be of ours, which is not even read."""
+    for stat in listing.objects:
+        if stat.size > RECORD_LIMIT_BYTES:
+            logger.warning("%s has %d bytes: it is no document of aiockpt, and not read", stat.key, stat.size)
+    return [stat for stat in listing.objects if stat.size <= RECORD_LIMIT_BYTES]
 
 
 async def _read_gathered(backend: Backend, step_id: str, attempt: str, wanted: set[int]) -> dict[int, Receipt]:
     """Return the receipts of every group that was gathered and has ranks that are *wanted*."""
     listing = await backend.list(gathered_folder(step_id, attempt))
-    groups = (parse_gathered(stat.key.rpartition("/")[2]) for stat in listing.objects)
+    groups = (parse_gathered(stat.key.rpartition("/")[2]) for stat in _of_possible_size(listing))
     found: dict[int, Receipt] = {}
     decoding = Limiter("gathered receipts", 1)
 

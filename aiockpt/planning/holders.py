@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from aiockpt.errors import RanksDisagreeError
+from aiockpt.errors import RanksDisagreeError, UsageError
 from aiockpt.format.dtypes import itemsize
 from aiockpt.format.tiling import tiles
 from aiockpt.state.geometry import Box
@@ -28,17 +28,59 @@ _SHOWN_RANKS = 5
 
 
 class Holding(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The facts of a `TensorShard` without its memory: what other ranks must know of it."""
+    """The facts of a `TensorShard` without its memory: what other ranks must know of it.
+
+    Attributes:
+        unit: what must come from one rank together, because each may have its own: the module or dict that the tensor
+            lies in. None where every rank that holds it has the same.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
+    unit: str | None = None
 
 
 def holdings_of(state: ShardedState) -> tuple[Holding, ...]:
     """Return what this rank holds, in the order of its tensors."""
-    return tuple(Holding(shard.name, shard.dtype, shard.shape, shard.boxes) for shard in state.tensors)
+    return tuple(
+        Holding(shard.name, shard.dtype, shard.shape, shard.boxes, _unit_of(shard.name) if shard.may_differ else None)
+        for shard in state.tensors
+    )
+
+
+def _unit_of(name: str) -> str:
+    """Return what a tensor lies in: its name without the last part.
+
+    A key of a dict with dots in it, as those of a ``state_dict()``, is the name of a module and of what lies in that.
+    """
+    return name[: max(name.rfind("."), name.rfind("["), 0)]
+
+
+def check_whole(state: ShardedState) -> None:
+    """Raise when a process that saves alone has not all of each tensor.
+
+    Raises:
+        UsageError: names the tensors; nothing was written.
+    """
+    held: dict[str, int] = {}
+    wanted: dict[str, int] = {}
+    for shard in state.tensors:
+        wanted[shard.name] = prod(shard.shape)
+        held[shard.name] = held.get(shard.name, 0) + sum(box.volume for box in shard.boxes)
+    partial = [name for name, volume in wanted.items() if held[name] < volume]
+    if not partial:
+        return
+    lines = [f"  - {name}: {held[name]} of {wanted[name]} elements" for name in partial[:SHOWN_PROBLEMS]]
+    if len(partial) > SHOWN_PROBLEMS:
+        lines.append(f"  … and {len(partial) - SHOWN_PROBLEMS} more")
+    raise UsageError(
+        "this process saves alone, and has only a part of these tensors; other processes have the rest:\n"
+        + "\n".join(lines)
+        + "\nNothing was written. Make the Checkpointer on every rank, after torch.distributed.init_process_group(), and "
+        "without ranks=aiockpt.Ranks()."
+    )
 
 
 class Group(msgspec.Struct, frozen=True, eq=False):
@@ -68,6 +110,7 @@ class Holders(msgspec.Struct, frozen=True, eq=False):
         first: where the incidences of each box begin.
         holding: of each incidence, the holding's place in its list.
         start: of each incidence, the first element of the box in the holding's data.
+        units: of each box, a number that those share which must come from one rank together; -1 where it does not matter.
         groups: boxes by their holders, those with the fewest holders first.
         empty: (rank, place in its list) of the first holding of each tensor that has no elements at all.
     """
@@ -78,6 +121,7 @@ class Holders(msgspec.Struct, frozen=True, eq=False):
     first: Ints
     holding: Ints
     start: Ints
+    units: Ints
     groups: list[Group]
     empty: list[tuple[int, int]]
 
@@ -132,6 +176,7 @@ class _Catalogue:
     Attributes:
         boxes, widths, volumes: of each distinct box; width in bytes, volume in elements.
         counts: of each distinct holding, how many of its boxes are not empty.
+        units: of each distinct box, as of `Holders`.
         empty: the first holding of each tensor that has no elements.
         held, starts: these boxes of all holdings, one after the other: number, and first element in the holding's data.
     """
@@ -143,7 +188,9 @@ class _Catalogue:
         self.counts: list[int] = []
         self.held: list[int] = []
         self.starts: list[int] = []
+        self.units: list[int] = []
         self.empty: list[int] = []
+        self._unit_numbers: dict[str, int] = {}
         self._tensors: dict[str, _Tensor] = {}
         self._misfits: list[tuple[int, Holding]] = []
         self._by_identity: dict[int, int] = {}
@@ -175,18 +222,19 @@ class _Catalogue:
         for box in holding.boxes:
             volume = prod(box.sizes)
             if volume:
-                self.held.append(self._number_of_box(tensor, box, volume))
+                self.held.append(self._number_of_box(tensor, box, volume, holding.unit))
                 self.starts.append(start)
                 start += volume
                 count += 1
         return count
 
-    def _number_of_box(self, tensor: _Tensor, box: Box, volume: int) -> int:
+    def _number_of_box(self, tensor: _Tensor, box: Box, volume: int, unit: str | None) -> int:
         number = tensor.boxes.setdefault(box, len(self.boxes))
         if number == len(self.boxes):
             self.boxes.append(box)
             self.widths.append(tensor.width)
             self.volumes.append(volume)
+            self.units.append(-1 if unit is None else self._unit_numbers.setdefault(unit, len(self._unit_numbers)))
         return number
 
     def problems(self, ranks_with: Callable[[Sequence[int]], list[int]]) -> Iterator[tuple[str, list[int]]]:
@@ -260,7 +308,7 @@ def _refuse(problems: Sequence[tuple[str, list[int]]]) -> None:
         lines.append(f"  … and {len(problems) - SHOWN_PROBLEMS} more")
     raise RanksDisagreeError(
         "the ranks do not hold whole tensors together:\n" + "\n".join(lines) + "\nNothing was written. Give every rank "
-        "its part of the same state, then save again.",
+        "its part of the same state, or keep each rank's own with aiockpt.per_rank(...), then save again.",
         ranks=sorted({rank for _, ranks in problems for rank in ranks}),
     )
 
@@ -290,6 +338,7 @@ def _tabulate(catalogue: _Catalogue, contents: Sequence[Ints], ranks_of_list: Se
         first=first,
         holding=place,
         start=start,
+        units=np.array(catalogue.units, np.int64),
         groups=_group(owner, first, ranks_of_list),
         empty=[_find_first(number, contents, ranks_of_list) for number in catalogue.empty],
     )

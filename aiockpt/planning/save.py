@@ -4,6 +4,7 @@ Guarantees:
 
 - Pure and deterministic: equal descriptions give equal plans on every rank and in every process.
 - Every byte of every shard lies in exactly one file, once; files have no holes (FORMAT §1).
+- What modules hold and all else lie in files of their own; the weights come first.
 - The copy order is the file order, so that windows fill one after the other and one slab is enough to drain any state.
 """
 
@@ -16,12 +17,16 @@ import msgspec
 from aiockpt.format.checksum import digest128
 from aiockpt.format.dtypes import is_native, itemsize
 from aiockpt.format.manifest import Piece, TensorEntry
+from aiockpt.format.names import prefixes
 from aiockpt.format.safetensors import Entry, encode_header
+from aiockpt.planning.modules import find_modules
 from aiockpt.state.shards import ShardedState, TensorShard
 
 PAGE_BYTES = 4096
 LARGE = 64
 """A file of so many times the alignment that was asked for gets it: the spaces are 1.6 % of the file at most."""
+WEIGHTS, REST = "weights", "rest"
+"""Kinds of data files: what modules hold, and all else. To keep the weights of a step alone is a choice of files."""
 HEADER = -1
 """In a `Copy`, the source that is not a shard but the file's own header."""
 
@@ -45,11 +50,12 @@ class Window(msgspec.Struct, frozen=True):
 
 
 class FilePlan(msgspec.Struct, frozen=True):
-    """One data file: its header, its size with the header, and its windows in order."""
+    """One data file: its header, its size with the header, its windows in order, and the kind of what is in it."""
 
     header: bytes
     size: int
     windows: tuple[Window, ...]
+    kind: str = REST
 
 
 class SavePlan(msgspec.Struct, frozen=True):
@@ -86,13 +92,21 @@ def plan_save(
     its name must not be lost.
     """
     held = [index for index, shard in enumerate(state.tensors) if shard.nbytes or 0 in shard.shape]
-    order = sorted(held, key=lambda index: _file_order(state.tensors[index], index))
+    held.sort(key=lambda index: _file_order(state.tensors[index], index))
+    weights = names_of_weights(state)
     names = frozenset(shard.name for shard in state.tensors)
     files: list[FilePlan] = []
     pieces: dict[str, list[Piece]] = {}
-    for members in _split_files(state.tensors, order, file_bytes):
+    kinds = {
+        WEIGHTS: [index for index in held if state.tensors[index].name in weights],
+        REST: [index for index in held if state.tensors[index].name not in weights],
+    }
+    for kind, members in (
+        (kind, some) for kind, order in kinds.items() for some in _split_files(state.tensors, order, file_bytes)
+    ):
         files.append(
             _plan_file(
+                kind,
                 [state.tensors[index] for index in members],
                 members,
                 names,
@@ -109,6 +123,19 @@ def plan_save(
         file_bytes=sum(file.size for file in files),
         digest=digest128(msgspec.json.encode([state.structure, slab_bytes, file_bytes, payload_alignment])),
     )
+
+
+def names_of_weights(state: ShardedState) -> frozenset[str]:
+    """Return the names of the tensors that modules hold, also of those that are stored under another name of theirs."""
+    roots = find_modules(state.values)
+    if not roots:
+        return frozenset()
+
+    def belongs(name: str) -> bool:
+        return any(prefix in roots for prefix in prefixes(name))
+
+    stored = {shard.name for shard in state.tensors if belongs(shard.name)}
+    return frozenset(stored | {kept for other, kept in state.alias.items() if belongs(other)})
 
 
 def _file_order(shard: TensorShard, index: int) -> tuple[bool, int, int]:
@@ -130,6 +157,7 @@ def _split_files(shards: Sequence[TensorShard], order: Sequence[int], file_bytes
 
 
 def _plan_file(
+    kind: str,
     shards: Sequence[TensorShard],
     sources: Sequence[int],
     names: frozenset[str],
@@ -153,7 +181,7 @@ def _plan_file(
         if end > start:
             spans.append((start, end, source))
     size = len(header) + cursor
-    return FilePlan(header, size, tuple(_windows(number, size, spans, slab_bytes)))
+    return FilePlan(header, size, tuple(_windows(number, size, spans, slab_bytes)), kind)
 
 
 def _entry_names(shards: Sequence[TensorShard], names: frozenset[str]) -> Iterator[str]:

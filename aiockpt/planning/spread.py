@@ -6,6 +6,9 @@ Guarantees:
 - A tensor without elements is one empty part of the lowest rank that has it, so that its name is not lost.
 - What one rank holds alone, it writes. What several hold is spread over them so that the bytes of all ranks are as even
   as the holders allow, within one block (or one row, where a row is larger).
+- Replicas of which each rank may have its own (buffers, an EMA, bare tensors) are never mixed: up to 64 MiB together all
+  come from the lowest rank that has them, as what `DistributedDataParallel` broadcasts does; beyond that they are
+  spread, but all of one module or dict comes from one rank, whole.
 - Boxes up to a block stay whole. Larger ones are cut between rows of their first axis longer than 1, once for every
   rank that takes part of them at most, so that a part is one run of bytes in its holder's memory.
 
@@ -33,6 +36,8 @@ from aiockpt.state.geometry import Box
 
 __all__ = ["Holding", "Part", "holdings_of", "spread"]
 
+LOWEST_RANK_BYTES = 64 << 20
+"""Replicas that may differ, and that one rank may have to write beyond its share so that they are those of one rank."""
 _MAX_SWEEPS = 32
 
 
@@ -76,6 +81,7 @@ def _spread(holdings: Sequence[Sequence[Holding]], block_bytes: int) -> list[tup
             loads[group.ranks[0]] += holders.nbytes[group.boxes].sum()
         else:
             shared += _pools(holders, group, block_bytes)
+    _give_units(holders, _units(holders), loads, parts)
     _level(shared, loads)
     excess = np.zeros(len(holdings), np.int64)
     for pool in shared:
@@ -113,14 +119,50 @@ class _Pool(msgspec.Struct, eq=False):
 
 
 def _pools(holders: Holders, group: Group, block_bytes: int) -> list[_Pool]:
-    """Part a group into boxes that may be cut and those that stay whole; the coarse first, the fine evens it out."""
-    large = holders.nbytes[group.boxes] > block_bytes
+    """Part what may come from any rank into boxes that may be cut and those that stay whole.
+
+    The coarse come first, the fine even it out.
+    """
+    free = group.boxes[holders.units[group.boxes] < 0]
+    large = holders.nbytes[free] > block_bytes
     pools = []
-    for divisible, boxes in ((True, group.boxes[large]), (False, group.boxes[~large])):
+    for divisible, boxes in ((True, free[large]), (False, free[~large])):
         if len(boxes):
             total_bytes = int(holders.nbytes[boxes].sum())
             pools.append(_Pool(group, boxes, divisible, total_bytes, np.zeros(len(group.ranks), np.int64)))
     return pools
+
+
+class _Unit(msgspec.Struct, eq=False):
+    """Boxes of one group that must come from one rank together."""
+
+    group: Group
+    boxes: Ints
+    nbytes: int
+
+
+def _units(holders: Holders) -> list[_Unit]:
+    """Return all units that several ranks hold, in order of their groups and numbers."""
+    units = []
+    for group in holders.groups:
+        numbers = holders.units[group.boxes]
+        if len(group.ranks) > 1 and (numbers >= 0).any():
+            for number in np.unique(numbers[numbers >= 0]):
+                boxes = group.boxes[numbers == number]
+                units.append(_Unit(group, boxes, int(holders.nbytes[boxes].sum())))
+    return units
+
+
+def _give_units(holders: Holders, units: Sequence[_Unit], loads: Ints, parts: list[list[Part]]) -> None:
+    """Give each unit to one of its holders: few bytes to the lowest, more to who has least, the largest first."""
+    few = sum(unit.nbytes for unit in units) <= LOWEST_RANK_BYTES
+    for unit in units if few else sorted(units, key=lambda unit: -unit.nbytes):
+        ranks = unit.group.ranks
+        holder = 0 if few else int(np.argmin(loads[ranks]))
+        for box in unit.boxes.tolist():
+            axis, row_count = _cutting_axis(holders.boxes[box])
+            _give_rows(holders, unit.group, box, holder, axis, (0, row_count), parts)
+        loads[ranks[holder]] += unit.nbytes
 
 
 def _level(pools: Sequence[_Pool], loads: Ints) -> None:

@@ -20,22 +20,58 @@ import msgspec
 
 from aiockpt.errors import ManifestError, UsageError
 from aiockpt.format.checksum import digest128
-from aiockpt.format.manifest import FileEntry, Manifest, Receipt, TensorEntry
+from aiockpt.format.manifest import FileEntry, LeftOut, Manifest, Receipt, TensorEntry
 from aiockpt.format.merge import merge_receipts
-from aiockpt.format.names import data_path, join_name, prefixes
+from aiockpt.format.names import data_path, prefixes
 from aiockpt.planning.load import Landing
-from aiockpt.planning.save import HEADER, PAGE_BYTES, FilePlan, Window, plan_save
+from aiockpt.planning.modules import keep_modules
+from aiockpt.planning.save import HEADER, PAGE_BYTES, WEIGHTS, FilePlan, Window, plan_save
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import ShardedState, TensorShard
-from aiockpt.state.tree import TAG, Node, Path
+from aiockpt.state.tree import Node
 
-CONTENT, WEIGHTS = "content", "weights"
-"""Member and value in a manifest's ``state`` that mark a checkpoint of weights alone."""
+CONTENT = "content"
+"""Member in a manifest's ``state`` whose value `WEIGHTS` marks a checkpoint of weights alone."""
 
 
 def has_weights_only(manifest: Manifest) -> bool:
     """Say whether a checkpoint is the weights of another one."""
     return manifest.state.get(CONTENT) == WEIGHTS
+
+
+def thin_manifest(whole: Manifest, generation: int, write_id: str) -> Manifest:
+    """Return the manifest that names the weight files of *whole* and no others, as a later *generation* of the same attempt.
+
+    Raises:
+        UsageError: files hold weights and other things together, or there are no weights.
+        ManifestError: its tree of values is damaged.
+    """
+    tree, roots = _find_weights(whole)
+    if whole.parts:
+        raise UsageError(f"{whole.id}: its table of pieces lies in blobs, and is kept as it is")
+    chosen = {index for index, file in enumerate(whole.files) if file.kind == WEIGHTS}
+    tensors = {name: entry for name, entry in whole.tensors.items() if any(p.file in chosen for p in entry.pieces)}
+    mixed = any(piece.file not in chosen for entry in tensors.values() for piece in entry.pieces)
+    names, _ = _choose_names(whole, roots)
+    if mixed or not names.keys() <= tensors.keys():
+        raise UsageError(f"{whole.id}: its files hold weights and other things together, so none of them can go")
+    place = {index: number for number, index in enumerate(sorted(chosen))}
+
+    def renumber(entry: TensorEntry) -> TensorEntry:
+        pieces = (msgspec.structs.replace(piece, file=place[piece.file]) for piece in entry.pieces)
+        return msgspec.structs.replace(entry, pieces=tuple(pieces))
+
+    return msgspec.structs.replace(
+        whole,
+        generation=generation,
+        write_id=write_id,
+        files=tuple(whole.files[index] for index in sorted(chosen)),
+        tensors={name: renumber(entry) for name, entry in tensors.items()},
+        alias={other: kept for other, kept in whole.alias.items() if kept in tensors and _belongs(other, roots)},
+        left_out={name: facts for name, facts in (whole.left_out or {}).items() if _belongs(name, roots)}
+        or msgspec.UNSET,
+        state={"global": tree, "per_rank": {}, CONTENT: WEIGHTS},
+    )
 
 
 def weights_attempt(attempt: str) -> str:
@@ -99,41 +135,31 @@ def plan_weights(whole: Manifest, *, window_bytes: int, file_bytes: int) -> Weig
         UsageError: no module is in the state, or *whole* is weights alone itself.
         ManifestError: its tree of values is damaged.
     """
-    roots: set[str] = set()
-    try:
-        tree = _keep_modules(whole.state.get("global"), (), roots)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ManifestError(f"{whole.id}: its tree of values is damaged ({error!r})", key=whole.id) from error
-    if has_weights_only(whole) or not roots:
-        lacks = "is weights alone itself" if has_weights_only(whole) else "has no module in its state"
-        raise UsageError(f"{whole.id} {lacks}: there are no weights to take from it; give the tier content='full'")
+    tree, roots = _find_weights(whole)
     names, alias = _choose_names(whole, roots)
     files: list[WeightsFile] = []
     votes: list[Receipt] = []
     shards = _shards_by_rank(whole, names)
     attempt = weights_attempt(whole.attempt)
+    left_out = {name: facts for name, facts in (whole.left_out or {}).items() if _belongs(name, roots)}
     for rank in range(whole.world_size):
         made, tensors = _plan_rank(whole, rank, attempt, shards.get(rank, []), window_bytes, file_bytes)
         files += made
-        votes.append(_vote(whole, rank, attempt, tensors, alias if not rank else {}, tree))
+        votes.append(_vote(whole, rank, attempt, tensors, alias if not rank else {}, left_out, tree))
     return WeightsPlan(tuple(files), tuple(votes), whole.writer)
 
 
-def _keep_modules(node: Node, path: Path, roots: set[str]) -> Node | None:
-    """Return a tree of values with its modules alone, whose names are added to *roots*; None where it has none."""
-    if type(node) is not dict:
-        return None
-    kind = node.get(TAG)
-    if kind == "module":
-        roots.add(join_name(path))
-        return node
-    if kind not in (None, "dict"):
-        return None
-    children = node.items() if kind is None else node["items"]
-    kept = {key: found for key, child in children if (found := _keep_modules(child, (*path, key), roots)) is not None}
-    if kind is None or not kept:
-        return kept or None
-    return {TAG: "dict", "items": list(map(list, kept.items()))}
+def _find_weights(whole: Manifest) -> tuple[Node | None, set[str]]:
+    """Return the tree of values with the modules alone, and their names."""
+    roots: set[str] = set()
+    try:
+        tree = keep_modules(whole.state.get("global"), (), roots)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ManifestError(f"{whole.id}: its tree of values is damaged ({error!r})", key=whole.id) from error
+    if has_weights_only(whole) or not roots:
+        lacks = "is weights alone itself" if has_weights_only(whole) else "has no module in its state"
+        raise UsageError(f"{whole.id} {lacks}: there are no weights to take from it; give the tier content='full'")
+    return tree, roots
 
 
 def _choose_names(whole: Manifest, roots: set[str]) -> tuple[dict[str, str], dict[str, str]]:
@@ -141,16 +167,16 @@ def _choose_names(whole: Manifest, roots: set[str]) -> tuple[dict[str, str], dic
 
     What a module shares with something else may be stored under the name of that: then the module's is taken.
     """
-
-    def belongs(name: str) -> bool:
-        return any(prefix in roots for prefix in prefixes(name))
-
-    names = {name: name for name in whole.tensors if belongs(name)}
+    names = {name: name for name in whole.tensors if _belongs(name, roots)}
     alias: dict[str, str] = {}
     for other, stored in whole.alias.items():
-        if belongs(other) and names.setdefault(stored, other) != other:
+        if _belongs(other, roots) and names.setdefault(stored, other) != other:
             alias[other] = names[stored]
     return names, alias
+
+
+def _belongs(name: str, roots: set[str]) -> bool:
+    return any(prefix in roots for prefix in prefixes(name))
 
 
 _Origin = tuple[int, int]
@@ -193,13 +219,19 @@ def _plan_rank(
     for number, file in enumerate(plan.files):
         assert first is not None
         path = data_path(attempt, rank, number)
-        entry = FileEntry(path, file.size, rank, first.algo, block, sums="", digest="")
+        entry = FileEntry(path, file.size, rank, first.algo, block, sums="", digest="", kind=WEIGHTS)
         files.append(WeightsFile(entry, file, origins))
     return files, plan.tensors
 
 
 def _vote(
-    whole: Manifest, rank: int, attempt: str, tensors: dict[str, TensorEntry], alias: dict[str, str], tree: Node
+    whole: Manifest,
+    rank: int,
+    attempt: str,
+    tensors: dict[str, TensorEntry],
+    alias: dict[str, str],
+    left_out: LeftOut,
+    tree: Node,
 ) -> Receipt:
     return Receipt(
         id=whole.id,
@@ -217,6 +249,7 @@ def _vote(
         files=(),
         tensors=tensors,
         alias=alias,
+        left_out=left_out or msgspec.UNSET,
         state=tree,
         metrics=whole.metrics,
         user=whole.user,

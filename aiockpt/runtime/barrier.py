@@ -1,7 +1,7 @@
 """Who keeps the optimizer from changing what is still being copied? A barrier that cannot be forgotten.
 
 While a snapshot is being copied on another thread, a global optimizer-step pre-hook holds every optimizer of the process
-until the *whole* ticket is copied (DECISIONS 15). Guarantees:
+until the *whole* ticket is copied. Guarantees:
 
 - A snapshot is guarded before ``save()`` returns.
 - What devices will copy by themselves holds no optimizer on the host: its compute stream waits for them, in its place.
@@ -13,8 +13,8 @@ until the *whole* ticket is copied (DECISIONS 15). Guarantees:
 - Whoever waits waits for the copies of all checkpointers of the process, as optimizers do.
 - A wait ends: a copy that is stuck fails its save, and training goes on. A torn snapshot is never published.
 - A forked child, whose copy of the hook waits for threads that did not come along, is not held.
-
-Version counters are no guard: fused optimizers change data without bumping them (PEERS: traps).
+- Whoever comes here, and finds a snapshot copied that nobody has looked at since, lets it be compared once more before going
+  on: whatever this thread has changed without us is done, and counted by torch, and nothing it changes now can matter.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ _mutating_here: ContextVar[int] = ContextVar("mutating", default=0)
 
 
 class Guarded(msgspec.Struct, eq=False):
-    """A snapshot that is being copied: whose, how to fail it when its copy is stuck, and the marks of what is left to
-    devices, once nothing else is."""
+    """A snapshot that is being copied: whose, how to fail it when its copy is stuck, the marks of what is left to devices,
+    once nothing else is, and what compares it with the state from then on."""
 
     save: SaveFuture
     give_up: GiveUp
     enqueued: Stage[Sequence[Mark]]
+    look_again: Callable[[], object]
 
 
 class MutationBarrier:
@@ -69,6 +70,7 @@ class MutationBarrier:
         self._pid = os.getpid()
         self._lock = Lock()
         self._copying: dict[Stage[None], Guarded] = {}
+        self._unsure: dict[Stage[None], Guarded] = {}
         self._unstepped: tuple[Callable[[], object], ...] = ()
         self._mutating = 0
         _register(self)
@@ -79,6 +81,7 @@ class MutationBarrier:
         give_up: GiveUp,
         enqueued: Stage[Sequence[Mark]],
         on_step: Callable[[], object] | None = None,
+        look_again: Callable[[], object] = lambda: None,
     ) -> None:
         """Hold optimizers from now until *save* is snapshotted.
 
@@ -86,13 +89,14 @@ class MutationBarrier:
             give_up: fails the save when its copy is stuck.
             enqueued: from when on it is enough that the compute streams wait for its marks; settled with the snapshot at
                 the latest.
+            look_again: called on the first thread that comes here after *enqueued*; on several, when they come at once.
             on_step: told when the state is about to change for the first time from now on, copied or not.
         """
         if on_step is not None:
             with self._lock:
                 self._unstepped = (*self._unstepped, on_step)[-MOST_UNSTEPPED:]
         snapshotted = save.snapshotted()
-        self._copying[snapshotted] = Guarded(save, give_up, enqueued)
+        self._copying[snapshotted] = self._unsure[snapshotted] = Guarded(save, give_up, enqueued, look_again)
         snapshotted._inner.add_done_callback(lambda _: self._copying.pop(snapshotted, None))
 
     def count_mutating(self, more: int) -> None:
@@ -118,6 +122,7 @@ class MutationBarrier:
             began_s = time.perf_counter()
             snapshotted._wait_anyway(barrier._timeout_s)
             barrier._waited(guarded, snapshotted, time.perf_counter() - began_s)
+        _look_again()
 
     async def wait_async(self) -> None:
         """The same, for event loops."""
@@ -125,6 +130,7 @@ class MutationBarrier:
             began_s = time.perf_counter()
             await snapshotted._settled_within(barrier._timeout_s)
             barrier._waited(guarded, snapshotted, time.perf_counter() - began_s)
+        _look_again()
 
     def order_step(self) -> None:
         """Let no optimizer step that the calling thread begins now overtake a copy; block only for what is not enqueued."""
@@ -137,6 +143,14 @@ class MutationBarrier:
             if guarded.enqueued.done():
                 for mark in guarded.enqueued.result():
                     mark.order_before_compute()
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Let what is copied be compared once more, on a thread of the program."""
+        for snapshotted, guarded in list(self._unsure.items()):
+            if guarded.enqueued.done():
+                guarded.look_again()
+                self._unsure.pop(snapshotted, None)  # now: another thread that comes here must not go on before that
 
     def _tell_step(self) -> None:
         if self._unstepped:
@@ -203,6 +217,11 @@ def _all_copying() -> Iterator[tuple[MutationBarrier, Stage[None], Guarded]]:
     for barrier in ours:
         for snapshotted, guarded in list(barrier._copying.items()):
             yield barrier, snapshotted, guarded
+
+
+def _look_again() -> None:
+    for barrier in _living():
+        barrier.look_again()
 
 
 _STEP = Optimizer.profile_hook_step(lambda _: None).__code__

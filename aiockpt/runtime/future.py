@@ -20,7 +20,7 @@ from typing import Any, Generic, Literal, TypeVar
 import anyio
 import msgspec
 
-from aiockpt.errors import SaveCancelledError, UsageError
+from aiockpt.errors import BlockingCallError, SaveCancelledError, UsageError
 from aiockpt.runtime.loop import refuse_in_event_loop
 
 T = TypeVar("T")
@@ -31,10 +31,15 @@ def _do_nothing() -> None:
     """Nobody minds."""
 
 
+def _find_nothing() -> None:
+    """What was reached was reached."""
+
+
 class Stage(Generic[T]):
     """A point that the work reaches once, with a value, or never, with an error.
 
-    ``_on_wait`` is called whenever somebody begins to wait for it, on the thread that waits.
+    ``_on_wait`` is called whenever somebody begins to wait for it, on the thread that waits; ``_on_told`` whenever somebody
+    is about to hear that it was reached, and returns what went wrong all the same.
     """
 
     _reached = "done"
@@ -44,10 +49,15 @@ class Stage(Generic[T]):
         self._inner: _Inner[T] = _Inner()
         self._told = False
         self._on_wait: Callable[[], object] = _do_nothing
+        self._on_told: Callable[[], BaseException | None] = _find_nothing
+        self._late_error: BaseException | None = None
 
     def done(self) -> bool:
         """Say whether the point was reached or the work has failed."""
-        return self._inner.done()
+        done = self._inner.done()
+        if done:
+            self._look_again()
+        return done
 
     def result(self, timeout: float | None = None) -> T:
         """Wait up to *timeout* seconds (None: for ever) and return the value, or raise what went wrong.
@@ -63,7 +73,7 @@ class Stage(Generic[T]):
         """Wait up to *timeout* seconds and return what went wrong, or None."""
         self._wait_here(timeout)
         self._told = True
-        return self._inner.exception()
+        return self._inner.exception() or self._look_again()
 
     def __await__(self) -> Generator[Any, None, T]:
         return self._wait().__await__()
@@ -104,7 +114,15 @@ class Stage(Generic[T]):
 
     def _value(self) -> T:
         self._told = True
-        return self._inner.result()
+        value, error = self._inner.result(), self._look_again()
+        if error is not None:
+            raise error
+        return value
+
+    def _look_again(self) -> BaseException | None:
+        """Return what went wrong although the point was reached."""
+        self._late_error = self._late_error or self._on_told()
+        return self._late_error
 
     def _wait_anyway(self, timeout_s: float) -> None:
         """Block until it is settled, even on a thread with an event loop: for the barrier, whose copy runs elsewhere."""
@@ -113,7 +131,7 @@ class Stage(Generic[T]):
 
     @property
     def _failed(self) -> bool:
-        return self._inner.done() and self._inner.exception() is not None
+        return self._inner.done() and (self._inner.exception() or self._late_error) is not None
 
     def _resolve(self, value: T) -> None:
         with suppress(concurrent.futures.InvalidStateError):  # settled already, perhaps by another thread this instant
@@ -212,7 +230,10 @@ class LoadResult(msgspec.Struct, frozen=True):
         skipped: (step id, reason) of newer steps that were not taken.
         url: the place it was read from. (Single blocks that were bad there may have come from another tier.)
         missing, unexpected: names that the checkpoint lacks, and that nobody wanted (``strict=False``).
-        differences: all that did not fit and was left as it was, in words (``strict=False``).
+        differences: in words, what the load removed (plain values that only the state had) or replaced because it could
+            not be filled; and with ``strict=False`` all that did not fit and was left as it was.
+        left_out: names of the state that stay as they are, because they were left out of the checkpoint when it was saved
+            (``save(…, only=…, exclude=…)``).
     """
 
     step: int
@@ -227,6 +248,7 @@ class LoadResult(msgspec.Struct, frozen=True):
     unexpected: tuple[str, ...] = ()
     differences: tuple[str, ...] = ()
     url: str = ""
+    left_out: tuple[str, ...] = ()
 
 
 class SaveFuture(Future[SaveResult]):
@@ -285,11 +307,17 @@ class SaveFuture(Future[SaveResult]):
     @property
     def stage(self) -> Literal["started", "snapshotted", "written", "committed", "failed"]:
         """How far it is."""
+        if not self.done() and not self._written.done():
+            self._snapshotted.done()  # who hears of that may change the state
+        return self._stage()
+
+    def _stage(self) -> Literal["started", "snapshotted", "written", "committed", "failed"]:
+        """The same for people, who change nothing."""
         if self.done():
             return "committed" if self._inner.exception() is None else "failed"
         if self._written.done():
             return "written"
-        return "snapshotted" if self._snapshotted.done() else "started"
+        return "snapshotted" if self._snapshotted._inner.done() else "started"
 
     def _fail(self, error: BaseException) -> None:
         self._snapshotted._fail(error)
@@ -311,7 +339,7 @@ class SaveFuture(Future[SaveResult]):
         super()._resolve(value)
 
     def _progress(self) -> str:
-        return self.stage if not self.done() else super()._progress()
+        return self._stage() if not self.done() else super()._progress()
 
 
 class LoadFuture(Future[T]):
@@ -319,19 +347,65 @@ class LoadFuture(Future[T]):
 
     (Schedulers, lazily created optimizer state and plain values are Python objects of the training program: they must
     not change under its feet.) Until somebody waits, the load is not complete: the engine's next call says so.
+
+    Attributes:
+        waited_for: whether somebody has waited for it to the end.
+        refused: whether somebody tried to, with ``.result()`` inside an event loop; the next load then takes its place.
     """
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
-        self._finish: Callable[[], object] | None = None
+        self._finish: Callable[[], T | None] | None = None
+        self._finished: T | None = None
+        self._agree: Callable[[Exception | None], Stage[None]] | None = None
+        self._end: Stage[None] | None = None
         self._finishing = Lock()
         self.waited_for = False
+        self.refused = False
+
+    def _wait_here(self, timeout: float | None) -> None:
+        try:
+            super()._wait_here(timeout)
+        except BlockingCallError:
+            self.refused = True
+            raise
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait up to *timeout* seconds and return what went wrong; None when the tensors are filled, objects not yet."""
+        error = super().exception(timeout)
+        self.waited_for |= error is not None
+        return error
 
     def _value(self) -> T:
         self.waited_for = True
         value = super()._value()
+        end = self._apply()
+        if end is not None:
+            end.result()
+        return value if self._finished is None else self._finished
+
+    async def _wait(self) -> T:
+        self.waited_for = True
+        self._hurry()
+        await self._settled()
+        end = None if self._failed else self._apply()
+        if end is not None:  # other ranks may need this very loop to get there
+            await end._settled()
+        return self._value()
+
+    def _apply(self) -> Stage[None] | None:
+        """Fill the objects, once; return what is settled when other ranks have done so too, where they must agree."""
         with self._finishing:
-            if self._finish is not None:
-                self._finish()
-                self._finish = None
-        return value
+            if self._finish is None:
+                return self._end
+            error: Exception | None = None
+            try:
+                self._finished = self._finish()
+            except Exception as raised:
+                if self._agree is None:
+                    raise
+                error = raised
+            self._finish = None
+            if self._agree is not None:
+                self._end = self._agree(error)
+            return self._end

@@ -16,6 +16,7 @@ from typing import TypeVar, TypeVarTuple
 import anyio
 import msgspec
 
+from aiockpt.runtime.progress import note_progress
 from aiockpt.runtime.world import Clock
 
 T = TypeVar("T")
@@ -71,6 +72,8 @@ async def run_blocking(limiter: Limiter, work: Callable[[*Ts], T], *args: *Ts) -
     """
     async with limiter:
         running = asyncio.get_running_loop().run_in_executor(None, work, *args)
+        if running.done():  # a simulation does the work at once
+            return running.result()
         with anyio.CancelScope(shield=True):
             try:
                 await asyncio.wait([running])
@@ -113,4 +116,6 @@ class Pace:
         now_ns = self._clock.monotonic_ns()
         begin_ns = max(now_ns, self._free_at_ns)
         self._free_at_ns = begin_ns + round(size_bytes / self._bytes_per_s * 1e9)
-        await anyio.sleep((begin_ns - now_ns) / 1e9)
+        wait_s = (begin_ns - now_ns) / 1e9
+        note_progress(wait_s)
+        await anyio.sleep(wait_s)

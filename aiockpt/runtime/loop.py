@@ -1,6 +1,7 @@
 """How do training threads and the event loop meet? Here: the one file in which work crosses threads.
 
-Each engine owns one loop thread (anyio's portal) and a fixed set of worker threads, started beforehand. Guarantees:
+Each engine owns one loop thread (anyio's portal) and worker threads: two from the beginning, more when all are busy.
+Guarantees:
 
 - ``submit`` and ``call_soon`` may be called from any thread; re-entry that would deadlock raises instead.
 - A forked child is refused by process id: the threads did not come along.
@@ -37,8 +38,10 @@ Mutex = threading.RLock
 """Lets one thread at a time in; for a few milliseconds, and never around a wait for the loop. A signal handler must not wait
 for the thread that it interrupts, so the same one gets in again."""
 
-WORKERS = 12
-"""Worker threads of one engine: four writes, four reads, two checksums, one snapshot, one to spare. Idle ones are free."""
+MOST_WORKERS = 12
+"""Worker threads of one engine, at most: four writes, four reads, two checksums, one snapshot, one to spare."""
+FIRST_WORKERS = 2
+"""Those that are there from the beginning: a save that nobody waited for is finished by them while the interpreter exits."""
 
 
 class LoopThread:
@@ -61,8 +64,8 @@ class LoopThread:
         self._loop, self._portal = ready.result()
         self._dropped = weakref.finalize(self, _stop_soon, self._loop, self._portal, self._pid)
         self._dropped.atexit = False
-        self._executor = concurrent.futures.ThreadPoolExecutor(WORKERS, thread_name_prefix=f"{name}-worker")
-        _start_all(self._executor)
+        self._executor = _Workers(MOST_WORKERS, thread_name_prefix=f"{name}-worker")
+        _start_first(self._executor)
         self._portal.call(self._set_up)
         self._on_exit = on_exit
         _open_loops.add(self)
@@ -199,10 +202,24 @@ def _stop_soon(loop: asyncio.AbstractEventLoop, portal: BlockingPortal, pid: int
             loop.call_soon_threadsafe(lambda: loop.create_task(portal.stop(cancel_remaining=True)))
 
 
-def _start_all(executor: concurrent.futures.ThreadPoolExecutor) -> None:
-    """Make the executor start every thread now: none can be started while the interpreter exits (3.12+)."""
+class _Workers(concurrent.futures.ThreadPoolExecutor):
+    """Starts a thread when all are busy, and does with those it has where no other can be started any more.
+
+    From Python 3.12 on none can while the interpreter exits; what was submitted is in the queue by then, and waits there.
+    """
+
+    def _adjust_thread_count(self) -> None:
+        try:
+            super()._adjust_thread_count()  # not public; a test keeps it in the library
+        except RuntimeError:
+            if not self._threads:
+                raise
+
+
+def _start_first(executor: concurrent.futures.ThreadPoolExecutor) -> None:
+    """Have the first threads run now, as many as a program that only exits may need."""
     gate = threading.Event()
-    waiting = [executor.submit(gate.wait) for _ in range(WORKERS)]
+    waiting = [executor.submit(gate.wait) for _ in range(FIRST_WORKERS)]
     gate.set()
     concurrent.futures.wait(waiting)
 

@@ -5,13 +5,15 @@ storage (FORMAT §6). Guarantees:
 
 - No process group is used: training's collectives never meet ours.
 - Every wait has a deadline and names the ranks it waited for. None blocks inside the store, whose client serves one call
-  at a time: a waiter looks, and looks again a little later.
+  at a time: a waiter looks, and looks again a little later. Who accompanies a wait (`Lookout`) may say whom it is for, and
+  end it before its deadline.
 - A note is written once, by one rank, and removed by it when everyone is past it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 import anyio
@@ -43,6 +45,18 @@ class Store(Protocol):
     def delete_key(self, key: str, /) -> bool: ...
 
 
+class Lookout(Protocol):
+    """Accompanies a wait for other ranks; see `aiockpt.runtime.waiting`."""
+
+    async def look(self, ranks: Iterable[int]) -> Exception | None:
+        """Return why one of *ranks* will not come; None while all may."""
+        ...
+
+    async def explain(self, ranks: Sequence[int]) -> str:
+        """Return what is known of *ranks*, which did not come in time."""
+        ...
+
+
 class Meeting:
     """One rank's end of the notes of one engine. Use on its event loop.
 
@@ -56,8 +70,8 @@ class Meeting:
         self.rank = rank
         self.world_size = world_size
         self.relayed = relayed
+        self.place = place
         self._store = store
-        self._place = place
         self._name: str | None = None
         self._calls = Limiter("store", 1)
         usual_s = min(LAST_PAUSE_S, 0.004 + LAST_PAUSE_OF_A_RANK_S * world_size)
@@ -76,11 +90,12 @@ class Meeting:
         """Take a name that no other meeting has, with the first call that all ranks make in the same order.
 
         Not before: one rank alone may have made a checkpointer just to look at what is there. Blocks for one call of the
-        store, once.
+        store, once. Where that fails every later call here raises: the caller, a training thread, is told by its future.
         """
         if self._name is None:
-            prefix = f"aiockpt/{self._place}"
-            self._name = f"{prefix}/{self._store.add(f'{prefix}/meetings/{self.rank}', 1)}"
+            prefix = f"aiockpt/{self.place}"
+            with suppress(RuntimeError, OSError):
+                self._name = f"{prefix}/{self._store.add(f'{prefix}/meetings/{self.rank}', 1)}"
 
     async def post(self, key: str, note: Any) -> None:
         """Write *note* (anything that msgpack holds) under *key*."""
@@ -92,19 +107,41 @@ class Meeting:
         found = await self._call(lambda: self._read([self._key(key)]))
         return msgspec.msgpack.decode(found[0], type=kind) if found else None
 
-    async def wait(self, key: str, kind: type[T], deadline_s: float, what: str, ranks: Iterable[int] = (0,)) -> T:
+    async def look_all(self, keys: Sequence[str], kind: type[T]) -> list[T | None]:
+        """Return the note under each of *keys*; None where there is none."""
+        names = list(map(self._key, keys))
+        found = await self._call(lambda: self._read_any(names))
+        return [None if note is None else msgspec.msgpack.decode(note, type=kind) for note in found]
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run *work*, which blocks shortly, where the store is asked."""
+        return await run_blocking(self._calls, work)
+
+    async def wait(
+        self,
+        key: str,
+        kind: type[T],
+        deadline_s: float,
+        what: str,
+        ranks: Iterable[int] = (0,),
+        lookout: Lookout | None = None,
+    ) -> T:
         """Return the note under *key* as soon as it is there.
 
         Raises:
             RankTimeoutError: it is not there after *deadline_s* seconds; says *what* was waited for, and *ranks*.
+            Exception: what *lookout* has returned of *ranks*.
         """
-        return await self._poll(lambda: self.look(key, kind), deadline_s, what, lambda: ranks)
+        return await self._poll(lambda: self.look(key, kind), deadline_s, what, lambda: ranks, lookout)
 
-    async def gather(self, keys: dict[int, str], kind: type[T], deadline_s: float, what: str) -> dict[int, T]:
+    async def gather(
+        self, keys: dict[int, str], kind: type[T], deadline_s: float, what: str, lookout: Lookout | None = None
+    ) -> dict[int, T]:
         """Return the note of each rank under its key.
 
         Raises:
             RankTimeoutError: names the ranks without a note.
+            Exception: what *lookout* has returned of them.
         """
         missing = dict(keys)
         found: dict[int, T] = {}
@@ -118,11 +155,15 @@ class Meeting:
                     del missing[rank]
             return None if missing else found
 
-        return await self._poll(look_again, deadline_s, what, lambda: missing)
+        return await self._poll(look_again, deadline_s, what, lambda: missing, lookout)
 
     async def arrive(self, key: str) -> int:
         """Add one to the count under *key*; return it."""
         return await self._call(lambda: self._store.add(self._key(key), 1))
+
+    async def count(self, key: str) -> int:
+        """Return the count under *key*."""
+        return await self._call(lambda: self._store.add(self._key(key), 0))
 
     async def is_there(self, key: str) -> bool:
         """Say whether anything is under *key*."""
@@ -146,20 +187,32 @@ class Meeting:
         await self._call(lambda: [self._store.delete_key(name) for name in names])
 
     async def _poll(
-        self, look: Callable[[], Awaitable[T | None]], deadline_s: float, what: str, ranks: Callable[[], Iterable[int]]
+        self,
+        look: Callable[[], Awaitable[T | None]],
+        deadline_s: float,
+        what: str,
+        ranks: Callable[[], Iterable[int]],
+        lookout: Lookout | None = None,
     ) -> T:
-        """Look until there is something; once after the deadline, too, for a process that was stopped meanwhile."""
+        """Look until there is something; once after the deadline, too, for a process that was stopped meanwhile.
+
+        Once more, too, after *lookout* has said that nothing more will come.
+        """
         with anyio.move_on_after(deadline_s):
             for pause_s in growing_pauses(FIRST_PAUSE_S, self._last_pause_s):
+                end = None if lookout is None else await lookout.look(ranks())
                 found = await look()
                 if found is not None:
                     return found
+                if end is not None:
+                    raise end
                 await anyio.sleep(pause_s)
         found = await look()
         if found is not None:
             return found
         late = sorted(ranks())
-        raise RankTimeoutError(f"{what}: nothing from {name_ranks(late)} within {deadline_s:g} s", late)
+        known = "" if lookout is None else f": {await lookout.explain(late)}"
+        raise RankTimeoutError(f"{what}: nothing from {name_ranks(late)} within {deadline_s:g} s{known}", late)
 
     async def _call(self, work: Callable[[], T]) -> T:
         try:
@@ -180,7 +233,11 @@ class Meeting:
         return [next(iter(self._read([name])), None) for name in names]
 
     def _key(self, key: str) -> str:
-        assert self._name is not None
+        """Return the name of a note in the store; one that begins with "/" is of no meeting alone."""
+        if key.startswith("/"):
+            return f"aiockpt{key}"
+        if self._name is None:
+            raise StoreLostError("the store where the ranks meet did not answer when this rank came to it", [0])
         return f"{self._name}/{key}"
 
 

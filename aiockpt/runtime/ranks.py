@@ -51,3 +51,26 @@ def find_ranks() -> Ranks:
             "torch.distributed.init_process_group() before you make the Checkpointer, or pass ranks=aiockpt.Ranks(…)"
         )
     return Ranks()
+
+
+def check_found(ranks: Ranks) -> None:
+    """Raise when ``torch.distributed`` counts this process otherwise than when *ranks* were found.
+
+    A process group that has ended since is fine: the store outlives it, and so may saves.
+
+    Raises:
+        UsageError: says what was found then, what is there now, and what to do.
+    """
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    if (rank, world_size) == (ranks.rank, ranks.world_size):
+        return
+    then = "alone" if ranks.world_size == 1 else f"rank {ranks.rank} of {ranks.world_size}"
+    raise UsageError(
+        f"when this Checkpointer was made this process was {then}, and now it is rank {rank} of {world_size}: make the "
+        "Checkpointer after torch.distributed.init_process_group(). If this process is to save alone all the same, "
+        "give ranks=aiockpt.Ranks()"
+    )

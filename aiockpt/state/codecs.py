@@ -9,8 +9,10 @@ Guarantees:
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import enum
+import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -52,7 +54,8 @@ class CodecRegistry:
         Args:
             name: written into checkpoints; choose one that outlives the class's place in your code.
             to_plain: returns values (and tensors) that can be saved. May be left out, with *from_plain*, for an Enum
-                (its member's name), a dataclass (a dict of its fields) and a named tuple (a list of its fields).
+                (its member's name), a dataclass (a dict of its fields), a named tuple (a list of its fields) and a
+                namespace (``argparse.Namespace``, a dict of its attributes).
             from_plain: makes an instance of what *to_plain* returned. It gets data from the checkpoint: check them.
 
         Raises:
@@ -79,14 +82,34 @@ class CodecRegistry:
 
 def _known_form(name: str, cls: type[Any]) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     """Return the two functions for the kinds of class whose parts are known."""
+    if issubclass(cls, enum.Flag):
+        # What is a union of members has no name of its own.
+        return (lambda flag: flag.value), (lambda plain: cls[plain] if isinstance(plain, str) else cls(plain))
     if issubclass(cls, enum.Enum):
         return (lambda member: member.name), (lambda member_name: cls[member_name])
     if dataclasses.is_dataclass(cls):
-        fields = [field.name for field in dataclasses.fields(cls) if field.init]
-        return (lambda value: {field: getattr(value, field) for field in fields}), (lambda plain: cls(**plain))
+        return _dataclass_form(cls)
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
         return list, (lambda plain: cls(*plain))
-    raise UsageError(f"codec {name!r}: {cls!r} is no Enum, dataclass or named tuple; give to_plain and from_plain")
+    if issubclass(cls, argparse.Namespace | types.SimpleNamespace):
+        return (lambda value: dict(vars(value))), (lambda plain: cls(**plain))
+    raise UsageError(
+        f"codec {name!r}: {cls!r} is no Enum, dataclass, named tuple or namespace; give to_plain and from_plain"
+    )
+
+
+def _dataclass_form(cls: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """Return the two functions for a dataclass: it is made with the fields that it takes, the others are set."""
+    fields = {field.name: field.init for field in dataclasses.fields(cls)}
+
+    def make(plain: dict[str, Any]) -> Any:
+        value = cls(**{name: part for name, part in plain.items() if fields.get(name, True)})
+        for name, part in plain.items():
+            if not fields.get(name, True):
+                object.__setattr__(value, name, part)
+        return value
+
+    return (lambda value: {name: getattr(value, name) for name in fields if hasattr(value, name)}), make
 
 
 DEFAULT_CODECS = CodecRegistry()

@@ -21,7 +21,7 @@ Fields = dict[str, Any]
 MAX_INT_DIGITS = 1 << 16
 """Hex digits of the largest integer; beyond 4,300 decimal digits Python itself refuses to print one."""
 
-_PATHS: dict[str, type[pathlib.PurePath]] = {
+PATHS: dict[str, type[pathlib.PurePath]] = {
     cls.__name__: cls
     for cls in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath)
 }
@@ -135,7 +135,7 @@ def _write_path(value: pathlib.PurePath) -> Fields:
 
 
 def _read_path(node: Mapping[str, Any]) -> pathlib.PurePath:
-    return _PATHS[field(node, "class", str)](field(node, "value", str))
+    return PATHS[field(node, "class", str)](field(node, "value", str))
 
 
 WRITERS: dict[type, Callable[[Any], Any]] = {
@@ -149,7 +149,7 @@ WRITERS: dict[type, Callable[[Any], Any]] = {
     dt.date: lambda value: {"$": "date", "value": value.isoformat()},
     dt.timedelta: _write_timedelta,
     uuid.UUID: lambda value: {"$": "UUID", "value": value.hex},
-    **dict.fromkeys(_PATHS.values(), _write_path),
+    **dict.fromkeys(PATHS.values(), _write_path),
 }
 
 READERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {

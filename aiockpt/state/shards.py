@@ -26,6 +26,9 @@ class TensorShard(msgspec.Struct, frozen=True, eq=False):
         shape: of the global tensor, in elements.
         boxes: the parts of it that *data* holds, in the order in which they lie in *data*.
         data: the local tensor, opaque here. To save: what to copy (any strides, any device). To load: what to fill.
+        may_differ: whether ranks that hold the same part of it may hold other values: all that is neither a parameter nor
+            an optimizer's state of one, a buffer that forward updates for instance.
+        outer: what *data* is the local part of, where changes are counted there and not at *data* (a DTensor); else None.
     """
 
     name: str
@@ -33,6 +36,8 @@ class TensorShard(msgspec.Struct, frozen=True, eq=False):
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
     data: Any
+    outer: Any = None
+    may_differ: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -48,6 +53,8 @@ class ShardedState(msgspec.Struct, frozen=True, eq=False):
         alias: other names of the same memory → the name in *tensors*.
         values: the global tree of everything else, ready for JSON; ranks must agree on it.
         per_rank: the same for what belongs to this rank alone, by leaf name.
+        left_out: what the caller chose not to save: names of tensors, with dtype code and global shape, and of other
+            things, with None.
         structure: equal if and only if a plan made for one state serves the other; values do not change it.
     """
 
@@ -56,6 +63,7 @@ class ShardedState(msgspec.Struct, frozen=True, eq=False):
     values: Any
     per_rank: Any
     structure: str
+    left_out: Mapping[str, tuple[str, tuple[int, ...]] | None] = {}
 
 
 def are_same(some: Sequence[TensorShard], others: Sequence[TensorShard]) -> bool:

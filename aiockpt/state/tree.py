@@ -14,9 +14,11 @@ Guarantees:
 
 from __future__ import annotations
 
+import sys
+from array import array
 from base64 import b64encode
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn, Protocol
 
 import msgspec
@@ -24,6 +26,7 @@ import msgspec
 from aiockpt.errors import CheckpointError, ManifestError, UnsupportedStateError, UsageError, kind_in_words
 from aiockpt.format.names import join_name
 from aiockpt.state import scalars
+from aiockpt.state.advice import advise
 from aiockpt.state.codecs import CodecRegistry
 from aiockpt.state.scalars import decode_base64, field
 
@@ -35,6 +38,11 @@ TAG = "$"
 MAX_DEPTH = 64
 INLINE_BYTES = 64 << 10
 """Longer bytes are stored as a U8 tensor."""
+LONG_LIST = 1024
+"""Lists, tuples, deques and sets of so many numbers of one type are stored as a tensor."""
+
+_TEXT_CODES = "uw"
+"""Of arrays of characters, whose size is the platform's."""
 
 _FACTORIES: dict[str, Callable[[], Any] | None] = {
     "None": None,
@@ -51,6 +59,13 @@ class Writer(Protocol):
 
     def encode_bytes(self, data: bytes, path: Path) -> Node:
         """Store long bytes as a tensor and return their node."""
+
+    def encode_numbers(self, values: Collection[Any], path: Path, *, in_order: bool) -> Node | None:
+        """Store many numbers of one type as a tensor and return their node; None when they are something else.
+
+        Args:
+            in_order: False for a set; they are stored in ascending order then.
+        """
 
 
 class Reader(Protocol):
@@ -87,6 +102,7 @@ class Encoder:
         self._codecs = codecs
         self.leaves = leaves
         self.written = 0
+        self._fixed = False
 
     def encode(self, value: Any, path: Path) -> Node:
         """Return the node of *value*, which is at *path* of the state.
@@ -108,9 +124,26 @@ class Encoder:
             inner = self.encode(codec.to_plain(value), (*path, codec.name))
             return {TAG: "codec", "name": codec.name, "value": inner}
         node = self.leaves.encode(value, path, self)
+        if self._fixed and type(node) is dict and node[TAG] == "tensor":
+            refuse(
+                path,
+                f"{kind_in_words(value)} as a key or in a set, where no load could find it; use a list, or name it",
+            )
         if node is None:
-            refuse(path, f"{kind_in_words(value)} cannot be saved without pickle. {_advice(value)}")
+            refuse(path, f"{kind_in_words(value)} cannot be saved without pickle. {advise(value)}")
         return node
+
+    def encode_fixed(self, value: Any, path: Path) -> Node:
+        """Return the node of a key, or of a member of a set.
+
+        Raises:
+            UnsupportedStateError: there is a tensor in it: it is found by its identity there, which no load brings back.
+        """
+        outer, self._fixed = self._fixed, True
+        try:
+            return self.encode(value, path)
+        finally:
+            self._fixed = outer
 
 
 def _checked(write: Callable[[Any], Node], value: Any, path: Path) -> Node:
@@ -134,7 +167,41 @@ def _write_bytes(encoder: Encoder, value: bytes | bytearray, path: Path) -> Node
     return {TAG: kind, "value": b64encode(value).decode("ascii")}
 
 
-def _write_list(encoder: Encoder, value: Iterable[Any], path: Path) -> list[Node]:
+def _write_array(encoder: Encoder, value: array[Any], path: Path) -> Node:
+    if value.typecode in _TEXT_CODES:
+        return {TAG: "array", "typecode": value.typecode, "text": _write_text(encoder, value.tounicode(), path)}
+    data = _little_endian(value).tobytes()
+    inner = _write_bytes(encoder, data, path)
+    return {TAG: "array", "typecode": value.typecode, "itemsize": value.itemsize, "bytes": inner}
+
+
+def _little_endian(value: array[Any]) -> array[Any]:
+    if sys.byteorder == "little":
+        return value
+    turned = value[:]
+    turned.byteswap()
+    return turned
+
+
+def _read_array(decoder: Decoder, node: Mapping[str, Any], path: Path) -> Any:
+    value: array[Any] = array(field(node, "typecode", str))
+    if value.typecode in _TEXT_CODES:
+        value.fromunicode(field(node, "text", str))
+        return value
+    data = decoder.decode(node["bytes"], path)
+    if type(data) is not bytes:
+        return data
+    if value.itemsize != node["itemsize"]:
+        raise ValueError(
+            f"items of {node['itemsize']} bytes, and here an array of {value.typecode!r} has {value.itemsize}"
+        )
+    value.frombytes(data)
+    return _little_endian(value)
+
+
+def _write_list(encoder: Encoder, value: Collection[Any], path: Path) -> Node:
+    if len(value) >= LONG_LIST and (node := encoder.leaves.encode_numbers(value, path, in_order=True)) is not None:
+        return node
     return [encoder.encode(item, (*path, index)) for index, item in enumerate(value)]
 
 
@@ -143,8 +210,11 @@ def _write_tuple(encoder: Encoder, value: tuple[Any, ...], path: Path) -> Node:
 
 
 def _write_set(encoder: Encoder, value: set[Any] | frozenset[Any], path: Path) -> Node:
-    items = sorted(_write_list(encoder, value, path), key=msgspec.json.encode)
-    return {TAG: type(value).__name__, "items": items}
+    kind = type(value).__name__
+    if len(value) >= LONG_LIST and (node := encoder.leaves.encode_numbers(value, path, in_order=False)) is not None:
+        return {TAG: kind, "items": node}
+    items = [encoder.encode_fixed(item, (*path, index)) for index, item in enumerate(value)]
+    return {TAG: kind, "items": sorted(items, key=msgspec.json.encode)}
 
 
 def _write_deque(encoder: Encoder, value: deque[Any], path: Path) -> Node:
@@ -169,17 +239,28 @@ def _write_default_dict(encoder: Encoder, value: defaultdict[Any, Any], path: Pa
 
 
 def _write_pairs(encoder: Encoder, value: dict[Any, Any], path: Path) -> list[list[Node]]:
-    pairs = []
-    for number, (key, item) in enumerate(value.items()):
-        inner = (*path, _part(key, number))
-        pairs.append([encoder.encode(key, inner), encoder.encode(item, inner)])
-    return pairs
+    return [
+        [encoder.encode_fixed(key, (*path, part)), encoder.encode(item, (*path, part))]
+        for part, (key, item) in zip(key_parts(value), value.items(), strict=True)
+    ]
 
 
-def _part(key: Any, number: int) -> str | int:
-    """Return the part of a path that stands for a dict's *key*."""
-    plain = type(key) is str or (type(key) is int and abs(key) < 2**63)
-    return key if plain else f"#{number}"
+def key_parts(keys: Collection[Any]) -> list[str | int]:
+    """Return the parts of paths that stand for the *keys* of one dict, each another one.
+
+    Text and integers stand for themselves, any other key is ``#`` and its number, with more ``#`` where a text is that.
+    """
+    taken = {key for key in keys if type(key) is str}
+    parts: list[str | int] = []
+    for number, key in enumerate(keys):
+        if type(key) is str or (type(key) is int and abs(key) < 2**63):
+            parts.append(key)
+            continue
+        part = f"#{number}"
+        while part in taken:
+            part = f"#{part}"
+        parts.append(part)
+    return parts
 
 
 _WRITERS: dict[type, Callable[[Encoder, Any, Path], Node]] = {
@@ -190,6 +271,7 @@ _WRITERS: dict[type, Callable[[Encoder, Any, Path], Node]] = {
     tuple: _write_tuple,
     set: _write_set,
     frozenset: _write_set,
+    array: _write_array,
     deque: _write_deque,
     dict: _write_dict,
     OrderedDict: _write_named_dict,
@@ -211,6 +293,11 @@ class Decoder:
         self._codecs = codecs
         self._leaves = leaves
         self._dry = dry
+
+    @property
+    def is_dry(self) -> bool:
+        """Whether nothing is made: what values are made of may not be there yet."""
+        return self._dry
 
     @property
     def looks_only(self) -> bool:
@@ -248,6 +335,25 @@ class Decoder:
             return read(self, node, path)
         return self._leaves.decode(kind, node, path, self)
 
+    def keys_of(self, node: Mapping[str, Any], path: Path) -> list[tuple[Any, str | int, Node]]:
+        """Return (key, part of the path, node) of each entry of a dict that is written as pairs.
+
+        Raises:
+            ManifestError, UsageError: as `decode`.
+        """
+        try:
+            return self.read_keys(node, path)
+        except (KeyError, ValueError, TypeError) as error:
+            raise damaged(path, f"is not a dict that was ever saved ({type(error).__name__}: {error})") from error
+
+    def read_keys(self, node: Mapping[str, Any], path: Path) -> list[tuple[Any, str | int, Node]]:
+        """Return the same; an entry that was never written raises `KeyError`, `TypeError` or `ValueError`."""
+        items = [(key, item) for key, item in field(node, "items", list)]
+        keys = [self.decode(key, (*path, number)) for number, (key, _) in enumerate(items)]
+        for key in keys:
+            hash(key)
+        return [(key, part, item) for key, part, (_, item) in zip(keys, key_parts(keys), items, strict=True)]
+
     def decode_codec(self, node: Mapping[str, Any], path: Path) -> Any:
         """Return the instance that a registered codec makes of ``node["value"]``."""
         name = field(node, "name", str)
@@ -264,15 +370,16 @@ class Decoder:
 
 
 def _read_items(decoder: Decoder, node: Mapping[str, Any], path: Path) -> list[Any]:
+    if type(node["items"]) is dict:
+        found = decoder.decode(node["items"], path)
+        if type(found) is not list and not decoder.looks_only:
+            raise TypeError("the stored items are not a list")
+        return found if type(found) is list else [found]
     return [decoder.decode(item, (*path, index)) for index, item in enumerate(field(node, "items", list))]
 
 
 def _read_pairs(decoder: Decoder, node: Mapping[str, Any], path: Path) -> list[tuple[Any, Any]]:
-    pairs = []
-    for number, (key_node, item) in enumerate(field(node, "items", list)):
-        key = decoder.decode(key_node, (*path, number))
-        pairs.append((key, decoder.decode(item, (*path, _part(key, number)))))
-    return pairs
+    return [(key, decoder.decode(item, (*path, part))) for key, part, item in decoder.read_keys(node, path)]
 
 
 def _read_bytes(decoder: Decoder, node: Mapping[str, Any], path: Path) -> Any:
@@ -293,6 +400,7 @@ _READERS: dict[str, Callable[[Decoder, Mapping[str, Any], Path], Any]] = {
     "codec": Decoder.decode_codec,
     "bytes": _read_bytes,
     "bytearray": _read_bytearray,
+    "array": _read_array,
     "tuple": lambda decoder, node, path: tuple(_read_items(decoder, node, path)),
     "set": lambda decoder, node, path: set(_read_items(decoder, node, path)),
     "frozenset": lambda decoder, node, path: frozenset(_read_items(decoder, node, path)),
@@ -314,11 +422,3 @@ def refuse(path: Path, reason: str) -> NoReturn:
 def damaged(path: Path, reason: str) -> ManifestError:
     """Return the error for a node at *path* that no encoder writes."""
     return ManifestError(f"{join_name(path)} {reason}: the checkpoint is damaged or not ours; load another step")
-
-
-def _advice(value: Any) -> str:
-    if hasattr(value, "state_dict") or hasattr(value, "load_state_dict"):
-        return (
-            "Objects need state_dict() and load_state_dict(), and a place under string keys of the state, not a list."
-        )
-    return "Convert it to plain values, or register a codec for its class (aiockpt.register_codec)."

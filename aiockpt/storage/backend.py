@@ -19,7 +19,7 @@ Guarantees every backend gives:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 import msgspec
 
@@ -57,10 +57,29 @@ class Stat(msgspec.Struct, frozen=True):
 
 
 class Listing(msgspec.Struct, frozen=True):
-    """One level below a prefix: the objects there, and the folders (keys without a trailing slash), both sorted."""
+    """One level below a prefix.
+
+    Attributes:
+        objects: what is there, sorted by key.
+        folders: keys without a trailing slash, sorted.
+        others: keys at which something is that is neither, and that no verb but ``delete`` takes: links, pipes, devices,
+            and what its file system cannot describe. Most places have none.
+    """
 
     objects: tuple[Stat, ...]
     folders: tuple[str, ...]
+    others: tuple[str, ...] = ()
+
+
+class UnfinishedUpload(msgspec.Struct, frozen=True):
+    """A data file that was begun and neither finished nor aborted: its key, the store's id of it, and when it began (ns).
+
+    An object store keeps its parts, which cost as objects do, and no listing of objects shows it.
+    """
+
+    key: str
+    upload_id: str
+    started_ns: int
 
 
 class Space(msgspec.Struct, frozen=True):
@@ -112,7 +131,9 @@ class Backend(Protocol):
     """A place for bytes. See the module for the guarantees."""
 
     @property
-    def url(self) -> str: ...
+    def url(self) -> str:
+        """What the place is called, without credentials: it is logged, reported and shown (`aiockpt.redaction.redact`)."""
+        ...
 
     @property
     def traits(self) -> Traits: ...
@@ -174,6 +195,30 @@ class Backend(Protocol):
     async def close(self) -> None:
         """Release everything. Idempotent."""
 
+
+class KeepsUploads(Protocol):
+    """What an object store can do besides: show the uploads under way or left by dead writers, and abort them.
+
+    A backend whose unfinished files are files like others, which ``list`` shows, has neither verb.
+    """
+
+    async def leftover_uploads(self, prefix: str = "") -> tuple[UnfinishedUpload, ...]:
+        """Return the unfinished uploads below the folder *prefix*, by key; those of saves under way are among them."""
+        ...
+
+    async def abort_uploads(self, uploads: Sequence[UnfinishedUpload]) -> None:
+        """Remove uploads; those that are gone meanwhile are fine."""
+        ...
+
+
+def keeps_uploads(backend: Backend) -> KeepsUploads | None:
+    """Return *backend* as what can show and abort unfinished uploads; None where that means nothing."""
+    return cast("KeepsUploads", backend) if callable(getattr(backend, "leftover_uploads", None)) else None
+
+
+PROOF_KEY = ".aiockpt"
+PROOF = b"aiockpt created this object to prove that a key here is created once only. It stays, and is asked again.\n"
+"""At the root of a run in an object store: who creates it, or may not, knows that conditions are obeyed."""
 
 MAX_KEY_BYTES = 1024
 

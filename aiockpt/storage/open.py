@@ -7,6 +7,7 @@ Guarantees:
   group ``aiockpt.backends``: its name is the URL scheme, it loads a factory called as ``factory(url, world=world)``.
 - A scheme that neither we nor an entry point know goes to fsspec, where that is installed and knows it; but for ``http://``,
   which shows no folder: a load would find nothing where there is a checkpoint.
+- Credentials in a URL reach the backend alone: every message shows it redacted (`aiockpt.redaction`).
 - What is opened by its URL and lies beyond this machine's file system is `Retrying`; an instance is returned as it is, so
   a wrapper or a backend of your own can stand wherever a URL can.
 """
@@ -22,7 +23,8 @@ from importlib.metadata import entry_points
 from typing import cast
 from urllib.parse import unquote
 
-from aiockpt.errors import UsageError
+from aiockpt.errors import CheckpointError, UsageError
+from aiockpt.redaction import hide, redact_error
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend
 
@@ -56,6 +58,7 @@ def open_backend(where: str | os.PathLike[str] | Backend, *, world: World | None
             raise UsageError(f"{type(where).__name__} is neither a path, a URL nor a backend; give one of these")
         return where
     text = os.fspath(where)
+    hide(text)  # before anything can fail: an error quotes what it met
     if not text:
         raise UsageError("the empty string names no place; give a path or a URL")
     if (url := _URL.fullmatch(text)) is None:
@@ -69,7 +72,13 @@ def open_backend(where: str | os.PathLike[str] | Backend, *, world: World | None
         return _open_memory(url[3], world)
     if scheme == "shm":
         return _open_shm(url[3], world)
-    return _retrying(_find_factory(scheme, text)(text, world=world), world)
+    factory = _find_factory(scheme, text)
+    try:
+        return _retrying(factory(text, world=world), world)
+    except CheckpointError:
+        raise
+    except Exception as error:  # noqa: BLE001  a backend of somebody else may raise anything
+        raise UsageError(f"{text!r} cannot be opened: {error}") from redact_error(error)
 
 
 def _open_local(path: str, world: World | None) -> Backend:
@@ -120,7 +129,9 @@ def _find_factory(scheme: str, url: str) -> Callable[..., Backend]:
     try:
         return cast("Callable[..., Backend]", found[scheme].load())
     except ImportError as error:
-        raise UsageError(f"{url!r}: the backend for {scheme}:// cannot be imported: {error}; reinstall it") from error
+        raise UsageError(
+            f"{url!r}: the backend for {scheme}:// cannot be imported: {error}; reinstall it"
+        ) from redact_error(error)
 
 
 def _import_fsspec() -> Callable[..., Backend]:

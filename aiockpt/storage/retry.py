@@ -23,8 +23,20 @@ from aiockpt.errors import (
     StorageTransferError,
     UsageError,
 )
+from aiockpt.redaction import redact
 from aiockpt.runtime.world import World
-from aiockpt.storage.backend import Backend, Listing, Reader, Seen, Space, Stat, Traits, Upload
+from aiockpt.storage.backend import (
+    Backend,
+    Listing,
+    Reader,
+    Seen,
+    Space,
+    Stat,
+    Traits,
+    UnfinishedUpload,
+    Upload,
+    keeps_uploads,
+)
 from aiockpt.storage.retry_calls import Caller, OnRetry, RetryStatistics
 from aiockpt.storage.retry_policy import RetryPolicy
 from aiockpt.storage.views import cut_views
@@ -61,7 +73,7 @@ class Retrying:
 
     @property
     def url(self) -> str:
-        return self.inner.url
+        return redact(self.inner.url)
 
     @property
     def traits(self) -> Traits:
@@ -117,6 +129,16 @@ class Retrying:
 
     async def delete(self, keys: Sequence[str]) -> None:
         await self._caller.call("delete", " ".join(keys), lambda _: self.inner.delete(keys))
+
+    async def leftover_uploads(self, prefix: str = "") -> tuple[UnfinishedUpload, ...]:
+        if (inner := keeps_uploads(self.inner)) is None:
+            return ()
+        return await self._caller.call("leftover_uploads", prefix, lambda _: inner.leftover_uploads(prefix))
+
+    async def abort_uploads(self, uploads: Sequence[UnfinishedUpload]) -> None:
+        if (inner := keeps_uploads(self.inner)) is not None:
+            keys = " ".join(upload.key for upload in uploads)
+            await self._caller.call("abort_uploads", keys, lambda _: inner.abort_uploads(uploads))
 
     async def space(self) -> Space:
         return await self._caller.call("space", "", lambda _: self.inner.space())

@@ -25,6 +25,8 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception
 
 from aiockpt.errors import StorageError, StorageTimeoutError
 from aiockpt.events import StorageRetried
+from aiockpt.redaction import redact_error
+from aiockpt.runtime.progress import note_progress
 from aiockpt.runtime.world import World
 from aiockpt.storage.breaker import Breaker, BreakerState
 from aiockpt.storage.retry_policy import RETRIED, ErrorClass, RetryPolicy, classify
@@ -108,7 +110,9 @@ class Caller:
         try:
             with self._breaker.guard(key) as probe:
                 course = _Course(self, verb, key, self.policy.limit_s(size_bytes), 1 if probe else self.policy.attempts)
-                return await course.run(attempt)
+                result = await course.run(attempt)
+            note_progress()
+            return result
         except StorageError:
             self._gave_up += 1
             raise
@@ -198,6 +202,7 @@ class _Course:
         """Say whether the same call may succeed after *error*."""
         if not isinstance(error, StorageError):
             return False
+        redact_error(error)  # a backend from elsewhere may have a library below it that quotes the URL
         self._last = error
         kind = classify(error)
         self._caller.count_failure(kind)

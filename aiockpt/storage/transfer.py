@@ -4,35 +4,49 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from aiockpt.errors import ObjectExistsError, StorageError
-from aiockpt.storage.backend import Backend, Stat
+from aiockpt.errors import ManifestError, ObjectExistsError, StorageError
+from aiockpt.storage.backend import Backend, Listing, Stat
 
 RECORD_LIMIT_BYTES = 256 << 20
 """No manifest or receipt is longer (FORMAT §5)."""
 
 
-async def read_record(backend: Backend, key: str) -> bytes:
+async def read_record(backend: Backend, key: str, limit_bytes: int = RECORD_LIMIT_BYTES) -> bytes:
     """Return a manifest, receipt or other small document whole.
 
     Raises:
         ObjectNotFoundError: there is none.
-        StorageError: it is longer than any document of ours can be.
+        ManifestError: it is longer than any such document can be, its device cannot read it, or something else is there.
+        StorageError: the storage does not give it now, which says nothing of it.
     """
-    data = await backend.get(key, RECORD_LIMIT_BYTES + 1)
-    if len(data) > RECORD_LIMIT_BYTES:
-        raise StorageError(f"{key!r} is longer than {RECORD_LIMIT_BYTES} bytes: it is no document of aiockpt", key=key)
+    data = await read_start(backend, key, limit_bytes + 1)
+    if len(data) > limit_bytes:
+        raise ManifestError(f"{key!r} is longer than {limit_bytes} bytes: it is no document of aiockpt", key=key)
     return data
 
 
-async def put_once(backend: Backend, key: str, data: bytes) -> bool:
+async def read_start(backend: Backend, key: str, size_bytes: int) -> bytes:
+    """Return the first *size_bytes* of a small document, or all of a shorter one; raises as `read_record`."""
+    try:
+        return await backend.get(key, size_bytes)
+    except StorageError as error:
+        if not error.damaged:
+            raise
+        raise ManifestError(str(error), key=key) from error
+
+
+async def put_once(backend: Backend, key: str, data: bytes, limit_bytes: int = RECORD_LIMIT_BYTES) -> bool:
     """Create *key* with *data*; return False when somebody else's bytes are there. Ours already there is a success.
 
-    The answer to a create can be lost after its effect, so a conflict is decided by what is there (FORMAT §7).
+    The answer to a create can be lost after its effect, so a conflict is decided by what is there.
+
+    Raises:
+        ManifestError: as `read_record`, of what is there.
     """
     try:
         await backend.put_new(key, data)
     except ObjectExistsError:
-        return await read_record(backend, key) == data
+        return await read_record(backend, key, limit_bytes) == data
     return True
 
 
@@ -47,8 +61,16 @@ async def walk(backend: Backend, prefix: str) -> AsyncIterator[Stat]:
 
 
 async def delete_below(backend: Backend, prefix: str) -> None:
-    """Remove every object below the folder *prefix*."""
-    keys = [stat.key async for stat in walk(backend, prefix)]
+    """Remove every object below the folder *prefix*, and what else lies there: a link (not what it leads to), a pipe."""
+    keys: list[str] = []
+    folders = [prefix]
+    while folders:
+        folder = folders.pop()
+        listing = await backend.list(folder)
+        keys += [*(stat.key for stat in listing.objects), *listing.others]
+        folders.extend(reversed(listing.folders))
+        if folder != prefix and listing == Listing((), ()):
+            keys.append(folder)  # where folders are things of their own, an empty one would hold its parents
     if keys:
         await backend.delete(keys)
 

@@ -10,5 +10,7 @@
 - `twin_accelerator`: devices whose work comes late, in the worst order that is allowed, on a machine that has none.
 - `simulated_time`: an event loop whose time leaps, so that deadlines and waits of hours are tested in no time.
 
+That a training script resumes as the same run shows `aiockpt.prove.certify`, which tests may call, too.
+
 Import the modules by name; `backend_suite` needs pytest (``pip install 'aiockpt[testing]'``).
 """

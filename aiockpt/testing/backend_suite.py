@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from aiockpt.errors import ObjectExistsError, ObjectNotFoundError, UsageError
+from aiockpt.redaction import redact
 from aiockpt.storage.backend import Backend
 from aiockpt.testing.backend_suite_files import DataFileTests
 from aiockpt.testing.data_files import download as download
@@ -219,6 +220,7 @@ class BackendSuite(DataFileTests):
 
     async def test_the_backend_says_what_it_is(self, backend: Backend) -> None:
         assert "://" in backend.url
+        assert redact(backend.url) == backend.url, "it is shown and logged: no credentials"
         traits = backend.traits
         assert traits.scope in ("shared", "node", "process")
         assert min(traits.alignment, traits.block_writes, traits.block_reads) >= 1

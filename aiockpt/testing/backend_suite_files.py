@@ -127,7 +127,7 @@ class DataFileTests:
             await asyncio.wait([writing])
             data[:] = bytes(data.nbytes)
             await file.abort()
-            assert (await backend.list("")).objects == ()
+            assert "cancelled" not in [found.key for found in (await backend.list("")).objects]
 
     # Ranged reads
 

@@ -13,7 +13,9 @@ from typing import Literal, Protocol
 
 import msgspec
 
-RequestVerb = Literal["PUT", "PUT-NEW", "GET", "HEAD", "LIST", "DELETE", "START", "PART", "COMPLETE", "ABORT"]
+RequestVerb = Literal[
+    "PUT", "PUT-NEW", "GET", "HEAD", "LIST", "LIST-UPLOADS", "DELETE", "START", "PART", "COMPLETE", "ABORT"
+]
 Trouble = Literal[
     "internal_error",
     "internal_error_after_effect",
@@ -47,7 +49,7 @@ Trouble = Literal[
 """
 
 EVERYWHERE: frozenset[RequestVerb] = frozenset(
-    {"PUT", "PUT-NEW", "GET", "HEAD", "LIST", "DELETE", "START", "PART", "COMPLETE", "ABORT"}
+    {"PUT", "PUT-NEW", "GET", "HEAD", "LIST", "LIST-UPLOADS", "DELETE", "START", "PART", "COMPLETE", "ABORT"}
 )
 _ONLY: Mapping[Trouble, frozenset[RequestVerb]] = {
     "partial_body": frozenset({"GET"}),

@@ -13,6 +13,7 @@ Guarantees:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from aiockpt.errors import (
     ObjectExistsError,
@@ -21,7 +22,7 @@ from aiockpt.errors import (
     StorageTransferError,
     UsageError,
 )
-from aiockpt.storage.backend import Listing, Seen, Space, Stat, Traits, check_key
+from aiockpt.storage.backend import Listing, Seen, Space, Stat, Traits, UnfinishedUpload, check_key
 from aiockpt.testing.object_troubles import NoTroubles, Trouble, Troubles
 from aiockpt.testing.objects_wire import ClientCrashedError, Wire, broken
 from aiockpt.testing.simulated_objects import ObjectStore, StoredObject, tag
@@ -126,6 +127,16 @@ class ObjectsBackend:
             check_key(key)
         for key in keys:
             await self._wire.ask("DELETE", key, lambda key=key: self.store.delete(key))  # type: ignore[misc]
+
+    async def leftover_uploads(self, prefix: str = "") -> tuple[UnfinishedUpload, ...]:
+        start = f"{check_key(prefix)}/" if prefix else ""
+        found = await self._wire.ask("LIST-UPLOADS", prefix, lambda: self.store.list_uploads(start))
+        return tuple(UnfinishedUpload(*one) for one in found)
+
+    async def abort_uploads(self, uploads: Sequence[UnfinishedUpload]) -> None:
+        for upload in uploads:
+            with suppress(ObjectNotFoundError):
+                await self._wire.ask("ABORT", upload.key, lambda one=upload: self.store.abort_upload(one.upload_id))  # type: ignore[misc]
 
     async def space(self) -> Space:
         return Space(None, None)

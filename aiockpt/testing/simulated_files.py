@@ -9,7 +9,8 @@ Guarantees:
 - Each call is one step, from any thread. Without threads everything is deterministic: numbers, times and order.
 
 The model has regular files and directories, hard links, renames within one directory, O_EXCL, O_DIRECT with its rules,
-the page-cache probe (RWF_NOWAIT) and a full disk. It has no symbolic links, permissions or memory maps.
+the page-cache probe (RWF_NOWAIT) and a full disk. Symbolic links (that lead nowhere) and pipes can be put there, to be
+looked at, refused and removed. It has no permissions or memory maps.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from typing import Concatenate, Literal, ParamSpec, TypeVar
 import numpy as np
 
 from aiockpt.runtime.world import Clock
-from aiockpt.testing.simulated_nodes import File, Folder, NameChange, Node, Write, walk
+from aiockpt.testing.simulated_nodes import File, Folder, Kind, NameChange, Node, Write, walk
 
 _PAGE_BYTES = 4096
 _DEVICE = 1
+_MODES: dict[Kind, int] = {"file": stat.S_IFREG | 0o644, "link": stat.S_IFLNK | 0o777, "fifo": stat.S_IFIFO | 0o644}
 _FREE_BYTES = 1 << 40
 
 PageCache = Literal["warm", "cold", "unsupported"]
@@ -136,6 +138,8 @@ class SimulatedFiles:
             raise _error(errno.EEXIST, path)
         if flags & os.O_DIRECTORY and isinstance(node, File):
             raise _error(errno.ENOTDIR, path)
+        if isinstance(node, File) and node.kind != "file":
+            _refuse_special(node.kind, flags, path)
         opened = _Open(node, path, flags)
         if isinstance(node, Folder) and opened.writable:
             raise _error(errno.EISDIR, path)
@@ -217,6 +221,14 @@ class SimulatedFiles:
         self._name(folder, name, Folder(self._number(), self._now()))
 
     @_one_step
+    def put_special(self, kind: Kind, path: str) -> None:
+        """Put a symbolic link that leads nowhere, or a pipe, at *path*; not a call that programs make."""
+        folder, name = self._parent(path)
+        if not name or name in folder.names:
+            raise _error(errno.EEXIST, path)
+        self._name(folder, name, File(self._number(), self._now(), kind=kind))
+
+    @_one_step
     def rmdir(self, path: str) -> None:
         node = self._node(path)
         if isinstance(node, File):
@@ -262,7 +274,7 @@ class SimulatedFiles:
     def listdir(self, path: str) -> list[str]:
         node = self._node(path)
         if isinstance(node, File):
-            raise _error(errno.ENOTDIR, path)
+            raise _error(errno.ENOENT if node.kind == "link" else errno.ENOTDIR, path)
         return list(node.names)
 
     @_one_step
@@ -294,6 +306,8 @@ class SimulatedFiles:
     def _readable_file(self, opened: _Open) -> File:
         if isinstance(opened.node, Folder):
             raise _error(errno.EISDIR, opened.path)
+        if opened.node.kind == "fifo":
+            raise _error(errno.ESPIPE, opened.path)
         if not opened.readable:
             raise _error(errno.EBADF, opened.path)
         return opened.node
@@ -307,7 +321,7 @@ class SimulatedFiles:
             if child is None:
                 raise _error(errno.ENOENT, path)
             if isinstance(child, File):
-                raise _error(errno.ENOTDIR, path)
+                raise _error(errno.ENOENT if child.kind == "link" else errno.ENOTDIR, path)
             folder = child
         return folder, name
 
@@ -361,8 +375,16 @@ def _error(number: int, path: str) -> OSError:
     return OSError(number, os.strerror(number), path)
 
 
+def _refuse_special(kind: Kind, flags: int, path: str) -> None:
+    """Return when a pipe is opened as one that looks at it may; links are never followed."""
+    if kind == "link":
+        raise _error(errno.ELOOP if flags & os.O_NOFOLLOW else errno.ENOENT, path)
+    if flags & os.O_ACCMODE != os.O_RDONLY or not flags & os.O_NONBLOCK:
+        raise _error(errno.ENXIO, path)
+
+
 def _stat(node: Node) -> os.stat_result:
-    kind, size = (stat.S_IFREG | 0o644, len(node.content)) if isinstance(node, File) else (stat.S_IFDIR | 0o755, 0)
+    kind, size = (_MODES[node.kind], len(node.content)) if isinstance(node, File) else (stat.S_IFDIR | 0o755, 0)
     seconds = node.modified_ns // 10**9
     return os.stat_result(
         (kind, node.number, _DEVICE, node.links, 0, 0, size, seconds, seconds, seconds),

@@ -10,7 +10,9 @@ import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
+Kind = Literal["file", "link", "fifo"]
 SECTOR_BYTES = 512
 """What a disk writes whole or not at all."""
 
@@ -77,7 +79,11 @@ class NameChange:
 
 @dataclass(eq=False)
 class File:
-    """A regular file: its durable bytes, what processes see, and the unflushed changes between the two."""
+    """A regular file: its durable bytes, what processes see, and the unflushed changes between the two.
+
+    Attributes:
+        kind: "link" and "fifo" are no regular files and have no bytes; a link leads nowhere.
+    """
 
     number: int
     modified_ns: int = 0
@@ -85,6 +91,7 @@ class File:
     durable: bytearray = field(default_factory=bytearray)
     content: bytearray = field(default_factory=bytearray)
     unflushed: list[Write] = field(default_factory=list)
+    kind: Kind = "file"
 
     def change(self, change: Write) -> None:
         change.apply(self.content)

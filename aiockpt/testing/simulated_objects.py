@@ -52,6 +52,7 @@ class Page(msgspec.Struct, frozen=True):
 class _Uploading(msgspec.Struct, frozen=True):
     key: str
     parts: dict[int, bytes]
+    started_ns: int
 
 
 def tag(body: bytes) -> str:
@@ -81,6 +82,11 @@ class ObjectStore:
     def uploads(self) -> Mapping[str, str]:
         """The keys of uploads that were begun and neither completed nor aborted, by their ids."""
         return {number: upload.key for number, upload in self._uploads.items()}
+
+    def list_uploads(self, prefix: str) -> list[tuple[str, str, int]]:
+        """Return (key, upload id, when it began) of the uploads under way below *prefix*, by key."""
+        found = [(one.key, number, one.started_ns) for number, one in self._uploads.items()]
+        return sorted(one for one in found if one[0].startswith(prefix))
 
     def put(self, key: str, body: bytes, *, only_new: bool = False) -> None:
         """Create or replace an object; with *only_new* (``If-None-Match: *``) create it or refuse: 412."""
@@ -122,7 +128,7 @@ class ObjectStore:
     def start_upload(self, key: str) -> str:
         """Begin an upload of parts; return its id."""
         upload_id = f"upload-{next(self._numbers)}"
-        self._uploads[upload_id] = _Uploading(key, {})
+        self._uploads[upload_id] = _Uploading(key, {}, self._clock.time_ns())
         return upload_id
 
     def put_part(self, upload_id: str, number: int, body: bytes) -> str:

@@ -141,7 +141,7 @@ def _file_after(file: File, kept: Kept) -> File:
         for part in kept[id(change)]:
             assert isinstance(part, Write)
             part.apply(content)
-    return File(file.number, file.modified_ns, durable=bytearray(content), content=content)
+    return File(file.number, file.modified_ns, durable=bytearray(content), content=content, kind=file.kind)
 
 
 def _copy_folder(folder: Folder, copies: dict[int, Node]) -> Folder:
@@ -168,6 +168,7 @@ def _copy_node(node: Node, copies: dict[int, Node]) -> Node:
         bytearray(node.durable),
         bytearray(node.content),
         list(node.unflushed),
+        node.kind,
     )
     return copy
 

@@ -121,10 +121,16 @@ class Errand:
         stages: of the tiers, the nearest first; none where there is only one.
         answer: the outcome; *tidied*: nothing follows but what farther tiers do.
         orphaned: whether its writer has died, and nobody goes on with it.
+        look_again: compares the state with its copy, if nobody has; returns why the save ends when it was torn.
     """
 
     def __init__(
-        self, connection: Connection, save: Save, future: SaveFuture, stages: Sequence[Stage[SaveResult]]
+        self,
+        connection: Connection,
+        save: Save,
+        future: SaveFuture,
+        stages: Sequence[Stage[SaveResult]],
+        look_again: Callable[[], BaseException | None] = lambda: None,
     ) -> None:
         step = self.step = save.step
         self.nonce = save.nonce
@@ -133,6 +139,7 @@ class Errand:
         self.answer: Stage[SaveResult] = Stage(f"save of step {step}, in the writer")
         self.tidied: Stage[None] = Stage(f"save of step {step}, tidied")
         self.orphaned = False
+        self.look_again = look_again
         self._future = future
 
     @property

@@ -33,6 +33,7 @@ from aiockpt.worker.messages import (
     Broken,
     Cancel,
     Close,
+    Confirmed,
     Freed,
     GaveUp,
     Happened,
@@ -44,6 +45,7 @@ from aiockpt.worker.messages import (
     Settled,
     Tidied,
     TierSettled,
+    Written,
     decode_answer,
     encode,
     to_json,
@@ -110,7 +112,7 @@ class Elsewhere:
             self._begin(engine.loop.submit(self._replace, self._connection).result(), save, ticket)
 
     def _begin(self, connection: Connection, save: Save, ticket: Ticket) -> None:
-        errand = Errand(connection, save, ticket.future, self._tiers.stages(ticket.future))
+        errand = Errand(connection, save, ticket.future, self._tiers.stages(ticket.future), ticket.look_again)
         self._errands[ticket.number] = self._begun[ticket.number] = errand
         ticket.hand_over = connection.takes_windows(ticket, self._engine.pool)
         connection.begin(save, ticket.plan)
@@ -126,6 +128,7 @@ class Elsewhere:
             values=to_json(ticket.state.values),
             per_rank=to_json(ticket.state.per_rank),
             alias=dict(ticket.state.alias),
+            left_out=dict(ticket.state.left_out),
             metrics=ticket.metrics,
             user=to_json(ticket.user),
             run=run,
@@ -133,6 +136,7 @@ class Elsewhere:
             seen=seen,
             turn=ticket.turn,
             meeting="" if sharing is None else sharing.meeting.name,
+            unsure=ticket.is_unsure,
         )
 
     async def save(self, engine: Engine, ticket: Ticket) -> SaveResult:
@@ -173,6 +177,8 @@ class Elsewhere:
     async def close(self, patience_s: float) -> None:
         """Have the writer finish, wait for its end, and close what this process reads from."""
         connection = self._connection
+        for errand in list(self._errands.values()):
+            errand.look_again()  # the writer does not ask any more
         await self._tell(connection, Close())
         await connection.buried._settled_within(patience_s)
         if not connection.buried.done():
@@ -251,6 +257,8 @@ class Elsewhere:
                 errand.hear(answer)
                 if errand.ended:
                     del self._errands[answer.number]
+            case Written():
+                self._engine.loop.in_worker(self._confirm, connection, answer.number)
             case GaveUp():
                 self._hear_given_up(answer)
             case Asked():
@@ -265,6 +273,13 @@ class Elsewhere:
         reply = ask(self._engine.ranks.store, asked.question)
         with suppress(CheckpointError):  # nobody is there to hear it
             connection.tell(Replied(asked.number, reply))
+
+    def _confirm(self, connection: Connection, number: int) -> None:
+        """Let a writer vote, unless the state changed while it was copied: then its save is being cancelled."""
+        errand = self._errands.get(number)
+        if errand is not None and errand.look_again() is None:
+            with suppress(CheckpointError):
+                connection.tell(Confirmed(number))
 
     def _hear_given_up(self, told: GaveUp) -> None:
         """Do what the tier's ``on_error`` says."""

@@ -14,6 +14,7 @@ from aiockpt import events
 from aiockpt.engine.sharing import Turn
 from aiockpt.options import IO, Content, Deadlines, OnExists, Retention
 from aiockpt.planning.save import FilePlan, SavePlan, Window
+from aiockpt.redaction import redact
 from aiockpt.runtime.future import SaveResult
 from aiockpt.runtime.relay import Question, Reply
 from aiockpt.worker.failures import Failure
@@ -29,6 +30,9 @@ class TierOrder(msgspec.Struct, frozen=True):
     bandwidth: float | None
     on_error: Literal["warn", "raise", "call"]
     content: Content
+
+    def __repr__(self) -> str:
+        return f"<TierOrder {redact(self.url)!r}>"
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -63,6 +67,7 @@ class Save(msgspec.Struct, frozen=True, tag=True):
         run, parent, seen: `aiockpt.engine.lineage.Lineage.position`.
         turn: which save it is among those of all ranks; None for a process that saves alone.
         meeting: where the ranks' notes are.
+        unsure: whether the trainer is to be asked, before the vote, if the state was left alone while it was copied.
     """
 
     number: int
@@ -79,6 +84,8 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     seen: int
     turn: Turn | None = None
     meeting: str = ""
+    left_out: dict[str, tuple[str, tuple[int, ...]] | None] = {}
+    unsure: bool = False
 
 
 class Filled(msgspec.Struct, frozen=True, tag=True):
@@ -96,6 +103,12 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     why: Failure
 
 
+class Confirmed(msgspec.Struct, frozen=True, tag=True):
+    """The state was left alone: what `Written` is told of may be voted for."""
+
+    number: int
+
+
 class Replied(msgspec.Struct, frozen=True, tag=True):
     """What the store where the ranks meet says to an `Asked`."""
 
@@ -107,7 +120,7 @@ class Close(msgspec.Struct, frozen=True, tag=True):
     """No save will follow: end when all is done. What was asked is still replied to."""
 
 
-Order = Hello | Plan | Save | Filled | Cancel | Replied | Close
+Order = Hello | Plan | Save | Filled | Cancel | Confirmed | Replied | Close
 """From the trainer."""
 
 
@@ -137,6 +150,12 @@ class Happened(msgspec.Struct, frozen=True, tag=True):
     """Something for the observers."""
 
     event: AnyEvent
+
+
+class Written(msgspec.Struct, frozen=True, tag=True):
+    """All data of a save are durable, and its vote waits for the trainer's `Confirmed`, or for its end."""
+
+    number: int
 
 
 class Reached(msgspec.Struct, frozen=True, tag=True):
@@ -196,7 +215,7 @@ class Broken(msgspec.Struct, frozen=True, tag=True):
     failure: Failure
 
 
-Answer = Freed | Happened | Reached | TierSettled | Settled | Tidied | GaveUp | Asked | Seen | Broken
+Answer = Freed | Happened | Written | Reached | TierSettled | Settled | Tidied | GaveUp | Asked | Seen | Broken
 """From the writer."""
 
 encode = msgspec.msgpack.Encoder().encode
@@ -206,7 +225,9 @@ decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 def strip_plan(plan: SavePlan) -> SavePlan:
     """Return *plan* as a writer needs it: what is in the windows was put there by the trainer."""
-    return msgspec.structs.replace(plan, files=tuple(FilePlan(b"", file.size, _bare(file)) for file in plan.files))
+    return msgspec.structs.replace(
+        plan, files=tuple(FilePlan(b"", file.size, _bare(file), file.kind) for file in plan.files)
+    )
 
 
 def _bare(file: FilePlan) -> tuple[Window, ...]:

@@ -41,6 +41,7 @@ from aiockpt.worker.messages import (
     Broken,
     Cancel,
     Close,
+    Confirmed,
     Filled,
     GaveUp,
     Happened,
@@ -180,6 +181,9 @@ class Service:
             case Cancel():
                 if order.number in self._saves:
                     self._saves[order.number].ticket.stop(unpack(order.why))
+            case Confirmed():
+                if order.number in self._saves:
+                    self._saves[order.number].confirmed._resolve(None)
             case Replied():
                 self._store.hear(order.number, order.reply)
 
@@ -187,7 +191,7 @@ class Service:
         assert self._plan is not None
         if self._engine.sharing is not None:
             self._engine.sharing.meeting.join(order.meeting)
-        writing = self._saves[order.number] = Writing(self._engine, self._slabs, order, self._plan)
+        writing = self._saves[order.number] = Writing(self._engine, self._slabs, order, self._plan, self._post)
         tasks.start_soon(self._write, writing)
 
     async def _write(self, writing: Writing) -> None:

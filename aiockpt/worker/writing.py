@@ -10,19 +10,24 @@ from aiockpt.engine.ticket import Call, Capture, Ticket
 from aiockpt.errors import WriterLostError
 from aiockpt.pipeline.upload import Handover
 from aiockpt.planning.save import SavePlan, Window
+from aiockpt.runtime.future import Stage
 from aiockpt.runtime.shared_memory import map_shared
 from aiockpt.runtime.slabs import Slab
 from aiockpt.state.shards import ShardedState
-from aiockpt.worker.messages import Answer, Freed, Save, from_json
+from aiockpt.worker.messages import Answer, Freed, Save, Written, from_json
 
 logger = logging.getLogger("aiockpt")
 Post = Callable[[Answer], object]
 
 
 class Writing:
-    """One save, its windows on their way from the trainer."""
+    """One save, its windows on their way from the trainer.
 
-    def __init__(self, engine: Engine, slabs: LentSlabs, order: Save, plan: SavePlan) -> None:
+    Attributes:
+        confirmed: settled when the trainer has looked once more, after the copy, if the state was left alone; or has ended.
+    """
+
+    def __init__(self, engine: Engine, slabs: LentSlabs, order: Save, plan: SavePlan, post: Post) -> None:
         engine.lineage.take_position(order.run, order.parent, order.seen)
         state = ShardedState(
             tensors=(),
@@ -30,6 +35,7 @@ class Writing:
             values=from_json(order.values),
             per_rank=from_json(order.per_rank),
             structure="",
+            left_out=order.left_out,
         )
         call = Call(
             step=order.step,
@@ -42,11 +48,21 @@ class Writing:
         self.ticket.agreed = True  # by the trainer, which says so to the others
         self.ticket.number = order.number
         self.ticket.nonce = order.nonce
+        self.confirmed: Stage[None] = Stage(f"the trainer's word for step {order.step}")
+        if order.unsure:
+            self.ticket.confirm = self._ask
+        self._post = post
         self.ticket.plan = plan
         self.ticket.slabs = [Handover(slabs, len(file.windows)) for file in plan.files]
         self._windows: list[Window] = [window for file in plan.files for window in file.windows]
         self._missing = len(self._windows)
         self._note_if_complete()
+
+    async def _ask(self) -> None:
+        """Wait for the trainer's word. It tells of a torn snapshot by a `Cancel`."""
+        if not self.confirmed.done():
+            self._post(Written(self.ticket.number))
+            await self.confirmed._settled()
 
     def arrive(self, number: int, slab: Slab) -> None:
         """Take in a full slab."""
@@ -60,8 +76,13 @@ class Writing:
             self.ticket.copied._resolve(None)
 
     def go_on_if_complete(self) -> None:
-        """Stop when windows are missing: the trainer has ended, and they will not come."""
+        """Stop when windows are missing: the trainer has ended, and they will not come, nor will its word.
+
+        When it sent the last window nothing had changed: an operation that was under way then, on a tensor that it changed
+        without leave, would be all that its second look could have found.
+        """
         step = self.ticket.step
+        self.confirmed._resolve(None)
         if self._missing:
             logger.warning("the trainer ended before the snapshot of step %d was complete: nothing of it is kept", step)
             self.ticket.stop(WriterLostError(f"the trainer ended before the snapshot of step {step} was complete"))

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 
+import aiockpt
 from aiockpt.adapters.native import LoadTarget, StateWalker, Stored, open_target
 from aiockpt.state.shards import ShardedState
+
+Through = Callable[..., Any]
+"""Called with what is saved and what is there to load into, and with options of `load`."""
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,3 +67,15 @@ class Saved:
 def save() -> Callable[[Mapping[str, Any]], Saved]:
     """Save a state by a cold walk."""
     return lambda state: Saved(StateWalker().walk(state))
+
+
+@pytest.fixture
+def through(tmp_path: Path) -> Through:
+    """Save one state and load it into another one; return what `load` returned."""
+
+    def run(saved: dict[str, Any], found: dict[str, Any], **how: Any) -> Any:
+        with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
+            ckpt.save(1, saved).result()
+            return ckpt.load(found, **how).result()
+
+    return run

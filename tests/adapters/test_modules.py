@@ -190,7 +190,7 @@ def test_a_compiled_child_of_a_hooked_module_is_still_called_by_its_bare_name(sa
 
 def test_a_module_with_a_say_loads_as_a_whole_or_not_at_all(save: Any) -> None:
     saved = save({"model": hooked(), "x": 1})
-    with pytest.raises(ValueError, match=r"'model.0.bias' is a part of 'model', which loads as a whole"):
+    with pytest.raises(ValueError, match=r"'model.0.bias' is a part of 'model.0', which loads as a whole"):
         saved.load({"model": hooked()}, only=["model.0.bias"])
     found: dict[str, Any] = {"model": hooked(), "x": 0}
     before = found["model"].state_dict()["0.bias"].clone()

@@ -209,9 +209,125 @@ def test_a_parameter_that_the_checkpoints_optimizer_lacks_is_named(save: Any) ->
     assert target.missing == ("optimizer.state.model.b.weight", "optimizer.state.model.b.bias")
 
 
-def test_another_number_of_groups_is_named(save: Any) -> None:
-    with pytest.raises(StateMismatchError, match="optimizer: the checkpoint has 2 parameter groups, the state 1"):
-        save(build(OPTIMIZERS["SGD"])).load(build(lambda model: torch.optim.SGD(model.parameters())))
+def test_a_group_takes_what_the_groups_of_its_parameters_agree_on(save: Any) -> None:
+    state = build(OPTIMIZERS["SGD momentum"])
+    train(state, 2)
+    saved = save(state)
+    found = build(lambda model: torch.optim.SGD(model.parameters(), lr=9.0))
+    saved.load(found)
+    assert found["optimizer"].param_groups[0]["lr"] == state["optimizer"].param_groups[0]["lr"]
+    assert found["optimizer"].param_groups[0]["momentum"] == 0.9
+    state["optimizer"].param_groups[1]["lr"] = 0.75
+    saved = save(state)
+    message = (
+        r"optimizer.groups\[0\]: lr is 0.001 for model.a.weight and 0.75 for model.b.weight in the checkpoint; "
+        "give them groups of their own"
+    )
+    with pytest.raises(StateMismatchError, match=message):
+        saved.load(found)
+    assert saved.load(found, strict=False).problems
+    assert found["optimizer"].param_groups[0]["lr"] == 0.001
+    turned = build(lambda model: torch.optim.SGD([{"params": model[key].parameters()} for key in ("b", "a")]))
+    saved.load(turned)
+    assert [group["lr"] for group in turned["optimizer"].param_groups] == [0.75, 0.001]
+
+
+def test_a_group_without_parameters_keeps_its_own(save: Any) -> None:
+    def with_empty(lr: float) -> Make:
+        return lambda model: torch.optim.SGD([{"params": model.parameters()}, {"params": [], "lr": lr}], lr=lr)
+
+    saved = save(build(with_empty(0.5)))
+    found = build(with_empty(0.25))
+    saved.load(found)
+    assert [group["lr"] for group in found["optimizer"].param_groups] == [0.5, 0.25]
+
+
+def test_groups_with_one_tensor_learning_rate_agree_and_with_two_do_not(save: Any) -> None:
+    def one_group(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=torch.tensor(7.0), foreach=False)
+
+    state = build(two_groups(torch.optim.AdamW, lr=torch.tensor(0.5), foreach=False))
+    found = build(one_group)
+    save(state).load(found)
+    assert found["optimizer"].param_groups[0]["lr"].item() == 0.5
+    state["optimizer"].param_groups[1]["lr"] = torch.tensor(0.25)
+    with pytest.raises(StateMismatchError, match=r"groups\[0\]: lr is a tensor for model.a.weight and a tensor for"):
+        save(state).load(found)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("SGD momentum", "AdamW one by one"), ("Adamax", "Adagrad"), ("Rprop", "ASGD")]
+)
+def test_an_optimizer_of_another_class_is_a_mismatch_that_names_both_and_their_keys(
+    save: Any, source: str, target: str
+) -> None:
+    state = build(OPTIMIZERS[source])
+    train(state, 1)
+    found = build(OPTIMIZERS[target])
+    train(found, 1)
+    before = save(found)
+    with pytest.raises(StateMismatchError) as raised:
+        save(state).load(found)
+    (problem,) = raised.value.problems
+    for name, one in ((source, state), (target, found)):
+        assert name.split()[0] in problem
+        assert next(iter(one["optimizer"].state[one["model"]["b"].bias])) in problem
+    target_of = save(state).load(found, strict=False)
+    assert target_of.problems == (problem,)
+    assert before.stored.values["optimizer"] == save(found).stored.values["optimizer"]
+    train(found, 1)
+
+
+def test_a_class_with_the_same_keys_and_a_subclass_go_on(save: Any) -> None:
+    class Mine(torch.optim.SGD):
+        def __init__(self, parameters: Any, **how: Any) -> None:
+            super().__init__(parameters, **how)
+            self.defaults["mine"] = 1
+
+    state = build(two_groups(torch.optim.Adam))
+    train(state, 1)
+    found = build(two_groups(torch.optim.AdamW))
+    save(state).load(found)
+    assert found["optimizer"].param_groups[0]["decoupled_weight_decay"], "AdamW stays what it is, as torch has it"
+    state = build(OPTIMIZERS["SGD momentum"])
+    train(state, 1)
+    found = build(two_groups(Mine, momentum=0.5))
+    save(state).load(found)
+    assert save(found).bytes.keys() == save(state).bytes.keys()
+
+
+def test_a_checkpoint_that_does_not_say_the_class_is_judged_by_what_its_groups_have(save: Any) -> None:
+    state = build(OPTIMIZERS["SGD momentum"])
+    train(state, 1)
+    saved = save(state)
+    for key in ("class", "keys"):
+        del saved.stored.values["optimizer"][key]
+    saved.load(build(OPTIMIZERS["SGD"]))
+    for group in saved.stored.values["optimizer"]["groups"]:
+        group["values"]["of a scheduler"] = 1
+    saved.load(build(OPTIMIZERS["SGD"]))
+    with pytest.raises(StateMismatchError, match=r"AdamW in the state .*, an optimizer of another class in"):
+        saved.load(build(OPTIMIZERS["AdamW fused"]))
+
+
+def test_only_a_part_that_is_no_optimizer_never_minds_its_class(save: Any) -> None:
+    saved = save(build(OPTIMIZERS["SGD momentum"]))
+    found = build(OPTIMIZERS["AdamW fused"])
+    assert saved.load(found, only=["model"]).problems == ()
+    with pytest.raises(StateMismatchError, match="AdamW in the state"):
+        saved.load(found, only=["optimizer.groups"])
+
+
+def test_step_counters_of_a_torch_that_had_numbers_become_tensors(save: Any) -> None:
+    state = build(OPTIMIZERS["AdamW one by one"])
+    train(state, 2)
+    for entry in state["optimizer"].state.values():
+        entry["step"] = 2
+    saved = save(state)
+    found = build(OPTIMIZERS["AdamW one by one"])
+    saved.load(found)
+    train(found, 1)
+    assert all(entry["step"].item() == 3 for entry in found["optimizer"].state.values())
 
 
 def test_a_value_of_a_group_that_cannot_be_saved_is_refused_by_path() -> None:

@@ -79,7 +79,7 @@ def test_what_could_not_be_applied_is_tried_again(save: Any) -> None:
     saved = save({"a": 1, "s": Thing(2), "b": 3})
     found: dict[str, Any] = {"a": 0, "s": Stubborn(), "b": 0}
     target = saved.open(found)
-    with pytest.raises(RuntimeError, match="not yet"):
+    with pytest.raises(StateMismatchError, match="not yet"):
         target.apply()
     target.apply()
     assert (found["a"], found["s"].state, found["b"]) == (1, 2, 3)

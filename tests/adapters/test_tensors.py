@@ -134,7 +134,6 @@ def freed() -> torch.Tensor:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: torch.ones(3).to_sparse(), "layout torch.sparse_coo"),
         (lambda: torch.ones(3, device="meta"), "meta"),
         (lambda: nn.LazyLinear(3).weight, "lazy"),
         (wrapper, "keeps its value elsewhere"),
@@ -149,13 +148,6 @@ def test_a_tensor_whose_bytes_are_not_its_value_is_refused_by_path(
 ) -> None:
     with pytest.raises(UnsupportedStateError, match=rf"^x(\.y\[0\])?: .*({reason})"):
         StateWalker().walk(place(make()))
-
-
-@pytest.mark.filterwarnings("ignore:.*uantiz")
-def test_a_quantised_tensor_is_refused_by_path() -> None:
-    tensor = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
-    with pytest.raises(UnsupportedStateError, match=r"^x: dtype torch\.qint8"):
-        StateWalker().walk({"x": tensor})
 
 
 def test_a_target_whose_elements_share_memory_is_refused(save: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -22,13 +22,31 @@ from tests.adapters.worlds import World
         (5, "five", "v: a str in the state, an int in the checkpoint"),
         ("five", 5, "v: an int in the state, a str in the checkpoint"),
         ([1], {"a": 1}, "v: a dict in the state, a list in the checkpoint"),
-        ((1, 2), [1, 2], "v: a list in the state, a tuple in the checkpoint"),
         (b"x", "x", "v: a str in the state, bytes in the checkpoint"),
-        (torch.ones(()), 1.0, "v: a float in the state, a tensor in the checkpoint"),
-        (1.0, torch.ones(()), "v: a tensor in the state, a float in the checkpoint"),
         (np.ones(2), [1.0], "v: a list in the state, a numpy.ndarray in the checkpoint"),
+        (torch.ones(1), 1.0, "v: a float in the state, a tensor in the checkpoint"),
+        (1.0, torch.ones(1), "v: a tensor in the state, a float in the checkpoint"),
+        (
+            0.5,
+            torch.ones((), dtype=torch.int64),
+            "v: a tensor of torch.int64 in the state, a float that is none of its",
+        ),
+        (300, torch.ones((), dtype=torch.uint8), "v: a tensor of torch.uint8 in the state, an int that is none of its"),
+        (2, torch.ones((), dtype=torch.bool), "v: a tensor of torch.bool in the state, an int that is none of its"),
+        (
+            float("nan"),
+            torch.ones((), dtype=torch.int8),
+            "v: a tensor of torch.int8 in the state, a float that is none",
+        ),
+        (1j, torch.ones(()), "v: a tensor of torch.float32 in the state, a complex that is none of its values"),
+        (10**400, torch.ones(()), "v: a tensor of torch.float32 in the state, an int that is none of its values"),
+        (np.str_("x"), 5, "v: an int in the state, a numpy str_ in the checkpoint"),
+        ({1}, frozenset({1}), "v: a frozenset in the state, a set in the checkpoint"),
+        (bytearray(b"x"), b"x", "v: bytes in the state, a bytearray in the checkpoint"),
+        (deque([1, 2]), deque(maxlen=1), "v: a deque of at most 1 in the state, one of 2 items in the checkpoint"),
+        (torch.Size([1]), (1,), "v: a tuple in the state, a torch.Size in the checkpoint"),
+        (np.ones(()), 1.0, "v: a float in the state, a numpy.ndarray in the checkpoint"),
         (PurePosixPath("/x"), "/x", "v: a str in the state, a path in the checkpoint"),
-        ({}, defaultdict(list), "v: a defaultdict in the state, a dict in the checkpoint"),
         ({"run": {"name": 3}, "lr": 1}, {"run": {"name": "a"}}, "v: ['run']['name']: a str in the state, an int in"),
         (nn.Linear(1, 1), None, "v: a plain value in the state, a module in the checkpoint"),
         ({"deep": nn.Linear(1, 1)}, None, "v: ['deep']: a plain value in the state, a module in the checkpoint"),
@@ -65,7 +83,6 @@ def test_another_type_is_a_difference_and_changes_nothing(save: Any, stored: Any
         ({"a": 1}, {"a": None}),
         ({"b": "x"}, {"a": 1}),
         ([1, "x"], ["x"]),
-        (OrderedDict(a=1), {"a": 2}),
         (b"x" * 70_000, b""),
         (per_rank(2.5), per_rank(1)),
     ],
@@ -75,6 +92,84 @@ def test_numbers_fit_each_other_and_none_fits_all(save: Any, stored: Any, here: 
     found = {"v": here}
     assert saved.load(found).problems == ()
     assert saved.equals(found) or isinstance(stored, torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    ("stored", "here", "expected"),
+    [
+        (1e9, torch.tensor(0.5), torch.tensor(1e9)),
+        (0.1, torch.tensor(0.5, dtype=torch.bfloat16), torch.tensor(0.1, dtype=torch.bfloat16)),
+        (1e300, torch.tensor(0.5), torch.tensor(float("inf"))),
+        (3, torch.tensor(0.5), torch.tensor(3.0)),
+        (3.0, torch.tensor(5), torch.tensor(3)),
+        (2**63 + 1, torch.tensor(0, dtype=torch.uint64), torch.tensor(2**63 + 1, dtype=torch.uint64)),
+        (True, torch.tensor(5), torch.tensor(1)),
+        (1, torch.tensor(False), torch.tensor(True)),
+        (np.float32(0.5), torch.tensor(5.0), torch.tensor(0.5)),
+        (np.longdouble(0.5), torch.tensor(5.0), torch.tensor(0.5)),
+        (2.0, torch.tensor(1j), torch.tensor(2 + 0j)),
+        (float("inf"), torch.tensor(5.0), torch.tensor(float("inf"))),
+        (torch.tensor(0.5), 1e9, 0.5),
+        (torch.tensor(5), 0.5, 5),
+        (torch.tensor(True), 0, True),
+        (torch.tensor(0.5, dtype=torch.bfloat16), np.float32(0), 0.5),
+        (torch.tensor(1j), 0, 1j),
+        ((1, (2,)), [0], [1, (2,)]),
+        ([1, [2]], (0, [3], 4), (1, [2])),
+        (OrderedDict(b=1, a=2), {}, {"b": 1, "a": 2}),
+        ({"b": 1, "a": 2}, OrderedDict(), OrderedDict(b=1, a=2)),
+        ({"a": 1}, Counter("b"), Counter("a")),
+        (Counter("aab"), {}, {"a": 2, "b": 1}),
+        ({1: [2]}, defaultdict(list), defaultdict(list, {1: [2]})),
+        (defaultdict(int, a=1), defaultdict(list), defaultdict(int, a=1)),
+        (defaultdict(int, a=1), {}, {"a": 1}),
+        ({"lr": 1, "betas": (0.5, 1)}, {"lr": torch.tensor(0.5), "betas": []}, {"lr": torch.tensor(1.0), "betas": [0.5, 1]}),
+        (None, torch.ones(3), None),
+        (None, [1], None),
+    ],
+)  # fmt: skip
+def test_numbers_and_containers_become_the_kind_that_is_here(save: Any, stored: Any, here: Any, expected: Any) -> None:
+    found = {"v": here}
+    assert save({"v": stored}).load(found).problems == ()
+    assert same(found["v"], expected)
+    if not isinstance(here, tuple | int | float | np.generic) and expected is not None:
+        assert found["v"] is here
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are equal, types included."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        factory = getattr(one, "default_factory", None)
+        return (
+            list(one) == list(other)
+            and all(map(same, one.values(), other.values()))
+            and factory is getattr(other, "default_factory", None)
+        )
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def test_number_and_tensor_fit_beside_other_tensors_too(save: Any) -> None:
+    best = torch.tensor(0.5)
+    found: dict[str, Any] = {"run": {"best": best, "worst": 0.5, "w": torch.zeros(1)}}
+    saved = save({"run": {"best": 1e9, "worst": torch.tensor(2.0), "w": torch.ones(1)}})
+    target = saved.load(found)
+    assert (target.problems, target.unexpected) == ((), ())
+    assert found["run"]["best"] is best
+    assert (best.item(), found["run"]["worst"]) == (1e9, 2.0)
+
+
+def test_a_number_fills_an_inference_tensor_and_a_parameter(save: Any) -> None:
+    with torch.inference_mode():
+        found: dict[str, Any] = {"a": torch.tensor(0.5), "b": nn.Parameter(torch.tensor(0.5))}
+    found["c"] = nn.Parameter(torch.tensor(0.5))
+    save({"a": 1.5, "b": 2.5, "c": 3.5}).load(found)
+    assert [found[key].item() for key in "abc"] == [1.5, 2.5, 3.5]
 
 
 def test_of_many_differences_within_one_value_the_first_are_told(save: Any) -> None:

@@ -5,21 +5,22 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 from torch import nn
 
 from aiockpt.adapters import watch
-from aiockpt.adapters.native import RNG, StateWalker
+from aiockpt.adapters.native import RNG, StateWalker, per_rank
 from aiockpt.errors import UnsupportedStateError
 from aiockpt.state.codecs import CodecRegistry
 from aiockpt.state.shards import ShardedState
+from tests.example_counts import examples
 
 Job = dict[str, Any]
 ONE = torch.ones(1)
@@ -396,7 +397,7 @@ def test_a_value_of_optimizer_state_that_is_renamed_is_not_overlooked() -> None:
 
 
 @pytest.mark.usefixtures("way")
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from(CHANGES), min_size=2, max_size=6, unique=True))
 @example([new_state, hook_optimizer, new_groups])
 def test_no_sequence_of_changes_is_overlooked(changes: list[Callable[[Job], None]]) -> None:
@@ -435,8 +436,12 @@ def test_a_walk_leaves_the_state_as_it_is() -> None:
         ({"act": lambda: None}, "^act: a function cannot be saved without pickle"),
         ({"act": int}, "^act: the class int cannot be saved without pickle"),
         ([], "^the state: a list; give a dict"),
-        ({"a": [nn.Linear(1, 1)]}, r"^a\[0\]: .*string keys of the state, not a list"),
-        ({"a": {1: Counter()}}, r"^a\[1\]: .*string keys"),
+        ({"a": deque([nn.Linear(1, 1)])}, r"^a\[0\]: .*a place in a dict, list or tuple"),
+        ({"a": {(1,): nn.Linear(1, 1)}}, r"^a: the key \(1,\) cannot name the object"),
+        (
+            {"o": {key: torch.optim.SGD([key]) for key in [nn.Parameter(torch.zeros(3, 2))]}},
+            r"^o: a tensor of shape \(3, 2\) is a key here.*give list\(….values\(\)\)",
+        ),
         ({1: 2}, "the key 1 is not text"),
         ({"a": nn.Linear}, r"^a: .*cannot be saved"),
         ({"a": torch.Generator()}, r"^a: .*cannot be saved"),
@@ -460,19 +465,14 @@ def test_a_state_that_contains_itself_is_refused() -> None:
 
 
 def test_two_leaves_of_one_name_are_refused() -> None:
-    class Confusing:
-        def state_dict(self) -> dict[Any, Any]:
-            return {1: torch.ones(1), (0, 0): 0, "#1": torch.ones(1), (0, 1): torch.ones(1), None: torch.ones(2)}
-
-        def load_state_dict(self, state: Any) -> None: ...
-
-    class Twice(Confusing):
-        def state_dict(self) -> dict[Any, Any]:
-            return {"x": 0, (0,): torch.ones(1), "#1": torch.ones(1)}
-
-    StateWalker().walk({"a": Confusing()})
     with pytest.raises(UnsupportedStateError, match="same name"):
-        StateWalker().walk({"a": Twice()})
+        StateWalker().walk({"a": per_rank(torch.ones(1)), "a@rank0": torch.ones(1)})
+
+
+def test_keys_that_are_no_text_have_names_of_their_own() -> None:
+    keys = {(0,): torch.ones(1), "#0": torch.ones(1), "##0": torch.ones(1), None: torch.ones(1), 1.5: torch.ones(1)}
+    walked = StateWalker().walk({"a": {**keys, 1: torch.ones(1), "1": torch.ones(1)}})
+    assert len({shard.name for shard in walked.tensors}) == 7
 
 
 def test_values_that_no_reader_would_accept_are_refused_at_once_and_later() -> None:

@@ -58,7 +58,10 @@ async def test_a_store_that_creates_exclusively_proves_it_once(monkeypatch: pyte
         await asyncio.gather(*(backend.put_new(key, b"1") for key in "abc"))
         await backend.put_new("d", b"1")
         assert server.seen["PUT"] == 2 + 4
-        assert sorted(server.objects) == ["run/a", "run/b", "run/c", "run/d"]
+        assert sorted(server.objects) == ["run/.aiockpt", "run/a", "run/b", "run/c", "run/d"]
+        await open_naive(server, monkeypatch).put_new("e", b"1")  # in another process: it is there and proves at once
+        assert server.seen["PUT"] == 2 + 4 + 1 + 1
+        assert server.seen["delete batch"] == 0
 
 
 async def test_a_store_that_ignores_the_condition_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +73,7 @@ async def test_a_store_that_ignores_the_condition_is_refused(monkeypatch: pytest
             ) as caught:
                 await create()
             assert not caught.value.retryable
-        assert server.objects == {}
+        assert sorted(server.objects) == ["run/.aiockpt"]  # before the first byte of a run
         await backend.put("a", b"1")  # what commits nothing is allowed
         assert await backend.get("a", 1) == b"1"
 
@@ -159,7 +162,7 @@ async def test_a_create_that_is_cancelled_takes_its_claim_back(monkeypatch: pyte
         creating.cancel()
         await asyncio.wait([creating])
         assert creating.cancelled()
-        assert sorted(server.objects) == ["run/first"]
+        assert sorted(server.objects) == ["run/.aiockpt", "run/first"]
 
 
 # Who tries again
@@ -223,7 +226,7 @@ async def test_a_part_that_keeps_failing_fails_the_file_for_good_and_leaves_noth
             await write()
         assert not caught.value.retryable
         await upload.abort()
-        assert server.objects == {}
+        assert sorted(server.objects) == ["run/.aiockpt"]
         assert server.seen["abort upload"] == 1
 
 
@@ -245,7 +248,7 @@ async def test_an_aborted_file_leaves_no_parts_behind(monkeypatch: pytest.Monkey
         assert server.seen["begin upload"] == 1
         await upload.abort()
         assert server.seen["abort upload"] == 1
-        assert server.objects == {}
+        assert sorted(server.objects) == ["run/.aiockpt"]
 
 
 async def test_an_upload_holds_no_more_than_its_parts_and_the_one_being_written(

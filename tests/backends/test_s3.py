@@ -239,11 +239,12 @@ async def test_uploads_that_a_crash_left_are_found_and_removed(s3: S3Backend) ->
     assert await s3.leftover_uploads() == ()
 
 
-async def test_the_probe_of_a_store_is_made_once_and_leaves_nothing(s3: S3Backend) -> None:
+async def test_that_keys_are_created_once_is_proved_once_by_a_key_that_stays(s3: S3Backend) -> None:
     assert s3.statistics().conditional is None
     await asyncio.gather(*(s3.put_new(f"key-{number}", b"") for number in range(4)))
     assert s3.statistics().conditional is True
-    assert len((await s3.list("")).objects) == 4
+    assert [found.key for found in (await s3.list("")).objects] == [".aiockpt", *(f"key-{n}" for n in range(4))]
+    assert b"It stays" in await s3.get(".aiockpt", 1000)
 
 
 def test_opening_it_touches_nothing() -> None:

@@ -6,6 +6,8 @@ import warnings
 from collections.abc import AsyncIterator
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from aiockpt.backends.s3 import S3Backend
 from aiockpt.backends.s3_body import Checksum
@@ -112,8 +114,23 @@ async def test_a_store_that_ignores_conditions_is_refused_before_anything_is_wri
     for _ in range(2):
         with pytest.raises(UsageError, match="unsafe_commit=True"):
             await s3.put_new("key", b"data")
-    assert (await s3.list("")).objects == ()
+        with pytest.raises(UsageError, match="unsafe_commit=True"):
+            await s3.create("file", 2 * PART)
+    assert [found.key for found in (await s3.list("")).objects] == [".aiockpt"]
     assert sum(request.startswith("PUT") for request in proxy.seen) == 2
+    assert not any(request.startswith(("POST", "DELETE")) for request in proxy.seen)
+
+
+async def test_the_proof_that_is_there_needs_one_request_and_its_answer_may_be_lost(
+    s3: S3Backend, proxy: Proxy
+) -> None:
+    proxy.misbehave(Fault(do="lose_answer", method="PUT", match="/.aiockpt"))
+    await s3.put_new("key", b"data")
+    other = S3Backend(s3.url, endpoint_url=proxy.endpoint_url, part_bytes=PART)
+    before = len(proxy.seen)
+    await other.put_new("other", b"data")
+    assert sum(request.startswith("PUT") for request in proxy.seen[before:]) == 2
+    await other.close()
 
 
 async def test_unsafe_commit_goes_on_with_a_warning_and_still_refuses_a_taken_key(
@@ -368,6 +385,74 @@ async def test_expired_credentials_are_read_again_for_the_next_call(
     aws_environment.setenv("AWS_ACCESS_KEY_ID", "aiockpt-test")
     assert await stale.get("key", 10) == b"data"
     await stale.close()
+
+
+@pytest.mark.parametrize("verb", ["stat", "open", "create", "put_new"])
+async def test_credentials_that_a_head_finds_expired_are_read_again_too(
+    s3: S3Backend, proxy: Proxy, aws_environment: pytest.MonkeyPatch, verb: str
+) -> None:
+    await s3.put("key", b"data")
+    aws_environment.setenv("AWS_ACCESS_KEY_ID", "revoked")
+    stale = S3Backend(s3.url, endpoint_url=proxy.endpoint_url, part_bytes=PART)
+    stale._creator._conditional = True  # proved before they expired
+    calls = {
+        "stat": lambda: stale.stat("key"),
+        "open": lambda: stale.open("key"),
+        "create": lambda: stale.create("other", 5),
+        "put_new": lambda: stale.put_new("key", b"x"),
+    }
+    expired = Fault(do="answer", status=403, code="ExpiredToken", times=None)
+    taken = Fault(do="answer", method="PUT", status=412, code="PreconditionFailed", match="/key")
+    proxy.misbehave(taken, expired) if verb == "put_new" else proxy.misbehave(expired)
+    with pytest.raises(StorageAccessError if verb != "put_new" else StorageError) as caught:
+        await calls[verb]()  # type: ignore[no-untyped-call]
+    assert caught.value.retryable
+    assert any(request.startswith("GET ") for request in proxy.seen)
+    proxy.misbehave()
+    aws_environment.setenv("AWS_ACCESS_KEY_ID", "aiockpt-test")
+    assert (await stale.stat("key")).size == 4
+    await stale.close()
+
+
+async def test_a_head_that_is_refused_for_no_reason_is_answered_by_a_get(s3: S3Backend, proxy: Proxy) -> None:
+    for key, size in (("one", 1), ("more", 1000)):
+        await s3.put(key, bytes(size))
+        said = await s3.stat(key)
+        proxy.misbehave(Fault(do="answer", method="HEAD", status=403, code="-"))
+        assert await s3.stat(key) == said
+    await s3.put("empty", b"")
+    proxy.misbehave(Fault(do="answer", method="HEAD", status=403, code="-"))
+    with pytest.raises(StorageAccessError):
+        await s3.stat("empty")
+    proxy.misbehave(Fault(do="answer", status=403, code="AccessDenied", times=None))
+    with pytest.raises(StorageAccessError, match="AccessDenied") as caught:
+        await s3.stat("one")
+    assert not caught.value.retryable
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+async def test_what_another_host_says_is_not_asked_for(s3: S3Backend, proxy: Proxy, status: int, s3_url: str) -> None:
+    await s3.put("key", b"data")
+    seen: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append(request.method)
+        return web.Response(body=b"evil", headers={"ETag": '"e"', "Last-Modified": "Sat, 21 Nov 2026 11:33:22 GMT"})
+
+    server = TestServer(handler := web.Application())
+    handler.router.add_route("*", "/{path:.*}", answer)
+    async with server:
+        proxy.misbehave(
+            Fault(do="answer", status=status, code="TemporaryRedirect", times=None, to=f"{server.make_url('/')}")
+        )
+        for call in (s3.get("key", 10), s3.put("key", b"x"), s3.stat("key"), s3.list(""), s3.create("new", 3)):
+            with pytest.raises(StorageError, match="only the store that was named is believed") as caught:
+                await call
+            assert not caught.value.retryable
+            assert f"127.0.0.1:{server.port}" in str(caught.value)
+    assert seen == []
+    proxy.misbehave()
+    assert await s3.get("key", 10) == b"data"
 
 
 async def test_no_client_retries_behind_our_back(s3: S3Backend, proxy: Proxy) -> None:

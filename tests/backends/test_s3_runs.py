@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -13,6 +15,7 @@ import torch
 
 import aiockpt
 from aiockpt.backends.s3 import S3Backend
+from aiockpt.cli.main import main
 from aiockpt.errors import CommitConflictError, StorageError
 from tests.gates import Gate, striking
 from tests.servers.seaweed import Seaweed, find_weed, seaweed_server
@@ -131,6 +134,62 @@ async def sweep(url: str) -> tuple[int, int]:
     after = await s3.leftover_uploads()
     await s3.close()
     return len(left), len(after)
+
+
+KILLED_IN_AN_UPLOAD = """
+import os, signal, sys
+import torch, aiockpt
+from aiockpt.backends.s3 import S3Backend
+from tests.gates import striking
+
+backend = striking(S3Backend(sys.argv[1]), lambda: os.kill(os.getpid(), signal.SIGKILL))
+with aiockpt.Checkpointer(backend) as ckpt:
+    ckpt.save(2, {"x": torch.ones(10 << 20)}).result()
+"""
+
+
+@pytest.mark.parametrize("by", ["the command", "retention"])
+@pytest.mark.parametrize("server", ["seaweed", "moto"])
+def test_an_upload_that_a_killed_save_left_is_aborted(
+    s3_url: str,
+    server: str,
+    by: str,
+    request: pytest.FixtureRequest,
+    aws_environment: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = request.getfixturevalue(server)
+    aws_environment.setenv("AWS_ENDPOINT_URL", found if isinstance(found, str) else found.endpoint_url)
+    killed = subprocess.run([sys.executable, "-c", KILLED_IN_AN_UPLOAD, s3_url], timeout=DEADLINE_S, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (key,) = anyio.run(leftovers, s3_url)
+    assert key.startswith("step-00000002/a-")
+    with aiockpt.Checkpointer(s3_url) as ckpt:
+        ckpt.save(1, {"x": torch.ones(3)}).result(DEADLINE_S)
+        if server == "seaweed":  # the other one dates every upload to 2010
+            assert ckpt.prune().result(DEADLINE_S).uploads == ()  # it may be a save that runs
+            assert anyio.run(leftovers, s3_url) == [key]
+    if by == "retention":
+        rules = aiockpt.Retention(last=3, grace_s=0)
+        with aiockpt.Checkpointer(s3_url, retention=rules) as ckpt:
+            ckpt.save(3, {"x": torch.ones(3)}).result(DEADLINE_S)
+    else:
+        for more, word in (([], "would abort"), (["--yes"], "aborted")):
+            with pytest.MonkeyPatch.context() as patched, suppress(SystemExit):
+                patched.setattr(sys, "argv", ["aiockpt", "prune", s3_url, "--grace-hours", "0", *more])
+                main()
+            said = capsys.readouterr().out
+            assert word in said
+            assert key in said
+            assert "nothing to delete" not in said
+    assert anyio.run(leftovers, s3_url) == []
+
+
+async def leftovers(url: str) -> list[str]:
+    s3 = S3Backend(url)
+    left = await s3.leftover_uploads()
+    await s3.close()
+    return [upload.key for upload in left]
 
 
 def test_the_command_line_lists_and_verifies_a_bucket(url: str) -> None:

@@ -10,6 +10,7 @@ import random
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
@@ -239,15 +240,15 @@ def test_a_server_killed_in_the_middle_of_a_save_and_started_again_has_the_step(
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 96 MiB; to mount one takes rights that few test runs have."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
+def small_disk() -> Iterator[Path]:
+    """A disk of 96 MiB; to mount one takes rights that few test runs have. (A socket on it wants a short path.)"""
+    folder = Path(tempfile.mkdtemp(prefix="disk-"))
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", str(folder)], capture_output=True)
     if done.returncode:
         pytest.skip(f"no file system of its own can be mounted: {done.stderr.decode().strip()}")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
+    folder.rmdir()
 
 
 def test_a_server_whose_disk_is_full_fails_the_save_and_keeps_the_earlier_steps(

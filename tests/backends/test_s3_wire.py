@@ -190,15 +190,94 @@ def certificate(tmp_path: Path) -> ssl.SSLContext:
     return context
 
 
-async def test_what_is_encrypted_goes_through_aiohttp(
-    served: Served, opened: list[bool], certificate: ssl.SSLContext
+@pytest.fixture
+def filled(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """One entry for each body that was decrypted into the caller's memory."""
+    fillers: list[object] = []
+    original = s3_wire._Filler.fill
+
+    async def fill(self: s3_wire._Filler) -> None:
+        fillers.append(self)
+        await original(self)
+
+    monkeypatch.setattr(s3_wire._Filler, "fill", fill)
+    return fillers
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (100_000, 100_001, 2 << 20)])
+async def test_what_is_encrypted_is_decrypted_into_the_buffers_and_the_connection_is_used_again(
+    served: Served, opened: list[bool], filled: list[object], certificate: ssl.SSLContext, cuts: Sequence[int]
 ) -> None:
+    async for url in _run(served, certificate):
+        async with aiohttp.ClientSession() as session:
+            for _ in range(3):
+                memory = memoryview(bytearray(SIZE))
+                edges = [0, *cuts, SIZE]
+                sink = await get(session, url, [memory[a:b] for a, b in itertools.pairwise(edges)])
+                assert memory == BODY
+                assert sink.came_bytes == SIZE
+    assert len(set(served.connections)) == 1
+    assert opened == [False] * 3
+    assert len(filled) == 3
+
+
+async def test_an_encrypted_connection_that_ends_early_is_an_error_and_not_used_again(
+    served: Served, filled: list[object], certificate: ssl.SSLContext
+) -> None:
+    served.sent = 2_000_000
+    async for url in _run(served, certificate):
+        async with aiohttp.ClientSession() as session:
+            with pytest.raises(ClientPayloadError):
+                await get(session, url, [memoryview(bytearray(SIZE))])
+            served.sent = SIZE
+            memory = memoryview(bytearray(SIZE))
+            await get(session, url, [memory])
+            assert memory == BODY
+    assert len(set(served.connections)) == 2
+    assert len(filled) == 2
+
+
+async def test_a_read_that_is_cancelled_leaves_the_memory_to_its_owner(
+    served: Served, filled: list[object], certificate: ssl.SSLContext
+) -> None:
+    async for url in _run(served, certificate):
+        async with aiohttp.ClientSession() as session:
+            memory = memoryview(bytearray(SIZE))
+            reading = asyncio.ensure_future(get(session, url, [memory]))
+            while not filled:  # noqa: ASYNC110  there is nobody to set an event
+                await asyncio.sleep(0)
+            reading.cancel()
+            await asyncio.wait([reading])
+            memory[:] = bytes(SIZE)
+            again = memoryview(bytearray(SIZE))
+            await get(session, url, [again])
+            assert again == BODY
+            assert memory == bytes(SIZE)
+
+
+async def test_an_encrypted_body_is_told_to_move_while_it_comes_by_the_task_that_waits(
+    served: Served, certificate: ssl.SSLContext
+) -> None:
+    tasks = []
+
+    async for url in _run(served, certificate):
+        async with aiohttp.ClientSession() as session, session.get(url, ssl=False) as response:
+            sink = Sink([memoryview(bytearray(SIZE))])
+            await receive(response, sink, lambda: tasks.append(asyncio.current_task()))
+    assert tasks
+    assert set(tasks) == {asyncio.current_task()}
+
+
+async def test_an_encrypted_body_that_does_not_say_its_length_goes_through_aiohttp(
+    served: Served, filled: list[object], certificate: ssl.SSLContext
+) -> None:
+    served.chunked = True
     async for url in _run(served, certificate):
         async with aiohttp.ClientSession() as session:
             memory = memoryview(bytearray(SIZE))
             await get(session, url, [memory])
             assert memory == BODY
-    assert opened == [False]
+    assert not filled
 
 
 # ------------------------------------------------------------------ sending

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.cadence import Cadence
@@ -16,9 +16,10 @@ from aiockpt.errors import UsageError
 from aiockpt.events import Committed, SaveFailed, SaveSkipped, SaveStarted, SnapshotTaken
 from aiockpt.testing.simulation import SimulatedClock
 from tests.cadence.runs import Watched
+from tests.example_counts import examples
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(
     seed=st.integers(0, 1000),
     max_overhead=st.sampled_from([0.005, 0.03, 0.2]),
@@ -67,7 +68,7 @@ def test_the_first_save_comes_after_a_few_steps_and_the_second_not_before_it_has
     assert begun_s[1] >= ended_s
 
 
-@settings(deadline=None, max_examples=10)
+@examples(10)
 @given(st.integers(0, 1000))
 def test_noise_does_not_make_it_jitter(seed: int) -> None:
     run = Watched(seed, pause_s=0.3, write_s=4.0, noise=0.15, hours=2.0)

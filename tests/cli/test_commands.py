@@ -250,7 +250,9 @@ def test_an_option_like_no_other_is_answered_with_none(aiockpt_command: Command)
     assert "Possible" not in aiockpt_command("ls", "x", "--zzz").err
 
 
-@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "diff", "cp", "convert", "prune", "commit", "bench"])
+@pytest.mark.parametrize(
+    "command", ["ls", "inspect", "verify", "diff", "cp", "convert", "prune", "rm", "commit", "bench"]
+)
 def test_help_writes_flags_and_arguments_as_people_know_them(aiockpt_command: Command, command: str) -> None:
     shown = aiockpt_command(command, "--help").out
     assert "bool" not in shown

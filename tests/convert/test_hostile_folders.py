@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import aiockpt
 from aiockpt.errors import CheckpointError, CorruptionError, UsageError
 from tests.convert.small_models import DEADLINE_S, Tied, all_same, export, load_folder, take_in
+from tests.example_counts import examples
 
 INDEX = "model.safetensors.index.json"
 
@@ -148,7 +149,7 @@ def test_the_links_of_a_cache_are_followed_and_one_to_nothing_is_not(tmp_path: P
     assert_refused(sharded, CorruptionError, "is missing")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.integers(0, 700), byte=st.integers(0, 255))
 def test_a_changed_byte_of_a_header_is_refused_or_changes_no_more_than_it_says(
     tmp_path_factory: pytest.TempPathFactory, place: int, byte: int

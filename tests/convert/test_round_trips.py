@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from safetensors.torch import save_model as save_by_safetensors
@@ -28,6 +28,7 @@ from tests.convert.small_models import (
     save_model,
     take_in,
 )
+from tests.example_counts import examples
 from tests.ranks.crew import Crew
 from tests.small_run import SMALL
 
@@ -106,7 +107,7 @@ def elements(shape: list[int], dtype: str, seed: int) -> torch.Tensor:
     return data.view(kind).view(shape)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     tensors=st.lists(
         st.tuples(st.sampled_from(NATIVE), st.lists(st.integers(0, 40), max_size=3)), min_size=1, max_size=8
@@ -163,7 +164,7 @@ def test_a_number_that_would_become_infinite_is_refused_by_name(tmp_path: Path, 
 
 
 def test_what_several_ranks_saved_comes_out_whole(tmp_path: Path) -> None:
-    state = {"w": {f"m{index}": torch.randn(700, 33) + index for index in range(4)}}
+    state = {"w": {f"m{index}": torch.nn.Parameter(torch.randn(700, 33) + index) for index in range(4)}}
     with Crew(
         3, tmp_path / "run", io=aiockpt.IO(pool_bytes=1 << 20, slab_bytes=8192, block_bytes=4096, read_bytes=8192)
     ) as crew:

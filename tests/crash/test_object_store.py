@@ -128,7 +128,7 @@ def test_what_lasts_fails_the_save_with_our_error_in_time_or_does_not_matter(tro
         assert store.save(3, 3) is None
         assert store.load() == 3.0
         outcomes.add(failure is None)
-    assert len(outcomes) == 2 or trouble == "resent"
+    assert len(outcomes) == 2 or trouble in ("resent", "partial_body")  # no old step that cannot be read fails a save
 
 
 @pytest.mark.parametrize("crash", ["crash", "crash_after_effect"])

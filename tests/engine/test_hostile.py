@@ -47,7 +47,6 @@ HOSTILE: dict[str, Change] = {
     "a piece outside its file": _piece(start=1 << 50, end=(1 << 50) + 4000),
     "a piece outside its tensor": _piece(offsets=(10,)),
     "an alias of nothing": lambda m: msgspec.structs.replace(m, alias={"y": "z"}),
-    "a feature that nobody knows": lambda m: msgspec.structs.replace(m, requires=("telepathy",)),
     "another step": lambda m: msgspec.structs.replace(m, id="step-00000009", step=9),
 }
 

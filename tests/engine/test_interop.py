@@ -23,13 +23,16 @@ def test_safetensors_opens_the_data_files(tmp_path: Path, run: Run) -> None:
     run.train()
     with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
         ckpt.save(1, run.state).result(30)
-    (path,) = data_files(tmp_path)
-    loaded = load_file(path)
+    weights, rest = data_files(tmp_path)
+    loaded = load_file(weights)
+    assert loaded.keys() == {f"model.{name}" for name in run.model.state_dict()}
     for name, tensor in run.model.state_dict().items():
         assert torch.equal(loaded[f"model.{name}"], tensor)
-    with safe_open(path, "pt") as opened:
-        assert opened.metadata()["format"] == "pt"
-        assert opened.metadata()["aiockpt"] == '{"v":1}'
+    assert not any(name.startswith("model.") for name in load_file(rest))
+    for path in (weights, rest):
+        with safe_open(path, "pt") as opened:
+            assert opened.metadata()["format"] == "pt"
+            assert opened.metadata()["aiockpt"] == '{"v":1}'
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -80,10 +79,8 @@ def close_interrupted(ckpt: aiockpt.Checkpointer, after_s: float) -> None:
     """Close, with a Ctrl-C after *after_s* seconds."""
     pressing = threading.Timer(after_s, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
     pressing.start()
-    begun_s = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         ckpt.close()
-    assert time.monotonic() - begun_s < SOON_S
     pressing.join()
 
 
@@ -133,7 +130,6 @@ def test_a_save_that_is_interrupted_anywhere_ends(
     run, watch = Run(1), Watch()
     with aiockpt.Checkpointer(tmp_path, io=SMALL, observers=[watch], on_error=lambda future: None) as ckpt:
         ckpt.save(1, run.state).result(SOON_S)
-        begun_s = time.monotonic()
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, interrupt_once(getattr(owner, name), after))
             with suppress(KeyboardInterrupt):
@@ -142,7 +138,6 @@ def test_a_save_that_is_interrupted_anywhere_ends(
         ckpt.save(3, run.state).result(SOON_S)
         with suppress(aiockpt.BackgroundSaveError):
             ckpt.wait()
-        assert time.monotonic() - begun_s < SOON_S
         lost = name == "call_soon" and not after  # a slab on its way to the loop, at worst
         assert ckpt.statistics().pool.used_slabs <= lost
         loaded = ckpt.load(Run(2).state).result(SOON_S)

@@ -191,6 +191,39 @@ def test_votes_that_are_all_there_are_no_garbage(tmp_path: Path) -> None:
         assert ckpt.prune(aiockpt.Retention(grace_s=0), dry_run=True).result(30).garbage == ()
 
 
+def save_and_keep(root: Path, count: int) -> None:
+    """Save step 7 *count* times; nothing of the generations before is collected."""
+    place = FaultyBackend(LocalBackend(str(root)), [Fault(do="fail", verb="delete", times=None)])
+    with aiockpt.Checkpointer(place, io=SMALL, on_error="warn") as ckpt:
+        for value in range(count):
+            ckpt.save(7, state(value)).result(30)
+
+
+def attempts(root: Path) -> set[str]:
+    return {path.name.removeprefix("a-") for path in (root / "step-00000007").glob("a-*")}
+
+
+@pytest.mark.parametrize("committed", [(1, 2), (1, 3)])
+def test_whole_votes_for_a_number_that_is_taken_or_passed_are_garbage(
+    tmp_path: Path, committed: tuple[int, ...]
+) -> None:
+    """The votes are all there and their number is no newer than the newest generation, though newer than the oldest."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    save_and_keep(ours, 1)
+    shutil.copytree(ours, theirs)
+    save_and_keep(ours, 2)
+    save_and_keep(theirs, 1)
+    (overtaken,) = attempts(theirs) - attempts(ours)
+    folder = ours / "step-00000007"
+    shutil.copytree(theirs / "step-00000007" / f"a-{overtaken}", folder / f"a-{overtaken}")
+    (folder / f"a-{overtaken}" / "DECISION.json").unlink()
+    for generation in {1, 2, 3} - set(committed):
+        (folder / f"MANIFEST-{generation}.json").unlink()
+    with aiockpt.Checkpointer(ours, io=SMALL) as ckpt:
+        garbage = ckpt.prune(aiockpt.Retention(grace_s=0), dry_run=True).result(30).garbage
+    assert overtaken in {one.attempt for one in garbage}
+
+
 def test_the_lineage_follows_runs_and_their_parents() -> None:
     rows = facts((1, 1, "a", None), (2, 2, "a", None), (3, 3, "a", None), (4, 4, "b", "s2"), (5, 5, "b", "s2"))
     assert [fact.step for fact in lineage(rows)] == [5, 4, 2, 1]

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import anyio
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
@@ -37,6 +37,7 @@ from aiockpt.runtime.world import World
 from aiockpt.testing.faults import Fault, FaultyBackend
 from aiockpt.testing.simulation import SimulatedClock
 from tests.engine.copy_gate import CopyGate
+from tests.example_counts import examples
 from tests.watch import Watch, until
 
 SMALL = aiockpt.IO(pool_bytes=64 * 1024, slab_bytes=64 * 1024, block_bytes=64 * 1024, read_bytes=64 * 1024)
@@ -637,7 +638,7 @@ def until_at_rest(ckpt: aiockpt.Checkpointer) -> None:
     slabs=st.integers(1, 3),
     in_flight=st.integers(1, 3),
 )
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_tickets_of_any_kind_and_order_share_a_small_pool(
     data: list[tuple[str, int]], slabs: int, in_flight: int
 ) -> None:
@@ -760,7 +761,7 @@ def check_ended(save: aiockpt.SaveFuture, refused: bool) -> None:
     in_flight=st.integers(1, 4),
 )
 @example(moves=[Move("lazy"), Move("lazy", whole=False), Move("eager", whole=False), Move("step")], in_flight=4)
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_tickets_are_served_in_order_whatever_becomes_of_the_others(moves: list[Move], in_flight: int) -> None:
     run, seen = Run("sgd"), Watch()
     place = FaultyBackend(MemoryBackend(f"lazy-{uuid.uuid4()}"), refuse(moves))

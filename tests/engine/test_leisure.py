@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import threading
-import time
 from collections.abc import Callable
 
 import anyio
@@ -109,18 +108,16 @@ def test_a_save_that_is_cancelled_at_its_leisure_is_copied_no_further(monkeypatc
 
     with aiockpt.Checkpointer(place, snapshot="lazy", io=IO) as ckpt:
         ckpt.save(1, run.state).snapshotted().result(30)
-        known(ckpt, 30.0)
+        known(ckpt, 600.0)  # who waited for that would hang
         monkeypatch.setattr(Leisure, "wait", seen)
         save = ckpt.save(2, run.state)
         until(lambda: inside._value == 1, "the copy at its leisure")
         save.cancel()
-        began_s = time.monotonic()
         until(lambda: inside._value == 0, "the end of the copy")
-        took_s, copied = time.monotonic() - began_s, used(ckpt)
+        copied = used(ckpt)
         place.open_up()
         assert save.exception(30) is not None
-        assert took_s < 10
-        assert copied == 49  # the header has a window of its own
+        assert copied == 50  # the headers of the two files, weights and the rest, have windows of their own
 
 
 def test_how_long_a_program_leaves_its_state_alone_is_learned_from_its_steps() -> None:

@@ -6,15 +6,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 import torch
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
-from aiockpt.engine import find, lineage
+from aiockpt.engine import find, lineage, rung
 from aiockpt.errors import SaveSkippedError, StorageError, StorageTimeoutError, UsageError
 from aiockpt.events import Promoted, PromotionFailed
+from aiockpt.pipeline import copy
 from aiockpt.storage.backend import Space
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.gates import Gate
@@ -119,6 +121,55 @@ def test_what_waits_for_a_far_tier_is_not_deleted_from_the_near_one(tmp_path: Pa
     assert steps(tmp_path / "far") == [1, 2, 3]
 
 
+def test_memory_holds_what_it_keeps_and_what_is_being_copied(tmp_path: Path) -> None:
+    memory, far = MemoryBackend(), Gate(LocalBackend(str(tmp_path / "far")))
+    tiers: list[Any] = [aiockpt.Tier(memory, keep=1), tmp_path / "near", far]
+    with aiockpt.Checkpointer(tiers, io=SMALL) as ckpt:
+        ckpt.save(1, state(1)).result(30)
+        assert far.reached.wait(30)
+        for step in (2, 3, 4):
+            ckpt.save(step, state(step)).result(30)
+        ckpt.wait()
+        assert steps(memory) == [1, 4]
+        far.open_up()
+    assert steps(tmp_path / "far") == [1, 3, 4]
+    assert steps(memory) == [4]
+
+
+def test_memory_is_thinned_at_the_end_although_the_far_tier_never_came_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rung, "STALLED_S", 0.3)
+    memory = MemoryBackend()
+    hanging = FaultyBackend(
+        LocalBackend(str(tmp_path / "far")), [Fault(do="hang", verb="create", match="*", times=None)]
+    )
+    with aiockpt.Checkpointer([aiockpt.Tier(memory, keep=1), tmp_path / "near", hanging], io=SMALL) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state(step)).result(30)
+    assert steps(memory) == [3]
+
+
+def test_what_only_memory_had_and_gave_up_is_given_up_by_the_tier_that_waits_for_it(tmp_path: Path) -> None:
+    memory, far = MemoryBackend(), Gate(LocalBackend(str(tmp_path / "far")), match="step-00000000*")
+    told: list[BaseException] = []
+    tiers = [
+        aiockpt.Tier(memory, keep=1),
+        aiockpt.Tier(tmp_path / "near", every=4),
+        aiockpt.Tier(far, on_error=told.append, content="weights"),
+    ]
+    model = torch.nn.Linear(3, 3)
+    with aiockpt.Checkpointer(tiers, io=SMALL) as ckpt:
+        for step in (0, 1, 2):
+            ckpt.save(step, {"model": model}).result(30)
+            assert far.reached.wait(30)
+        ckpt.wait()
+        far.open_up()
+    assert len(told) == 1
+    assert str(told[0]).startswith("step 1 was in memory://")
+    assert steps(far) == [0, 2]
+
+
 def test_a_tier_that_never_takes_a_step_is_reported_the_way_it_was_asked_for(tmp_path: Path) -> None:
     broken = FaultyBackend(
         LocalBackend(str(tmp_path / "far")), [Fault(do="fail", verb="create", match="*", times=None)]
@@ -141,6 +192,36 @@ def test_a_tier_that_hangs_holds_no_memory_that_others_copy_through(tmp_path: Pa
         ckpt.save(1, large).result(30)
         assert ckpt.save(2, large).result(30).durable
     assert steps(tmp_path / "disk") == [1, 2]
+
+
+def test_a_slow_tier_gets_its_last_step_while_it_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rung, "STALLED_S", 0.3)
+    slow = aiockpt.Tier(tmp_path / "far", bandwidth=200e3)  # 2.4 s, each window of 4 KiB 20 ms
+    with aiockpt.Checkpointer([tmp_path / "near", slow], io=SMALL) as ckpt:
+        ckpt.save(1, {"x": torch.arange(60_000)}).result(30)
+    assert steps(tmp_path / "far") == [1]
+
+
+def test_a_tier_whose_flush_takes_long_is_not_taken_for_one_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Flushing(LocalBackend):
+        async def create(self, key: str, size: int) -> Any:
+            upload = await super().create(key, size)
+            finish = upload.finish
+
+            async def slowly() -> None:
+                await anyio.sleep(1)
+                await finish()
+
+            upload.finish = slowly  # type: ignore[method-assign]
+            return upload
+
+    monkeypatch.setattr(rung, "STALLED_S", 0.3)
+    monkeypatch.setattr(copy, "FLUSHED_BYTES_PER_S", 1e3)
+    with aiockpt.Checkpointer([tmp_path / "near", Flushing(str(tmp_path / "far"))], io=SMALL) as ckpt:
+        ckpt.save(1, state(1)).result(30)
+    assert steps(tmp_path / "far") == [1]
 
 
 def test_whatever_goes_wrong_with_one_step_the_tier_takes_the_next(tmp_path: Path) -> None:

@@ -114,11 +114,12 @@ def test_choices_that_mean_nothing_are_refused(tmp_path: Path) -> None:
 
 def test_a_writer_gives_way_loads_no_torch_and_has_a_session_of_its_own(tmp_path: Path, run: Run) -> None:
     io = aiockpt.IO(pool_bytes=1 << 20, slab_bytes=16384, block_bytes=4096, read_bytes=16384, nice=7)
+    gives_way = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 7)  # the tests may run at a niceness of their own
     with aiockpt.Checkpointer(tmp_path, worker="process", io=io) as ckpt:
         ckpt.save(1, run.state).result(30)
         pid = process_of(ckpt).pid
-        assert psutil.Process(pid).nice() == 7
-        assert all(os.getpriority(os.PRIO_PROCESS, thread.id) == 7 for thread in psutil.Process(pid).threads())
+        assert psutil.Process(pid).nice() == gives_way
+        assert all(os.getpriority(os.PRIO_PROCESS, thread.id) == gives_way for thread in psutil.Process(pid).threads())
         assert os.getsid(pid) == pid
         assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 
 from aiockpt.errors import ManifestError
 from aiockpt.format import document
-from aiockpt.format.document import check_tree, check_unique_keys, parse, seal, unseal
+from aiockpt.format.document import RARELY, check_tree, check_unique_keys, collector_paused, parse, seal, unseal
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(alphabet='ab"\\{}[],:é\n', max_size=6),
@@ -73,18 +76,95 @@ def test_what_is_not_json_is_our_error(body: bytes) -> None:
         parse(body, object, "it")
 
 
+@pytest.fixture
+def collector() -> Iterator[None]:
+    """Leave the collector as it was, whatever a test does to it."""
+    enabled, thresholds = gc.isenabled(), gc.get_threshold()
+    yield
+    (gc.enable if enabled else gc.disable)()
+    gc.set_threshold(*thresholds)
+
+
+@pytest.mark.usefixtures("collector")
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_garbage_collector_is_left_as_it_was(enabled: bool) -> None:
-    before = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
+    before = gc.get_threshold()
+    parse(b"1", int, "it")
+    with pytest.raises(ManifestError):
+        parse(b"x", int, "it")
+    assert (gc.isenabled(), gc.get_threshold()) == (enabled, before)
+
+
+@pytest.mark.usefixtures("collector")
+@pytest.mark.parametrize("change", [gc.disable, lambda: gc.set_threshold(50_000, 20, 30), lambda: gc.set_threshold(0)])
+def test_what_a_program_does_to_the_collector_during_a_pause_stays(change: Callable[[], object]) -> None:
+    change()
+    wanted = gc.isenabled(), gc.get_threshold()
+    gc.enable()
+    gc.set_threshold(700, 10, 10)
+    with collector_paused(), collector_paused():
+        assert gc.get_threshold()[0] == RARELY
+        change()
+    if change is gc.disable:
+        assert not gc.isenabled()
+        assert gc.get_threshold() == (700, 10, 10)
+    else:
+        assert (gc.isenabled(), gc.get_threshold()) == wanted
+
+
+@pytest.mark.usefixtures("collector")
+def test_a_collector_that_runs_by_no_threshold_is_given_none() -> None:
+    gc.set_threshold(0)
+    with collector_paused():
+        assert gc.get_threshold()[0] == 0
+    assert gc.get_threshold()[0] == 0
+
+
+@pytest.mark.usefixtures("collector")
+def test_pauses_that_overlap_end_with_the_last_of_them() -> None:
+    gc.enable()
+    before = gc.get_threshold()
+    first, second = collector_paused(), collector_paused()
+    first.__enter__()
+    gc.disable()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert gc.get_threshold()[0] == RARELY
+    second.__exit__(None, None, None)
+    assert (gc.isenabled(), gc.get_threshold()) == (False, before)
+
+
+@pytest.mark.usefixtures("collector")
+def test_pauses_of_many_threads_leave_the_collector_off_and_its_thresholds_as_they_were() -> None:
+    document, ends = json.dumps([[n] for n in range(300)]).encode(), threading.Event()
+    gc.enable()
+    before, often = gc.get_threshold(), sys.getswitchinterval()
+
+    def decode() -> None:
+        while not ends.is_set():
+            parse(document, list[list[int]], "it")
+
+    sys.setswitchinterval(1e-6)
+    threads = [threading.Thread(target=decode) for _ in range(4)]
     try:
-        parse(b"1", int, "it")
-        assert gc.isenabled() == enabled
-        with pytest.raises(ManifestError):
-            parse(b"x", int, "it")
-        assert gc.isenabled() == enabled
+        for thread in threads:
+            thread.start()
+        for _ in range(200):
+            gc.disable()
+            assert not any(map(_look, [gc.isenabled] * 20))
+            gc.enable()
+        gc.disable()
     finally:
-        (gc.enable if before else gc.disable)()
+        ends.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(often)
+    assert (gc.isenabled(), gc.get_threshold()) == (False, before)
+
+
+def _look(at: Callable[[], bool]) -> bool:
+    return at()
 
 
 def _has_duplicates(text: str) -> bool:

@@ -13,17 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.errors import ManifestError, UsageError
+from aiockpt.format.checksum import digest128
 from aiockpt.format.document import MAX_TREE_NODES, seal, unseal
 from aiockpt.format.manifest import (
+    HEAD_BYTES,
     FileEntry,
+    Head,
     Manifest,
-    Peek,
     Receipt,
+    decode_head,
     decode_manifest,
     decode_receipt,
     encode_manifest,
     encode_receipt,
-    peek,
 )
 
 RUN = "c0ffee00c0de"
@@ -44,9 +46,10 @@ def test_the_members_of_a_manifest_stand_in_the_order_of_the_format(manifest: Ma
         *(
             "parent",
             "attempt",
+            "world_size",
+            "head",
             "write_id",
             "created_ns",
-            "world_size",
             "files",
             "tensors",
             "alias",
@@ -133,22 +136,56 @@ def test_the_sum_of_a_block_is_found_without_decoding_all(sums: bytes) -> None:
     assert [file.sum_of(index) for index in range(len(sums) // 8)] == [sums[i : i + 8] for i in range(0, len(sums), 8)]
 
 
-def test_a_peek_finds_what_orders_steps(manifest: Manifest) -> None:
-    assert peek(encode_manifest(manifest)[:4096]) == Peek(
-        "step-00001000", 1000, 2, 7, RUN, "step-00000500", "3f9c21d07b44"
-    )
-    root = encode_manifest(msgspec.structs.replace(manifest, parent=None, id="x" * 128, step=2**63 - 1))
-    assert peek(root[:1024]) == Peek("x" * 128, 2**63 - 1, 2, 7, RUN, None, "3f9c21d07b44")
+def test_the_head_in_the_first_bytes_says_what_orders_steps(manifest: Manifest) -> None:
+    data = encode_manifest(manifest)
+    head = Head("step-00001000", 1000, 2, 7, RUN, "step-00000500", "3f9c21d07b44")
+    assert decode_head(data[:HEAD_BYTES]) == head == Head.of(decode_manifest(data))
+    longest = msgspec.structs.replace(manifest, parent="p" * 128, id="x" * 128, step=2**63 - 1, sequence=2**63 - 1)
+    assert decode_head(encode_manifest(longest)[:HEAD_BYTES]) == Head.of(longest)
+    root = msgspec.structs.replace(manifest, parent=None)
+    assert decode_head(encode_manifest(root)[:HEAD_BYTES]) == Head.of(root)
 
 
-def test_a_peek_at_a_receipt_finds_nothing(receipts: list[Receipt]) -> None:
-    assert peek(encode_receipt(receipts[0])) is None
+def test_the_fields_that_order_steps_stand_first_and_their_digest_after_them(manifest: Manifest) -> None:
+    data = encode_manifest(manifest)
+    keys = list(json.loads(data))
+    order = ["step", "generation", "sequence", "run", "parent", "attempt", "world_size", "head"]
+    assert keys[keys.index("step") : keys.index("head") + 1] == order
+    head, _, rest = data.partition(b',"head":"')
+    assert rest.startswith(digest128(head).encode() + b'"')
 
 
-@given(st.binary(max_size=100), st.integers(0, 400))
-def test_a_peek_at_anything_never_raises(noise: bytes, position: int) -> None:
-    known = b'{"format":"aiockpt","id":"a","step":1,"generation":1,"sequence":1,"run":"c0ffee00c0de",'
-    known += b'"parent":null,"attempt":"3f9c21d07b44"}'
-    peek(noise)
-    found = peek(known[:position] + noise + known[position:])
-    assert found in (None, Peek("a", 1, 1, 1, RUN, None, "3f9c21d07b44")) or noise
+def test_a_head_of_which_one_bit_is_not_as_it_was_written_says_nothing(manifest: Manifest) -> None:
+    data = encode_manifest(manifest)
+    end = data.index(b',"write_id"')
+    for bit in range(8 * end):
+        flipped = bytearray(data[:HEAD_BYTES])
+        flipped[bit // 8] ^= 1 << bit % 8
+        assert decode_head(bytes(flipped)) is None, f"bit {bit}"
+    for size in range(end):
+        assert decode_head(data[:size]) is None, f"{size} bytes"
+
+
+def test_a_manifest_from_before_its_head_had_a_digest_says_nothing_and_is_read_whole(manifest: Manifest) -> None:
+    data = encode_manifest(manifest)
+    head, _, rest = unseal(data, "it").partition(b',"head":"')
+    before = seal(head + rest[rest.index(b'"') + 1 :])
+    assert decode_head(before[:HEAD_BYTES]) is None
+    assert decode_manifest(before) == decode_manifest(data) == manifest
+
+
+def test_a_string_that_looks_like_the_end_of_the_head_is_none(manifest: Manifest) -> None:
+    tricky = msgspec.structs.replace(manifest, writer='","write_id":"x","head":"')
+    assert decode_head(encode_manifest(tricky)[:HEAD_BYTES]) == Head.of(tricky)
+    assert decode_manifest(encode_manifest(tricky)) == tricky
+
+
+def test_a_receipt_has_no_head(receipts: list[Receipt]) -> None:
+    assert decode_head(encode_receipt(receipts[0])) is None
+
+
+@given(st.binary(max_size=100))
+def test_a_head_of_anything_never_raises(noise: bytes) -> None:
+    for start in (noise, b'{"format":"aiockpt",' + noise):
+        decode_head(start)
+        decode_head(start + b',"head":"' + digest128(start).encode() + b'"')

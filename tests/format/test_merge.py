@@ -178,3 +178,12 @@ def test_votes_that_make_no_checkpoint_are_refused(
     receipts[1] = change(receipts[1])
     with pytest.raises(CommitError, match=message):
         _merge(receipts)
+
+
+def test_what_was_left_out_is_the_union_and_what_a_rank_saved_is_there(receipts: list[Receipt]) -> None:
+    receipts[0] = replace(receipts[0], left_out={"a": ("F32", (2,)), "w": ("BF16", (4, 8))})
+    receipts[1] = replace(receipts[1], left_out={"a": ("F32", (2,)), "b": None})
+    assert _merge(receipts).left_out == {"a": ("F32", (2,)), "b": None}
+    receipts[1] = replace(receipts[1], left_out={"a": ("F32", (3,))})
+    with pytest.raises(CommitError, match=r"'a' was left out as F32 \(2,\) on rank 0 and as F32 \(3,\) on rank 1"):
+        _merge(receipts)

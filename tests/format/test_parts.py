@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -33,6 +33,7 @@ from aiockpt.format.names import data_path, part_path
 from aiockpt.format.parts import PieceRows, PieceTable, attach, detach, lay_out, part_paths, table_of
 from aiockpt.format.tiling import tiles
 from aiockpt.format.validate import check_manifest, pieces_by_file
+from tests.example_counts import examples
 from tests.paper import paper_receipt
 
 ATTEMPT = "3f9c21d07b44"
@@ -330,7 +331,7 @@ def _refusal(found: Manifest) -> str | None:
     return None
 
 
-@settings(deadline=None)
+@examples(100)
 @given(st.data())
 def test_a_table_is_refused_where_plain_pieces_are_and_for_the_same_reason(data: st.DataObject) -> None:
     plain = plainly(grid())
@@ -348,7 +349,7 @@ def test_a_table_is_refused_where_plain_pieces_are_and_for_the_same_reason(data:
     assert _refusal(as_table(hostile)) == _refusal(hostile)
 
 
-@settings(deadline=None)
+@examples(100)
 @given(st.data())
 def test_boxes_tile_as_arrays_when_they_tile_one_by_one(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=3)))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.format.tiling import Extent, tiles
+from tests.example_counts import examples
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -49,7 +50,7 @@ def test_a_tiling_is_accepted(case: tuple[tuple[int, ...], list[Extent]]) -> Non
     assert tiles(*case)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(any_boxes())
 def test_boxes_are_accepted_only_when_each_element_is_covered_once(case: tuple[tuple[int, ...], list[Extent]]) -> None:
     assert tiles(*case) == _is_tiled(*case)

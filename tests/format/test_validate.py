@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from aiockpt.errors import CorruptionError, ManifestError
 from aiockpt.format import validate
-from aiockpt.format.manifest import Manifest, Piece, Receipt, TensorEntry
+from aiockpt.format.manifest import LeftOut, Manifest, Piece, Receipt, TensorEntry
 from aiockpt.format.safetensors import Entry, Header
 from aiockpt.format.validate import check_header, check_manifest, check_receipt, pieces_by_file
 
@@ -155,3 +155,20 @@ def test_boxes_of_one_flat_range_share_an_entry_and_no_byte(manifest: Manifest) 
     shared = (boxes[0], replace(boxes[1], start=4108, end=4140))
     with pytest.raises(CorruptionError, match="shares the bytes 4108–4112"):
         check_header(0, replace(flat, tensors={"w": TensorEntry("F32", (4, 8), shared)}), _header(W))
+
+
+@pytest.mark.parametrize(
+    ("left_out", "message"),
+    [
+        ({"w": None}, "'w' is both stored and left out"),
+        ({"head": ("F32", (1,))}, "'head' is both stored and left out"),
+        ({"x": ("F13", (1,))}, "'x' was left out with the unknown dtype 'F13'"),
+        ({"": None}, "is empty or longer"),
+        (dict.fromkeys(map(str, range(validate.MAX_TENSORS + 1))), "names that were left out are more"),
+    ],
+    ids=["stored", "alias", "dtype", "empty", "many"],
+)
+def test_what_was_left_out_must_make_sense(manifest: Manifest, left_out: LeftOut, message: str) -> None:
+    check_manifest(replace(manifest, left_out={"x": ("F32", (1,)), "y": None}), STEP, GENERATION)
+    with pytest.raises(ManifestError, match=message):
+        check_manifest(replace(manifest, left_out=left_out), STEP, GENERATION)

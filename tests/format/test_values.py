@@ -19,7 +19,7 @@ JSON = st.recursive(
 )
 
 
-def optimizer(groups: list[list[str]], keys: list[str], lr: float = 0.1, **more: Any) -> dict[str, Any]:
+def optimizer(groups: list[list[str]], keys: list[str], lr: Any = 0.1, **more: Any) -> dict[str, Any]:
     names = [name for group in groups for name in group]
     return {
         "$": "optimizer",
@@ -92,18 +92,44 @@ def test_state_that_only_one_rank_has_made_keeps_its_parameter() -> None:
 @pytest.mark.parametrize(
     ("theirs", "message"),
     [
-        (optimizer([["w"]], ["exp_avg"], lr=0.2), "o.groups[0].lr (0.1 on rank 0, 0.2 on rank 1)"),
-        (optimizer([["w"], []], ["exp_avg"]), "o.groups ('1 groups' on rank 0, '2 groups' on rank 1)"),
+        (optimizer([["w"]], ["exp_avg"], lr=0.2), "o: lr of w (0.1 on rank 0, 0.2 on rank 1)"),
+        (optimizer([["w"]], ["exp_avg"], lr=1), "o: lr of w (0.1 on rank 0, 1 on rank 1)"),
+        (optimizer([["w"]], ["exp_avg"], **{"class": "SGD"}), "o.class ('AdamW' on rank 0, 'SGD' on rank 1)"),
         ({**optimizer([["w"]], []), "values": [["w", "step", 4]]}, "o.state.w.step (3 on rank 0, 4 on rank 1)"),
     ],
 )
 def test_optimizers_that_contradict_each_other_are_named(theirs: dict[str, Any], message: str) -> None:
-    assert conflicts({"o": optimizer([["w"]], ["exp_avg"])}, {"o": theirs}) == [message]
+    ours = optimizer([["w"]], ["exp_avg"], **{"class": "AdamW"})
+    assert conflicts({"o": ours}, {"o": theirs}) == [message]
 
 
-def test_a_parameter_in_two_groups_is_named() -> None:
-    found = conflicts(optimizer([["w"], ["b"]], []), optimizer([["b"], ["w"]], []))
-    assert found == [": the group of b (1 on rank 0, 0 on rank 1)", ": the group of w (0 on rank 0, 1 on rank 1)"]
+def groups_of(*optimizers: Any) -> list[tuple[list[str], Any]]:
+    tree, found = unite(list(enumerate(optimizers)))
+    assert found == []
+    return [(group["params"], group["values"]["lr"]) for group in tree["groups"]]
+
+
+def test_what_a_group_says_belongs_to_its_parameters_where_ranks_have_other_groups() -> None:
+    fast, slow = optimizer([["a"], ["b"]], []), optimizer([["c"]], [], lr=0.5)
+    assert groups_of(fast, slow) == [(["a", "b"], 0.1), (["c"], 0.5)]
+    assert groups_of(slow, fast) == [(["c"], 0.5), (["a", "b"], 0.1)]
+    assert groups_of(fast, optimizer([["b", "c"]], [])) == [(["a", "b", "c"], 0.1)]
+    assert groups_of(optimizer([["w"], ["b"]], []), optimizer([["b"], ["w"]], [])) == [(["w", "b"], 0.1)]
+    assert groups_of(fast, optimizer([["c"], []], [])) == [(["a", "c"], 0.1), (["b"], 0.1)]
+
+
+def test_a_value_of_a_group_that_only_one_rank_has_is_for_all() -> None:
+    theirs = optimizer([["w"]], [])
+    theirs["groups"][0]["values"]["initial_lr"] = 3
+    tree, found = unite([(0, optimizer([["w"]], [])), (1, theirs)])
+    assert (found, tree["groups"][0]["values"]) == ([], {"lr": 0.1, "initial_lr": 3})
+
+
+def test_state_follows_its_parameter_into_the_united_groups() -> None:
+    ours, theirs = optimizer([["a"], ["b"]], ["exp_avg"]), optimizer([["c"]], ["momentum"], lr=0.5)
+    tree, _ = unite([(0, theirs), (1, ours)])
+    assert [group["params"] for group in tree["groups"]] == [["c"], ["a", "b"]]
+    assert tree["state"] == [{"keys": ["momentum"], "params": [0]}, {"keys": ["exp_avg"], "params": [1, 2]}]
 
 
 @pytest.mark.parametrize(

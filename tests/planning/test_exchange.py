@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.planning.exchange import (
@@ -20,6 +20,7 @@ from aiockpt.planning.exchange import (
     wanted_spans,
 )
 from aiockpt.planning.load import Landing
+from tests.example_counts import examples
 
 BLOCKS = (1024, 4096)
 MIB = 1 << 20
@@ -59,7 +60,7 @@ WANTED = st.sets(st.tuples(st.integers(0, 1), st.integers(0, 15)), max_size=24)
 SIZES = st.tuples(st.integers(1, 16 * BLOCKS[0]), st.integers(1, 16 * BLOCKS[1]))
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     wanted=st.lists(WANTED, min_size=2, max_size=6), sizes=SIZES, parcel_bytes=st.sampled_from([512, 5000, 16 * MIB])
 )
@@ -79,7 +80,7 @@ def test_every_wanted_block_reaches_each_rank_that_wants_it_exactly_once(
     assert set(read.values()) <= {1}, "a block is read by two ranks"
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     wanted=st.lists(WANTED, min_size=2, max_size=6), sizes=SIZES, parcel_bytes=st.sampled_from([512, 5000, 16 * MIB])
 )
@@ -102,7 +103,7 @@ def test_parcels_are_whole_blocks_of_a_bounded_size_that_their_reader_wants_too(
     assert sorted(opened) == sorted({span.file for parcel in parcels_of(exchange) for span in parcel.spans})
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(ranks=st.integers(2, 8), size=st.integers(1, 64 * MIB), seed=st.integers(0, 99))
 def test_replicas_read_alike_within_one_parcel(ranks: int, size: int, seed: int) -> None:
     half = size * (seed % 10) // 10 // 4096 * 4096

@@ -7,7 +7,7 @@ import struct
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.errors import StateMismatchError
@@ -18,6 +18,7 @@ from aiockpt.planning.load import GAP, Landing, Wanted, plan_load, plan_reads
 from aiockpt.planning.save import HEADER, PAGE_BYTES, SavePlan, plan_save
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import ShardedState, TensorShard, digest_structure
+from tests.example_counts import examples
 from tests.paper import written_files
 
 SLAB = 8192
@@ -112,7 +113,7 @@ def arrays(shapes: list[tuple[int, ...]]) -> list[np.ndarray]:
 SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=8)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(shapes=SHAPES, file_bytes=st.sampled_from([1, 5000, 1 << 30]))
 def test_what_is_written_is_read_back_whole(shapes: list[tuple[int, ...]], file_bytes: int) -> None:
     data = arrays(shapes)
@@ -126,7 +127,7 @@ def test_what_is_written_is_read_back_whole(shapes: list[tuple[int, ...]], file_
         assert found == [array.tobytes() for array in data]
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(data=st.data())
 def test_any_box_of_any_sharding_is_read_back(data: st.DataObject) -> None:
     rows, columns = data.draw(st.integers(1, 60)), data.draw(st.integers(1, 60))

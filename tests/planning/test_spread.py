@@ -118,6 +118,102 @@ def test_a_box_that_a_rank_has_twice_is_written_once() -> None:
     assert spread([[whole("w", 4), whole("w", 4)]]) == [(Part(0, Box((0,), (4,)), 0),)]
 
 
+# ------------------------------------------------------------------ what each rank may have of its own
+
+
+def own(name: str, size: int, unit: str) -> Holding:
+    return Holding(name, "U8", (size,), (Box.whole((size,)),), unit)
+
+
+def writers(holdings: Holdings, parts: Sequence[Sequence[Part]]) -> dict[str, list[int]]:
+    """Return the ranks that write something of each tensor."""
+    found: dict[str, list[int]] = {}
+    for rank, some in enumerate(parts):
+        for part in some:
+            found.setdefault(holdings[rank][part.holding].name, []).append(rank)
+    return found
+
+
+def test_replicas_that_may_differ_are_all_of_the_lowest_rank_that_has_them() -> None:
+    buffers = [own(f"m{number}.{what}", 1000, f"m{number}") for number in range(4) for what in ("mean", "var")]
+    holdings = [[whole("w", 8000, 1)], [whole("w", 8000, 1), *buffers], [whole("w", 8000, 1), *buffers]]
+    parts = spread(holdings, block_bytes=10)
+    found = writers(holdings, parts)
+    assert {name: ranks for name, ranks in found.items() if name != "w"} == {one.name: [1] for one in buffers}
+    assert loads(holdings, parts) == [4000, 8000, 4000]  # what may come from any rank makes up for it
+
+
+def test_many_of_them_are_spread_a_whole_module_or_dict_from_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spread_module, "LOWEST_RANK_BYTES", 1000)
+    buffers = [own(f"m{number}.{what}", 500 + number, f"m{number}") for number in range(9) for what in ("mean", "var")]
+    holdings = [[*buffers, whole("w", 300, 1)]] * 3
+    parts = spread(holdings, block_bytes=10)
+    found = writers(holdings, parts)
+    for number in range(9):
+        assert found[f"m{number}.mean"] == found[f"m{number}.var"]
+        assert len(found[f"m{number}.mean"]) == 1
+    assert max(loads(holdings, parts)) <= 1.01 * sum(loads(holdings, parts)) / 3
+
+
+def test_a_large_one_is_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spread_module, "LOWEST_RANK_BYTES", 1000)
+    holdings = [[own("ema.w", 9000, "ema"), whole("w", 9000, 1)]] * 2
+    parts = spread(holdings, block_bytes=10)
+    assert writers(holdings, parts) == {"ema.w": [0], "w": [1]}
+
+
+def test_those_of_one_module_that_different_ranks_have_come_from_one_rank_for_each_set_of_ranks() -> None:
+    holdings = [
+        [own("m.a", 10, "m"), own("m.b", 20, "m")],
+        [own("m.a", 10, "m"), own("m.b", 20, "m")],
+        [own("m.b", 20, "m")],
+    ]
+    found = writers(holdings, spread(holdings))
+    assert found == {"m.a": [0], "m.b": [0]}
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("model.bn1.running_mean", "model.bn1"),
+        ("ema.layers\\.0\\.weight", "ema.layers\\.0\\"),
+        ("queue", ""),
+        ("lists[3]", "lists"),
+    ],
+)
+def test_a_unit_is_the_module_or_dict_that_a_tensor_lies_in(name: str, unit: str) -> None:
+    def shard(may_differ: bool) -> TensorShard:
+        return TensorShard(name, "F32", (4,), (Box.whole((4,)),), object(), may_differ=may_differ)
+
+    state = ShardedState(tensors=(shard(True), shard(False)), alias={}, values={}, per_rank={}, structure="")
+    assert [holding.unit for holding in holdings_of(state)] == [unit, None]
+
+
+MIB = 1 << 20
+GPT = [
+    (f"h.{layer}.{part}", rows) for layer in range(24) for part, rows in (("q", 4), ("k", 4), ("up", 16), ("down", 16))
+]
+"""The modules of a model, and how many MiB each has."""
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("kind", ["DDP and an EMA dict", "GPTQ buffers"])
+def test_no_rank_writes_a_tenth_more_than_the_mean(kind: str, world_size: int) -> None:
+    if kind == "GPTQ buffers":
+        state = [
+            own(f"{name}.{what}", size * MIB // part, name)
+            for name, size in GPT
+            for what, part in (("qweight", 1), ("scales", 16), ("zeros", 32))
+        ]
+    else:
+        weights = [whole(f"model.{name}.weight", size * MIB, 1) for name, size in GPT]
+        moments = [whole(f"opt.{name}.{key}", size * MIB, 1) for name, size in GPT for key in ("m", "v")]
+        state = [*weights, *moments, *(own(f"ema.{name}.weight", size * MIB, f"ema.{name}") for name, size in GPT)]
+    found = loads([state] * world_size, spread([state] * world_size))
+    assert max(found) <= 1.1 * sum(found) / world_size
+    assert sum(found) == sum(holding.boxes[0].volume for holding in state)
+
+
 def test_a_tensor_without_elements_is_kept_by_the_lowest_rank_that_has_it() -> None:
     nothing = Holding("none", "U8", (0, 5), ())
     parts = spread([[], [whole("w", 4), nothing], [nothing]])

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.format.checksum import BLOCK_BYTES
@@ -25,6 +25,7 @@ from aiockpt.planning.spread import Part, holdings_of, spread
 from aiockpt.state.geometry import Box, flat_range_boxes
 from aiockpt.state.shards import ShardedState, TensorShard, digest_structure
 from benchmarks.planning import planned_receipt
+from tests.example_counts import examples
 from tests.paper import written_files
 
 WIDTH = 4
@@ -257,7 +258,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     return Layout(mesh, axes, inner_first=draw(st.booleans()), flat=draw(st.integers(0, 4)) == 0)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     shapes=st.lists(st.lists(st.integers(0, 24), max_size=3).map(tuple), min_size=1, max_size=5),
     source=layouts(),

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from aiockpt.adapters.native import LoadTarget, StateWalker, Stored, open_target
+from aiockpt.format.values import unite
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import ShardedState, TensorShard
 
@@ -17,12 +18,16 @@ CHECKS: dict[str, tuple[int, Callable[[], None]]] = {}
 """Name → (world size, check)."""
 MODULES = (
     "adapters_checks",
+    "composite_checks",
     "engine_checks",
     "fsdp1_checks",
+    "lazy_checks",
     "loader_checks",
     "mesh_checks",
     "odd_checks",
+    "optimizer_checks",
     "read_once_checks",
+    "scenario_checks",
 )
 """Where the checks are."""
 
@@ -90,7 +95,7 @@ class Gathered:
                     window(mask, box).fill_(True)
         assert all(mask.all() for mask in seen.values()), [name for name, mask in seen.items() if not mask.all()]
         assert not set(self.alias) & set(self.full), "a rank has a tie that another has not"
-        self.values = msgspec.json.decode(msgspec.json.encode(united([values for _, _, values in every])))
+        self.values = united([msgspec.json.decode(msgspec.json.encode(values)) for _, _, values in every])
 
     def open(self, state: Mapping[str, Any], **how: Any) -> LoadTarget:
         """Fill the tensors of *state* from the full ones, without applying."""
@@ -116,16 +121,10 @@ class Gathered:
 
 
 def united(trees: list[Any]) -> Any:
-    """The trees of all ranks as one: the union of dicts; of optimizers, each parameter's tensors from who has some."""
-    first = trees[0]
-    if not isinstance(first, dict):
-        return first
-    if first.get("$") == "optimizer":
-        rows: dict[int, list[Any]] = {}
-        for tree in trees:
-            rows |= {number: row["keys"] for row in tree["state"] for number in row["params"]}
-        return {**first, "state": [{"keys": keys, "params": [number]} for number, keys in rows.items()]}
-    return {key: united([tree[key] for tree in trees if key in tree]) for tree in trees for key in tree}
+    """The trees of all ranks as one, as a commit makes it."""
+    tree, conflicts = unite(list(enumerate(trees)))
+    assert not conflicts, conflicts
+    return tree
 
 
 def gather(state: Mapping[str, Any]) -> Gathered:

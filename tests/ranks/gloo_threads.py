@@ -43,7 +43,7 @@ def use(crew: Crew, peers: Peers) -> None:
     checkpointer = crew.checkpointers[peers.rank]
     sharing = checkpointer._engine.sharing
     assert sharing is not None
-    checkpointer._together = LoadTogether(checkpointer._engine, sharing.meeting, peers)
+    checkpointer._together = LoadTogether(checkpointer._engine, sharing, peers)
 
 
 def peers_of(crew: Crew, rank: int) -> Peers:

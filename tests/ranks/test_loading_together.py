@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import torch
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.errors import RankFailedError, RankTimeoutError
+from aiockpt.errors import RankFailedError, RankTimeoutError, StateMismatchError
 from aiockpt.runtime.world import World
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.ranks.crew import Crew
@@ -74,6 +77,22 @@ def test_a_step_that_one_rank_finds_damaged_is_left_by_all(tmp_path: Path, blind
     assert [result.step for result in results if result] == [1, 1, 1]
     assert all([step for step, _ in result.skipped] == ["step-00000002"] for result in results if result)
     assert all(holds(state, 1) for state in states)
+
+
+def test_all_ranks_are_told_the_same_of_what_was_passed_over(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3, 4, 5)
+    (tmp_path / "step-00000001" / "MANIFEST-2.json").touch()
+    (tmp_path / "step-00000005" / "MANIFEST-1.json").write_bytes(b"")
+    states = [empty() for _ in range(3)]
+    flip = Fault(do="flip", verb="reader.read", match="step-00000004/*", bit=80_000, times=None)
+    with Crew(3, one_rank_sees(tmp_path, 1, flip)) as crew:
+        results = crew.on_all(lambda rank, ckpt: ckpt.load(states[rank]).result(30))
+    told = [result.skipped for result in results if result]
+    assert [name for name, _ in told[0]] == ["step-00000001", "step-00000005", "step-00000004"]
+    assert told[1:] == told[:1] * 2
+    assert all(result and result.step == 3 for result in results)
+    assert "does not end with its digest" in told[0][1][1]
+    assert "rank 1: " in told[0][2][1]
 
 
 @pytest.mark.parametrize("blind", [0, 1])
@@ -207,3 +226,60 @@ def test_a_load_that_fails_on_one_rank_begins_no_new_branch_on_any(tmp_path: Pat
         crew.on_all(lambda rank, ckpt: ckpt.save(3, state_at(3)).result(30))
     runs = [json.loads((tmp_path / f"step-{step:08d}/MANIFEST-1.json").read_text())["run"] for step in (1, 2, 3)]
     assert len(set(runs)) == 1
+
+
+class Hooked(torch.nn.Linear):
+    """A layer that loads itself, and takes nothing when it is *picky*."""
+
+    picky = False
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        if self.picky:
+            raise RuntimeError("this layer has moved on")
+        super()._load_from_state_dict(*args, **kwargs)
+
+
+class Counter:
+    """An object with a state of its own, that takes none when it is *picky*."""
+
+    picky = False
+
+    def __init__(self, n: int = 0) -> None:
+        self.n = n
+
+    def state_dict(self) -> Any:
+        return {"n": self.n}
+
+    def load_state_dict(self, state: Any) -> None:
+        if self.picky:
+            raise KeyError("m")
+        self.n = state["n"]
+
+
+@pytest.mark.parametrize("awaited", [False, True], ids=["waited for", "awaited"])
+@pytest.mark.parametrize("make", [lambda: Hooked(2, 2), Counter], ids=["module", "object"])
+def test_what_an_object_of_one_rank_refuses_is_raised_on_all_and_says_partly_overwritten(
+    tmp_path: Path, make: Callable[[], Any], awaited: bool
+) -> None:
+    parts = [make(), make()]
+    parts[1].picky = True
+
+    with Crew(2, tmp_path) as crew:
+        crew.on_all(lambda rank, ckpt: ckpt.save(1, {"part": parts[0]}).result(30))
+
+        async def load(rank: int) -> None:
+            await crew.checkpointers[rank].load({"part": parts[rank]})
+
+        async def load_all() -> list[BaseException | None]:
+            return list(await asyncio.gather(load(0), load(1), return_exceptions=True))
+
+        errors = (
+            asyncio.run(load_all())
+            if awaited
+            else crew.errors(lambda rank, ckpt: ckpt.load({"part": parts[rank]}).result(30))
+        )
+        for error in errors:
+            assert isinstance(error, StateMismatchError), error
+            assert re.search(r"(?s)part: (Hooked|Counter) refused what is stored.*partly overwritten", str(error))
+        parts[1].picky = False
+        crew.on_all(lambda rank, ckpt: ckpt.load({"part": parts[rank]}).result(30))

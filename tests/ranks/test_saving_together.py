@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.errors import RankFailedError, RanksDisagreeError, RankTimeoutError, UsageError
+from aiockpt.errors import RankFailedError, RankTimeoutError, UsageError
 from aiockpt.runtime.world import World
+from aiockpt.storage.backend import Backend
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.gates import Gate
 from tests.ranks.crew import PATIENT, QUICK, Crew
@@ -24,8 +30,15 @@ pytestmark = pytest.mark.timeout(60)
 
 def replicated(value: float, tensors: int = 5, rows: int = 700) -> dict[str, Any]:
     """Return a state that every rank has alike, as under DDP."""
-    state: dict[str, Any] = {f"w{index}": torch.full((rows, 33), float(value + index)) for index in range(tensors)}
-    return {**state, "bias": torch.arange(7) + int(value), "note": f"at {value}"}
+    state: dict[str, Any] = {
+        f"w{index}": parameter(torch.full((rows, 33), float(value + index))) for index in range(tensors)
+    }
+    return {**state, "bias": parameter(torch.arange(7) + int(value)), "note": f"at {value}"}
+
+
+def parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
+    """Return what ranks have alike by nature, so that any of them may write it."""
+    return torch.nn.Parameter(tensor, requires_grad=False)
 
 
 def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -151,6 +164,26 @@ def test_the_first_save_is_given_up_at_once_too_when_a_rank_cannot_take_part(tmp
     assert steps(tmp_path) == [2]
 
 
+class Gone(FaultyBackend):
+    """A storage that refuses every call about one step."""
+
+    def __init__(self, inner: Backend, match: str) -> None:
+        verbs = ("put", "put_new", "get", "stat", "list", "create", "delete", "open")
+        super().__init__(inner, [Fault(do="fail", verb=verb, match=match, times=None) for verb in verbs])
+
+
+def test_a_rank_that_lost_its_storage_before_its_vote_tells_the_others_without_it(tmp_path: Path) -> None:
+    """Nothing of it can be committed without its vote, so it need not ask the storage who decides."""
+    gone = Gone(LocalBackend(str(tmp_path)), "*step-00000002*")
+    backends = [LocalBackend(str(tmp_path)), gone, LocalBackend(str(tmp_path))]
+    with Crew(3, backends.__getitem__, deadlines=PATIENT, on_error=lambda future: None) as crew:
+        crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).result(30))
+        errors = crew.errors(lambda rank, ckpt: ckpt.save(2, replicated(2)).result(30))
+        assert isinstance(errors[1], aiockpt.StorageError)
+        assert all(isinstance(errors[rank], RankFailedError) and "rank 1" in str(errors[rank]) for rank in (0, 2))
+    assert steps(tmp_path) == [1]
+
+
 def test_ranks_that_count_themselves_differently_are_told(tmp_path: Path) -> None:
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
     with Crew(2, tmp_path, on_error=lambda future: None) as crew:
@@ -193,17 +226,6 @@ def test_a_rank_that_stays_away_from_a_planned_save_is_named_too(tmp_path: Path)
         assert errors[0].missing_ranks == (1,)
         assert isinstance(errors[2], aiockpt.CommitTimeoutError | RankFailedError)
     assert steps(tmp_path) == [1]
-
-
-def test_ranks_that_mean_different_steps_are_told_which(tmp_path: Path) -> None:
-    with Crew(2, tmp_path, on_error=lambda future: None) as crew:
-        errors = crew.errors(lambda rank, ckpt: ckpt.save(5 + rank, replicated(1)).result(30))
-        assert all(isinstance(error, RanksDisagreeError | RankFailedError) for error in errors)
-        assert all("step 5" in str(error) and "step 6" in str(error) for error in errors)
-        crew.on_all(lambda rank, ckpt: ckpt.save(7, replicated(7)).result(30))
-        errors = crew.errors(lambda rank, ckpt: ckpt.save(8 + rank, replicated(8)).result(30))
-        assert any("step 8" in str(error) and "step 9" in str(error) for error in errors)
-    assert steps(tmp_path) == [7]
 
 
 def test_values_that_differ_are_named_with_their_ranks(tmp_path: Path) -> None:
@@ -301,6 +323,57 @@ def test_several_processes_without_a_store_are_refused(monkeypatch: pytest.Monke
         aiockpt.Checkpointer("memory://nobody")
     with pytest.raises(UsageError, match="store"):
         aiockpt.Ranks(0, 2)
+
+
+@pytest.fixture
+def group_of_two() -> Iterator[Callable[[], None]]:
+    """Lend what makes this process rank 1 of 2, as ``init_process_group`` does; nobody else is there."""
+
+    def begin() -> None:
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+
+    yield begin
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def test_a_checkpointer_made_before_the_process_group_says_that(
+    tmp_path: Path, group_of_two: Callable[[], None]
+) -> None:
+    with aiockpt.Checkpointer(tmp_path) as early, aiockpt.Checkpointer(tmp_path, ranks=aiockpt.Ranks()) as alone:
+        early.save(1, replicated(1)).result(30)
+        group_of_two()
+        calls: list[Callable[[int, dict[str, Any]], object]] = [
+            early.save,
+            early.step,
+            lambda step, state: early.warm_up(state),
+            lambda step, state: early.load(state),
+        ]
+        early._options = msgspec.structs.replace(early._options, every=1)
+        for call in calls:
+            with pytest.raises(
+                UsageError, match=r"was alone, and now it is rank 1 of 2.*after torch\.distributed\.init"
+            ):
+                call(2, replicated(2))
+        assert early.latest().result(30) == 1  # who only looks needs nobody
+        assert alone.save(2, replicated(2)).result(30).step == 2
+        torch.distributed.destroy_process_group()
+        assert early.save(3, replicated(3)).result(30).step == 3
+
+
+def test_a_process_that_saves_alone_with_a_part_of_a_tensor_is_told_who_has_the_rest(
+    tmp_path: Path, group_of_two: Callable[[], None]
+) -> None:
+    group_of_two()
+    mesh = DeviceMesh("cpu", [0, 1])
+    half = DTensor.from_local(torch.zeros(6, 4), mesh, [Shard(0)], run_check=False)
+    with aiockpt.Checkpointer(tmp_path, ranks=aiockpt.Ranks(), on_error="warn") as ckpt:
+        with pytest.raises(UsageError, match=r"(?s)saves alone.*w: 24 of 48 elements.*init_process_group"):
+            ckpt.save(1, {"w": half, "whole": torch.zeros(3)})
+        many = {f"w{number}": half for number in range(1)} | {f"v{n}": half.clone() for n in range(25)}
+        with pytest.raises(UsageError, match=r"and 6 more"):
+            ckpt.save(1, many)
+    assert steps(tmp_path) == []
 
 
 def test_no_note_is_left_behind_for_ever(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import anyio
 import pytest
 
 from aiockpt.errors import BlockingCallError, ClosedError, ForkedProcessError
-from aiockpt.runtime.loop import LoopThread, refuse_in_event_loop, runs_event_loop
+from aiockpt.runtime.loop import FIRST_WORKERS, MOST_WORKERS, LoopThread, refuse_in_event_loop, runs_event_loop
 
 
 @pytest.fixture
@@ -195,7 +195,7 @@ def test_a_loop_whose_workers_cannot_be_started_ends(monkeypatch: pytest.MonkeyP
     def refuse(_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("aiockpt.runtime.loop._start_all", refuse)
+    monkeypatch.setattr("aiockpt.runtime.loop._start_first", refuse)
     with pytest.raises(RuntimeError, match="can't start"):
         LoopThread("short", on_exit=lambda: None)
     gc.collect()
@@ -209,3 +209,30 @@ def test_what_the_loop_thread_computes_is_counted(loop: LoopThread) -> None:
     before_s = loop.cpu_s()
     loop._portal.call(sum, range(3_000_000))
     assert 0.005 < loop.cpu_s() - before_s < 5
+
+
+def workers() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("test-worker")]
+
+
+def test_workers_are_started_when_they_are_needed(loop: LoopThread) -> None:
+    assert len(workers()) == FIRST_WORKERS
+    gate = threading.Event()
+    waiting = [loop.in_worker(gate.wait) for _ in range(MOST_WORKERS + 5)]
+    assert len(workers()) == MOST_WORKERS
+    gate.set()
+    assert all(one.result(10) for one in waiting)
+
+
+def test_where_no_thread_can_be_started_any_more_those_that_are_there_do_the_work(
+    loop: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    gate = threading.Event()
+    waiting = [loop.in_worker(gate.wait) for _ in range(3 * FIRST_WORKERS)]
+    gate.set()
+    assert all(one.result(10) for one in waiting)
+    assert len(workers()) == FIRST_WORKERS

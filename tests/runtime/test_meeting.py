@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import anyio
@@ -12,6 +11,8 @@ import torch.distributed
 
 from aiockpt.errors import RankTimeoutError
 from aiockpt.runtime.meeting import Meeting, StoreLostError, growing_pauses, name_ranks
+from aiockpt.testing.simulated_time import run_in_leaps
+from aiockpt.testing.simulation import SimulatedClock
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -45,6 +46,7 @@ async def test_a_note_is_read_by_all_as_it_was_written() -> None:
     await first.post("key", Note("ready"))
     for other in others:
         assert await other.wait("key", Note, 10, "the note") == Note("ready")
+    assert await others[0].look_all(["never there", "key"], Note) == [None, Note("ready")]
     await first.forget(["key", "never there"])
     assert await first.look("key", Note) is None
 
@@ -70,18 +72,22 @@ async def test_who_left_no_note_is_named() -> None:
     assert list(caught.value.ranks) == [1, 3]
 
 
-async def test_a_note_that_came_while_the_process_was_stopped_is_read_though_the_deadline_has_passed() -> None:
-    store = new_store()
-    first, second = meetings(2, store)
-    async with anyio.create_task_group() as tasks:
+def test_a_note_that_came_while_the_process_was_stopped_is_read_though_the_deadline_has_passed() -> None:
+    store, clock = new_store(), SimulatedClock()
 
-        async def stop_the_process() -> None:
-            await anyio.sleep(0.05)
-            store.set(f"{first.name}/key", msgspec.msgpack.encode(Note("in time")))
-            time.sleep(0.5)  # noqa: ASYNC251  what a stopped process does: nothing
+    async def main() -> None:
+        first, second = meetings(2, store)
+        async with anyio.create_task_group() as tasks:
 
-        tasks.start_soon(stop_the_process)
-        assert await second.wait("key", Note, 0.3, "the note") == Note("in time")
+            async def stop_the_process() -> None:
+                await anyio.sleep(0.05)
+                store.set(f"{first.name}/key", msgspec.msgpack.encode(Note("in time")))
+                clock.now_ns += 500_000_000  # time passes, and nothing of this process runs
+
+            tasks.start_soon(stop_the_process)
+            assert await second.wait("key", Note, 0.3, "the note") == Note("in time")
+
+    run_in_leaps(main, clock)
 
 
 async def test_all_arrive_or_not_all() -> None:
@@ -99,6 +105,15 @@ async def test_a_store_that_is_gone_is_an_error_that_names_its_host() -> None:
     with pytest.raises(StoreLostError, match="Connection reset by peer") as caught:
         await meeting.look("key", Note)
     assert list(caught.value.ranks) == [0]
+
+
+async def test_a_store_that_is_lost_when_a_rank_comes_to_it_is_told_by_every_later_call_and_not_there() -> None:
+    store: Any = LostStore()
+    meeting = Meeting(store, "a place", 1, 2)
+    meeting.begin()
+    for _ in range(2):
+        with pytest.raises(StoreLostError, match="did not answer when this rank came to it"):
+            await meeting.post("key", Note("never read"))
 
 
 async def test_meetings_about_one_place_do_not_hear_each_other() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from types import TracebackType
 
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from aiockpt.errors import StorageTimeoutError
 from aiockpt.runtime.slabs import Slab, SlabPool
+from tests.example_counts import examples
 from tests.watch import until
 
 SLAB_BYTES = 4096
@@ -196,7 +197,7 @@ class Crowd:
     slabs=1, last_first=False, moves=[("arrive", 0), ("arrive in haste", 0), ("arrive", 0), ("again", 0), ("raise", 0)]
 )
 @example(slabs=2, last_first=True, moves=[("arrive", 0)] * 6 + [("again", 1), ("grow", 0), ("all", 0)])
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_slabs_go_to_whoever_came_first_and_all_of_them_come_back(
     slabs: int, last_first: bool, moves: list[tuple[str, int]]
 ) -> None:

@@ -34,6 +34,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
             checks no signature).
         method, match: which requests: their method, and a part of their path with query.
         at: at which of these it comes, from 1. *times*: at how many in a row; None for all from then on.
+        to: where an answer sends the client on to.
         status, code: of the answer; a status of 200 has the error in its body all the same.
     """
 
@@ -45,6 +46,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     status: int = 503
     code: str = "SlowDown"
     delay_s: float = 0.0
+    to: str = ""
 
     def meets(self, request: web.Request) -> bool:
         """Return whether it is about *request*."""
@@ -90,7 +92,9 @@ class Proxy:
         body = await request.read()
         if fault is not None and fault.do == "answer":
             said = f"<Error><Code>{fault.code}</Code><Message>by the proxy</Message></Error>"
-            return web.Response(status=fault.status, body=b"" if request.method == "HEAD" else said.encode())
+            headers = {"Location": fault.to + request.path.lstrip("/")} if fault.to else {}
+            body = b"" if request.method == "HEAD" else said.encode()
+            return web.Response(status=fault.status, headers=headers, body=body)
         if fault is not None and fault.do == "reset":
             return _reset(request)
         if fault is not None and fault.do == "flip" and body:

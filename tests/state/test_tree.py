@@ -11,19 +11,20 @@ import pathlib
 import uuid
 import zoneinfo
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.errors import CheckpointError, ManifestError, UnsupportedStateError, UsageError
 from aiockpt.state.codecs import CodecRegistry
 from aiockpt.state.tree import Decoder, Encoder, Node, Opaque, Path
+from tests.example_counts import examples
 
 
 class NoLeaves:
@@ -38,6 +39,9 @@ class NoLeaves:
     def encode_bytes(self, data: bytes, path: Path) -> Node:
         self.kept[str(path)] = data
         return {"$": "kept", "name": str(path)}
+
+    def encode_numbers(self, values: Collection[Any], path: Path, *, in_order: bool) -> Node | None:
+        return None
 
     def decode(self, kind: str, node: Mapping[str, Any], path: Path, decoder: Decoder) -> Any:
         return {"kept": self.kept}[kind][node["name"]]
@@ -317,7 +321,7 @@ nodes = st.recursive(
 )
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(nodes)
 def test_whatever_a_tree_holds_only_our_errors_are_raised(node: Node) -> None:
     with contextlib.suppress(CheckpointError):

@@ -216,3 +216,42 @@ def test_open_descriptors_are_counted(files: SimulatedFiles) -> None:
     for fd in fds:
         files.close(fd)
     assert files.open_count == 0
+
+
+def outcome(call: Callable[[], object]) -> object:
+    """Return what a call returns, or the name of its error."""
+    try:
+        return call()
+    except OSError as error:
+        return errno.errorcode[error.errno or 0]
+
+
+def special_things(files: Files, root: str) -> list[object]:
+    """Look at a link that leads nowhere and at a pipe in every way that a reader might; return what came of it."""
+    came: list[object] = []
+    for name in ("link", "fifo"):
+        path = f"{root}/{name}"
+        came.append(stat.S_IFMT(files.lstat(path).st_mode))
+        for flags in (os.O_RDONLY | os.O_NOFOLLOW, os.O_RDONLY, os.O_WRONLY | os.O_CREAT | os.O_EXCL):
+            fd = outcome(lambda path=path, flags=flags: files.open(path, flags | os.O_NONBLOCK))  # type: ignore[misc]
+            if isinstance(fd, int):
+                came.append(stat.S_IFMT(files.fstat(fd).st_mode))
+                came.append(outcome(lambda fd=fd: files.preadv(fd, [memoryview(bytearray(9))], 0)))  # type: ignore[misc]
+                files.close(fd)
+            else:
+                came.append(fd)
+        came.append(outcome(lambda path=path: files.listdir(path)))  # type: ignore[misc]
+        came.append(outcome(lambda path=path: files.lstat(f"{path}/below")))  # type: ignore[misc]
+        came.append(outcome(lambda path=path: files.mkdir(path)))  # type: ignore[misc]
+        files.unlink(path)
+    return [*came, files.listdir(root)]
+
+
+def test_links_and_pipes_are_looked_at_as_on_the_operating_system(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "fifo")
+    simulated = SimulatedFiles()
+    simulated.mkdir("/r")
+    simulated.put_special("link", "/r/link")
+    simulated.put_special("fifo", "/r/fifo")
+    assert special_things(simulated, "/r") == special_things(OsFiles(), str(tmp_path))

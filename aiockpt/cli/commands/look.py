@@ -98,12 +98,12 @@ def _verify_one(ckpt: Checkpointer, step: int, quiet: bool) -> Check:
     from aiockpt.errors import CorruptionError
 
     try:
-        total = finish(ckpt.describe(step)).info.bytes
-        with bytes_progress(f"verifying step {step}", total, quiet) as tick:
+        seen = finish(ckpt.describe(step))
+        with bytes_progress(f"verifying step {step}", seen.info.bytes, quiet) as tick:
             done = finish(ckpt.verify(step, on_read=tick))
     except CorruptionError as error:
         return Check(step, False, problem=str(error))
-    return Check(step, True, done.generation, done.bytes, done.seconds)
+    return Check(step, True, done.generation, done.bytes, done.seconds, left_out=len(seen.left_out))
 
 
 @app.command("diff")

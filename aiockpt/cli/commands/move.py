@@ -39,10 +39,11 @@ def copy_steps(
     copied = []
     with open_checkpointer(source) as ckpt:
         for number in steps:
-            with bytes_progress(f"step {number}", finish(ckpt.describe(number)).info.bytes, as_json) as tick:
+            seen = finish(ckpt.describe(number))
+            with bytes_progress(f"step {number}", seen.info.bytes, as_json) as tick:
                 copied.append(finish(ckpt.copy(number, target, on_copied=tick)))
             if not as_json:
-                show_copied(copied[-1])
+                show_copied(copied[-1], len(seen.left_out))
     show.json_or(as_json, copied, lambda: None)
 
 

@@ -1,4 +1,4 @@
-"""What shall stay, and what can be finished? ``prune`` deletes, ``commit`` rolls forward."""
+"""What shall stay, and what can be finished? ``prune`` and ``rm`` delete, ``commit`` rolls forward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import anyio
 import typer
 
 from aiockpt.cli import show
-from aiockpt.cli.commands.common import Json, Root, app, open_checkpointer
+from aiockpt.cli.commands.common import Json, Root, app, open_checkpointer, step_number
 from aiockpt.errors import UsageError
 
 
@@ -24,6 +24,12 @@ def prune(
     ] = None,
     best: Annotated[
         str | None, typer.Option(help="Besides, keep the best by this metric.", metavar="METRIC", show_default=False)
+    ] = None,
+    optimizer: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Of older steps than the newest N, keep the weights alone.", metavar="N", show_default=False
+        ),
     ] = None,
     best_count: Annotated[int, typer.Option(min=1, help="How many of the best to keep.", metavar="N")] = 1,
     mode: Annotated[Literal["min", "max"], typer.Option(help="Which values of --best are good.")] = "min",
@@ -49,7 +55,7 @@ def prune(
     if best:
         check_metric(best, listed)
     rule = Best(best, count=best_count, mode=mode) if best else None
-    rules = Retention(last=last, every=every, best=rule, grace_s=grace_hours * 3600)
+    rules = Retention(last=last, every=every, best=rule, optimizer=optimizer, grace_s=grace_hours * 3600)
     with open_checkpointer(root) as ckpt:
         found = ckpt.prune(rules, dry_run=True).result()
         folders = [f"{garbage.step_id}/a-{garbage.attempt}" for garbage in found.garbage]
@@ -57,6 +63,31 @@ def prune(
         if delete:
             found = ckpt.prune(rules).result()
     show.json_or(as_json, found, lambda: show_pruned(found, sizes, delete, ruled=last is not None))
+
+
+@app.command("rm")
+def remove_steps(
+    root: Root,
+    step: Annotated[
+        int | None, typer.Argument(help="The step: 1000, or step-00001000.", parser=step_number, metavar="step")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", "-a", help="Remove the whole run.")] = False,
+    sure: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove one step, or the whole run, also what a job left in shared memory. Asks first, unless --yes."""
+    from aiockpt.cli.outcomes import ask_removal, show_removed
+    from aiockpt.cli.place import open_place
+    from aiockpt.pipeline.removal import plan_removal, remove
+
+    if everything == (step is not None):
+        raise UsageError("give the step to remove, or --all to remove the whole run")
+    backend = open_place(root)
+    found = anyio.run(plan_removal, backend, step)
+    if not sure and not ask_removal(found, everything):
+        return
+    anyio.run(remove, backend, found)
+    show.json_or(as_json, found, lambda: show_removed(found))
 
 
 @app.command("commit")

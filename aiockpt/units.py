@@ -1,4 +1,4 @@
-"""How are amounts and speeds written for people? In binary units, the same ones at every place of the command line."""
+"""Amounts and speeds as people read them: binary units, the same ones in every log line and at every command."""
 
 from __future__ import annotations
 

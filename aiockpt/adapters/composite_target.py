@@ -1,0 +1,247 @@
+"""How is a composite tensor of the state filled? Part by part in place where it is made as it was saved, else anew.
+
+A subclass must be of the class that was saved and know the same (the size of its blocks, its dtype …); then its parts are
+filled where they lie. Of what is quantised or sparse the scales and the indices are part of the value, and change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from aiockpt.adapters.composite_nodes import (
+    FACTS,
+    SHOWN_FACTS,
+    SPREAD,
+    Written,
+    box_key,
+    class_to_make,
+    is_composite_node,
+    make,
+    read_written,
+    write_facts,
+)
+from aiockpt.adapters.composites import (
+    SUBCLASS,
+    Parts,
+    class_name,
+    in_words,
+    is_composite,
+    replace_content,
+    take_apart,
+)
+from aiockpt.adapters.dtensors import boxes_of, is_dtensor, local_of
+from aiockpt.adapters.intake import Intake
+from aiockpt.adapters.tensors import dtype_code, is_plain
+from aiockpt.errors import StateMismatchError
+from aiockpt.format.names import join_name
+from aiockpt.state.tree import TAG, Node, Path, damaged
+
+Thunk = Callable[[], Any]
+
+
+def ask_composite(path: Path, live: Any, node: Node, intake: Intake) -> Thunk | None:
+    """Ask for what the composite tensor of *node* is made of; return what gives it in a step: *live* itself, filled.
+
+    Args:
+        live: what is at *path* now; a new tensor is made where it is none.
+
+    Returns:
+        None, and a note, where it does not fit.
+    """
+    if not isinstance(live, torch.Tensor):
+        return intake.value(path, node)
+    if not is_composite(live) or is_dtensor(live) is not (node[TAG] == SPREAD):
+        intake.mismatch(path, f"{_here(live)} in the state, {_there(node)} in the checkpoint")
+        return None
+    if is_dtensor(live):
+        return _ask_spread(path, live, node, intake)
+    return _ask_one(path, live, read_written(node, path), intake)
+
+
+def ask_value(path: Path, live: Any, node: Node, intake: Intake, like: torch.Tensor) -> Thunk:
+    """Ask for a plain value, or for a composite tensor among plain values; return what gives it in a step.
+
+    Args:
+        like: the tensor whose state it is: a new one that is spread over ranks is spread like it.
+    """
+    if is_composite_node(node) and isinstance(live, torch.Tensor):
+        return ask_composite(path, live, node, intake) or (lambda: live)
+    if is_composite_node(node) and node[TAG] == SPREAD and is_dtensor(like):
+        return _ask_new_spread(path, like, node, intake) or (lambda: live)
+    # As it was saved, type included: what is here now says nothing of what it has become (LBFGS's step size).
+    return intake.value(path, node, live, fresh=True)
+
+
+def load_composite(path: Path, live: torch.Tensor, node: Node, intake: Intake) -> None:
+    """Fill a composite tensor that has a name of its own, or one that was saved as such, by what the checkpoint has."""
+    if not intake.selects(path):
+        return
+    if is_composite_node(node):
+        filled = ask_composite(path, live, node, intake)
+    elif type(node) is dict and node.get(TAG) == "codec":
+        filled = _ask_codec(path, live, node, intake)
+    else:
+        filled = None
+        intake.mismatch(path, f"{_here(live)} in the state, another value in the checkpoint")
+    if filled is not None:
+        intake.later(filled)
+
+
+def _ask_codec(path: Path, live: torch.Tensor, node: Node, intake: Intake) -> Thunk:
+    value = intake.value(path, node, fresh=True)
+
+    def replace() -> None:
+        made = value()
+        if not isinstance(made, torch.Tensor) or not replace_content(live, made):
+            raise StateMismatchError(
+                intake.where,
+                [f"{join_name(path)}: what the codec {node['name']!r} made cannot take the place of {in_words(live)}"],
+                "The state is partly overwritten: build it anew.",
+            )
+
+    return replace
+
+
+def _here(live: torch.Tensor) -> str:
+    return in_words(live) if is_composite(live) else f"an ordinary tensor ({live.dtype})"
+
+
+def _there(node: Mapping[str, Any]) -> str:
+    if node[TAG] == SPREAD:
+        return "one in parts of several ranks"
+    return f"one of {node.get('class')} ({node.get('kind')}, {node.get('dtype')})"
+
+
+def _find_part(path: Path, like: Any, node: Mapping[str, Any], intake: Intake) -> str | None:
+    """Return the key of the part of a spread tensor that this rank has of one like *like*; None, and a note, for none."""
+    intake.pass_over(path)
+    key, parts = box_key(boxes_of(like, path)), node.get("parts")
+    if type(parts) is not dict or not all(map(is_composite_node, parts.values())):
+        raise damaged(path, "is not a tensor in parts that was ever saved")
+    if key in parts and tuple(node.get("shape", ())) == tuple(like.shape):
+        return key
+    intake.problem(
+        f"{join_name(path)}: elements {key} of shape {tuple(like.shape)} are here, and the checkpoint has the parts "
+        f"{', '.join(sorted(parts)) or 'of no rank'}: a tensor that is made of others is not cut anew; load it with the "
+        "sharding that it was saved with"
+    )
+    return None
+
+
+def _ask_new_spread(path: Path, like: Any, node: Mapping[str, Any], intake: Intake) -> Thunk | None:
+    key = _find_part(path, like, node, intake) if boxes_of(like, path) else None
+    if key is None:
+        return None
+    local = intake.value((*path, f"@{key}"), node["parts"][key])
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements, shape, stride = like.device_mesh, like.placements, like.shape, like.stride()
+    return lambda: DTensor.from_local(local(), mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _ask_spread(path: Path, live: Any, node: Mapping[str, Any], intake: Intake) -> Thunk | None:
+    if not boxes_of(live, path):
+        intake.pass_over(path)
+        return lambda: live
+    key = _find_part(path, live, node, intake)
+    filled = key and ask_composite((*path, f"@{key}"), local_of(live), node["parts"][key], intake)
+    if not filled:
+        return None
+
+    def fill() -> Any:
+        filled()
+        return live
+
+    return fill
+
+
+def _ask_one(path: Path, live: Any, written: Written, intake: Intake) -> Thunk | None:
+    here = take_apart(live)
+    problem = _misfit(live, here, written, path, intake)
+    if problem is not None:
+        intake.mismatch(path, problem)
+        return None
+    intake.rewrites(path)
+    if here.kind == SUBCLASS and _fill_in_place(path, here, written, intake):
+        return lambda: live
+    made = _ask_new(path, live, here, written, intake)
+
+    def replace() -> Any:
+        if not replace_content(live, made()):
+            raise StateMismatchError(
+                intake.where,
+                [f"{join_name(path)}: {in_words(live)} is held by others and cannot become what was saved"],
+                "The state is partly overwritten: build it anew, without views or gradients of this tensor.",
+            )
+        return live
+
+    return replace
+
+
+def ask_new(path: Path, live: torch.Tensor, node: Node, intake: Intake) -> Thunk | None:
+    """Ask for a new tensor, on the CPU, of the class of *live*, which keeps what it has; None, and a note, as above."""
+    if not is_composite(live) or is_dtensor(live) or node[TAG] == SPREAD:
+        intake.mismatch(path, f"{_here(live)} in the state, {_there(node)} in the checkpoint")
+        return None
+    written, here = read_written(node, path), take_apart(live)
+    problem = _misfit(live, here, written, path, intake)
+    if problem is not None:
+        intake.mismatch(path, problem)
+        return None
+    return _ask_new(path, torch.empty(0), here, written, intake, type(live))
+
+
+def _ask_new(
+    path: Path, like: torch.Tensor, here: Parts, written: Written, intake: Intake, cls: type | None = None
+) -> Thunk:
+    cls = class_to_make(written, path, cls or type(like))
+    tensors = {key: _ask_part((*path, key), node, like, intake) for key, node in written.tensors.items()}
+    facts: Thunk = (lambda: here.facts) if written.shown is not None else intake.value((*path, FACTS), written.facts)
+    return lambda: make(written, path, cls, {key: part() for key, part in tensors.items()}, facts())
+
+
+def _misfit(live: torch.Tensor, here: Parts, written: Written, path: Path, intake: Intake) -> str | None:
+    there = f"{written.cls} ({written.dtype}, shape {written.shape})"
+    mine = f"{class_name(type(live))} ({live.dtype}, shape {tuple(live.shape)})"
+    if (here.kind, tuple(live.shape), live.dtype) != (written.kind, written.shape, written.dtype):
+        return f"{mine} in the state, {there} in the checkpoint"
+    if here.kind != SUBCLASS:
+        return None
+    if here.cls != written.cls:
+        return f"{mine} in the state, {there} in the checkpoint"
+    known = intake.encode_facts(lambda encoder: write_facts(here, path, encoder))
+    saved = {SHOWN_FACTS: written.shown} if written.shown is not None else {FACTS: written.facts}
+    return None if known == saved else f"{mine} knows {here.facts!r}, and other things in the checkpoint: {saved}"
+
+
+def _fill_in_place(path: Path, here: Parts, written: Written, intake: Intake) -> bool:
+    """Have the parts filled where they lie, if all of them fit; say whether."""
+    if here.tensors.keys() != written.tensors.keys():
+        return False
+    nested = {key for key, node in written.tensors.items() if is_composite_node(node)}
+    for key, inner in here.tensors.items():
+        if key in nested:
+            if not is_composite(inner):
+                return False
+            continue
+        facts = intake.facts(written.tensors[key]["name"])
+        if not is_plain(inner) or facts != (dtype_code(inner.dtype), tuple(inner.shape)):
+            return False
+    for key, inner in here.tensors.items():
+        if key not in nested:
+            intake.want((*path, key), inner, stored=written.tensors[key]["name"])
+        else:
+            filled = ask_composite((*path, key), inner, written.tensors[key], intake)
+            if filled is not None:
+                intake.later(filled)
+    return True
+
+
+def _ask_part(path: Path, node: Node, like: torch.Tensor, intake: Intake) -> Thunk:
+    if is_composite_node(node):
+        return intake.value(path, node)
+    tensor = intake.fill(path, node["name"], None, like.device)
+    return lambda: tensor

@@ -1,0 +1,81 @@
+"""What does a dict, list or tuple that is loaded part by part need besides its parts?
+
+- A plain value that only the state has is removed, and told; one that only the checkpoint has is added. So the plain part
+  of it is afterwards what was saved, as it is for a dict of plain values. (Where other ranks may have it, none is added.)
+- Tensors and objects are asked for by name: they are never removed, and never made.
+- The items of a tuple cannot be set: where one is another afterwards, another tuple takes its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+from aiockpt.adapters.intake import Intake
+from aiockpt.adapters.kinds import kind_of
+from aiockpt.adapters.match import DICTS, name_of_node, removed
+from aiockpt.adapters.stored import members_of
+from aiockpt.errors import UsageError, kind_in_words
+from aiockpt.format.names import join_name
+from aiockpt.state.tree import Path
+
+Value = Callable[[], Any]
+
+
+def check_settable(container: Any, path: Path) -> None:
+    """Refuse a mapping in which nothing can be set.
+
+    Raises:
+        UsageError: says which.
+    """
+    if not isinstance(container, MutableMapping | list):
+        raise UsageError(f"{'.'.join(map(str, path))}: {kind_in_words(container)} cannot be filled; give a dict")
+
+
+def set_part(container: Any, key: Any, value: Value) -> None:
+    """Set one part of a container, unless what is there was filled."""
+    new = value()
+    if container[key] is not new:
+        container[key] = new
+
+
+def set_tuple(container: Any, key: Any, items: list[Any]) -> None:
+    """Put another tuple in the place of one, where an item is another one now."""
+    if any(item is not new for item, new in zip(container[key], items, strict=True)):
+        container[key] = tuple(items)
+
+
+def keys_only_here(container: Mapping[Any, Any], path: Path, intake: Intake) -> list[Any]:
+    """Return the keys of the plain values that the checkpoint's dict at *path* does not have."""
+    found = intake.find(path)
+    if found is None or name_of_node(found.node) not in DICTS or not intake.selects(path):
+        return []
+    plain = (key for key, value in container.items() if kind_of(value) == "value")
+    return [key for key in plain if intake.find((*path, key)) is None and not intake.stays((*path, key))]
+
+
+def settle_dict(container: MutableMapping[Any, Any], gone: list[Any], path: Path, intake: Intake) -> None:
+    """Make the plain part of the dict at *path* what was saved, once its parts are asked for.
+
+    Args:
+        gone: `keys_only_here`.
+    """
+    found = intake.find(path)
+    if found is None or name_of_node(found.node) not in DICTS or not intake.selects(path):
+        return
+    if (problem := intake.hold(container, found.node, path)) is not None:
+        intake.problem(f"{join_name(path)}: {problem}")
+        return
+    if gone:
+        intake.tell(removed(path, gone))
+        intake.later(lambda: [container.pop(key, None) for key in gone])
+    order = list(members_of(found.node))
+    intake.complete(path, found.node, set(container), lambda key, value: container.__setitem__(key, value()))
+    intake.later(lambda: _put_in_order(container, order), last=True)
+
+
+def _put_in_order(container: MutableMapping[Any, Any], order: list[Any]) -> None:
+    if list(container) != order and set(container) == set(order):
+        entries = {key: container[key] for key in order}
+        container.clear()
+        container.update(entries)

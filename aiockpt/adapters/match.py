@@ -1,0 +1,395 @@
+"""Does a plain value of the checkpoint fit the one that is here, and which objects that are here will hold it?
+
+Guarantees:
+
+- Under the keys of dicts, types decide and values do not: numbers fit numbers and 0-d tensors, lists and tuples fit each
+  other, so do the kinds of dicts, and None fits all. Items of a list, tuple or deque are data: one of another kind is
+  replaced by the one that was saved.
+- Nothing changes: what is found is what `aiockpt.adapters.refill` goes by, once all is decoded.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import torch
+
+from aiockpt.adapters.composite_nodes import COMPOSITE
+from aiockpt.adapters.composites import is_composite
+from aiockpt.adapters.fit import number_misfit
+from aiockpt.adapters.leaves import read_plain_leaf, share
+from aiockpt.adapters.stored import members_of
+from aiockpt.errors import kind_in_words
+from aiockpt.format.names import join_name
+from aiockpt.state.codecs import CodecRegistry
+from aiockpt.state.scalars import PATHS
+from aiockpt.state.tree import TAG, Decoder, Node, Path
+
+OBJECTS = {
+    "module": "a module",
+    "optimizer": "an optimizer",
+    "stateful": "an object with state_dict()",
+    "loader": "an aiockpt.Loader",
+    "per_rank": "a value of each rank (aiockpt.per_rank)",
+}
+DICTS: frozenset[str] = frozenset({"dict", "OrderedDict", "defaultdict", "Counter"})
+SEQUENCES: frozenset[str] = frozenset({"list", "tuple"})
+NUMBERS: frozenset[str] = frozenset({"bool", "int", "float", "complex", "numpy number"})
+_NAMING = ("tensor", "numpy.ndarray", "stored", "numbers")
+"""Kinds of nodes that name a tensor."""
+MUTABLE: tuple[type, ...] = (list, dict, set, deque, bytearray, array)
+_WORDS = {COMPOSITE: "tensor", "numpy.raw": "numpy.ndarray", "stored": "bytes", "numbers": "list", "path": "path"}
+_NAMES: dict[type, str] = {
+    **{cls: cls.__name__ for cls in (bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset)},
+    **{cls: cls.__name__ for cls in (dict, OrderedDict, defaultdict, Counter, deque, array, range)},
+    **dict.fromkeys(PATHS.values(), "path"),
+    np.ndarray: "numpy.ndarray",
+    torch.dtype: "torch.dtype",
+    torch.device: "torch.device",
+    torch.Size: "torch.Size",
+}
+
+
+class Tensors(Protocol):
+    """What a match asks of the load."""
+
+    def tensor_misfit(self, tensor: torch.Tensor, name: str, path: Path) -> str | None:
+        """Return in words why *tensor* cannot be filled from tensor *name* of the checkpoint, or None."""
+
+    def is_scalar(self, name: str) -> bool:
+        """Return whether tensor *name* of the checkpoint has no axes."""
+        ...
+
+    def hold(self, here: object, node: Node, path: Path, *, by_key: bool = True) -> str | None:
+        """Note that *here* will be filled from *node*; return in words why it cannot be both that and what it is to be
+        elsewhere in the state. An item of a list can: it gets an object of its own."""
+
+
+class Match:
+    """One plain value that is here beside its node.
+
+    Attributes:
+        problems: why they do not fit, in words.
+        told: what will be removed or replaced, in words.
+        tensors: the tensors here that will be filled, by their places; arrays as tensors of the same memory.
+    """
+
+    def __init__(self, load: Tensors, codecs: CodecRegistry, path: Path) -> None:
+        self.problems: list[str] = []
+        self.told: list[str] = []
+        self.tensors: dict[Path, torch.Tensor] = {}
+        self._load = load
+        self._codecs = codecs
+        self._root = path
+
+    def problem(self) -> str | None:
+        """Return the first problems as one, or None."""
+        more = f" (and {len(self.problems) - 3} more)" if len(self.problems) > 3 else ""
+        return "; ".join(self.problems[:3]) + more if self.problems else None
+
+    def meet(self, here: Any, node: Node, path: Path, where: str = "", *, by_key: bool = True) -> None:
+        """Compare *here* with *node*, both at *path*.
+
+        Args:
+            where: the keys below the value, for messages.
+            by_key: whether it has a key of its own; False for an item of a list.
+        """
+        there = name_of_node(node)
+        if there == "None":
+            return
+        own = name_of(here, self._codecs)
+        if own == "None" or there in OBJECTS:
+            self._meet_nothing(node, where)
+        elif not self._meet_kind(here, own, node, there, path, where, by_key):
+            if by_key:
+                at = f"{where}: " if where else ""
+                self.problems.append(f"{at}{_words(own)} in the state, {_words(there)} in the checkpoint")
+            else:
+                self._replace(here, path, f"{_words(own)} by {_words(there)}")
+                self._meet_nothing(node, where)
+
+    def _meet_kind(self, here: Any, own: str, node: Node, there: str, path: Path, where: str, by_key: bool) -> bool:
+        """Go on by the two kinds; return whether they fit."""
+        if own in DICTS and there in DICTS and (own == there or by_key):
+            self._meet_dict(here, node, path, where, by_key)
+            return True
+        if own in SEQUENCES and there in SEQUENCES and (own == there or by_key):
+            self._meet_items(here, node, path, where, by_key)
+            return True
+        if own == "tensor" and there in NUMBERS:
+            return by_key and self._meet_number(here, node, path, where)
+        if own in NUMBERS and there == "tensor":
+            return by_key and self._load.is_scalar(str(node.get("name")))
+        if own != there:
+            return own in NUMBERS and there in NUMBERS
+        self._meet_same(here, own, node, path, where, by_key)
+        return True
+
+    def _meet_same(self, here: Any, own: str, node: Node, path: Path, where: str, by_key: bool) -> None:
+        if own == "deque":
+            self._meet_deque(here, node, path, where, by_key)
+        elif own == "tensor" and node[TAG] != "tensor":
+            self._replace(here, path, "a tensor that is made of others is filled only where it has a name of its own")
+        elif own == "tensor":
+            self._meet_tensor(here, node["name"], path, where, by_key)
+        elif own == "numpy.ndarray":
+            self._meet_array(here, node, path)
+        elif own.startswith("codec "):
+            self._meet_registered(here, node, path, where, by_key)
+        elif type(here) in MUTABLE:
+            self._hold(here, node, path, where, by_key)
+
+    def _hold(self, here: Any, node: Node, path: Path, where: str, by_key: bool) -> None:
+        if (problem := self._load.hold(here, node, path, by_key=by_key)) is not None:
+            self.problems.append(f"{where}: {problem}" if where else problem)
+
+    # ---------------------------------------------------------------- containers
+
+    def _meet_dict(self, here: dict[Any, Any], node: Node, path: Path, where: str, by_key: bool) -> None:
+        self._hold(here, node, path, where, by_key)
+        stored = self._entries(node, path)
+        for key, (part, inner) in stored.items():
+            at = f"{where}[{key!r}]"
+            if key in here:
+                self.meet(here[key], inner, (*path, part), at, by_key=by_key)
+            else:
+                self._meet_nothing(inner, at)
+        if gone := [key for key in here if key not in stored]:
+            self.told.append(removed(path, gone))
+
+    def _entries(self, node: Node, path: Path) -> dict[Any, tuple[str | int, Node]]:
+        """Return key → (part of the path, node) of a dict's node."""
+        if TAG not in node:
+            return {key: (key, inner) for key, inner in node.items()}
+        # Keys hold no tensors, so that they can be decoded at once.
+        pairs = Decoder(self._codecs, _NO_TENSORS).keys_of(node, path)
+        return {key: (part, inner) for key, part, inner in pairs}
+
+    def _meet_items(self, here: Any, node: Node, path: Path, where: str, by_key: bool) -> None:
+        if type(here) is not tuple:
+            self._hold(here, node, path, where, by_key)
+        items = _items(node)
+        for number, (item, inner) in enumerate(zip(here, items, strict=False)):
+            self.meet(item, inner, (*path, number), f"{where}[{number}]", by_key=False)
+        for number in range(len(here), len(items)):
+            self._meet_nothing(items[number], f"{where}[{number}]")
+
+    def _meet_deque(self, here: deque[Any], node: Node, path: Path, where: str, by_key: bool) -> None:
+        limit, count = node.get("maxlen"), _count(node)
+        if here.maxlen is not None and count > here.maxlen:
+            own, there = f"a deque of at most {here.maxlen}", f"one of {count} items"
+            if by_key:
+                self.problems.append(f"{f'{where}: ' if where else ''}{own} in the state, {there} in the checkpoint")
+            else:
+                self._replace(here, path, f"{own} by {there}")
+            return
+        if limit != here.maxlen:
+            self.told.append(f"{join_name(path)}: maxlen={here.maxlen} in the state, {limit} in the checkpoint; kept")
+        self._meet_items(here, node, path, where, by_key)
+
+    def _meet_registered(self, here: Any, node: Node, path: Path, where: str, by_key: bool) -> None:
+        """A registered class is made anew; the tensors that it is made of stay, and so does one that is a container."""
+        codec = self._codecs.for_class(type(here))
+        assert codec is not None, "its name said so"
+        if isinstance(here, MUTABLE):
+            self._hold(here, node, path, where, by_key)
+        inner = Match(_Inner(self._load), self._codecs, path)
+        inner.meet(codec.to_plain(here), node.get("value"), (*path, codec.name), where, by_key=False)
+        self.tensors |= inner.tensors
+
+    # ---------------------------------------------------------------- tensors, arrays, numbers
+
+    def _meet_tensor(self, here: torch.Tensor, name: str, path: Path, where: str, by_key: bool) -> None:
+        if is_composite(here):
+            return
+        problem = self._load.tensor_misfit(here, name, path)
+        if problem is None:
+            self.tensors[path] = here
+        elif by_key:
+            self.problems.append(f"{where}: {problem}" if where else problem)
+        else:
+            self._replace(here, path, problem)
+
+    def _meet_array(self, here: np.ndarray[Any, Any], node: Node, path: Path) -> None:
+        if node[TAG] == "numpy.raw":
+            fits = here.dtype.str == node.get("dtype") and list(here.shape) == node.get("shape")
+        else:
+            shared = share(here)
+            fits = shared is not None and self._load.tensor_misfit(shared, node["name"], path) is None
+            if fits and shared is not None and shared.data_ptr() == here.__array_interface__["data"][0]:
+                self.tensors[path] = shared
+        if not (fits and here.flags.writeable):
+            self._replace(here, path, "an array that has another shape or dtype, or cannot be written")
+
+    def _meet_number(self, here: torch.Tensor, node: Node, path: Path, where: str) -> bool:
+        if here.dim():
+            return False
+        problem = number_misfit(Decoder(self._codecs, _NO_TENSORS).decode(node, path), here.dtype)
+        if problem is not None:
+            self.problems.append(f"{where}: {problem}" if where else problem)
+        return True
+
+    # ---------------------------------------------------------------- what is made anew
+
+    def _meet_nothing(self, node: Node, where: str) -> None:
+        """Look for objects, which cannot be made, in what has nothing in the state beside it."""
+        for at, kind in objects_in(node, where):
+            self.problems.append(
+                f"{f'{at}: ' if at else ''}a plain value in the state, {OBJECTS[kind]} in the checkpoint; objects are "
+                "filled and never made: have one in its place"
+            )
+
+    def _replace(self, here: Any, path: Path, why: str) -> None:
+        if isinstance(here, (torch.Tensor, np.ndarray, *MUTABLE)):
+            self.told.append(f"{join_name(path)}: replaced by what was saved: {why}")
+
+
+def objects_in(node: Node, where: str = "") -> Iterator[tuple[str, str]]:
+    """Yield where an object was saved in *node*, and of which kind."""
+    if type(node) is list:
+        for number, item in enumerate(node):
+            if type(item) in (dict, list):
+                yield from objects_in(item, f"{where}[{number}]")
+    elif type(node) is dict and TAG not in node:
+        for key, item in node.items():
+            if type(item) in (dict, list):
+                yield from objects_in(item, f"{where}[{key!r}]")
+    elif type(node) is dict and type(node[TAG]) is str and node[TAG] in OBJECTS:
+        yield where, node[TAG]
+    elif type(node) is dict and type(items := node.get("items")) is list:
+        yield from objects_in(items, where)
+
+
+def has_named_parts(node: Node) -> bool:
+    """Return whether there is a tensor in *node* by a name of its own, or an object: nothing that can just be made."""
+    if name_of_node(node) == "tensor":
+        return True
+    if type(node) is dict and node.get(TAG) in (None, "dict", "OrderedDict"):
+        parts = members_of(node)
+        if all(type(key) is str for key in parts) and any(map(has_named_parts, parts.values())):
+            return True
+    return any(objects_in(node))
+
+
+def in_words(node: Node) -> str:
+    """Return what *node* was written for, with its article."""
+    name = name_of_node(node)
+    return OBJECTS.get(name) or _words(name)
+
+
+def same_content(one: Node, other: Node, tied_name: Callable[[str], str]) -> bool:
+    """Return whether two nodes say the same, tensors of the same memory too.
+
+    Args:
+        tied_name: what all names of one tensor have in common.
+    """
+    if type(one) is not type(other):
+        return False
+    if type(one) is list:
+        return len(one) == len(other) and all(same_content(a, b, tied_name) for a, b in zip(one, other, strict=True))
+    if type(one) is not dict:
+        return bool(one == other)
+    if one.keys() != other.keys():
+        return False
+    if type(one.get("name")) is str and one.get(TAG) in _NAMING:
+        if "digest" in one:
+            return {**one, "name": ""} == {**other, "name": ""}
+        return {**one, "name": tied_name(one["name"])} == {**other, "name": tied_name(other["name"])}
+    return all(same_content(value, other[key], tied_name) for key, value in one.items())
+
+
+def removed(path: Path, keys: list[Any]) -> str:
+    """Return in words that what only the state had under *keys* of the dict at *path* is removed."""
+    shown = ", ".join(f"{key!r:.80}" for key in keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+    return f"{join_name(path)}: only in the state, and removed: {shown}"
+
+
+def _items(node: Node) -> list[Node]:
+    """Return the nodes of items; none of numbers that are stored as an array."""
+    items = node.get("items") if type(node) is dict else node
+    return items if type(items) is list else []
+
+
+def _count(node: Node) -> int:
+    items = node.get("items")
+    count = items.get("count") if type(items) is dict else len(items) if type(items) is list else 0
+    return count if type(count) is int else 0
+
+
+def name_of(value: Any, codecs: CodecRegistry) -> str:
+    """Return what people call the type of a value that is here."""
+    if value is None:
+        return "None"
+    if type(value) is array:
+        return f"array of {value.typecode!r}"
+    known = _NAMES.get(type(value))
+    if known is not None:
+        return known
+    if (codec := codecs.for_class(type(value))) is not None:
+        return f"codec {codec.name!r}"
+    if isinstance(value, torch.Tensor):
+        return "tensor"
+    if isinstance(value, np.generic):
+        return _numpy_name(value.dtype)
+    return type(value).__name__ if type(value).__module__ in ("datetime", "decimal", "uuid") else kind_in_words(value)
+
+
+def name_of_node(node: Node) -> str:
+    """Return the type of what *node* was written for, by the name that people know."""
+    if node is None:
+        return "None"
+    if not isinstance(node, dict):
+        return type(node).__name__
+    if TAG not in node:
+        return "dict"
+    kind = str(node[TAG])
+    if kind == "array":
+        return f"array of {node.get('typecode')!r}"
+    if kind == "numpy.scalar":
+        try:
+            return _numpy_name(np.dtype(node["dtype"]))
+        except (KeyError, TypeError):
+            return kind
+    return f"codec {node.get('name')!r}" if kind == "codec" else _WORDS.get(kind, kind)
+
+
+def _numpy_name(dtype: np.dtype[Any]) -> str:
+    return "numpy number" if dtype.kind in "biufc" else f"numpy {dtype.type.__name__}"
+
+
+def _words(name: str) -> str:
+    """Return the name of a type with its article."""
+    if name in ("bytes", "None") or (" " in name and name.split()[0] in ("a", "an", "the")):
+        return name
+    return f"an {name}" if name[0] in "aeioAEIO" else f"a {name}"
+
+
+class _Inner(msgspec.Struct, frozen=True):
+    """What a match inside a registered class asks: its containers are made anew, none is held."""
+
+    load: Tensors
+
+    def tensor_misfit(self, tensor: torch.Tensor, name: str, path: Path) -> str | None:
+        return self.load.tensor_misfit(tensor, name, path)
+
+    def is_scalar(self, name: str) -> bool:
+        return self.load.is_scalar(name)
+
+    def hold(self, here: object, node: Node, path: Path, *, by_key: bool = True) -> str | None:
+        return None
+
+
+class _NoTensors:
+    """Reads keys, in which there are no tensors."""
+
+    def decode(self, kind: str, node: Mapping[str, Any], path: Path, decoder: Decoder) -> Any:
+        # An older version wrote tensors as keys; each was itself, and equal to no other.
+        return object() if kind == "tensor" else read_plain_leaf(kind, node, path, decoder)
+
+
+_NO_TENSORS = _NoTensors()

@@ -1,0 +1,334 @@
+"""How a module gets back what was saved of it: filled directly, or handed to its own ``load_state_dict()``.
+
+- *Directly*, the rule: each parameter and buffer in the memory it is in, ``set_extra_state()`` with the value.
+- *Its own way*, for the smallest part of the tree that has a say in loading (it overrides or hooks ``load_state_dict()``
+  or ``_load_from_state_dict()``, is lazy, or is TorchScript): it gets all that is stored below its name, in the shapes in
+  which it is stored, as new tensors, and decides itself. A buffer that grew while training, a layer that has no shape
+  yet and keys that only appear later are thus its business. What it refuses is a `StateMismatchError` that says that the
+  state is partly overwritten.
+
+A module loads from what was saved as a module, and from a saved ``module.state_dict()``; and the other way round.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from aiockpt.adapters.composite_nodes import is_composite_node
+from aiockpt.adapters.composite_target import ask_new, load_composite
+from aiockpt.adapters.composites import in_words, is_composite
+from aiockpt.adapters.held import FlatRange
+from aiockpt.adapters.intake import Intake
+from aiockpt.adapters.module import (
+    EXTRA,
+    METADATA,
+    PLAIN_VERSION,
+    Slices,
+    below,
+    has_extra,
+    loads_directly,
+    own_state,
+    plain_keys,
+    saves_directly,
+    split_key,
+    unwrap,
+    walk_parts,
+    walk_tensors,
+)
+from aiockpt.adapters.optimizer_forms import tensor_names
+from aiockpt.adapters.refusal import asking
+from aiockpt.adapters.stored import children
+from aiockpt.adapters.tensors import dtype_code, empty_like, is_plain, is_spread
+from aiockpt.format.dtypes import torch_name
+from aiockpt.format.names import join_name, split_name
+from aiockpt.state.tree import TAG, Node, Path
+
+_WHOLE = "it has its own load_state_dict()"
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_DATA_PARALLEL = "module"
+SetItem = Callable[[MutableMapping[str, Any], str, Callable[[], Any]], None]
+
+
+class _Source(msgspec.Struct, frozen=True):
+    """What the checkpoint has for one module.
+
+    Attributes:
+        path: of the module in the state.
+        name: of the module in the checkpoint.
+        keys: key of ``state_dict()`` → the key under which it was saved, where a ``state_dict()`` was saved as a dict.
+        values: what is no tensor, by the key of ``state_dict()``.
+        metadata: see `aiockpt.adapters.module.METADATA`; None where it was not saved.
+    """
+
+    path: Path
+    name: str
+    keys: Mapping[str, str]
+    values: Mapping[str, Node]
+    metadata: Mapping[str, Any] | None
+
+    def stored_name(self, path: Path, intake: Intake) -> str:
+        """Return what the leaf at *path* of the state is called in the checkpoint."""
+        key = self.keys.get(below(self.path, path)) if self.keys else None
+        return intake.stored_name(path) if key is None else join_name((*split_name(self.name), key))
+
+
+def _open_source(path: Path, intake: Intake) -> _Source:
+    name = intake.stored_name(path)
+    node = intake.find_tagged(path, "module")
+    if node is not None:
+        return _Source(path, name, {}, node.get("values", {}), node.get(METADATA, {}))
+    found = intake.find(path)
+    saved = {} if found is None else children(found.node)
+    start = len(split_name(name))
+    below_it = (split_name(other)[start:] for other in intake.left_out_below(name))
+    all_keys = {**saved, **{str(parts[0]): None for parts in below_it if "." in str(parts[0])}}
+    if not all_keys:
+        return _Source(path, name, {}, {}, None)
+    keys = {_bare_key(key, all_keys): key for key in all_keys if type(key) is str}
+    values = {bare: saved[key] for bare, key in keys.items() if key in saved and not _is_tensor(saved[key])}
+    return _Source(path, name, keys, values, None)
+
+
+def _bare_key(key: str, all_keys: Mapping[Any, Any]) -> str:
+    """Return a key of ``state_dict()`` without what wrappers put into it."""
+    parts = [part for part in key.split(".") if part not in _WRAPPERS]
+    wrapped = len(parts) > 1 and parts[0] == _DATA_PARALLEL and all(_is_wrapped(other) for other in all_keys)
+    return ".".join(parts[1:] if wrapped else parts)
+
+
+def _is_wrapped(key: object) -> bool:
+    return str(key).startswith((f"{_DATA_PARALLEL}.", f"_orig_mod.{_DATA_PARALLEL}."))
+
+
+def _is_tensor(node: Node) -> bool:
+    return type(node) is dict and node.get(TAG) == "tensor"
+
+
+def load_module(module: nn.Module, path: Path, slices: Slices, intake: Intake) -> None:
+    """Ask *intake* for all that a module holds."""
+    intake.claim(path)
+    source = _open_source(path, intake)
+    for member_path, member, direct in walk_parts(module, path, lambda member: _fills_directly(member, slices)):
+        if not direct:
+            _OwnLoad(member, member_path, source, intake).prepare()
+            continue
+        for tensor_path, tensor in walk_tensors(member, member_path):
+            _load_tensor(tensor, tensor_path, slices(tensor), source, intake)
+        if has_extra(member):
+            _load_extra(member, member_path, source, intake)
+
+
+def _load_tensor(tensor: torch.Tensor, path: Path, flat: FlatRange | None, source: _Source, intake: Intake) -> None:
+    key = below(source.path, path)
+    if key in source.values:
+        load_composite(path, tensor, source.values[key], intake)
+        intake.leave(source.stored_name(path, intake))
+        return
+    name = source.stored_name(path, intake) if source.keys else None
+    if not is_composite(tensor):
+        intake.want(path, tensor, flat, stored=name)
+    elif intake.facts(name or intake.stored_name(path)) is not None:
+        intake.mismatch(path, f"{in_words(tensor)} in the state, an ordinary tensor in the checkpoint")
+    elif not intake.stays(path, tensor, stored=name):
+        intake.miss(path)
+
+
+def _fills_directly(member: nn.Module, slices: Slices) -> bool:
+    """Return whether a module is filled in place: also one with a say in loading of which this rank has slices only."""
+    if loads_directly(member):
+        return True
+    return saves_directly(member) and any(slices(parameter) is not None for parameter in member.parameters())
+
+
+def _load_extra(member: nn.Module, path: Path, source: _Source, intake: Intake) -> None:
+    name = (*path, EXTRA)
+    if not intake.selects(name):
+        return
+    node = source.values.get(below(source.path, name))
+    if node is None and below(source.path, name) not in source.values:
+        if not intake.stays(name, stored=source.stored_name(name, intake)):
+            intake.miss(name)
+        return
+    value = intake.value(name, node)
+    intake.leave(source.stored_name(name, intake))
+
+    def apply() -> None:
+        with asking(member, path, intake.where):
+            member.set_extra_state(value())
+
+    intake.later(apply, may_refuse=True)
+
+
+class _OwnLoad:
+    """One module that loads itself, being prepared: what is stored below its name, by the keys it knows."""
+
+    def __init__(self, member: nn.Module, path: Path, source: _Source, intake: Intake) -> None:
+        self._bare = unwrap(member)
+        self._path = path
+        self._source = source
+        self._intake = intake
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._values: dict[str, Callable[[], Any]] = {}
+
+    def prepare(self) -> None:
+        """Ask for all that is stored of it."""
+        intake = self._intake
+        if not intake.selects_whole(self._path, _WHOLE):
+            return
+        current, versions = own_state(self._bare, self._path)
+        values = dict(self._stored_values())
+        parts = set(tensor_names(list(values.values())))  # what values are made of is no key of its own
+        tensors = {key: name for key, name in self._stored_tensors(current) if name not in parts}
+        stay = [key for key in current if key not in tensors and key not in values and self._stays(key, current[key])]
+        if current and len(stay) == len(current):
+            return
+        if current and not tensors and not values:
+            for key in current:
+                if key not in stay:
+                    intake.miss(self._leaf(key))
+            return
+        self._values |= {key: partial(self._current, key) for key in stay}
+        made: dict[str, torch.Tensor] = {}
+        for key, name in tensors.items():
+            self._want(key, name, current.get(key), made)
+        for key, node in values.items():
+            self._values[key] = self._ask_value(key, node, current.get(key))
+            intake.leave(self._source.stored_name(self._leaf(key), intake))
+        for key in current:
+            intake.rewrites(self._leaf(key))
+            if not intake.strict and key not in tensors and key not in values and key not in stay:
+                intake.miss(self._leaf(key))
+        metadata = self._metadata(versions)
+        intake.later(lambda: self._apply(metadata), may_refuse=True)
+
+    def _ask_value(self, key: str, node: Node, live: Any) -> Callable[[], Any]:
+        leaf = self._leaf(key)
+        if is_composite_node(node) and isinstance(live, torch.Tensor):
+            return ask_new(leaf, live, node, self._intake) or (lambda: live)
+        return self._intake.value(leaf, node, fresh=True)
+
+    def _stays(self, key: str, value: Any) -> bool:
+        leaf = self._leaf(key)
+        tensor = value if isinstance(value, torch.Tensor) else None
+        return self._intake.stays(leaf, tensor, stored=self._source.stored_name(leaf, self._intake))
+
+    def _current(self, key: str) -> Any:
+        """Return what is there now of what was left out, so that the module gets all its keys."""
+        return own_state(self._bare, self._path)[0][key]
+
+    def _leaf(self, key: str) -> Path:
+        return (*self._path, *key.split("."))
+
+    def _stored_tensors(self, current: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Yield the key and the name in the checkpoint of each tensor that is stored below the module's name."""
+        intake, source = self._intake, self._source
+        prefix = below(source.path, self._path)
+        if source.keys:
+            for bare in source.keys:
+                key = bare.removeprefix(f"{prefix}.") if prefix else bare
+                name = source.stored_name((*source.path, *bare.split(".")), intake)
+                if (key != bare or not prefix) and intake.facts(name) is not None:
+                    yield key, name
+            return
+        renamed = {intake.stored_name(self._leaf(key)): key for key in current}
+        root = intake.stored_name(self._path)
+        start = len(split_name(root))
+        found = {name: ".".join(map(str, split_name(name)[start:])) for name in intake.names_below(root)}
+        for name, key in {**found, **renamed}.items():
+            if intake.facts(name) is not None:
+                yield key, name
+
+    def _stored_values(self) -> Iterator[tuple[str, Node]]:
+        prefix = below(self._source.path, self._path)
+        for key, node in self._source.values.items():
+            if not prefix or key.startswith(f"{prefix}."):
+                yield key.removeprefix(f"{prefix}.") if prefix else key, node
+
+    def _want(self, key: str, name: str, live: Any, made: dict[str, torch.Tensor]) -> None:
+        """Ask for one stored tensor: a new one on the CPU; one that is spread over ranks stays spread like what is here."""
+        intake, leaf = self._intake, self._leaf(key)
+        facts = intake.facts(name)
+        assert facts is not None
+        code, shape = facts
+        if isinstance(live, torch.Tensor) and dtype_code(live.dtype) != code:
+            intake.leave(name)
+            there = torch_name(code)
+            intake.problem(f"{join_name(leaf)}: {live.dtype} in the state, torch.{there} in the checkpoint")
+            return
+        if name not in made:
+            like = is_spread(live) and tuple(live.shape) == shape
+            dtype = getattr(torch, torch_name(code))
+            made[name] = empty_like(live, dtype) if like else torch.empty(shape, dtype=dtype)
+        if intake.want(leaf, made[name], stored=name):
+            self._tensors[key] = made[name]
+            if is_plain(live) and tuple(live.shape) == shape:  # else the module gives it other memory
+                intake.share(leaf, live, name)
+
+    def _metadata(self, current: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what `Module._load_from_state_dict` is told of the versions that were saved.
+
+        Where they were not saved, they are taken for those of the classes that are here.
+        """
+        saved, prefix = self._source.metadata, below(self._source.path, self._path)
+        if saved is None:
+            return dict(current)
+        start = len(split_key(prefix))
+        mine = {key: split_key(key) for key in saved}
+        return {
+            ".".join(path[start:]): saved[key]
+            for key, path in ((key, tuple(map(str, path))) for key, path in mine.items())
+            if path[:start] == split_key(prefix)
+        }
+
+    def _apply(self, versions: Mapping[str, Any]) -> None:
+        bare = self._bare
+        values = {**self._tensors, **{key: value() for key, value in self._values.items()}}
+        # Its own load_state_dict() expects the names that its own state_dict() gives, wrappers included.
+        own_names = plain_keys(bare, dict.fromkeys(bare.state_dict(), None))
+        state = OrderedDict((own_names.get(key, key), value) for key, value in values.items())
+        modules = {name: PLAIN_VERSION for name, _ in bare.named_modules(remove_duplicate=False)}
+        plain = plain_keys(bare, modules)
+        metadata = modules | {plain.get(key, key): value for key, value in versions.items()}
+        state._metadata = metadata  # type: ignore[attr-defined]
+        how = {"strict": self._intake.strict} if _takes_strict(bare) else {}
+        with asking(bare, self._path, self._intake.where):
+            bare.load_state_dict(state, **how)
+
+
+def _takes_strict(module: nn.Module) -> bool:
+    """Return whether ``load_state_dict()`` of a module may be told whether to be strict."""
+    try:
+        parameters = inspect.signature(module.load_state_dict).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    return any(one.name == "strict" or one.kind is one.VAR_KEYWORD for one in parameters)
+
+
+def load_saved_module(mapping: MutableMapping[str, Any], path: Path, intake: Intake, set_item: SetItem) -> None:
+    """Fill a ``module.state_dict()``, the dict at *path* of the state, from what was saved as a module.
+
+    Args:
+        set_item: sets one plain value of a dict, in place where it can.
+    """
+    intake.claim(path)
+    node = intake.find_tagged(path, "module") or {}
+    values, root = node.get("values", {}), split_name(intake.stored_name(path))
+    for key, value in mapping.items():
+        leaf, bare = (*path, key), _bare_key(str(key), mapping)
+        if bare in values and isinstance(value, torch.Tensor):
+            load_composite(leaf, value, values[bare], intake)
+        elif bare in values and intake.selects(leaf):
+            decode = intake.value(leaf, values[bare], value)
+            intake.later(lambda key=key, decode=decode: set_item(mapping, key, decode))  # type: ignore[misc]
+        elif bare not in values and isinstance(value, torch.Tensor):
+            intake.want(leaf, value, stored=join_name((*root, *bare.split("."))))
+        elif bare not in values and not intake.stays(leaf, stored=join_name((*root, *bare.split(".")))):
+            intake.miss(leaf)

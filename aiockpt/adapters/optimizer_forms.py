@@ -1,0 +1,242 @@
+"""In which forms is the state of an optimizer in checkpoints, and how is each read as one thing?
+
+Programs save an optimizer itself, or the dict that they got from it:
+
+- *by names*: what `aiockpt.adapters.optimizer` writes of an ``Optimizer``; names as in the whole state.
+- *by numbers*: ``optimizer.state_dict()``; numbers count the parameters of all groups.
+- *by names in the module*: torch's ``get_optimizer_state_dict(model, optimizer)`` (also in ``get_state_dict``), and
+- the same *flat*: with ``flatten_optimizer_state_dict=True``.
+
+`read_form` makes a `SavedOptimizer` of any of them; `pair_up` says which of its parameters is which one here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from aiockpt.format.names import join_name, split_name
+from aiockpt.format.optimizers import OptimizerNode
+from aiockpt.state.tree import TAG, Node, Path, damaged
+
+Id = str | int
+"""What a form calls a parameter."""
+NAMES = ("params", "param_names")
+"""What a group of torch has beside its values."""
+
+
+class SavedOptimizer(msgspec.Struct, frozen=True):
+    """What a checkpoint says of an optimizer.
+
+    Attributes:
+        groups: the values of each group.
+        members: the parameters of each group.
+        state: of each parameter, by key; tensors as the tree of values writes them.
+        is_dict: whether a program saved what it got from its optimizer, and not the optimizer.
+        flat: whether that is the flat form.
+        class_name, keys: which class saved it, and what its groups have by default; None where nobody says.
+        rest: state that belongs to no parameter, or None.
+        part, whole, spread: of each parameter that was spread over ranks, keys whose tensors were plain ones, each rank's
+            its part; those that all ranks had alike; and those that were spread in another way
+            (`aiockpt.format.optimizers.Row`).
+    """
+
+    groups: list[dict[str, Node]]
+    members: list[list[Id]]
+    state: dict[Id, dict[Id, Node]]
+    is_dict: bool
+    flat: bool = False
+    class_name: str | None = None
+    keys: frozenset[str] | None = None
+    rest: Node = None
+    part: Mapping[Id, frozenset[Id]] = {}
+    whole: Mapping[Id, frozenset[Id]] = {}
+    spread: Mapping[Id, Mapping[Id, Sequence[str]]] = {}
+
+    @property
+    def by_numbers(self) -> bool:
+        """Whether parameters have numbers, and no names."""
+        return any(type(one) is int for some in self.members for one in some)
+
+    def group_of(self) -> dict[Id, int]:
+        """Return the number of each parameter's group."""
+        return {one: number for number, some in enumerate(self.members) for one in some}
+
+    def value_names(self, ids: Iterable[Id]) -> Iterator[Path]:
+        """Yield where in a saved dict the values of the groups and of the parameters *ids* are; nothing for an optimizer."""
+        if self.is_dict and not self.flat:
+            yield ("param_groups",)
+            yield from (("state", one) for one in ids)
+            if not self.state:
+                yield ("state",)
+        elif self.is_dict:
+            for (one,), group in zip(self.members, self.groups, strict=True):
+                yield from ((f"param_groups.{one}.{key}",) for key in group)
+            yield from ((f"state.{one}.{key}",) for one in ids for key in self.state.get(one, ()))
+
+
+def read_node(node: Mapping[str, Any], path: Path) -> SavedOptimizer:
+    """Return what the node of an ``Optimizer`` says.
+
+    Args:
+        path: where it is in the checkpoint, since its tensors have names and no nodes.
+
+    Raises:
+        ManifestError: no optimizer wrote it.
+    """
+    try:
+        wire = msgspec.convert(node, OptimizerNode)
+        rows = wire.rows()
+    except (msgspec.ValidationError, IndexError) as error:
+        raise damaged(path, f"is not an optimizer that was ever saved ({error})") from error
+    state: dict[Id, dict[Id, Node]] = {}
+    for owner, row in rows.items():
+        root = (*path, "state", *split_name(owner))
+        state[owner] = {key: {TAG: "tensor", "name": join_name((*root, key))} for key in row.keys}
+    for owner, key, value in wire.values:
+        state.setdefault(owner, {})[key] = value
+    return SavedOptimizer(
+        [group.values for group in wire.groups],
+        [list(group.params) for group in wire.groups],
+        state,
+        is_dict=False,
+        class_name=None if wire.class_name is msgspec.UNSET else wire.class_name,
+        keys=None if wire.keys is msgspec.UNSET else frozenset(wire.keys),
+        rest=None if wire.rest is msgspec.UNSET else wire.rest,
+        part={owner: frozenset(row.part) for owner, row in rows.items() if row.part},
+        whole={owner: frozenset(row.whole) for owner, row in rows.items() if row.whole},
+        spread={owner: dict(row.spread) for owner, row in rows.items() if row.spread},
+    )
+
+
+def read_form(node: Node, path: Path) -> SavedOptimizer | None:
+    """Return what a node at *path* of the checkpoint says in any of the forms; None where it has none of them.
+
+    Raises:
+        ManifestError: as `read_node`.
+    """
+    if type(node) is not dict:
+        return None
+    if node.get(TAG) == "optimizer":
+        return read_node(node, path)
+    if node.get(TAG) == "stateful":
+        return read_form(node.get("value"), path)
+    items = pairs_of(node)
+    if items is None:
+        return None
+    return _read_dict(items) if items.keys() == {"state", "param_groups"} else _read_flat(items)
+
+
+def is_form(value: object) -> bool:
+    """Return whether a value of the state is a dict in one of the forms."""
+    if not isinstance(value, dict):
+        return False
+    if value.keys() == {"state", "param_groups"}:
+        return isinstance(value["state"], dict) and isinstance(value["param_groups"], list)
+    return bool(value) and all(type(key) is str and key.startswith(("state.", "param_groups.")) for key in value)
+
+
+def pairs_of(node: Node) -> dict[Any, Node] | None:
+    """Return what the node of a dict holds, by its keys; None for another node, or keys that are no text or integers."""
+    if type(node) is not dict:
+        return None
+    if TAG not in node:
+        return node
+    items = node.get("items")
+    if node[TAG] not in ("dict", "OrderedDict", "defaultdict") or type(items) is not list:
+        return None
+    pairs = [pair for pair in items if type(pair) is list and len(pair) == 2 and type(pair[0]) in (str, int)]
+    return dict(pairs) if len(pairs) == len(items) else None
+
+
+def _read_dict(items: Mapping[Any, Node]) -> SavedOptimizer | None:
+    states, groups = pairs_of(items["state"]), items["param_groups"]
+    if states is None or type(groups) is not list:
+        return None
+    values = [pairs_of(group) for group in groups]
+    state = {owner: pairs_of(entry) for owner, entry in states.items()}
+    members = [group.get("params") for group in values if group is not None]
+    ids = [one for some in members if type(some) is list for one in some]
+    if None in values or None in state.values() or not all(type(some) is list for some in members):
+        return None
+    if len(set(map(type, ids))) > 1 or not all(type(one) in (str, int) for one in ids):
+        return None
+    return SavedOptimizer(
+        [{key: value for key, value in (group or {}).items() if key not in NAMES} for group in values],
+        [list(some) for some in members if some is not None],
+        {owner: entry for owner, entry in state.items() if entry is not None},
+        is_dict=True,
+    )
+
+
+def _read_flat(items: Mapping[Any, Node]) -> SavedOptimizer | None:
+    """Read ``state.NAME.KEY`` and ``param_groups.NAME.KEY``: each parameter has a group of its own."""
+    groups: dict[str, dict[str, Node]] = {}
+    state: dict[Id, dict[Id, Node]] = {}
+    for key, value in items.items():
+        kind, _, rest = key.partition(".") if type(key) is str else ("", "", "")
+        name, dot, last = rest.rpartition(".")
+        if not dot or kind not in ("state", "param_groups"):
+            return None
+        if kind == "state":
+            state.setdefault(name, {})[last] = value
+        else:
+            groups.setdefault(name, {})[last] = value
+    if not groups:
+        return None
+    return SavedOptimizer(list(groups.values()), [[name] for name in groups], state, is_dict=True, flat=True)
+
+
+def pair_up(members: Sequence[Sequence[Id]], saved: SavedOptimizer, *, flat: bool = False) -> dict[Id, Id]:
+    """Return which parameter of *saved* each one here is; those that it does not have are left out.
+
+    Where one side has numbers only, parameters are told by their place, and both must have the same groups; none else.
+
+    Args:
+        members: the parameters of each group here: numbers, or names with a dot between their parts.
+        flat: whether here each parameter has a group of its own, because it is the flat form.
+    """
+    here = [one for some in members for one in some]
+    there = [one for some in saved.members for one in some]
+    if saved.by_numbers or any(type(one) is int for one in here):
+        groups_differ = list(map(len, members)) != list(map(len, saved.members))
+        if len(here) != len(there) or (groups_differ and not (flat or saved.flat)):
+            return {}
+        return dict(zip(here, there, strict=True))
+    # A module's state_dict() has keys with dots where the module itself has paths: both are the same name. Names of one
+    # side may begin at a module, and those of the other at the top of the state.
+    ours = {str(one): one for one in here}
+    theirs = {str(one) if saved.is_dict else ".".join(map(str, split_name(str(one)))): one for one in there}
+    best: dict[Id, Id] = {}
+    for cut_ours, cut_theirs in _cuts(ours, theirs):
+        known = {_cut(name, cut_theirs): one for name, one in theirs.items()}
+        trial = {one: known[cut] for name, one in ours.items() if (cut := _cut(name, cut_ours)) in known}
+        if len(trial) > len(best) and len(set(trial.values())) == len(trial):
+            best = trial
+    return best
+
+
+def _cuts(ours: Iterable[str], theirs: Iterable[str]) -> Iterator[tuple[int, int]]:
+    """Yield how many leading parts may be missing: of our names, or of theirs."""
+    yield 0, 0
+    for depth in range(1, 1 + max((name.count(".") for name in (*ours, *theirs)), default=0)):
+        yield depth, 0
+        yield 0, depth
+
+
+def _cut(name: str, depth: int) -> str:
+    return name.split(".", depth)[-1] if name.count(".") >= depth else ""
+
+
+def tensor_names(node: Node) -> Iterator[str]:
+    """Yield the names of the tensors that a node refers to."""
+    if type(node) is list:
+        for item in node:
+            yield from tensor_names(item)
+    elif type(node) is dict:
+        if node.get(TAG) in ("tensor", "numpy.ndarray", "stored") and type(node.get("name")) is str:
+            yield node["name"]
+        for item in node.values():
+            yield from tensor_names(item)

@@ -1,0 +1,117 @@
+"""What is ``aiockpt.per_rank(optimizer)``? All that an optimizer holds on this rank, as it lies, for this rank alone.
+
+For state that ranks rightly have differently (preconditioners of their own, other values of groups for one parameter). It
+comes back on the same number of ranks, for the same parameters spread in the same way: nothing of it can be resharded.
+A DTensor is saved as the part that this rank has of it, and made again on the mesh of its parameter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from aiockpt.adapters.dtensors import dtensor_placed, is_dtensor, local_of, placements_of
+from aiockpt.adapters.optimizer import is_plain
+from aiockpt.adapters.optimizer_forms import NAMES
+from aiockpt.adapters.optimizer_groups import HOW_TO_STEP, class_name
+from aiockpt.adapters.optimizer_target import set_value
+from aiockpt.adapters.rng import PerRank
+from aiockpt.adapters.zero import keeper_of
+from aiockpt.state.tree import refuse
+
+_PLACED, _SHAPE, _LOCAL = "dtensor placed", "of shape", "local"
+"""Keys of what stands for a DTensor."""
+
+
+def of_this_rank(value: Any) -> Any:
+    """Return what belongs to this rank: an object, or what `per_rank` wraps; of an optimizer, what gives its own state."""
+    held = value.value if isinstance(value, PerRank) else value
+    return OwnOptimizer(held) if isinstance(held, Optimizer) else held
+
+
+class OwnOptimizer:
+    """An optimizer as an object with a state of this rank."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._keeper = keeper_of(optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state with the local parts of DTensors, outside autograd."""
+        said = self._keeper.state_dict()
+        shapes = [list(map(_local_shape, group["params"])) for group in self._keeper.param_groups]
+        return {
+            "class": class_name(type(self._keeper)),
+            "shapes": shapes,
+            "groups": [_without_names(group) for group in said["param_groups"]],
+            "state": {number: _take_apart(entry) for number, entry in said["state"].items()},
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Take such a state back.
+
+        Raises:
+            ValueError: it is not that of this optimizer, or its parameters are spread in another way here.
+        """
+        keeper = self._keeper
+        here = [list(map(_local_shape, group["params"])) for group in keeper.param_groups]
+        if saved["class"] != class_name(type(keeper)) or saved["shapes"] != here:
+            raise ValueError(
+                f"it was saved for a {saved['class']} with parts of shapes {saved['shapes']}, and here is a "
+                f"{class_name(type(keeper))} with parts of shapes {here}; what belongs to one rank is not resharded"
+            )
+        parameters = [parameter for group in keeper.param_groups for parameter in group["params"]]
+        state = {number: _put_together(entry, parameters[number]) for number, entry in saved["state"].items()}
+        if not is_plain(keeper):
+            numbers = keeper.state_dict()["param_groups"]
+            groups = [{**own, **group} for own, group in zip(numbers, saved["groups"], strict=True)]
+            keeper.load_state_dict({"state": state, "param_groups": groups})
+            return
+        for group, values in zip(self._optimizer.param_groups, saved["groups"], strict=True):
+            for key, value in values.items():
+                if key not in HOW_TO_STEP:
+                    set_value(group, key, value)
+        for number, parameter in enumerate(parameters):
+            keeper.state.pop(parameter, None)
+            if number in state:
+                keeper.state[parameter] = state[number]
+        keeper.__setstate__({"state": keeper.state, "param_groups": keeper.param_groups})
+
+
+def _without_names(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in NAMES}
+
+
+def _local_shape(parameter: torch.Tensor) -> list[int]:
+    return list((local_of(parameter) if is_dtensor(parameter) else parameter).shape)
+
+
+def _take_apart(value: Any) -> Any:
+    """Return a value of the state in which each DTensor is what it is made of."""
+    if is_dtensor(value):
+        placements = placements_of(value)
+        if not placements:
+            refuse(("per_rank",), f"a DTensor placed as {value.placements}; redistribute it to Shard or Replicate")
+        return {_PLACED: list(placements), _SHAPE: list(value.shape), _LOCAL: local_of(value)}
+    if type(value) is dict:
+        return {key: _take_apart(item) for key, item in value.items()}
+    return type(value)(map(_take_apart, value)) if type(value) in (list, tuple) else value
+
+
+def _put_together(value: Any, parameter: torch.Tensor) -> Any:
+    """Return the value again, its DTensors on the mesh of *parameter*."""
+    if type(value) is dict and value.keys() == {_PLACED, _SHAPE, _LOCAL}:
+        local, made = value[_LOCAL], None
+        if is_dtensor(parameter):
+            made = dtensor_placed(value[_PLACED], parameter, tuple(value[_SHAPE]), local.dtype)
+        if made is None or local_of(made).shape != local.shape:
+            raise ValueError(
+                f"beside a DTensor of shape {value[_SHAPE]} is a parameter that is spread in another way here"
+            )
+        local_of(made).copy_(local)
+        return made
+    if type(value) is dict:
+        return {key: _put_together(item, parameter) for key, item in value.items()}
+    return type(value)(_put_together(item, parameter) for item in value) if type(value) in (list, tuple) else value

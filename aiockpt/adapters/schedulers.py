@@ -1,0 +1,103 @@
+"""What is the state of a learning rate scheduler? What its ``state_dict()`` gives, but for what the program makes anew.
+
+``LRScheduler.state_dict()`` gives all attributes, whatever they are. Of a class that leaves it at that:
+
+- functions, and lists and dicts with functions in them, are left out, as torch's own ``LambdaLR`` leaves them out: the
+  scheduler that loads keeps its own. So are an optimizer under another name than ``optimizer``, and weak references;
+- a scheduler inside (a warm-up around another one) gives its own state, and is given it back.
+
+A scheduler of another class whose attributes have other names is a mismatch: it would take them and never look at them.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+_FUNCTIONS = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    functools.partial,
+    weakref.ReferenceType,
+    Optimizer,
+)
+
+
+def give_state(value: Any) -> Any:
+    """Return the state of an object with ``state_dict()``."""
+    state = value.state_dict()
+    if not _gives_attributes(value) or not isinstance(state, dict):
+        return state
+    given = {}
+    for key, item in state.items():
+        if isinstance(item, LRScheduler):
+            given[key] = give_state(item)
+        elif not _has_function(item):
+            given[key] = item
+    return given
+
+
+def take_state(value: Any, state: Any) -> None:
+    """Give an object the state that `give_state` returned for one."""
+    if _gives_attributes(value) and isinstance(state, dict):
+        inner = {key for key in state if isinstance(vars(value).get(key), LRScheduler)}
+        for key in inner:
+            take_state(vars(value)[key], state[key])
+        state = {key: item for key, item in state.items() if key not in inner}
+    value.load_state_dict(state)
+
+
+def scheduler_class(value: Any) -> str | None:
+    """Return what the class of a scheduler is called in checkpoints; None for another object."""
+    return f"{type(value).__module__}.{type(value).__qualname__}" if isinstance(value, LRScheduler) else None
+
+
+def scheduler_misfit(value: Any, class_name: object, keys: Collection[str]) -> str | None:
+    """Return in words why a scheduler cannot go on with what another one saved, or None.
+
+    Args:
+        class_name: which saved it; None where nobody says.
+        keys: of its state.
+    """
+    if not isinstance(value, LRScheduler):
+        return None
+    names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(value).__mro__}
+    state = give_state(value)
+    if class_name in names or not isinstance(state, Mapping):
+        return None
+    own, theirs = set(state), set(keys)
+    if not (own - theirs and theirs - own):
+        return None
+    there = class_name.rpartition(".")[2] if isinstance(class_name, str) else "a scheduler of another class"
+    return (
+        f"{type(value).__qualname__} in the state (with {_words(own - theirs)}), {there} in the checkpoint (with "
+        f"{_words(theirs - own)})"
+    )
+
+
+def _gives_attributes(value: Any) -> bool:
+    return (
+        isinstance(value, LRScheduler)
+        and type(value).state_dict is LRScheduler.state_dict
+        and type(value).load_state_dict is LRScheduler.load_state_dict
+    )
+
+
+def _has_function(item: Any) -> bool:
+    """Return whether an attribute is, or has in it at any depth, what the program makes anew."""
+    if isinstance(item, _FUNCTIONS):
+        return True
+    if type(item) is dict:
+        return any(map(_has_function, item.values()))
+    return type(item) in (list, tuple) and any(map(_has_function, item))
+
+
+def _words(keys: Iterable[str]) -> str:
+    return ", ".join(sorted(map(str, keys)))

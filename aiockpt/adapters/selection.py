@@ -1,0 +1,181 @@
+"""What of a state is saved: ``only=`` and ``exclude=`` of a save, by name or by rule.
+
+A name chooses what it names and all below it: ``"model.base"``. A part of it may be a pattern as for file names
+(``"model.layers.*.lora_?"``); ``**`` stands for any number of parts (``"**.lora_A"``). What loads as a whole (an optimizer,
+a plain value, an object with ``state_dict()``) is chosen as a whole.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+from torch import nn
+from torch.optim import Optimizer
+
+from aiockpt.adapters.kinds import kind_of
+from aiockpt.adapters.rename import near
+from aiockpt.errors import UsageError
+from aiockpt.format.names import join_name, prefixes, split_name
+from aiockpt.keywords import refuse_value
+from aiockpt.state.tree import Path
+
+_ANY = "**"
+
+logger = logging.getLogger("aiockpt")
+
+
+class Trainable(msgspec.Struct, frozen=True):
+    """The rule of `trainable`."""
+
+    def __repr__(self) -> str:
+        return "aiockpt.trainable()"
+
+
+def trainable() -> Trainable:
+    """Return the rule that leaves out frozen parameters: ``save(step, state, only=aiockpt.trainable())``.
+
+    Frozen is a parameter of a module that does not require gradients and that no optimizer of the state owns. All else is
+    saved: buffers, optimizers, values. So a LoRA run saves its adapters, and the base is loaded from where it came from.
+    """
+    return Trainable()
+
+
+class Selection(msgspec.Struct, frozen=True):
+    """What of a state is saved; all of it by default. Equal selections choose the same of the same state."""
+
+    only: tuple[str, ...] | Trainable | None = None
+    exclude: tuple[str, ...] = ()
+
+
+ALL = Selection()
+
+
+def make_selection(
+    only: str | Sequence[str] | Trainable | None, exclude: str | Sequence[str] | None, default: Selection = ALL
+) -> Selection:
+    """Return the selection that the arguments of a save mean; where one is None, that of *default* stands.
+
+    Raises:
+        UsageError: they are no names, or an empty list of them.
+    """
+    chosen = default.only if only is None else only if isinstance(only, Trainable) else _names("only", only)
+    if chosen == ():
+        raise UsageError("only=[] saves nothing: give names of the state, or leave it out to save all")
+    return Selection(chosen, default.exclude if exclude is None else _names("exclude", exclude))
+
+
+def _names(option: str, names: Any) -> tuple[str, ...]:
+    if isinstance(names, str):
+        names = (names,)
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) and name for name in names):
+        what = "a name of the state, or a list of them, such as ['model.base']"
+        refuse_value("", option, names, f"{what}, or aiockpt.trainable()" if option == "only" else what)
+    return tuple(names)
+
+
+class Choice:
+    """One selection among the leaves of one state.
+
+    Args:
+        state: for rules that ask who owns what.
+        alone: whether no other rank may have what a name means.
+    """
+
+    def __init__(self, selection: Selection, state: Mapping[str, Any], *, alone: bool = True) -> None:
+        rule = selection.only
+        self._only = None if rule is None or isinstance(rule, Trainable) else {split_name(name): name for name in rule}
+        self._exclude = {split_name(name): name for name in selection.exclude}
+        self._frozen = set(_frozen(state)) if isinstance(rule, Trainable) else set[int]()
+        self.by_rule = isinstance(rule, Trainable)
+        self._met: set[str] = set()
+        self._names: set[str] = set()
+        self._alone = alone
+
+    def keeps(self, path: Path, tensor: object = None) -> bool:
+        """Return whether the leaf at *path* is saved; *tensor* is the live one, for rules that ask it."""
+        self._names.update(prefixes(join_name(path)))
+        excluded = self._meets(self._exclude, path)
+        chosen = self._only is None or self._meets(self._only, path)
+        return chosen and not excluded and id(tensor) not in self._frozen
+
+    def keeps_whole(self, path: Path, value: object = None) -> bool:
+        """Return the same for what is saved as a whole or not at all, such as an optimizer or a plain value.
+
+        Raises:
+            UsageError: a name means a part of it.
+        """
+        for pattern, name in {**(self._only or {}), **self._exclude}.items():
+            if len(pattern) > len(path) and _ANY not in pattern and _match(pattern[: len(path)], path):
+                whole = join_name(path)
+                raise UsageError(
+                    f"{name!r} is a part of {whole!r}, which is saved as a whole or not at all: name {whole!r}"
+                )
+        return self.keeps(path, value)
+
+    def check(self) -> None:
+        """Refuse names that mean nothing of the state, where no other rank may have it.
+
+        Raises:
+            UsageError: says which, and names near it.
+        """
+        for option, names in (("only", self._only or {}), ("exclude", self._exclude)):
+            idle = sorted(set(names.values()) - self._met)
+            if idle and self._alone:
+                told = ", ".join(f"{name!r}{near(name, self._names)}" for name in idle)
+                raise UsageError(
+                    f"{option}={told} names nothing in the state; give keys of it, or prefixes of its names"
+                )
+
+    def _meets(self, patterns: Mapping[Path, str], path: Path) -> bool:
+        hits = [name for pattern, name in patterns.items() if _begins(pattern, path)]
+        self._met.update(hits)
+        return bool(hits)
+
+
+def _frozen(state: Any) -> Iterator[int]:
+    """Yield the identity of each frozen parameter of a state; warn where optimizers own them all."""
+    modules, owned = list[nn.Module](), set[int]()
+    _gather(state, modules, owned)
+    frozen = {id(parameter) for module in modules for parameter in module.parameters() if not parameter.requires_grad}
+    if frozen and frozen <= owned:
+        logger.warning(
+            "aiockpt.trainable() leaves nothing out: an optimizer of the state owns all %d frozen parameters. Give it the "
+            "others only (p for p in model.parameters() if p.requires_grad), or name what to leave out with exclude=",
+            len(frozen),
+        )
+    yield from frozen - owned
+
+
+def _gather(state: Any, modules: list[nn.Module], owned: set[int]) -> None:
+    for value in state.values():
+        if isinstance(value, nn.Module):
+            modules.append(value)
+        elif isinstance(value, Optimizer):
+            owned.update(id(parameter) for group in value.param_groups for parameter in group["params"])
+        elif kind_of(value) == "container":
+            _gather(value, modules, owned)
+
+
+def _begins(pattern: Path, path: Path) -> bool:
+    """Return whether *pattern* matches *path*, or what it begins with."""
+    return any(_match(pattern, path[:length]) for length in range(len(path) + 1))
+
+
+@lru_cache(1 << 16)
+def _match(pattern: Path, path: Path) -> bool:
+    if not pattern:
+        return not path
+    if pattern[0] == _ANY:
+        return _match(pattern[1:], path) or (bool(path) and _match(pattern, path[1:]))
+    if not path or not _fits(pattern[0], path[0]):
+        return False
+    return _match(pattern[1:], path[1:])
+
+
+def _fits(pattern: str | int, part: str | int) -> bool:
+    return pattern == part or (type(pattern) is str and fnmatchcase(str(part), pattern))

@@ -1,0 +1,49 @@
+"""Has a process of this host ended? Asked of the kernel, which knows at once, and of nobody else.
+
+Guarantees: a process id that was given to another process meanwhile is not taken for the first one; of a process on another
+host, in another container, or where there is no ``/proc``, nothing is said.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+_PROC = Path("/proc")
+
+
+class Process(msgspec.Struct, frozen=True, array_like=True):
+    """A process: the host (one boot of one kernel, and the space of process ids there), its id, and when it began."""
+
+    host: str
+    pid: int
+    started: str
+
+
+def this_process() -> Process:
+    """Return this very process. Reads files of the kernel."""
+    try:
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+        host = f"{boot}/{os.readlink(_PROC / 'self/ns/pid')}"
+    except OSError:
+        return Process("", os.getpid(), "")
+    return Process(host, os.getpid(), _look(os.getpid())[1])
+
+
+def has_ended(process: Process, here: Process) -> bool:
+    """Say whether *process* is known to have ended, as seen from the process *here*. Reads files of the kernel."""
+    if not process.host or process.host != here.host:
+        return False
+    state, started = _look(process.pid)
+    return state in "ZX" or started != process.started
+
+
+def _look(pid: int) -> tuple[str, str]:
+    """Return the state of a process and when it began; what it is called may hold anything, brackets included."""
+    try:
+        fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "X", ""
+    return fields[0], fields[19]

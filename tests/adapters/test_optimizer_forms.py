@@ -1,0 +1,206 @@
+"""Whichever way an optimizer or scheduler was saved, does it load into the object, and into every other form?"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+)
+
+from aiockpt.errors import StateMismatchError
+from tests.adapters.test_optimizers import OPTIMIZERS, SCHEDULERS, State, build, train, two_groups
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+Give = Callable[[State], Any]
+GIVE: dict[str, Give] = {
+    "object": lambda state: state["optimizer"],
+    "state_dict": lambda state: state["optimizer"].state_dict(),
+    "by name": lambda state: get_optimizer_state_dict(state["model"], state["optimizer"]),
+    "flat": lambda state: get_optimizer_state_dict(state["model"], state["optimizer"], options=FLAT),
+}
+TAKE: dict[str, Callable[[State, Any], object]] = {
+    "object": lambda state, value: None,
+    "state_dict": lambda state, value: state["optimizer"].load_state_dict(value),
+    "by name": lambda state, value: set_optimizer_state_dict(state["model"], state["optimizer"], value),
+    "flat": lambda state, value: set_optimizer_state_dict(state["model"], state["optimizer"], value, options=FLAT),
+}
+MAKES = {
+    "AdamW": two_groups(torch.optim.AdamW, lr=0.1),
+    "SGD": two_groups(torch.optim.SGD, lr=0.1),
+    "SGD momentum": two_groups(torch.optim.SGD, lr=0.1, momentum=0.9),
+}
+
+
+def thawed(name: str) -> State:
+    """DCP's dicts want a state for every parameter."""
+    state = build(MAKES[name])
+    for parameter in state["model"].parameters():
+        parameter.requires_grad_(True)
+    return state
+
+
+@pytest.mark.parametrize("target", GIVE)
+@pytest.mark.parametrize("source", GIVE)
+@pytest.mark.parametrize("name", MAKES)
+def test_each_form_loads_into_each_other(save: Any, name: str, source: str, target: str) -> None:
+    state = thawed(name)
+    state["optimizer"].param_groups[1]["lr"] = 0.3
+    train(state, 3)
+    saved = save({"model": state["model"], "optimizer": GIVE[source](state)})
+    train(state, 2)
+    found = thawed(name)
+    value = GIVE[target](found)
+    loaded = saved.load({"model": found["model"], "optimizer": value})
+    assert (loaded.missing, loaded.unexpected, loaded.problems) == ((), (), ())
+    if (name, target) == ("SGD", "flat"):  # torch itself loses the groups of a flat dict without state
+        assert value["param_groups.b.weight.lr"] == 0.3
+        return
+    TAKE[target](found, value)
+    train(found, 2)
+    assert save(state).equals(found)
+
+
+def test_what_get_state_dict_gives_loads_into_the_objects_and_back(save: Any) -> None:
+    state = thawed("AdamW")
+    train(state, 2)
+    model, optimizer = get_state_dict(state["model"], state["optimizer"])
+    found = thawed("AdamW")
+    save({"app": {"model": model, "optimizer": optimizer}}).load({"app": found})
+    assert save(state).equals(found)
+
+
+def test_the_state_dict_of_the_model_gives_names_to_the_optimizer(save: Any) -> None:
+    state = thawed("AdamW")
+    train(state, 2)
+    found = thawed("AdamW")
+    for give in (lambda model: model.state_dict(), get_model_state_dict):
+        saved = save({"model": give(state["model"]), "optimizer": state["optimizer"]})
+        loaded = saved.load(found)
+        assert (loaded.missing, loaded.unexpected, loaded.problems) == ((), (), ())
+        assert save(state).equals(found)
+        other = thawed("AdamW")
+        save(state).load({"model": give(other["model"]), "optimizer": other["optimizer"]})
+        assert save(state).equals(other)
+
+
+def test_numbers_want_the_groups_that_they_count(save: Any) -> None:
+    state = thawed("AdamW")
+    train(state, 1)
+    saved = save({"model": state["model"], "optimizer": state["optimizer"].state_dict()})
+    found = build(lambda model: torch.optim.AdamW(model.parameters()))
+    with pytest.raises(
+        StateMismatchError, match=r"groups of \[4\] parameters in the state, of \[2, 2\] in the checkpoint"
+    ):
+        saved.load(found)
+    saved = save(state)
+    with pytest.raises(
+        StateMismatchError, match=r"groups of \[4\] parameters in the state, of \[2, 2\] in the checkpoint"
+    ):
+        saved.load({"model": found["model"], "optimizer": found["optimizer"].state_dict()})
+
+
+def test_a_dict_of_another_class_is_a_mismatch_in_every_form(save: Any) -> None:
+    state = thawed("SGD momentum")
+    train(state, 1)
+    for source, give in GIVE.items():
+        saved = save({"model": state["model"], "optimizer": give(state)})
+        for target, template in GIVE.items():
+            if (source, target) != (source, source):
+                found = thawed("AdamW")
+                with pytest.raises(StateMismatchError, match="momentum_buffer"):
+                    saved.load({"model": found["model"], "optimizer": template(found)})
+
+
+def test_a_part_of_the_parameters_is_told_by_name(save: Any) -> None:
+    state = thawed("AdamW")
+    train(state, 1)
+    saved = save({"model": state["model"], "optimizer": GIVE["by name"](state)})
+    part = build(lambda model: torch.optim.AdamW(model["a"].parameters()))
+    with pytest.raises(StateMismatchError, match=r"b\\.weight: in the checkpoint but not in the state"):
+        saved.load(part)
+    more = save({"model": part["model"], "optimizer": part["optimizer"]})
+    with pytest.raises(
+        StateMismatchError, match=r"optimizer: the optimizer of the checkpoint has no parameter b.weight"
+    ):
+        more.load({"model": state["model"], "optimizer": GIVE["by name"](state)})
+
+
+def test_a_dict_keeps_how_a_step_is_computed_here(save: Any) -> None:
+    state = build(two_groups(torch.optim.AdamW, fused=True))
+    train(state, 2)
+    found = build(two_groups(torch.optim.AdamW, foreach=False))
+    value = found["optimizer"].state_dict()
+    save(state).load({"model": found["model"], "optimizer": value})
+    assert [(group["fused"], group["foreach"]) for group in value["param_groups"]] == [(None, False)] * 2
+    found["optimizer"].load_state_dict(value)
+    train(found, 1)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_and_its_dict_load_into_each_other(save: Any, name: str) -> None:
+    def job() -> State:
+        state = build(OPTIMIZERS["SGD momentum"])
+        return {**state, "scheduler": SCHEDULERS[name](state["optimizer"])}
+
+    state = job()
+    train(state, 2)
+    objects, dicts = save(state), save({**state, "scheduler": state["scheduler"].state_dict()})
+    train(state, 2)
+    from_dict, from_object = job(), job()
+    loaded = dicts.load(from_dict)
+    assert (loaded.missing, loaded.unexpected, loaded.problems) == ((), (), ())
+    template = copy.deepcopy(from_object["scheduler"].state_dict())
+    loaded = objects.load({**from_object, "scheduler": template})
+    assert (loaded.missing, loaded.unexpected, loaded.problems) == ((), (), ())
+    from_object["scheduler"].load_state_dict(template)
+    for found in (from_dict, from_object):
+        train(found, 2)
+        assert save(state).equals(found)
+
+
+class Average:
+    """An object whose state has a tensor, so that its dict is one of named tensors."""
+
+    def __init__(self, value: float) -> None:
+        self.state: dict[str, Any] = {"mean": torch.full((2,), value), "count": int(value)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_an_object_with_tensors_and_its_dict_load_into_each_other(save: Any) -> None:
+    found, template = Average(1.0), Average(2.0).state_dict()
+    save({"average": Average(5.0).state_dict()}).load({"average": found})
+    save({"average": Average(6.0)}).load({"average": template})
+    for state, value in ((found.state, 5), (template, 6)):
+        assert (state["mean"].tolist(), state["count"]) == ([value, value], value)
+
+
+@pytest.mark.parametrize("form", ["state_dict", "by name", "flat"])
+@pytest.mark.parametrize(("before", "now"), [("SGD momentum", "AdamW"), ("AdamW", "SGD momentum")])
+def test_dicts_of_two_classes_do_not_load_into_each_other(save: Any, form: str, before: str, now: str) -> None:
+    state, found = thawed(before), thawed(now)
+    train(state, 2)
+    train(found, 1)
+    saved = save({"model": state["model"], "optimizer": GIVE[form](state)})
+    here = {"model": found["model"], "optimizer": GIVE[form](found)}
+    kept = copy.deepcopy(here["optimizer"])
+    with pytest.raises(StateMismatchError, match=r"optimizer: .*momentum_buffer") as refused:
+        saved.load(here)
+    assert "exp_avg" in str(refused.value)
+    saved.load(here, strict=False)
+    TAKE[form](found, here["optimizer"])
+    assert str(here["optimizer"]) == str(kept)
+    train(found, 1)

@@ -1,0 +1,166 @@
+"""Do learning rate schedulers go on, torch's own and those that users write? And is another one told?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import Optimizer, lr_scheduler, swa_utils
+from torch.optim.lr_scheduler import LRScheduler
+
+from aiockpt.adapters.native import StateWalker
+from aiockpt.errors import StateMismatchError, UnsupportedStateError
+from tests.adapters.test_optimizers import State, build, train, two_groups
+
+
+class Power:
+    """A callable object, of which torch saves the attributes."""
+
+    def __init__(self, base: float) -> None:
+        self.base = base
+
+    def __call__(self, step: int) -> float:
+        return self.base**step
+
+
+class WithLambda(LRScheduler):
+    """Keeps functions among its attributes, alone, in a list and in a dict, and the optimizer under another name."""
+
+    def __init__(self, optimizer: Optimizer, factor: float) -> None:
+        self.scale = lambda step: factor**step
+        self.others = [self.scale, None]
+        self.by_name = {"scale": self.scale, "bound": self.get_lr}
+        self.same = optimizer
+        self.seen: list[int] = []
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        self.seen.append(self.last_epoch)
+        return [base * self.scale(self.last_epoch) for base in self.base_lrs]  # type: ignore[no-untyped-call]
+
+
+class WarmUp(LRScheduler):
+    """A warm-up around another scheduler, as many have written it."""
+
+    def __init__(self, optimizer: Optimizer, after: Any, steps: int) -> None:
+        self.after, self.steps = after, steps
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        if self.last_epoch >= self.steps:
+            self.after.step()
+            return [group["lr"] for group in self.optimizer.param_groups]
+        return [base * (self.last_epoch + 1) / self.steps for base in self.base_lrs]
+
+
+SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    "SWALR": lambda o: swa_utils.SWALR(o, 0.05, anneal_epochs=3),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    "LambdaLR, objects": lambda o: lr_scheduler.LambdaLR(o, [Power(0.5), Power(0.25)]),
+    "LinearLR": lr_scheduler.LinearLR,
+    "ConstantLR": lr_scheduler.ConstantLR,
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 6),
+    "CyclicLR, function": lambda o: lr_scheduler.CyclicLR(o, 0.1, 0.5, 2, scale_fn=lambda x: 0.9**x),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, [0.1, 0.2], total_steps=10, anneal_strategy="linear"),
+    "SequentialLR of three": lambda o: lr_scheduler.SequentialLR(
+        o,
+        [
+            lr_scheduler.LambdaLR(o, lambda step: 0.5),
+            lr_scheduler.StepLR(o, 2),
+            lr_scheduler.CosineAnnealingLR(o, 4),
+        ],
+        [1, 3],
+    ),
+    "with functions": lambda o: WithLambda(o, 0.5),
+    "a warm-up": lambda o: WarmUp(o, lr_scheduler.ExponentialLR(o, 0.5), 2),
+}
+KINDS = {"numbers": 0.5, "tensors": torch.tensor(0.5)}
+
+
+def job(name: str, lr: Any = 0.5) -> State:
+    state = build(two_groups(torch.optim.SGD, lr=lr, momentum=0.9))
+    return {**state, "scheduler": SCHEDULERS[name](state["optimizer"])}
+
+
+@pytest.mark.parametrize("lr", KINDS)
+@pytest.mark.parametrize("begun", [0, 1])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_go_on_where_they_were(save: Any, name: str, begun: int, lr: str) -> None:
+    def make() -> State:
+        value = KINDS[lr]
+        return job(name, value.clone() if isinstance(value, torch.Tensor) else value)
+
+    state = make()
+    train(state, 2)
+    saved = save(state)
+    found = make()
+    train(found, begun)
+    saved.load(found)
+    for _ in range(3):
+        assert save(state).equals(found)
+        assert state["optimizer"].param_groups[0]["lr"] == found["optimizer"].param_groups[0]["lr"]
+        train(state, 1)
+        train(found, 1)
+
+
+def test_functions_of_the_program_stay_and_lists_are_its_own(save: Any) -> None:
+    state, found = job("with functions"), job("with functions")
+    train(state, 2)
+    kept = found["scheduler"].scale
+    saved = save(state)
+    assert set(saved.stored.values["scheduler"]["value"]) >= {"seen", "base_lrs"}
+    assert not {"scale", "others", "by_name", "same"} & set(saved.stored.values["scheduler"]["value"])
+    saved.load(found)
+    assert found["scheduler"].scale is kept
+    assert found["scheduler"].same is found["optimizer"]
+    assert found["scheduler"].seen == state["scheduler"].seen
+
+
+def test_the_scheduler_inside_stays_the_object(save: Any) -> None:
+    state, found = job("a warm-up"), job("a warm-up")
+    train(state, 4)
+    inside = found["scheduler"].after
+    save(state).load(found)
+    assert found["scheduler"].after is inside
+    assert inside.last_epoch == state["scheduler"].after.last_epoch > 0
+
+
+def test_another_scheduler_is_a_mismatch_that_names_both(save: Any) -> None:
+    saved = save(job("LinearLR"))
+    message = r"PolynomialLR in the state \(with power\), LinearLR in the checkpoint \(with end_factor, start_factor\)"
+    with pytest.raises(StateMismatchError, match=message):
+        saved.load(job("PolynomialLR"))
+    found = job("PolynomialLR")
+    before = found["scheduler"].state_dict()
+    assert saved.load(found, strict=False).problems
+    assert found["scheduler"].state_dict() == before
+    as_dict = job("LinearLR")
+    saved = save({**as_dict, "scheduler": as_dict["scheduler"].state_dict()})
+    with pytest.raises(StateMismatchError, match="a scheduler of another class"):
+        saved.load(job("PolynomialLR"))
+
+
+def test_a_subclass_and_an_older_torch_go_on(save: Any) -> None:
+    class Mine(lr_scheduler.StepLR):
+        mine = 1
+
+    state = build(two_groups(torch.optim.SGD))
+    saved = save({**state, "scheduler": lr_scheduler.StepLR(state["optimizer"], 2, gamma=0.5)})
+    found = build(two_groups(torch.optim.SGD))
+    scheduler = Mine(found["optimizer"], 3)
+    scheduler.newer = True  # type: ignore[attr-defined]
+    saved.load({**found, "scheduler": scheduler})
+    assert scheduler.gamma == 0.5
+    del saved.stored.values["scheduler"]["class"], saved.stored.values["scheduler"]["value"]["_is_initial"]
+    scheduler = Mine(found["optimizer"], 3)
+    saved.load({**found, "scheduler": scheduler})
+    assert scheduler.gamma == 0.5
+
+
+def test_an_attribute_that_is_no_function_and_cannot_be_saved_is_named() -> None:
+    state = job("LinearLR")
+    state["scheduler"].lock = object()
+    with pytest.raises(UnsupportedStateError, match=r"scheduler\.lock"):
+        StateWalker().walk(state)

@@ -1,0 +1,172 @@
+"""What a newcomer meets in the first hour: a line in the log, a notebook, another tool's option, a small disk."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.backends.local import LocalBackend
+from aiockpt.storage.backend import Space
+from aiockpt.testing.faults import FaultyBackend
+from tests.small_run import SMALL, Run
+
+
+def infos(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+
+
+def test_a_save_and_a_load_that_work_are_one_line_each(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "aiockpt")
+    run = Run(1)
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        assert ckpt.load(run.state).result(30) is None
+        ckpt.save(7, run.state).result(30)
+        ckpt.save(7, run.state).result(30)
+        ckpt.load(run.state).result(30)
+    nothing, first, again, loaded = infos(caplog)
+    assert nothing == "nothing to load: there is no checkpoint yet"
+    assert first.startswith("saved step 7: ")
+    assert first.endswith(f" s, to file://{tmp_path}")
+    assert "KiB in " in first
+    assert again.startswith("saved step 7 (generation 2): ")
+    assert loaded.startswith("loaded step 7: ")
+    assert loaded.endswith(f" s, from file://{tmp_path}")
+
+
+def test_a_save_that_left_a_step_as_it_was_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "aiockpt")
+    with aiockpt.Checkpointer(tmp_path, io=SMALL, on_exists="skip") as ckpt:
+        ckpt.save(7, {"w": torch.ones(3)}).result(30)
+        ckpt.save(7, {"w": torch.ones(3)}).result(30)
+    assert infos(caplog)[1] == f"step 7 is committed already, and left as it is, in file://{tmp_path}"
+
+
+def test_a_save_through_a_writer_process_is_one_line_here(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "aiockpt")
+    with aiockpt.Checkpointer(tmp_path, io=SMALL, worker="process") as ckpt:
+        ckpt.save(7, {"w": torch.ones(3)}).result(60)
+    (line,) = infos(caplog)
+    assert line.startswith("saved step 7: ")
+    assert line.endswith(f"to file://{tmp_path}")
+
+
+def test_a_save_that_fails_is_no_line_of_success(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "aiockpt")
+    with aiockpt.Checkpointer(tmp_path, io=SMALL, on_error=lambda future: None) as ckpt:
+        (tmp_path / "step-00000007").write_text("in the way")
+        assert ckpt.save(7, {"w": torch.ones(3)}).exception(30) is not None
+    assert infos(caplog) == []
+
+
+def test_after_a_result_that_a_notebook_refused_the_line_that_it_was_told_to_write_works(tmp_path: Path) -> None:
+    saved, fresh = Run(1), Run(2)
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        ckpt.save(7, saved.state).result(30)
+
+    async def notebook() -> int:
+        async with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+            with pytest.raises(aiockpt.BlockingCallError, match="await"):
+                ckpt.load(fresh.state).result()
+            loaded = await ckpt.load(fresh.state)
+            assert loaded is not None
+            return loaded.step
+
+    assert asyncio.run(notebook()) == 7
+    assert fresh.digest() == saved.digest()
+
+
+def test_a_load_that_was_forgotten_is_still_told(tmp_path: Path) -> None:
+    async def notebook() -> None:
+        async with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+            await ckpt.save(7, {"w": torch.ones(3)})
+            load = ckpt.load({"w": torch.zeros(3)})
+            with pytest.raises(aiockpt.UsageError, match="never waited for"):
+                ckpt.load({"w": torch.zeros(3)})
+            await load
+
+    asyncio.run(notebook())
+
+
+def test_a_load_whose_failure_was_looked_at_is_not_forgotten(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        ckpt.save(7, {"w": torch.ones(3)}).result(30)
+        assert isinstance(ckpt.load({"v": torch.zeros(3)}).exception(30), aiockpt.StateMismatchError)
+        into = {"w": torch.zeros(3)}
+        ckpt.load(into).result(30)
+    assert into["w"].eq(1).all()
+
+
+def test_a_second_load_waits_for_the_one_it_takes_the_place_of(tmp_path: Path) -> None:
+    reads: list[str] = []
+
+    class Slow(FaultyBackend):
+        async def get(self, key: str, max_bytes: int) -> bytes:
+            reads.append(key)
+            await asyncio.sleep(0.01)
+            return await super().get(key, max_bytes)
+
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        ckpt.save(1, {"w": torch.full((3,), 1.0)}).result(30)
+        ckpt.save(2, {"w": torch.full((3,), 2.0)}).result(30)
+    into = {"w": torch.zeros(3)}
+
+    async def notebook() -> None:
+        async with aiockpt.Checkpointer(Slow(LocalBackend(str(tmp_path)), []), io=SMALL) as ckpt:
+            with pytest.raises(aiockpt.BlockingCallError):
+                ckpt.load(into, 2).result()
+            await ckpt.load(into, 1)
+
+    asyncio.run(notebook())
+    steps = [key.split("/")[0] for key in reads if "MANIFEST" in key]
+    assert steps.index("step-00000001") > max(i for i, step in enumerate(steps) if step == "step-00000002")
+    assert into["w"].eq(1).all()
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("max_to_keep", "Retention(last=N)"),
+        ("keep_last", "Retention(last=N)"),
+        ("save_total_limit", "Retention(last=N)"),
+        ("save_interval_steps", "every=N"),
+        ("async_save", "runs in the background"),
+        ("keep", "Retention(last=N)"),
+        ("best", "Best('loss', N)"),
+        ("monitor", "metrics="),
+    ],
+)
+def test_an_option_of_another_tool_is_answered_with_what_it_is_called_here(
+    tmp_path: Path, option: str, said: str
+) -> None:
+    with pytest.raises(aiockpt.UsageError) as refused:
+        aiockpt.Checkpointer(tmp_path, **{option: 3})  # type: ignore[arg-type]
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("way", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_checkpointer_that_is_pickled_or_copied_says_what_to_do(tmp_path: Path, way: object) -> None:
+    assert callable(way)
+    with aiockpt.Checkpointer(tmp_path) as ckpt, pytest.raises(TypeError, match="pass on its URL"):
+        way(ckpt)
+
+
+def test_a_small_state_keeps_a_small_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = 3 << 20
+
+    class Small(FaultyBackend):
+        async def space(self) -> Space:
+            return Space(total_bytes=free, free_bytes=free)
+
+    inner = LocalBackend(str(tmp_path))
+    with aiockpt.Checkpointer(Small(inner, []), io=SMALL, on_error=lambda future: None) as ckpt:
+        ckpt.save(1, {"w": torch.ones(1 << 18)}).result(30)
+        refused = ckpt.save(2, {"w": torch.ones(1 << 20)}).exception(30)
+    assert isinstance(refused, aiockpt.StorageFullError)
+    assert "in reserve" in str(refused)

@@ -1,0 +1,231 @@
+"""Data files by kind, and `Retention(optimizer=…)`: older steps keep their weights, whatever happens on the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.engine import keep
+from aiockpt.engine.context import Engine
+from aiockpt.errors import CheckpointError
+from aiockpt.format.manifest import Manifest, decode_manifest
+from aiockpt.options import Worker
+from aiockpt.testing.recording import Call, RecordingFiles
+from aiockpt.testing.simulated_files import SimulatedFiles
+from aiockpt.testing.simulation import power_cuts, run_inline, snapshot
+from tests.file_surgery import paths
+from tests.inline_engine import local, make_engine, run_load, run_save
+from tests.small_run import SMALL
+
+KEEP_ONE = aiockpt.Retention(last=3, optimizer=1)
+
+
+def state(value: float) -> dict[str, Any]:
+    """A model whose weight is also an EMA's, tied, with an optimizer that has stepped."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.BatchNorm1d(30))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(4, 40)).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.fill_(value)
+    return {
+        "aaa": model[0].weight,
+        "model": model,
+        "optimizer": optimizer,
+        "ema": torch.full((50,), value),
+        "step": int(value),
+    }
+
+
+def manifests(root: Path, step: int) -> list[Manifest]:
+    found = sorted((root / f"step-{step:08d}").glob("MANIFEST-*.json"))
+    return [decode_manifest(path.read_bytes(), path.name) for path in found]
+
+
+def files(root: Path, step: int) -> list[str]:
+    return sorted(path.name for path in (root / f"step-{step:08d}").glob("a-*/d/*"))
+
+
+def weights_are(where: Any, step: int, value: float) -> bool:
+    bare = state(-1)["model"]
+    with aiockpt.Checkpointer(where, io=SMALL) as ckpt:
+        assert ckpt.load({"model": bare}, step).result(30) is not None
+    return all(bool((tensor == value).all()) for tensor in bare.parameters())
+
+
+def test_what_modules_hold_lies_in_files_of_its_own(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        ckpt.save(1, state(1)).result(30)
+    (manifest,) = manifests(tmp_path, 1)
+    assert [file.kind for file in manifest.files] == ["weights", "rest"]
+    for name, entry in manifest.tensors.items():
+        kinds = {manifest.files[piece.file].kind for piece in entry.pieces}
+        belongs = name.startswith("model.") or name == "aaa"
+        assert kinds == ({"weights"} if belongs else {"rest"}), name
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_older_steps_keep_their_weights_and_the_newest_all(tmp_path: Path, worker: Worker) -> None:
+    rules = aiockpt.Retention(last=4, optimizer=2)
+    with aiockpt.Checkpointer(tmp_path, io=SMALL, retention=rules, worker=worker) as ckpt:
+        for step in range(1, 7):
+            ckpt.save(step, state(step)).result(30)
+    assert {step: len(files(tmp_path, step)) for step in (3, 4, 5, 6)} == {3: 1, 4: 1, 5: 2, 6: 2}
+    assert [manifest.generation for manifest in manifests(tmp_path, 4)] == [2]
+    for step in (3, 4, 5, 6):
+        assert weights_are(tmp_path, step, step)
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        assert [info.problem for info in ckpt.steps().result(30)] == [None] * 4
+        for step in (3, 6):
+            ckpt.verify(step).result(30)
+        fresh = state(-1)
+        loaded = ckpt.load(fresh).result(30)
+        assert loaded is not None
+        assert (loaded.step, fresh["step"]) == (6, 6)
+        with pytest.raises(CheckpointError, match="weights only"):
+            ckpt.load(state(-1), 4).result(30)
+
+
+def test_a_dry_run_tells_what_would_be_thinned_and_the_newest_verified_stays_whole(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        for step in (1, 2, 3, 4):
+            ckpt.save(step, state(step)).result(30)
+        ckpt.verify(2).result(30)
+        told = ckpt.prune(KEEP_ONE, dry_run=True).result(30)
+        assert [(thin.step, thin.bytes > 0) for thin in told.thinned] == [(3, True)]
+        assert [doomed.step for doomed in told.steps] == [1]
+        assert [thin.step for thin in ckpt.prune(aiockpt.Retention(optimizer=1)).result(30).thinned] == [3, 1]
+        assert ckpt.prune(aiockpt.Retention(optimizer=1)).result(30).thinned == ()
+    assert {step: len(files(tmp_path, step)) for step in (1, 2, 3, 4)} == {1: 1, 2: 2, 3: 1, 4: 2}
+
+
+def test_a_step_without_modules_and_one_of_mixed_files_are_left_and_told(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"x": torch.ones(5)}).result(30)
+        pruned = ckpt.prune(KEEP_ONE).result(30)
+        assert pruned.thinned == ()
+        assert [step_id for step_id, _ in pruned.left] == ["step-00000001"]
+        assert ckpt.load({"x": torch.zeros(5)}, 1).result(30) is not None
+
+
+def test_weights_that_a_load_passes_over_are_sound_and_count_for_the_rules(tmp_path: Path) -> None:
+    """A resume that finds nothing whole has looked at every thinned step, and damaged none of them."""
+    with aiockpt.Checkpointer(tmp_path, io=SMALL, retention=KEEP_ONE) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state(step)).result(30)
+    (tmp_path / "step-00000003" / "MANIFEST-1.json").write_bytes(b"")
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        with pytest.raises(CheckpointError):
+            ckpt.load(state(0)).result(30)
+        pruned = ckpt.prune(aiockpt.Retention(last=1), dry_run=True).result(30)
+    assert [step.step for step in pruned.steps] == [1]
+    assert {step.step: step.reason for step in pruned.kept}[2] == "the newest"
+
+
+def test_a_copy_in_another_tier_that_was_thinned_is_no_source_for_a_whole_one(tmp_path: Path) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    tiers = [aiockpt.Tier(near), aiockpt.Tier(far, keep=KEEP_ONE)]
+    with aiockpt.Checkpointer(tiers, io=SMALL) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state(step)).committed(str(far)).result(30)
+    assert len(files(far, 1)) == 1
+    damaged = (
+        near
+        / "step-00000001"
+        / next((near / "step-00000001").glob("a-*/d/*-0001*")).relative_to(near / "step-00000001")
+    )
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    with aiockpt.Checkpointer([near, far], io=SMALL) as ckpt, pytest.raises(CheckpointError):
+        ckpt.load(state(-1), 1).result(30)
+
+
+# Power cuts
+
+STATES = {value: state(value) for value in (1, 2, 3)}
+
+
+def saved(steps: int) -> SimulatedFiles:
+    disk = SimulatedFiles()
+    backend, world = local(disk, 0)
+
+    async def main() -> None:
+        engine = make_engine(backend, world)
+        for step in range(1, steps + 1):
+            (await run_save(engine, step, STATES[step])).result()
+        await backend.close()
+
+    run_inline(main)
+    return disk
+
+
+def loads(disk: SimulatedFiles, step: int | None, only_weights: bool) -> float:
+    whole = state(-1)
+    wanted = {"model": whole["model"]} if only_weights else whole
+    backend, world = local(disk, 99)
+
+    async def main() -> None:
+        try:
+            assert await run_load(make_engine(backend, world), wanted, step) is not None
+        finally:
+            await backend.close()
+
+    run_inline(main)
+    values = {float(tensor.detach().mean()) for tensor in whole["model"].parameters()}
+    assert len(values) == 1
+    return values.pop()
+
+
+def prune(disk: Any) -> None:
+    backend, world = local(disk, 3)
+
+    async def main() -> None:
+        engine: Engine = make_engine(backend, world)
+        await keep.prune(engine, KEEP_ONE)
+        await backend.close()
+
+    run_inline(main)
+
+
+def recorded(start: SimulatedFiles) -> list[Call]:
+    recording = RecordingFiles(snapshot(start))
+    prune(recording)
+    return recording.calls
+
+
+def paths_of(disk: SimulatedFiles, step: int) -> list[str]:
+    return sorted(path for path in paths(disk) if f"/step-{step:08d}/" in path)
+
+
+def test_a_power_cut_while_a_step_is_thinned_leaves_it_whole_or_thin() -> None:
+    start = saved(2)
+    outcomes: set[float | None] = set()
+    for done, after in power_cuts(recorded(start), start=start, limit=24):
+        assert loads(after, None, only_weights=False) == 2.0, f"after call {done}"
+        assert loads(after, 1, only_weights=True) == 1.0, f"after call {done}"
+        try:
+            outcomes.add(loads(after, 1, only_weights=False))
+        except CheckpointError:
+            outcomes.add(None)
+    assert outcomes == {1.0, None}
+
+
+def test_what_a_power_cut_interrupted_is_finished_by_the_next_clean_up() -> None:
+    start = saved(2)
+    calls = recorded(start)
+    finished = snapshot(start)
+    prune(finished)
+    wanted = [path for path in paths_of(finished, 1) if "MANIFEST" in path or path.endswith(".safetensors")]
+    for done, after in power_cuts(calls, start=start, limit=6):
+        prune(after)
+        left = [path for path in paths_of(after, 1) if "MANIFEST" in path or path.endswith(".safetensors")]
+        assert left == wanted, f"after call {done}"
+        assert loads(after, 1, only_weights=True) == 1.0
