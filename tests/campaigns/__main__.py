@@ -21,11 +21,13 @@ from tests.campaigns import (
     cancellations,
     decoders,
     failing_calls,
+    histories,
     hostile_manifests,
     object_store,
     power_cuts,
     sigkill,
     sigkill_ranks,
+    states,
 )
 from tests.campaigns.campaign import Campaign, Case, Outcomes, Report, run
 
@@ -40,6 +42,8 @@ CAMPAIGNS = {
         failing_calls.CAMPAIGN,
         cancellations.CAMPAIGN,
         object_store.CAMPAIGN,
+        histories.CAMPAIGN,
+        states.CAMPAIGN,
         decoders.MUTATED,
         decoders.GUIDED,
     )

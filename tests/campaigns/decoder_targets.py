@@ -24,11 +24,11 @@ from aiockpt.format.manifest import (
     Piece,
     Receipt,
     TensorEntry,
+    decode_head,
     decode_manifest,
     decode_receipt,
     encode_manifest,
     encode_receipt,
-    peek,
 )
 from aiockpt.format.merge import merge_receipts
 from aiockpt.format.names import MAX_NAME_BYTES, data_path, join_name, prefixes, split_name
@@ -60,6 +60,9 @@ class _NoLeaves:
     def encode_bytes(self, data: bytes, path: Any) -> None:
         return None
 
+    def encode_numbers(self, values: Any, path: Any, *, in_order: bool) -> None:
+        return None
+
     def decode(self, kind: str, node: Any, path: Any, decoder: Decoder) -> Any:
         raise KeyError(kind)
 
@@ -80,7 +83,7 @@ def _receipt(rank: int) -> Receipt:
 
 
 def _read_manifest(body: bytes) -> bool:
-    peek(body)
+    decode_head(body)
     if not is_object(body):
         return False
     try:

@@ -47,11 +47,17 @@ class DrawnShape(msgspec.Struct, frozen=True):
 
 async def load_drawn(engine: Engine, shape: DrawnShape, step: int | None = None) -> float | None:
     """Load the newest step, or the given one, and return the number it stands for, after a look at every tensor."""
+    return (await load_told(engine, shape, step))[0]
+
+
+async def load_told(engine: Engine, shape: DrawnShape, step: int | None = None) -> tuple[float | None, list[str]]:
+    """Do `load_drawn`, and return the ids of the steps that were passed over, too."""
     state = shape.state(NOWHERE)
-    if await run_load(engine, state, step) is None:
-        return None
+    result = await run_load(engine, state, step)
+    if result is None:
+        return None, []
     assert states_equal(state, shape.state(state["value"])), f"step {step}: loaded values that were never saved"
-    return cast(float, state["value"])
+    return cast(float, state["value"]), [step_id for step_id, _ in result.skipped]
 
 
 def load_from(files: Files, shape: DrawnShape, step: int | None = None) -> float | None:

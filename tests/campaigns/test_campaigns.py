@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import subprocess
 import sys
@@ -11,8 +12,14 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from aiockpt.adapters import intake
+from aiockpt.adapters.intake import LoadTarget
+from aiockpt.adapters.stored import Stored
+from aiockpt.pipeline.discover import StepEntry
+from aiockpt.storage.backend import Backend
 from aiockpt.storage.retry import RetryPolicy
 from aiockpt.testing.simulated_files import SimulatedFiles
 from aiockpt.testing.simulated_objects import ObjectStore
@@ -21,12 +28,15 @@ from tests.campaigns import (
     cancellations,
     decoders,
     failing_calls,
+    histories,
     hostile_manifests,
     object_store,
     power_cuts,
+    states,
 )
 from tests.campaigns.campaign import MAX_FINDINGS, Campaign, Outcomes, run
 from tests.campaigns.decoder_targets import TARGETS, Target
+from tests.campaigns.history import OUTAGES
 
 HERE = Path(__file__).parent
 PROCESSES_S = 300
@@ -38,6 +48,8 @@ INLINE = [
     failing_calls.CAMPAIGN,
     cancellations.CAMPAIGN,
     object_store.CAMPAIGN,
+    histories.CAMPAIGN,
+    states.CAMPAIGN,
     decoders.MUTATED,
 ]
 
@@ -88,6 +100,7 @@ def test_a_seed_gives_the_same_case_again() -> None:
     assert power_cuts.case(3) == power_cuts.case(3)
     assert failing_calls.case(3) == failing_calls.case(3)
     assert object_store.case(3) == object_store.case(3)
+    assert histories.case(3) == histories.case(3)
 
 
 @pytest.mark.parametrize("lost", ["fsync_dir:*/step-0000000?", "fdatasync:*.safetensors", "fdatasync:*/.tmp-*"])
@@ -97,6 +110,32 @@ def test_power_cuts_find_a_disk_that_does_not_flush(monkeypatch: pytest.MonkeyPa
         power_cuts, "SimulatedFiles", lambda: SimulatedFiles(ignore=lambda label: fnmatchcase(label, lost))
     )
     assert run(power_cuts.CAMPAIGN, 2000).findings
+
+
+def tell_nobody(*_: object) -> None:
+    """Skip a step without a word."""
+
+
+async def fall_to_nothing(_: Backend, entry: StepEntry) -> StepEntry:
+    """Return no older generation of a step of which one turned out bad."""
+    return msgspec.structs.replace(entry, generations=(), head=None, passed=())
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("aiockpt.engine.find.note_skipped", tell_nobody),
+        ("aiockpt.engine.find.fall_back", fall_to_nothing),
+        ("aiockpt.errors._DAMAGED", {errno.EIO, *OUTAGES}),
+        ("aiockpt.errors._DAMAGED", {errno.ELOOP}),
+    ],
+    ids=["untold", "no older generation", "an outage is damage", "damage is an outage"],
+)
+def test_the_histories_find_a_discovery_that_is_fooled(
+    monkeypatch: pytest.MonkeyPatch, name: str, broken: object
+) -> None:
+    monkeypatch.setattr(name, broken)
+    assert run(histories.CAMPAIGN, 400).findings
 
 
 class ForgetfulStore(ObjectStore):
@@ -114,6 +153,21 @@ def test_the_object_store_campaign_finds_a_store_that_overwrites_and_a_client_th
 ) -> None:
     monkeypatch.setattr(object_store, name, broken)
     assert run(object_store.CAMPAIGN, 300).findings
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken"),
+    [
+        (LoadTarget, "apply", lambda target: None),
+        (Stored, "unused", lambda stored, *_: iter(stored.names())),
+        (intake, "misfit", lambda *_: None),
+    ],
+)
+def test_the_campaign_of_states_finds_a_load_that_fills_nothing_tells_too_much_or_takes_anything(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, broken: object
+) -> None:
+    monkeypatch.setattr(owner, name, broken)
+    assert run(states.CAMPAIGN, 400).findings
 
 
 def test_a_decoder_that_lets_a_foreign_error_out_is_found() -> None:

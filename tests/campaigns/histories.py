@@ -1,0 +1,198 @@
+"""Whatever was saved, and whatever was damaged since: is the newest whole step found, and all that was passed over told?
+
+A case is a place with a past (`History`: jobs that save, save again, go back, verify, delete, prune, crash, meet outages) on
+a simulated disk, with hard links or without, and a few looks at it, each with other damage (`damage`): any file truncated,
+emptied, lengthened, with a flipped bit, behind a bad sector, replaced by a link, a pipe, a folder, another step's or an
+earlier one, removed; folders taken away, exchanged, unreadable; or away for a while. A look loads the newest step as a
+new process does. Some looks then list, load by number, prune and save on the damaged disk, which must go
+well, and load again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from aiockpt.engine import keep
+from aiockpt.engine.context import Engine
+from aiockpt.errors import CheckpointError, NoValidCheckpointError, StorageError
+from aiockpt.format.names import parse_step
+from aiockpt.options import Retention
+from aiockpt.testing.faults import FaultyFiles
+from aiockpt.testing.simulated_files import SimulatedFiles
+from aiockpt.testing.simulation import snapshot
+from tests.campaigns.campaign import Campaign, Outcomes
+from tests.campaigns.damage import DAMAGES, Scene
+from tests.campaigns.history import STEPS, History, Save, load_value, run_quickly, state_of
+from tests.inline_engine import local, make_engine, run_save
+
+LOOKS = 16
+JOBS = 4
+NEW_VALUE = 1000.0
+
+
+class Found:
+    """What a load came to: a value, nothing, or an error; and the steps that were told."""
+
+    def __init__(self, value: float | None, told: list[int], error: CheckpointError | None) -> None:
+        self.value = value
+        self.told = told
+        self.error = error
+
+    def __str__(self) -> str:
+        return f"{self.value if self.error is None else repr(self.error)}, told {self.told}"
+
+
+async def find(engine: Engine) -> Found:
+    """Load the newest step."""
+    try:
+        value, result = await load_value(engine)
+    except NoValidCheckpointError as error:
+        return Found(None, _steps(error.skipped), error)
+    except CheckpointError as error:
+        return Found(None, [], error)
+    return Found(value, [] if result is None else _steps(result.skipped), None)
+
+
+def _steps(skipped: tuple[tuple[str, str], ...]) -> list[int]:
+    steps = [parse_step(step_id) for step_id, _ in skipped]
+    return [step for step in steps if step is not None]
+
+
+def judge(scene: Scene, found: Found) -> str:
+    """Return what came of a look; fail where that is not what must."""
+    newest, history = scene.newest, scene.history
+    if scene.silent:
+        assert isinstance(found.error, StorageError), f"an outage was taken for damage: {found}"
+        return "raised: a step is away"
+    taken = _taken(scene, found)
+    if newest is not None and newest in scene.away and (taken is None or taken.order < newest.order):
+        assert isinstance(found.error, StorageError), f"the newest is away, not damaged: {found}"
+        return "raised: data are away"
+    assert set(found.told) <= scene.may_tell, f"told of a sound step: {found}"
+    if not scene.done and not history.torn:
+        assert found.told == [], f"nothing is damaged: {found}"
+    must_tell = set(scene.bad_steps)
+    if taken is None:
+        assert newest is None, f"{newest} is whole: {found}"
+        must_tell |= {save.step for save in scene.bad}
+        if not must_tell:
+            return _judge_nothing(found, scene)
+        assert isinstance(found.error, NoValidCheckpointError), f"took a damaged place for an empty one: {found}"
+    else:
+        assert newest is None or taken.order >= newest.order, f"{newest} is newer than {taken}"
+        must_tell |= {save.step for save in scene.bad if save.order > taken.order}
+    assert must_tell <= set(found.told), f"passed over {must_tell} and told of {found.told}"
+    return ("none is valid" if taken is None else "loaded") + (", told" if found.told else "")
+
+
+def _judge_nothing(found: Found, scene: Scene) -> str:
+    ends_well = found.error is None or (isinstance(found.error, NoValidCheckpointError) and bool(scene.may_tell))
+    assert ends_well, f"nothing is there: {found}"
+    return "nothing is there"
+
+
+def _taken(scene: Scene, found: Found) -> Save | None:
+    if found.value is None:
+        assert found.error is None or isinstance(found.error, (NoValidCheckpointError, StorageError)), found
+        return None
+    hurt = {save.step for save in scene.history.saves} - {save.step for save in scene.whole} | scene.may_tell
+    returned = [save for save in scene.history.overtaken if save.step in hurt]
+    taken = [save for save in (*scene.whole, *scene.unsure, *returned) if save.value == found.value]
+    assert taken, f"{found} is not what any whole step holds"
+    return taken[0]
+
+
+def look(history: History, dice: random.Random, seed: int) -> str:
+    """Damage a copy of the disk, and look at it."""
+    scene = Scene(history)
+    if not history.has_root:
+        return "nothing was ever there"
+    for _ in range(dice.choice((0, 1, 1, 1, 1, 2, 2, 3))):
+        dice.choice(DAMAGES)(scene, dice)
+    goes_on = dice.random() < 0.25
+    try:
+        return run_quickly(lambda: _look(scene, dice, seed, goes_on=goes_on))
+    except BaseException as error:
+        error.add_note(f"after {history.told}; saves {history.saves}; voted {history.voted}; torn {history.torn}")
+        error.add_note(f"with {scene.done}")
+        raise
+
+
+async def _look(scene: Scene, dice: random.Random, seed: int, *, goes_on: bool) -> str:
+    before = snapshot(scene.files)
+    backend, world = local(FaultyFiles(scene.files, scene.faults), seed)
+    engine = make_engine(backend, world)
+    found = await find(engine)
+    outcome = judge(scene, found)
+    if goes_on:
+        await _go_on(scene, engine, dice, found)
+        outcome += ", went on"
+    await backend.close()
+    if scene.silent or scene.away:  # the outage is over
+        await _look_again(scene, before, seed)
+    return outcome
+
+
+async def _look_again(scene: Scene, before: SimulatedFiles, seed: int) -> None:
+    backend, world = local(FaultyFiles(before, scene.lasting_faults), seed + 1)
+    silent, away = scene.silent, scene.away
+    scene.silent, scene.away = set(), []
+    judge(scene, await find(make_engine(backend, world)))
+    scene.silent, scene.away = silent, away
+    await backend.close()
+
+
+async def _go_on(scene: Scene, engine: Engine, dice: random.Random, found: Found) -> None:
+    """List, name, prune and save on the damaged disk: no old step makes that fail. What is saved is the newest."""
+    await _ask(scene, engine, dice, found)
+    fresh = make_engine(engine.backend, engine.world)
+    if dice.random() < 0.5:  # this process knows what it has passed over, another one sees what can be seen
+        await keep.prune(
+            dice.choice((engine, fresh)) if not scene.seems_whole else engine, Retention(last=1, grace_s=0)
+        )
+        if found.value is not None and not scene.unsure and not scene.silent and not scene.away:
+            again = await find(make_engine(engine.backend, engine.world))
+            assert again.value == found.value, f"pruning lost {found}: {again}"
+    steps = [step for step in STEPS if step not in scene.bad_steps | scene.silent]
+    if not steps:
+        return
+    saver = fresh if dice.random() < 0.5 else make_engine(engine.backend, engine.world)
+    (await run_save(saver, dice.choice(steps), state_of(NEW_VALUE))).result()
+    backend, world = local(FaultyFiles(scene.files, scene.lasting_faults), dice.getrandbits(32))
+    after = await find(make_engine(backend, world))  # also where a step was away that might have been the newest
+    assert after.value == NEW_VALUE, f"saved on, and then found {after}"
+    assert set(after.told) <= scene.may_tell, f"told of a sound step: {after}"
+    await backend.close()
+
+
+async def _ask(scene: Scene, engine: Engine, dice: random.Random, found: Found) -> None:
+    """Have the steps listed, the newest named, and a sound one loaded by its number."""
+    listed = {info.step for info in await keep.steps(engine)}
+    assert {save.step for save in scene.whole} - scene.silent <= listed
+    taken = None if found.error is not None else _taken(scene, found)
+    if taken is not None and not found.told:
+        assert await keep.latest(make_engine(engine.backend, engine.world)) == taken.step
+    unsound = scene.may_tell | scene.silent | {save.step for save in (*scene.away, *scene.unsure)}
+    sound = sorted({save.step for save in scene.whole} - unsound)
+    if sound:
+        step = dice.choice(sound)
+        newest = max((save for save in scene.whole if save.step == step), key=lambda save: save.generation)
+        value, result = await load_value(make_engine(engine.backend, engine.world), step)
+        assert value == newest.value, f"step {step} was loaded as {value}, not {newest}"
+        assert result is not None
+        assert not result.skipped
+
+
+def case(seed: int) -> Outcomes:
+    dice = random.Random(seed)
+    history = History(dice, hard_links=dice.random() < 0.75)
+    for _ in range(dice.randint(1, JOBS)):
+        history.job()
+    outcomes: Outcomes = Counter()
+    for number in range(LOOKS):
+        outcomes[look(history, dice, seed + number)] += 1
+    return outcomes
+
+
+CAMPAIGN = Campaign(name="histories", counts="damaged histories", prepare=lambda: case, smoke_count=300)

@@ -1,0 +1,250 @@
+"""A history of one place, really made on a simulated disk, and what is known of it without asking the engine.
+
+Jobs follow each other: they load the newest step or one by its number, save, save again, verify, delete, prune, crash at a
+call, and meet outages. What a model must know is noted as it happens: which saves were acknowledged, their values, and in
+which order. What is there afterwards is told from the names on the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import random
+import re
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from aiockpt.engine import keep
+from aiockpt.engine.context import Engine
+from aiockpt.errors import CheckpointError, StepNotFoundError
+from aiockpt.options import Retention
+from aiockpt.runtime.future import LoadResult
+from aiockpt.testing.faults import Fault, FaultyFiles
+from aiockpt.testing.simulated_files import SimulatedFiles
+from tests.file_surgery import content, paths
+from tests.inline_engine import ROOT, local, make_engine, run_load, run_save
+
+T = TypeVar("T")
+STEPS = (1, 2, 3, 4)
+NUMBERS = 700
+"""Of the one tensor: as many as need a block and a bit."""
+CALLS = 80
+"""About as many as a save makes."""
+OUTAGES = (errno.ESTALE, errno.EMFILE, errno.ENOMEM, errno.EACCES, errno.ETIMEDOUT)
+
+
+def folder_of(step: int) -> str:
+    return f"{ROOT}/step-{step:08d}"
+
+
+def state_of(value: float) -> dict[str, Any]:
+    """Return the state that *value* stands for."""
+    return {"x": torch.full((NUMBERS,), float(value)), "value": value}
+
+
+async def load_value(engine: Engine, step: int | None = None) -> tuple[float | None, LoadResult | None]:
+    """Load, compare every number, and return the value and the result."""
+    state = state_of(-1)
+    result = await run_load(engine, state, step)
+    if result is None:
+        return None, None
+    assert torch.equal(state["x"], state_of(state["value"])["x"]), "loaded numbers that were never saved"
+    return state["value"], result
+
+
+class QuickLoop(asyncio.SelectorEventLoop):
+    """An event loop that does at once what is meant for a thread: half the time of `run_inline`, which goes a longer way."""
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., T], *args: Any
+    ) -> asyncio.Future[T]:
+        future: asyncio.Future[T] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:  # noqa: BLE001 - an executor hands over everything
+            future.set_exception(error)
+        return future
+
+
+def run_quickly(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run ``main()`` on one thread, as `run_inline` does."""
+    with asyncio.Runner(loop_factory=QuickLoop) as runner:
+        return runner.run(main())
+
+
+class Save(msgspec.Struct, frozen=True):
+    """A save whose manifest is on the disk, or whose votes are: *order* says how new it is among all."""
+
+    step: int
+    generation: int
+    attempt: str
+    value: float
+    order: int
+
+    @property
+    def folder(self) -> str:
+        return folder_of(self.step)
+
+    @property
+    def manifest(self) -> str:
+        return f"{self.folder}/MANIFEST-{self.generation}.json"
+
+    @property
+    def attempt_folder(self) -> str:
+        return f"{self.folder}/a-{self.attempt}"
+
+
+class History:
+    """A place with a past.
+
+    Attributes:
+        files: the disk.
+        saves: those whose manifests are whole and there.
+        voted: those that are not committed, and whose votes are there: the next load finishes them.
+        overtaken: those whose votes are there, too, and whose number a manifest has: they may come back when that goes.
+        torn: (step, generation) of manifests that a crash left in part.
+        before: all that each manifest's name has ever held, by path.
+        told: what happened, for people.
+    """
+
+    def __init__(self, dice: random.Random, *, hard_links: bool) -> None:
+        self.files = SimulatedFiles(hard_links=hard_links)
+        self.saves: list[Save] = []
+        self.voted: list[Save] = []
+        self.overtaken: list[Save] = []
+        self.torn: set[tuple[int, int]] = set()
+        self.before: dict[str, set[bytes]] = {}
+        self.told: list[str] = []
+        self._dice = dice
+        self._order = 0
+        self._value = 0.0
+        self._values: dict[str, tuple[float, int]] = {}
+
+    @property
+    def has_root(self) -> bool:
+        """Whether anything was ever written."""
+        return ROOT.strip("/") in self.files.listdir("/")
+
+    def job(self) -> None:
+        """Run one process from its start to its end, or to its crash."""
+        dice = self._dice
+        crash = dice.random() < 0.35
+        faults = [Fault(do="fail", at=dice.randrange(1, 4 * CALLS), times=None, error=errno.EIO)] if crash else []
+        if not crash and dice.random() < 0.2:  # what is overtaken may stay for a while
+            faults = [Fault(do="fail", verb="unlink", match="*/MANIFEST-*", times=None, error=errno.EBUSY)]
+        if not crash and dice.random() < 0.2 and self.saves:
+            away = dice.choice(self.saves)
+            verb = dice.choice(("preadv", "open", "listdir"))
+            error = dice.choice(OUTAGES)
+            faults.append(Fault(do="fail", verb=verb, match=f"{away.folder}*", times=dice.choice((1, 3)), error=error))
+        backend, world = local(FaultyFiles(self.files, faults), seed=dice.getrandbits(32))
+        rules = Retention(last=dice.choice((1, 2, 3))) if dice.random() < 0.3 else None
+
+        async def main() -> None:
+            engine = make_engine(backend, world, retention=rules)
+            self.told.append(f"job{' that crashes' if crash else ''}{f', keeping {rules.last}' if rules else ''}")
+            try:
+                if dice.random() < 0.8:
+                    step = dice.choice([None, None, *(save.step for save in self.saves)])
+                    self.told.append(f"load {step}")
+                    with suppress(StepNotFoundError):
+                        await load_value(engine, step)
+                for _ in range(dice.randint(1, 3)):
+                    await self._act(engine)
+            except CheckpointError as error:
+                self.told.append(f"ended by {error!r:.80}")
+            with suppress(CheckpointError):
+                await backend.close()
+
+        run_quickly(main)
+        for fd in list(self.files._open):
+            self.files.close(fd)  # the process is gone
+        self._look_around()
+
+    async def _act(self, engine: Engine) -> None:
+        dice = self._dice
+        there = sorted({save.step for save in self.saves})
+        what = dice.choices(("save", "verify", "delete", "replace", "prune"), (10, 1, 1, 3, 1))[0] if there else "save"
+        step = dice.choice(STEPS) if what == "save" else dice.choice(there)
+        self.told.append(f"{what} {step}")
+        if what == "verify":
+            await keep.verify(engine, step)
+        elif what in ("delete", "replace"):
+            await keep.delete(engine, step)
+            if what == "replace":
+                await self._save(engine, step)
+        elif what == "prune":
+            await keep.prune(engine, Retention(last=dice.choice((1, 2)), grace_s=0))
+        else:
+            await self._save(engine, step)
+        self._look_around()
+
+    async def _save(self, engine: Engine, step: int) -> None:
+        self._value += 1
+        self._order += 1
+        value = self._value
+        before = set(self._attempts(step))
+        future = await run_save(engine, step, state_of(value))
+        for attempt in set(self._attempts(step)) - before:
+            self._values[attempt] = (value, self._order)
+        future.result()
+
+    def _attempts(self, step: int) -> list[str]:
+        try:
+            names = self.files.listdir(folder_of(step))
+        except FileNotFoundError:
+            return []
+        return [name[2:] for name in names if name.startswith("a-")]
+
+    def _look_around(self) -> None:
+        """Take down what is there: a manifest of which there is all, votes without one, and what was torn."""
+        self.saves, self.voted, self.overtaken = [], [], []
+        self.torn.clear()
+        if not self.has_root:
+            return
+        for path in paths(self.files):
+            found = re.fullmatch(rf"{ROOT}/step-(\d+)/MANIFEST-(\d+)\.json", path)
+            if found is None:
+                continue
+            data = bytes(content(self.files, path))
+            self.before.setdefault(path, set()).add(data)
+            facts = parse(data)
+            if facts is None:
+                self.torn.add((int(found[1]), int(found[2])))
+                continue
+            value, order = self._values[facts["attempt"]]
+            self.saves.append(Save(int(found[1]), int(found[2]), facts["attempt"], value, order))
+        named = {save.attempt for save in self.saves}
+        for step in STEPS:
+            taken = [s.generation for s in self.saves if s.step == step] + [g for n, g in self.torn if n == step]
+            for attempt in self._attempts(step):
+                facts = self._vote(step, attempt)
+                if attempt in named or facts is None:
+                    continue
+                value, order = self._values[attempt]
+                vote = Save(step, facts["generation"], attempt, value, order)
+                (self.voted if vote.generation > max(taken, default=0) else self.overtaken).append(vote)
+
+    def _vote(self, step: int, attempt: str) -> dict[str, Any] | None:
+        path = f"{folder_of(step)}/a-{attempt}/r/r00000.json"
+        there = set(paths(self.files, f"{folder_of(step)}/a-{attempt}"))
+        if path not in there:
+            return None
+        decision = f"{folder_of(step)}/a-{attempt}/DECISION.json"
+        if decision in there and b'"commit"' not in content(self.files, decision):
+            return None
+        return parse(bytes(content(self.files, path)))
+
+
+def parse(data: bytes) -> dict[str, Any] | None:
+    """Return a document, or None of a torn one: what is written in part is no JSON."""
+    try:
+        facts: dict[str, Any] = json.loads(data)
+    except ValueError:
+        return None
+    return facts

@@ -1,0 +1,659 @@
+"""Which step is found when something is bad? The newest that is whole; what was passed over is told, and only that."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.backends.local import LocalBackend
+from aiockpt.errors import NewerFormatError
+from aiockpt.events import Event, StepSkipped
+from aiockpt.format.checksum import digest128
+from aiockpt.format.document import seal, unseal
+from aiockpt.format.manifest import Manifest, decode_manifest, encode_manifest
+from aiockpt.storage.backend import Backend, Listing
+from aiockpt.testing.faults import Fault, FaultyBackend
+from tests.small_run import SMALL
+
+pytestmark = pytest.mark.timeout(60)
+NEWEST = 5
+
+
+class Watching:
+    """Keeps the reasons of skipped steps."""
+
+    def __init__(self) -> None:
+        self.skipped: list[int] = []
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, StepSkipped):
+            self.skipped.append(event.step)
+
+
+def state(step: float) -> dict[str, Any]:
+    return {"x": torch.full((3000,), float(step)), "step": step}
+
+
+def save(place: Path | Backend, *steps: int, value: float | None = None, **options: Any) -> None:
+    with aiockpt.Checkpointer(place, io=SMALL, **options) as ckpt:
+        ckpt.load(state(-1)).result(30)
+        for step in steps:
+            ckpt.save(step, state(step if value is None else value)).result(30)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A place with the steps 1 to 5."""
+    root = tmp_path / "run"
+    save(root, *range(1, NEWEST + 1))
+    return root
+
+
+def load(place: Path | Backend, step: int | None = None) -> tuple[float | None, dict[str, str]]:
+    """Return the value that is loaded, and what was skipped; the event and the log must say the same."""
+    loaded, watching, lines = state(-1), Watching(), Lines()
+    logging.getLogger("aiockpt").addHandler(lines)
+    try:
+        with aiockpt.Checkpointer(place, io=SMALL, observers=[watching]) as ckpt:
+            result = ckpt.load(loaded, step).result(30)
+    finally:
+        logging.getLogger("aiockpt").removeHandler(lines)
+    if result is None:
+        return None, {}
+    assert torch.equal(loaded["x"], state(loaded["step"])["x"])
+    assert len(watching.skipped) == len(result.skipped)
+    assert sum("is skipped" in line for line in lines.said) == len(result.skipped)
+    return loaded["step"], dict(result.skipped)
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def latest(place: Path | Backend) -> int | None:
+    with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+        return ckpt.latest().result(30)
+
+
+def folder(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def manifest(root: Path, step: int, generation: int = 1) -> Path:
+    return root / folder(step) / f"MANIFEST-{generation}.json"
+
+
+def data_file(root: Path, step: int) -> Path:
+    (path,) = (root / folder(step)).glob("a-*/d/*")
+    return path
+
+
+def unreadable(root: Path, match: str, error: int = errno.EIO, verb: str = "*") -> FaultyBackend:
+    """Return the place, in which what *match* fits can never be read."""
+    return FaultyBackend(LocalBackend(str(root)), [Fault(do="fail", verb=verb, match=match, times=None, error=error)])
+
+
+# What is in the way of a file or folder
+
+Way = Callable[[Path], object]
+
+
+def _clear(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def link(path: Path) -> None:
+    moved = path.rename(path.parent.parent / f"moved-{path.name}")
+    path.symlink_to(moved)
+
+
+def pipe(path: Path) -> None:
+    _clear(path)
+    os.mkfifo(path)
+
+
+def directory(path: Path) -> None:
+    _clear(path)
+    (path / "inside").mkdir(parents=True)
+
+
+def plain_file(path: Path) -> None:
+    _clear(path)
+    path.write_text("a file")
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def truncated(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flipped(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def too_long(path: Path) -> None:
+    os.truncate(path, 10 << 30)
+
+
+WAYS: list[Way] = [link, pipe, directory, emptied, truncated, flipped, too_long]
+
+
+def test_where_nothing_is_damaged_nothing_is_told(run: Path) -> None:
+    assert load(run) == (NEWEST, {})
+    save(run, 5, 5, value=7.0)
+    with aiockpt.Checkpointer(run, io=SMALL) as ckpt:  # a branch: sound steps of another one are nobody's business
+        ckpt.load(state(-1), 2).result(30)
+        ckpt.save(3, state(33.0)).result(30)
+    assert load(run) == (33.0, {})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_bad_generation_of_an_old_step_does_not_make_it_the_newest(run: Path, way: Way) -> None:
+    """A crash can leave an empty one where there are no hard links."""
+    bad = manifest(run, 2, 2)
+    shutil.copy(manifest(run, 2), bad)
+    way(bad)
+    value, skipped = load(run)
+    assert (value, list(skipped)) == (NEWEST, [folder(2)])
+    assert "MANIFEST-2.json" in skipped[folder(2)]
+    assert latest(run) == NEWEST
+    assert load(run, 2) == (2, skipped)
+    save(run, 6)
+    assert load(run)[0] == 6
+    save(run, 2, value=22.0)  # its name is taken: the next number is
+    assert manifest(run, 2, 3).exists()
+    assert load(run) == (22.0, {})
+
+
+def test_a_bad_generation_falls_back_at_its_own_place_in_the_order(run: Path) -> None:
+    save(run, 3, value=33.0)
+    shutil.copy(manifest(run, 3, 2), run.parent / "kept")
+    emptied(manifest(run, 3, 2))
+    value, skipped = load(run)
+    assert (value, list(skipped)) == (NEWEST, [folder(3)])  # its first generation was collected
+
+
+def test_both_generations_of_the_newest_step_are_tried(run: Path) -> None:
+    keeping = FaultyBackend(
+        LocalBackend(str(run)), [Fault(do="fail", verb="delete", match="*/MANIFEST-1*", times=None)]
+    )
+    save(keeping, 5, value=55.0)
+    assert load(run) == (55.0, {})
+    (path,) = _data_of(run, 5, 2)
+    flipped(path)
+    value, skipped = load(run)
+    assert (value, list(skipped)) == (
+        5.0,
+        [folder(5)],
+    )  # the data of the second one are bad, the first is older and whole
+
+
+def _data_of(root: Path, step: int, generation: int) -> tuple[Path, ...]:
+    found = decode_manifest(manifest(root, step, generation).read_bytes())
+    return tuple(root / folder(step) / file.p for file in found.files)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_bad_manifest_of_the_newest_step_is_told(run: Path, way: Way) -> None:
+    way(manifest(run, NEWEST))
+    value, skipped = load(run)
+    assert (value, list(skipped)) == (NEWEST - 1, [folder(NEWEST)])
+    assert latest(run) == NEWEST - 1
+
+
+@pytest.mark.parametrize("way", [link, pipe, plain_file])
+def test_a_bad_folder_of_the_newest_step_is_told(run: Path, way: Way) -> None:
+    way(run / folder(NEWEST))
+    value, skipped = load(run)
+    assert (value, list(skipped)) == (NEWEST - 1, [folder(NEWEST)])
+    save(run, 6)
+    assert load(run)[0] == 6
+
+
+@pytest.mark.parametrize("way", [*WAYS, lambda path: path.unlink()])
+def test_bad_data_of_the_newest_step_are_told(run: Path, way: Way) -> None:
+    way(data_file(run, NEWEST))
+    value, skipped = load(run)
+    assert (value, list(skipped)) == (NEWEST - 1, [folder(NEWEST)])
+
+
+@pytest.mark.parametrize("way", [link, pipe, directory, _clear])
+def test_an_attempt_that_is_not_there_any_more_is_told(run: Path, way: Way) -> None:
+    (attempt,) = (run / folder(NEWEST)).glob("a-*")
+    way(attempt)
+    value, skipped = load(run)
+    assert (value, list(skipped)) == (NEWEST - 1, [folder(NEWEST)])
+
+
+def test_a_link_that_is_called_otherwise_is_nobodys_business(run: Path) -> None:
+    (run / "latest").symlink_to(run / folder(5))
+    os.mkfifo(run / "pipe")
+    (run / "step-notes").write_text("")
+    assert load(run) == (NEWEST, {})
+
+
+def test_the_manifest_of_another_step_and_one_from_before_are_told(run: Path) -> None:
+    before = manifest(run, NEWEST).read_bytes()
+    shutil.copy(manifest(run, 4), manifest(run, NEWEST))
+    value, skipped = load(run)
+    assert value == 4
+    assert "was it copied here" in skipped[folder(NEWEST)]
+    with aiockpt.Checkpointer(run, io=SMALL) as ckpt:
+        ckpt.delete(NEWEST).result(30)
+    save(run, NEWEST, value=50.0)
+    manifest(run, NEWEST).write_bytes(before)  # of the save that was deleted
+    value, skipped = load(run)
+    assert value == 4
+    assert "names the attempt" in skipped[folder(NEWEST)]
+
+
+def test_a_flipped_bit_in_the_head_of_the_newest_manifest_is_told(run: Path) -> None:
+    path = manifest(run, NEWEST)
+    data = path.read_bytes()
+    assert b'"sequence":5' in data
+    path.write_bytes(data.replace(b'"sequence":5', b'"sequence":0'))
+    value, skipped = load(run)
+    assert (value, list(skipped)) == (4, [folder(NEWEST)])
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_no_claim_of_an_old_step_makes_a_save_fail(run: Path, sealed: bool) -> None:
+    path = manifest(run, 2)
+    last = msgspec.structs.replace(decode_manifest(path.read_bytes()), sequence=2**63 - 1)
+    data = encode_manifest(last)
+    path.write_bytes(data if sealed else data.replace(b'"user":', b'"uzer":'))
+    save(run, 6, 7)
+    assert load(run)[0] == 7
+
+
+def unsealed_head(path: Path) -> None:
+    """Make it a manifest as it was written before its head had a digest."""
+    head, _, rest = unseal(path.read_bytes(), "it").partition(b',"head":"')
+    path.write_bytes(seal(head + rest[rest.index(b'"') + 1 :]))
+
+
+def test_manifests_from_before_their_heads_had_a_digest_are_read(run: Path) -> None:
+    for step in range(1, NEWEST + 1):
+        unsealed_head(manifest(run, step))
+    assert load(run) == (NEWEST, {})
+    flipped(manifest(run, 2))
+    value, skipped = load(run)
+    assert (value, list(skipped)) == (NEWEST, [folder(2)])  # it cannot be told whether that was the newest
+
+
+# What cannot be read
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ELOOP, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA])
+@pytest.mark.parametrize("match", ["step-00000002/MANIFEST-1.json", "step-00000002*"])
+def test_a_bad_sector_in_an_old_step_stops_nothing(run: Path, match: str, error: int) -> None:
+    place = unreadable(run, match, error)
+    value, skipped = load(place)
+    assert (value, list(skipped)) == (NEWEST, [folder(2)])
+    assert latest(place) == NEWEST
+    with aiockpt.Checkpointer(place, io=SMALL, retention=aiockpt.Retention(last=2)) as ckpt:
+        assert {info.step: info.problem is None for info in ckpt.steps().result(30)} == {
+            5: True, 4: True, 3: True, 2: False, 1: True,
+        }  # fmt: skip
+        ckpt.load(state(-1)).result(30)
+        ckpt.save(6, state(6)).result(30)
+        pruned = ckpt.prune().result(30)
+    assert (run / folder(2)).exists()
+    assert any(kept.step == 2 and "cannot be read" in kept.reason for kept in pruned.kept)
+    assert sorted(int(path.name[5:]) for path in run.glob("step-*")) == [2, 5, 6]
+    assert load(place)[0] == 6
+
+
+@pytest.mark.parametrize("verb", ["get", "open", "reader.read"])
+def test_a_bad_sector_in_the_newest_step_is_told(run: Path, verb: str) -> None:
+    value, skipped = load(unreadable(run, "step-00000005*", verb=verb))
+    assert (value, list(skipped)) == (NEWEST - 1, [folder(NEWEST)])
+
+
+OUTAGES = [errno.ESTALE, errno.EMFILE, errno.ENOMEM, errno.EACCES, errno.ETIMEDOUT, errno.ECONNRESET]
+
+
+@pytest.mark.parametrize("error", OUTAGES)
+@pytest.mark.parametrize(
+    "match", ["step-00000005/MANIFEST-1.json", "step-00000005", "step-00000005/a-*", "step-00000002*"]
+)
+def test_an_outage_is_no_damage(run: Path, match: str, error: int) -> None:
+    """What does not say how new it is may be the newest; a step whose data alone are away is, if it is."""
+    place = unreadable(run, match, error)
+    with pytest.raises(aiockpt.StorageError, match=match.partition("/")[0].rstrip("*")):
+        load(place)
+    assert load(run) == (NEWEST, {})
+
+
+@pytest.mark.parametrize("error", OUTAGES)
+def test_an_outage_of_an_old_step_stops_no_save_and_no_prune_and_loses_no_order(run: Path, error: int) -> None:
+    place = unreadable(run, "step-00000005*", error)
+    with aiockpt.Checkpointer(place, io=SMALL, retention=aiockpt.Retention(last=2)) as ckpt:
+        assert any(info.step == 5 and info.problem for info in ckpt.steps().result(30))
+        ckpt.save(3, state(33.0)).result(30)  # of a lower number than the one that is away
+        pruned = ckpt.prune().result(30)
+    assert any(kept.step == 5 and "cannot be read" in kept.reason for kept in pruned.kept)
+    assert load(run) == (33.0, {})
+
+
+def test_an_older_step_that_is_away_is_not_asked_for(run: Path) -> None:
+    assert load(unreadable(run, "step-00000002/a-*", errno.EACCES)) == (NEWEST, {})
+
+
+def changed(root: Path, step: int, **changes: Any) -> None:
+    path = manifest(root, step)
+    data = msgspec.json.encode(msgspec.structs.replace(decode_manifest(path.read_bytes()), **changes))
+    path.write_bytes(seal(data))
+
+
+@pytest.mark.parametrize("changes", [{"version": 2}, {"min_reader": 9}, {"requires": ("telepathy",)}])
+def test_a_newer_format_is_no_damage(run: Path, changes: dict[str, Any]) -> None:
+    changed(run, NEWEST, **changes)
+    with pytest.raises(NewerFormatError, match=r"install"):
+        load(run)
+    with pytest.raises(NewerFormatError):
+        latest(run)
+    with pytest.raises(NewerFormatError):
+        load(run, NEWEST)
+    assert load(run, 4) == (4, {})
+    save_without_loading(run, 6)
+    with aiockpt.Checkpointer(run, io=SMALL) as ckpt:
+        ckpt.prune(aiockpt.Retention(last=1)).result(30)
+        assert any(info.step == NEWEST and info.problem for info in ckpt.steps().result(30))
+    assert manifest(run, NEWEST).exists()
+
+
+def save_without_loading(root: Path, step: int) -> None:
+    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+        ckpt.save(step, state(step)).result(30)
+
+
+def test_an_old_step_of_a_newer_format_whose_head_says_so_is_no_business_of_a_load(run: Path) -> None:
+    path = manifest(run, 2)
+    newer = encode_manifest(decode_manifest(path.read_bytes())).replace(b'"version":1', b'"version":2')
+    path.write_bytes(_resealed(newer))
+    assert load(run) == (NEWEST, {})
+
+
+def _resealed(data: bytes) -> bytes:
+    """Return a manifest that was changed, with right digests."""
+    head, mark, rest = (data[: data.rindex(b',"digest":"')] + b"}").partition(b',"head":"')
+    return seal(head + mark + digest128(head).encode() + rest[rest.index(b'"') :])
+
+
+# What is damaged on its way
+
+
+def test_a_manifest_that_comes_damaged_is_read_again_as_other_calls_are(run: Path) -> None:
+    wire = [Fault(do="flip", verb="get", match="*5/MANIFEST-1.json", at=at, times=1, bit=97 * at) for at in range(1, 8)]
+    assert load(FaultyBackend(LocalBackend(str(run)), wire)) == (NEWEST, {})
+
+
+def test_a_manifest_that_always_comes_damaged_is_told(run: Path) -> None:
+    wire = [
+        Fault(do="flip", verb="get", match="*5/MANIFEST-1.json", at=at, times=1, bit=97 * at) for at in range(1, 99)
+    ]
+    value, skipped = load(FaultyBackend(LocalBackend(str(run)), wire))
+    assert (value, list(skipped)) == (NEWEST - 1, [folder(NEWEST)])
+
+
+# Garbage
+
+
+def dead_save(root: Path, step: int) -> Path:
+    """Leave the attempt of a save that died before its vote; return its folder."""
+    shutil.copytree(root / folder(1), root / folder(step))
+    manifest(root, step).unlink()
+    (attempt,) = (root / folder(step)).glob("a-*")
+    (attempt / "DECISION.json").unlink()
+    for path in [*attempt.rglob("*"), attempt]:
+        os.utime(path, (1e9, 1e9))
+    return attempt
+
+
+def test_a_receipt_that_is_too_long_is_not_read_and_its_save_is_garbage(run: Path) -> None:
+    receipt = dead_save(run, 9) / "r" / "r00000.json"
+    os.truncate(receipt, 10 << 30)
+    os.utime(receipt, (1e9, 1e9))
+    place = FaultyBackend(LocalBackend(str(run)), [Fault(do="hang", verb="get", match="*/r00000.json", times=None)])
+    assert load(place) == (NEWEST, {})
+    with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+        pruned = ckpt.prune().result(30)
+    assert [garbage.step_id for garbage in pruned.garbage] == [folder(9)]
+    assert not (run / folder(9)).exists()
+
+
+@pytest.mark.parametrize("way", [directory, pipe, emptied, too_long])
+def test_a_bad_decision_record_of_a_dead_save_is_told_and_holds_up_no_prune(run: Path, way: Way) -> None:
+    record = dead_save(run, 9) / "DECISION.json"
+    record.write_text("{}")
+    way(record)
+    for path in record.parent.rglob("*"):
+        os.utime(path, (1e9, 1e9), follow_symlinks=False)
+    (record.parent / "r" / "r00000.json").write_text("torn")
+    os.utime(record.parent / "r" / "r00000.json", (1e9, 1e9))
+    other = dead_save(run, 8)
+    (other / "r" / "r00000.json").unlink()
+    with aiockpt.Checkpointer(run, io=SMALL) as ckpt:
+        pruned = ckpt.prune().result(30)
+    assert [garbage.step_id for garbage in pruned.garbage] == [folder(8)]
+    ((step_id, reason),) = pruned.left
+    assert step_id == folder(9)
+    assert "DECISION.json" in reason
+    assert load(run) == (NEWEST, {})
+    with aiockpt.Checkpointer(run, io=SMALL) as ckpt:
+        ckpt.save(9, state(9)).result(30)
+    assert load(run) == (9, {})
+
+
+@pytest.mark.parametrize("way", [directory, pipe, link, emptied])
+def test_a_committed_step_with_anything_in_it_can_be_deleted(run: Path, way: Way) -> None:
+    (record,) = (run / folder(2)).glob("a-*/DECISION.json")
+    way(record)
+    (run / folder(2) / "dangling").symlink_to("nowhere")
+    with aiockpt.Checkpointer(run, io=SMALL) as ckpt:
+        ckpt.delete(2).result(30)
+    assert not (run / folder(2)).exists()
+    assert load(run) == (NEWEST, {})
+
+
+def test_generations_decide_whether_there_is_something_to_finish(run: Path) -> None:
+    """An attempt that was overtaken is garbage; one whose number is the next is a commit to be finished."""
+    keeping = FaultyBackend(LocalBackend(str(run)), [Fault(do="fail", verb="delete", times=None)])
+    save(keeping, 5, value=52.0)
+    save(keeping, 5, value=53.0)
+    assert [manifest(run, 5, number).exists() for number in (1, 2, 3)] == [True] * 3
+    third = manifest(run, 5, 3).read_bytes()
+    manifest(run, 5, 2).unlink()
+    assert load(run) == (53.0, {})
+    assert not manifest(run, 5, 2).exists()  # the second one was overtaken by the third
+    manifest(run, 5, 3).unlink()
+    assert load(run)[0] in (52.0, 53.0)  # both have all their votes, and no generation above them
+    assert decode_manifest(third).generation == 3
+
+
+def test_a_manifest_that_is_too_long_is_not_read(run: Path) -> None:
+    too_long(manifest(run, NEWEST))
+    place = FaultyBackend(
+        LocalBackend(str(run)), [Fault(do="hang", verb="get", match="*5/MANIFEST-1.json", times=None)]
+    )
+    value, skipped = load(place)
+    assert value == NEWEST - 1
+    assert "is no document of aiockpt" in skipped[folder(NEWEST)]
+
+
+class Deleting(LocalBackend):
+    """A place where another process deletes a step between the listing of it and the look at its manifest."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(str(root))
+        self._root_path = root
+
+    async def list(self, prefix: str) -> Listing:
+        listing = await super().list(prefix)
+        if prefix == folder(2) and manifest(self._root_path, 2).exists():
+            for attempt in (self._root_path / prefix).glob("a-*"):
+                shutil.rmtree(attempt)
+            listing = await super().list(prefix)
+            shutil.rmtree(self._root_path / prefix)
+        return listing
+
+
+def test_a_step_that_is_being_deleted_is_not_damaged(run: Path) -> None:
+    assert load(Deleting(run)) == (NEWEST, {})
+
+
+# What is deleted
+
+
+def test_pruning_keeps_what_can_be_loaded_and_not_what_only_says_that_it_is_newer(run: Path) -> None:
+    way_of = {5: truncated, 4: flipped}
+    for step, way in way_of.items():
+        way(manifest(run, step))
+    _clear(data_file(run, 3))
+    with aiockpt.Checkpointer(run, io=SMALL) as ckpt:
+        pruned = ckpt.prune(aiockpt.Retention(last=1)).result(30)
+    assert [step.step for step in pruned.steps] == [1]
+    assert load(run)[0] == 2
+
+
+def test_who_has_found_a_step_damaged_does_not_keep_it_in_place_of_another(run: Path) -> None:
+    flipped(data_file(run, NEWEST))
+    with aiockpt.Checkpointer(run, io=SMALL) as ckpt:
+        loaded = ckpt.load(state(-1)).result(30)
+        assert loaded is not None
+        pruned = ckpt.prune(aiockpt.Retention(last=1)).result(30)
+    assert [step.step for step in pruned.steps] == [1, 2, 3]
+    assert load(run)[0] == NEWEST - 1
+
+
+@pytest.mark.parametrize("bad", ["manifest", "data", "attempt", "data that a load has read"])
+def test_an_older_generation_is_no_garbage_while_the_newer_one_is_bad(run: Path, bad: str) -> None:
+    keeping = FaultyBackend(
+        LocalBackend(str(run)), [Fault(do="fail", verb="delete", match="*/MANIFEST-1*", times=None)]
+    )
+    save(keeping, 5, value=55.0)
+    (data,) = _data_of(run, 5, 2)
+    if bad == "manifest":
+        flipped(manifest(run, 5, 2))
+    elif bad == "data that a load has read":
+        flipped(data)
+    else:
+        _clear(data if bad == "data" else data.parent.parent)
+    with aiockpt.Checkpointer(run, io=SMALL) as ckpt:
+        ckpt.load(state(-1)).result(30)
+        ckpt.prune(aiockpt.Retention(last=5, grace_s=0)).result(30)
+    value, skipped = load(run)
+    assert (value, list(skipped)) == (5.0, [folder(5)])
+
+
+def test_votes_that_wait_for_their_commit_are_no_newer_than_a_save_that_comes_later(run: Path) -> None:
+    """A job died between its votes and its manifest. The next one does not load, and saves a step of a lower number."""
+    manifest(run, NEWEST).unlink()
+    save_without_loading(run, 3)
+    assert load(run) == (3, {})
+    assert manifest(run, NEWEST).exists()  # it was finished all the same
+
+
+# Beginning from nothing
+
+
+def resume(place: Path | Backend) -> int:
+    with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+        return ckpt.resume(state(-1))
+
+
+def test_a_run_begins_from_nothing_only_where_nothing_of_ours_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "notes.txt").write_text("")
+    assert resume(tmp_path) == 0
+    assert not caplog.records
+    save_without_loading(tmp_path, 1)
+    emptied(manifest(tmp_path, 1))
+    with pytest.raises(aiockpt.NoValidCheckpointError, match=r"MANIFEST-1\.json"):
+        resume(tmp_path)
+    shutil.rmtree(tmp_path / folder(1))
+    (tmp_path / folder(1)).symlink_to("nowhere")
+    with pytest.raises(aiockpt.NoValidCheckpointError, match="symbolic link"):
+        resume(tmp_path)
+
+
+def test_an_attempt_alone_is_told_however_old(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (dead_save(run, 9) / "r" / "r00000.json").unlink()
+    for step in range(1, NEWEST + 1):
+        shutil.rmtree(run / folder(step))
+    (run / "LATEST").unlink()
+    assert resume(run) == 0
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "step-00000009" in line
+    assert "was begun and is not committed" in line
+
+
+def test_a_place_whose_steps_are_all_gone_says_so(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in range(1, NEWEST + 1):
+        shutil.rmtree(run / folder(step))
+    assert resume(run) == 0
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "step-00000005" in line
+
+
+# A folder that is used again
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "of another run" in record.getMessage()]
+
+
+def test_the_first_save_over_steps_of_another_run_says_so(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with aiockpt.Checkpointer(run, io=SMALL, retention=aiockpt.Retention(last=2)) as ckpt:
+        ckpt.save(1, state(10.0)).result(30)
+        ckpt.save(2, state(20.0)).result(30)
+        ckpt.save(3, state(30.0)).result(30)
+    (line,) = warnings(caplog)
+    assert "holds 5 step(s) of another run that were not loaded, the newest of them 5" in line
+    assert load(run) == (30.0, {})
+    assert [load(run, step)[0] for step in (4, 5)] == [4, 5]  # nothing of the higher ones is lost
+
+
+def test_who_has_loaded_is_not_told(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(run, 6)
+    with aiockpt.Checkpointer(run, io=SMALL) as ckpt:  # going back is deliberate
+        ckpt.load(state(-1), 2).result(30)
+        ckpt.save(3, state(33.0)).result(30)
+    assert warnings(caplog) == []
+
+
+def test_two_jobs_on_one_folder_are_told_of_each_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as one, aiockpt.Checkpointer(tmp_path, io=SMALL) as other:
+        one.load(state(-1)).result(30)
+        other.load(state(-1)).result(30)
+        one.save(1, state(1)).result(30)
+        other.save(1, state(2)).result(30)
+    assert len(warnings(caplog)) == 1
+
+
+def test_a_manifest_can_be_changed_by_these_tests(run: Path) -> None:
+    assert isinstance(decode_manifest(manifest(run, 1).read_bytes()), Manifest)
