@@ -1,0 +1,29 @@
+"""A resume that is the same run, shown: what `aiockpt prove` runs, and the same as functions.
+
+- `certify`: prove a training function of this process, or a command, and return its `Certificate`.
+- `record`: give a value of yours to be compared; does nothing outside of a proof.
+
+Importing this has no effect; docs/guide/prove.md is the page for users.
+"""
+
+from typing import TYPE_CHECKING
+
+from aiockpt.prove.probe import record
+
+if TYPE_CHECKING:
+    from aiockpt.prove.certificate import Certificate
+    from aiockpt.prove.proof import Proof, certify
+
+__all__ = ["Certificate", "Proof", "certify", "record"]
+
+
+def __getattr__(name: str) -> object:
+    if name in ("certify", "Proof"):
+        from aiockpt.prove import proof
+
+        return getattr(proof, name)
+    if name == "Certificate":
+        from aiockpt.prove.certificate import Certificate
+
+        return Certificate
+    raise AttributeError(f"module 'aiockpt.prove' has no attribute {name!r}")

@@ -1,0 +1,385 @@
+"""Is what a start did what another one did? Record by record, in the order in which things happened; pure.
+
+What is compared is counted in *rows*, which people read: "model", "optimizer exp_avg", "data", "random torch", "loss", …
+Of each row the first difference is kept.
+
+Two starts of one script are compared at equal places (`aiockpt.prove.records`). The first optimizer step after a resume
+may have been given other data before it, such as a peek at the first batch: there the last ones count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import msgspec
+
+from aiockpt.format.names import split_name
+from aiockpt.prove.records import AnyRecord, Ended, Labelled, Loaded, Place, Stepped, Told, View
+from aiockpt.prove.traces import Calendar, Key, keyed
+
+RESUME = "resume"
+"""The row of how a script starts again at all."""
+STEPS, DATA, LOSS, WEIGHTS, GRADIENTS, SETTINGS = "steps", "data", "loss", "weights", "gradients", "settings"
+TRAINING = "training: "
+"""What rows begin with that were seen at each optimizer step; the others were seen in the state."""
+
+
+_OBJECTS = ("module", "stateful", "loader", "per rank")
+"""Kinds of objects that have a row of their own, wherever in the state they are."""
+_CAUSES = ("stateful", "loader", "per rank", "value")
+"""Kinds of objects that make weights and settings what they are: of what differs at one place, told first."""
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one row differs for the first time.
+
+    Attributes:
+        row: of the table.
+        what: the leaf, or what it is, as a user knows it.
+        at: where in the training, in words ("at step 21"); *order* sorts such places.
+        expected, found: of the run that was never stopped, and of the one that was.
+        start: which start of the script it was found in.
+        note: what may explain it.
+    """
+
+    row: str
+    what: str
+    at: str
+    order: tuple[int, int]
+    expected: str
+    found: str
+    start: str = ""
+    rank: int = 0
+    note: str = ""
+
+
+class Row(msgspec.Struct):
+    """How often one row was compared, and where it differs first."""
+
+    compared: int = 0
+    differing: int = 0
+    first: Difference | None = None
+
+
+class Findings:
+    """What comparisons came to, by row."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, Row] = {}
+
+    def note(self, row: str, difference: Difference | None) -> None:
+        """Count one comparison of *row*; *difference* is None where it found none."""
+        entry = self.rows.setdefault(row, Row())
+        entry.compared += 1
+        if difference is not None:
+            entry.differing += 1
+            if entry.first is None or difference.order < entry.first.order:
+                entry.first = difference
+
+    def first(self, without: Collection[str] = ()) -> Difference | None:
+        """Return the very first difference, of rows that are not in *without*."""
+        found = [row.first for name, row in self.rows.items() if row.first is not None and name not in without]
+        return min(found, key=lambda difference: difference.order, default=None)
+
+    def differing(self) -> set[str]:
+        """Return the rows that differ anywhere."""
+        return {name for name, row in self.rows.items() if row.differing}
+
+
+class Reference:
+    """The records of one rank of the run that was never stopped, by key."""
+
+    def __init__(self, records: Sequence[AnyRecord]) -> None:
+        self.calendar = Calendar(records)
+        self.by_key: dict[Key, AnyRecord] = {}
+        self.order: dict[Key, int] = {}
+        self.inputs: dict[str, Place] = {}
+        self.names: dict[str, str] = {}
+        for number, (key, record) in enumerate(keyed(records)):
+            self.by_key[key], self.order[key] = record, number
+            if isinstance(record, Stepped):
+                self.names.update(record.names)
+                for digest in record.inputs:
+                    self.inputs.setdefault(digest, record.place)
+        self.last = max(self.order, key=self.order.__getitem__, default=None)
+
+    def idle(self) -> set[str]:
+        """Return the rows of random generators that nothing draws from: their state never changes."""
+        states: dict[str, set[str]] = {}
+        for record in self.by_key.values():
+            for found in record.random if isinstance(record, Stepped) else ():
+                for name, digest in found.items():
+                    states.setdefault(name, set()).add(digest)
+        return {f"{TRAINING}random {name}" for name, found in states.items() if len(found) == 1}
+
+
+class Comparison:
+    """Compares one rank of one start with the reference.
+
+    Args:
+        start: what it is called.
+        closeness: relative difference that losses may have, and weights, gradients and optimizer state any; None: none.
+    """
+
+    def __init__(
+        self, reference: Reference, findings: Findings, start: str, rank: int, closeness: float | None = None
+    ) -> None:
+        self._reference = reference
+        self._findings = findings
+        self._start, self._rank = start, rank
+        self._closeness = closeness
+        self._order = (0, 0)
+        self._at = ""
+        self._resumed = self._random_off = self._loaded = False
+
+    def run(self, records: Sequence[AnyRecord], saved: Mapping[tuple[str, int], View], *, to_the_end: bool) -> None:
+        """Compare *records*; *to_the_end*: none may be missing.
+
+        Args:
+            saved: the states of earlier starts, by place and step.
+        """
+        keys = {id(record): key for key, record in keyed(records)}
+        last = None
+        for record in records:
+            if isinstance(record, Loaded) and record.step is not None:
+                self._resumed = self._loaded = True
+                self._compare_load(record, saved.get((record.url, record.step)))
+            elif id(record) in keys:
+                last = keys[id(record)]
+                self._compare_twins(last, record)
+        if to_the_end and last != self._reference.last:
+            self._compare_ends(last)
+
+    # ------------------------------------------------------------------ where
+
+    def _compare_twins(self, key: Key, record: AnyRecord) -> None:
+        twin = self._reference.by_key.get(key)
+        if twin is None:
+            self._order = (self._order[0] + 1, 0)
+            if not self._at:
+                self._at = "after the load" if self._loaded else "at the start"
+            self._tell(STEPS, "number of steps", "no such step", _tell(record), 0)
+            return
+        self._order = (self._reference.order[key], 0)
+        self._at = f"at {self._reference.calendar.tell(record.place)}"
+        match twin, record:
+            case Stepped(), Stepped():
+                self._compare_steps(twin, record)
+            case Labelled(), Labelled():
+                self._at = f"at step {twin.step}"
+                self._judge(STEPS, "number of the step", str(twin.step), str(record.step), 0)
+                self._compare_states(twin.state, record.state, 1)
+                self._compare_random(twin.state.random, record.state.random, 3)
+                self._compare_texts("metric ", twin.metrics, record.metrics, 4)
+            case Told(), Told():
+                self._at = f"after {self._reference.calendar.tell(record.place)}"
+                self._judge(f"record {record.name}", record.name, twin.value, record.value, 0, self._close)
+            case Ended(), Ended():
+                self._at = "at the end"
+                self._compare_leaves(WEIGHTS, twin.weights, record.weights, 0)
+                self._compare_slots(twin.slots, record.slots, 1)
+
+    def _compare_ends(self, last: Key) -> None:
+        expected, found = (self._reference.by_key.get(key) for key in (self._reference.last, last))
+        self._order = (len(self._reference.order), 0)
+        self._at = "at the end"
+        self._tell(STEPS, "where it ends", _tell(expected), _tell(found), 0)
+
+    # ------------------------------------------------------------------ what
+
+    def _compare_load(self, record: Loaded, saved: View | None) -> None:
+        """Compare what a load left with what was saved."""
+        key = next((key for key, twin in self._reference.by_key.items() if _is_label(twin, record.step)), None)
+        self._order = (self._reference.order.get(key, -1), 0)
+        self._at = f"right after the load of step {record.step}"
+        if saved is None:
+            return
+        asked = {_top(name) for name in record.state.leaves}
+        named = View({name: text for name, text in saved.leaves.items() if _top(name) in asked}, saved.parts)
+        # What a script loads in part, or under other names, shows in the training that follows.
+        self._compare_states(named, record.state, 1, only_equal=not (record.fits or record.withheld))
+        self._random_off = any(saved.random.get(name) != found for name, found in record.state.random.items())
+
+    def _compare_steps(self, twin: Stepped, record: Stepped) -> None:
+        first, self._resumed = self._resumed, False
+        self._compare_texts(f"{TRAINING}{SETTINGS}", twin.settings, record.settings, 1, as_row=True)
+        self._compare_leaves(WEIGHTS, twin.weights, record.weights, 2)
+        self._compare_slots(twin.slots, record.slots, 3)
+        pairs = list(zip(reversed(twin.random), reversed(record.random), strict=False)) if first else []
+        expected, found = pairs[-1] if pairs else (_ends(twin.random), _ends(record.random))
+        self._compare_random(expected, found, 4 if self._random_off else 6)
+        self._random_off = False
+        self._compare_inputs(twin, record, first)
+        self._compare_losses(twin, record, first)
+        self._compare_leaves(GRADIENTS, twin.gradients, record.gradients, 8)
+
+    def _compare_inputs(self, twin: Stepped, record: Stepped, first: bool) -> None:
+        expected, found = _tails(twin.inputs, record.inputs) if first else (twin.inputs, record.inputs)
+        if expected or found:
+            note = "" if expected == found else self._explain_inputs(expected, found)
+            self._judge(
+                f"{TRAINING}{DATA}", "what the model was given", _joined(expected), _joined(found), 5, note=note
+            )
+
+    def _explain_inputs(self, expected: Sequence[str], found: Sequence[str]) -> str:
+        """Say where the straight run was given what was found here."""
+        if not found:
+            return "it was given nothing"
+        met = next((new for new, old in zip(found, [*expected, *[""] * len(found)], strict=False) if new != old), "")
+        place = self._reference.inputs.get(met)
+        if place is None:
+            return "the straight run was never given that"
+        return f"the straight run was given that at {self._reference.calendar.tell(place)}"
+
+    def _compare_losses(self, twin: Stepped, record: Stepped, first: bool) -> None:
+        expected, found = _tails(twin.losses, record.losses) if first else (twin.losses, record.losses)
+        if expected or found:
+            self._judge(f"{TRAINING}{LOSS}", "the loss", _joined(expected), _joined(found), 7, self._close)
+
+    def _compare_random(self, expected: Mapping[str, str], found: Mapping[str, str], part: int) -> None:
+        for name in expected:
+            self._judge(
+                f"{TRAINING}random {name}", f"generator of {name}", expected[name], found.get(name, "none"), part
+            )
+
+    def _compare_slots(self, expected: Mapping[str, str], found: Mapping[str, str], part: int) -> None:
+        for slot in dict.fromkeys(key.partition(" ")[0] for key in [*expected, *found]):
+            mine, theirs = (
+                {key.partition(" ")[2]: value for key, value in side.items() if key.startswith(f"{slot} ")}
+                for side in (expected, found)
+            )
+            self._compare_leaves(f"optimizer {slot}", mine, theirs, part)
+
+    def _compare_leaves(self, row: str, expected: Mapping[str, str], found: Mapping[str, str], part: int) -> None:
+        """Compare what belongs to parameters, as one; of several that differ the first one is told."""
+        if self._closeness is not None or not (expected or found):
+            return
+        off = [
+            key
+            for key in [*expected, *(key for key in found if key not in expected)]
+            if expected.get(key) != found.get(key)
+        ]
+        key = off[0] if off else ""
+        what = self._reference.names.get(key.rpartition(" ")[2], key)
+        what += f" and {len(off) - 1} more" if len(off) > 1 else ""
+        self._judge(TRAINING + row, what, expected.get(key, "none"), found.get(key, "none"), part)
+
+    def _compare_states(self, expected: View, found: View, part: int, *, only_equal: bool = False) -> None:
+        rows: dict[str, list[str]] = {}
+        for name in [*expected.leaves, *(name for name in found.leaves if name not in expected.leaves)]:
+            rows.setdefault(row_of(name, expected.parts | found.parts), []).append(name)
+        for row, names in rows.items():
+            off = [name for name in names if expected.leaves.get(name) != found.leaves.get(name)]
+            if not (off and only_equal):
+                what = (off[0] + (f" and {len(off) - 1} more" if len(off) > 1 else "")) if off else row
+                first = off[0] if off else names[0]
+                own = (expected.parts | found.parts).get(_owner(first, expected.parts)) in _CAUSES
+                pair = expected.leaves.get(first, "none"), found.leaves.get(first, "none")
+                self._judge(row, what, *pair, part if own else part + 1)
+
+    def _compare_texts(
+        self, row: str, expected: Mapping[str, str], found: Mapping[str, str], part: int, *, as_row: bool = False
+    ) -> None:
+        for name in [*expected, *(name for name in found if name not in expected)]:
+            pair = expected.get(name, "none"), found.get(name, "none")
+            self._judge(row if as_row else row + name, name, *pair, part, None if as_row else self._close)
+
+    # ------------------------------------------------------------------ the outcome
+
+    def _close(self, expected: str, found: str) -> bool:
+        """Say whether numbers are as near to each other as they have to be."""
+        if self._closeness is None:
+            return False
+        try:
+            pairs = list(zip(map(float, expected.split(", ")), map(float, found.split(", ")), strict=True))
+        except ValueError:
+            return False
+        return all(abs(one - other) <= self._closeness * max(abs(one), abs(other)) for one, other in pairs)
+
+    def _judge(
+        self, row: str, what: str, expected: str, found: str, part: int, close: object = None, *, note: str = ""
+    ) -> None:
+        if expected == found or (close is not None and self._close(expected, found)):
+            self._findings.note(row, None)
+        else:
+            self._tell(row, what, expected, found, part, note)
+
+    def _tell(self, row: str, what: str, expected: str, found: str, part: int, note: str = "") -> None:
+        difference = Difference(
+            row=row,
+            what=what,
+            at=self._at,
+            order=(self._order[0], part),
+            expected=expected,
+            found=found,
+            start=self._start,
+            rank=self._rank,
+            note=note,
+        )
+        self._findings.note(row, difference)
+
+
+def row_of(name: str, parts: Mapping[str, str]) -> str:
+    """Return the row of the leaf *name* of a state: its object, and of an optimizer or a rank's own which part of it."""
+    owner = _owner(name, parts)
+    kind = parts.get(owner, "value")
+    rest = name[len(owner) :].lstrip(".")
+    if kind == "optimizer":
+        return f"{owner} {rest.rpartition('.')[2]}" if rest.startswith("state.") else f"{owner} settings"
+    if kind == "per rank" and rest:
+        return f"{owner} {rest.partition('.')[0]}"
+    return owner if kind in _OBJECTS else owner.partition(".")[0]
+
+
+def _top(name: str) -> str:
+    """Return the key of the state that the leaf *name* is below of."""
+    return str(split_name(name)[0])
+
+
+def _owner(name: str, parts: Mapping[str, str]) -> str:
+    """Return the longest of *parts* that *name* is, or is below of."""
+    while name not in parts and name:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _tails(some: Sequence[str], others: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the last ones of both, as many as the shorter has; but at least one of each that has any."""
+    length = max(1, min(len(some), len(others)))
+    return some[-length:], others[-length:]
+
+
+def _ends(states: Sequence[Mapping[str, str]]) -> Mapping[str, str]:
+    return states[0] if states else {}
+
+
+def _joined(texts: Sequence[str]) -> str:
+    return ", ".join(texts) if texts else "none"
+
+
+def _is_label(record: AnyRecord, step: int | None) -> bool:
+    return isinstance(record, Labelled) and record.step == step
+
+
+def _tell(record: AnyRecord | None) -> str:
+    match record:
+        case None:
+            return "nothing"
+        case Labelled():
+            return f"step {record.step}"
+        case Stepped():
+            after = "the start" if record.label is None else f"step {record.label}"
+            return f"optimizer step {record.count} after {after}"
+        case Ended():
+            return f"the end, after step {record.label} and {record.count} optimizer steps"
+    return f"step {record.label}"
+
+
+def saved_views(starts: Iterator[Sequence[AnyRecord]] | Sequence[Sequence[AnyRecord]]) -> dict[tuple[str, int], View]:
+    """Return the states that *starts* of one rank saved, by place and step; the newest of each."""
+    return {
+        (record.url, record.step): record.state
+        for records in starts
+        for record in records
+        if isinstance(record, Labelled) and record.saved
+    }

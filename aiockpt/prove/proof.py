@@ -1,0 +1,319 @@
+"""The story of a proof: run a script straight, kill it and resume it, run a control, compare, and say what was shown.
+
+1. *straight*: to its end. What follows is compared with it.
+2. *killed*, *resumed*, …: one line of starts in one place, each but the last ending by a kill that a seed draws.
+3. *control*: as the first resumed start, from the same files, but its load leaves the state as it is. What does not differ
+   there would not have been noticed, and is not called shown.
+4. *again*: straight once more, only where something differs. What two straight runs do not agree on is not the resume's
+   fault.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from aiockpt.errors import UsageError
+from aiockpt.prove.certificate import Certificate
+from aiockpt.prove.compare import RESUME, TRAINING, Comparison, Difference, Findings, Reference, saved_views
+from aiockpt.prove.inline import InlineRunner
+from aiockpt.prove.job import Job, Kill
+from aiockpt.prove.kills import draw_kills
+from aiockpt.prove.place import url_of
+from aiockpt.prove.process import ProcessRunner, Tick
+from aiockpt.prove.records import Begun, Ended, Loaded
+from aiockpt.prove.reshaped import compare_reshaped
+from aiockpt.prove.traces import Start
+from aiockpt.prove.verdict import judge
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CONTROL_STEPS = 8
+"""Optimizer steps after which a control has shown enough."""
+SHORT = (
+    "the run is too short to be killed and resumed: it needs a save, and then at least one optimizer step or another save; "
+    "train longer, or save more often"
+)
+
+
+class Proof(msgspec.Struct, frozen=True, kw_only=True):
+    """How to prove.
+
+    Attributes:
+        kills: how often to kill, in turn inside a save and between two steps.
+        seed: draws where.
+        close: how far losses and metrics may be off, relatively, for scripts that are not reproducible: weights, gradients
+            and optimizer state are then compared only where they are loaded. None: everything bit by bit.
+        ignore: rows that do not count, as in the shell: ``"metric *"``.
+        as_is: places that the script only reads, and that are not redirected: weights to begin with.
+        resume_with: the command that resumes, on another world size or with another parallelism; None: the same one.
+        timeout_s: of each start.
+        loss: a regular expression for losses that are printed: group ``loss`` or the first, and ``step`` if there is one.
+    """
+
+    kills: int = 2
+    seed: int = 0
+    close: float | None = None
+    ignore: Sequence[str] = ()
+    as_is: Sequence[str] = ()
+    resume_with: Sequence[str] | None = None
+    timeout_s: float = 3600.0
+    loss: str | None = None
+
+
+class Runner(Protocol):
+    """Starts the script."""
+
+    method: str
+    command: list[str]
+
+    def run(self, name: str, job: Job, command: Sequence[str] | None = None) -> Start:
+        """Return one start when it is over."""
+        ...
+
+
+def certify(
+    script: Callable[[], object] | Sequence[str],
+    how: Proof = Proof(),  # noqa: B008  frozen
+    *,
+    folder: Path | None = None,
+    tick: Tick | None = None,
+    told: Callable[[Start], object] = lambda start: None,
+) -> Certificate:
+    """Prove that a resume of *script* is the same run, or find the first thing in which it is not.
+
+    Args:
+        script: a command, started as processes and killed by SIGKILL; or a function without arguments, which makes its own
+            ``Checkpointer`` and is called anew for each start (a kill is simulated then: see `aiockpt.prove.inline`).
+        folder: where records, logs and scratch checkpoints stay; None: a temporary one, removed at the end.
+        tick, told: hear how it goes, and of each start when it is over.
+
+    Raises:
+        UsageError: the script cannot be proved: it fails, saves nothing, is too short, does not end in time.
+    """
+    runner: Runner = (
+        InlineRunner(script) if callable(script) else ProcessRunner(script, how.timeout_s, _compile(how.loss), tick)
+    )
+    with _work_folder(folder, fast=callable(script)) as work:
+        return _Story(runner, how, work, told).tell()
+
+
+class _Story:
+    """One proof under way."""
+
+    def __init__(self, runner: Runner, how: Proof, folder: Path, told: Callable[[Start], object]) -> None:
+        self._runner, self._how, self._folder, self._told = runner, how, folder, told
+        self._starts: list[Start] = []
+        self._early = folder / "place-of-the-control"
+
+    def tell(self) -> Certificate:
+        """Run everything and return what it came to."""
+        straight = self._run("straight", self._folder / "place-straight")
+        _check_straight(straight)
+        kills = draw_kills(straight, self._how.kills, self._how.seed)
+        if not kills:
+            raise UsageError(SHORT)
+        line = self._run_line(kills)
+        findings = self._compare(straight, line)
+        control = Findings()
+        if self._early.exists():
+            job = self._job("control", self._early, withhold=True, stop_after=CONTROL_STEPS)
+            started = self._start("control", job, self._how.resume_with)
+            self._compare_one(straight, started, line[:1], control, to_the_end=False)
+        again = None
+        idle, ignored = self._idle(straight, findings), self._ignored(findings)
+        if findings.differing() - idle - ignored:
+            again = Findings()
+            twice = self._run("again", self._folder / "place-again")
+            self._compare_one(straight, twice, [], again, to_the_end=True)
+        return judge(self._runner, self._how, self._starts, findings, control, again, idle, ignored)
+
+    # ------------------------------------------------------------------ runs
+
+    def _job(
+        self, name: str, place: Path, *, kill: Kill | None = None, withhold: bool = False, stop_after: int | None = None
+    ) -> Job:
+        return Job(
+            folder=str((self._folder / name.replace(" ", "-")).resolve()),
+            place=str(place.resolve()),
+            kill=kill,
+            withhold=withhold,
+            stop_after=stop_after,
+            spread=self._how.resume_with is not None,
+            as_is=tuple(map(url_of, self._how.as_is)),
+            inline=isinstance(self._runner, InlineRunner),
+        )
+
+    def _run(self, name: str, place: Path) -> Start:
+        return self._start(name, self._job(name, place))
+
+    def _start(self, name: str, job: Job, command: Sequence[str] | None = None) -> Start:
+        start = self._runner.run(name, job, command)
+        self._starts.append(start)
+        self._told(start)
+        return start
+
+    def _run_line(self, kills: Sequence[Kill]) -> list[Start]:
+        """Return the starts of the line that is killed and resumed, until one has come to its end."""
+        place = self._folder / "place"
+        line: list[Start] = []
+        for kill in [*kills, None]:
+            name = "killed" if not line else f"resumed {len(line)}" if len(kills) > 1 else "resumed"
+            command = self._how.resume_with if line else None
+            line.append(self._start(name, self._job(name, place, kill=kill), command))
+            if len(line) == 1:
+                _check_killed(line[0])
+                shutil.copytree(place, self._early)
+            if line[-1].died is None:
+                break
+        return line
+
+    # ------------------------------------------------------------------ comparisons
+
+    def _compare(self, straight: Start, line: Sequence[Start]) -> Findings:
+        findings = Findings()
+        for number, start in enumerate(line):
+            self._compare_one(straight, start, line[:number], findings, to_the_end=start.died is None)
+        return findings
+
+    def _compare_one(
+        self, straight: Start, start: Start, before: Sequence[Start], findings: Findings, *, to_the_end: bool
+    ) -> None:
+        if before and not start.ranks:
+            findings.note(RESUME, _no_record(start))
+            return
+        if self._how.resume_with is not None and before:
+            compare_reshaped(straight, start, before, findings, self._how.close, to_the_end=to_the_end)
+        else:
+            for rank in straight.ranks:
+                saved = saved_views([one.ranks.get(rank, ()) for one in before])
+                comparison = Comparison(Reference(straight.ranks[rank]), findings, start.name, rank, self._how.close)
+                told = start.ranks.get(rank, ())
+                if start.died is not None:  # ranks that another one's death has ended closed in the middle
+                    told = [record for record in told if not isinstance(record, Ended)]
+                comparison.run(told, saved, to_the_end=to_the_end)
+        if start.died is None and start.status:
+            findings.note(RESUME, _failed(start))
+        elif before and start.loaded is None:
+            findings.note(RESUME, _not_loaded(start, before))
+        elif before:
+            findings.note(RESUME, None)
+        _compare_printed(straight, start, findings)
+
+    def _idle(self, straight: Start, findings: Findings) -> set[str]:
+        """Return the rows of random generators that no rank draws from."""
+        idle = set.intersection(*(Reference(records).idle() for records in straight.ranks.values()))
+        return {row for row in findings.rows if row in idle or f"{TRAINING}random {row.rpartition(' ')[2]}" in idle}
+
+    def _ignored(self, findings: Findings) -> set[str]:
+        return {row for row in findings.rows if any(fnmatch(row, pattern) for pattern in self._how.ignore)}
+
+
+def _check_straight(straight: Start) -> None:
+    """Raise UsageError unless there is something to prove."""
+    said = f" Its last lines:\n{straight.tail}" if straight.tail else " It printed nothing."
+    if straight.status:
+        raise UsageError(f"the script fails by itself, with status {straight.status}, killed by nobody.{said}")
+    if not straight.ranks:
+        raise UsageError(f"the script ended without making an aiockpt.Checkpointer: nothing can be proved.{said}")
+    if not straight.committed:
+        raise UsageError(f"the script saved nothing: call ckpt.save(), or ckpt.step() with every=….{said}")
+
+
+def _check_killed(killed: Start) -> None:
+    if killed.died is None:
+        raise UsageError(
+            f"the run ended before it could be killed ({killed.kill.explain() if killed.kill else ''}), though the straight "
+            f"run came there: it does not do the same twice. Its last lines:\n{killed.tail}"
+        )
+
+
+def _no_record(start: Start) -> Difference:
+    return _resume_difference(start, "an aiockpt.Checkpointer", "none was made", start.tail)
+
+
+def _failed(start: Start) -> Difference:
+    return _resume_difference(start, "it ends well", f"it fails with status {start.status}", start.tail)
+
+
+def _not_loaded(start: Start, before: Sequence[Start]) -> Difference:
+    """Say why a start did not go on from what was there."""
+    steps = sorted({step for one in before for step in one.committed})
+    urls = [{url for begun in one.of(Begun) for url in begun.urls} for one in (before[0], start)]
+    if urls[0] != urls[1]:
+        note = f"it looked in another place: {', '.join(sorted(urls[1]))}, and not in {', '.join(sorted(urls[0]))}"
+    elif start.of(Loaded):
+        note = "its load found nothing"
+    else:
+        note = "it never called load() or resume(), and waited for what they return"
+    return _resume_difference(start, f"it goes on from step {steps[-1] if steps else '?'}", "it began anew", note)
+
+
+def _resume_difference(start: Start, expected: str, found: str, note: str) -> Difference:
+    return Difference(
+        row=RESUME,
+        what="how the script starts again",
+        at="at the start",
+        order=(-2, 0),
+        expected=expected,
+        found=found,
+        start=start.name,
+        note=note,
+    )
+
+
+def _compare_printed(straight: Start, start: Start, findings: Findings) -> None:
+    """Compare losses that were printed: by their steps, or else from the end backwards."""
+    if not straight.printed or start.died is not None or not start.printed:
+        return
+    steps = {step: text for step, text in straight.printed if step is not None}
+    if steps:
+        pairs = [(steps.get(step), text, f"at step {step}") for step, text in start.printed if step is not None]
+    else:
+        twins = list(zip(reversed(straight.printed), reversed(start.printed), strict=False))
+        pairs = [
+            (one, other, f"in line {number} from the end") for number, ((_, one), (_, other)) in enumerate(twins, 1)
+        ]
+    for expected, text, at in pairs:
+        difference = None
+        if expected != text:
+            difference = Difference(
+                row="printed loss",
+                what="what the script prints",
+                at=at,
+                order=(1 << 30, 0),
+                expected=expected or "no such line",
+                found=text,
+                start=start.name,
+            )
+        findings.note("printed loss", difference)
+
+
+def _compile(loss: str | None) -> re.Pattern[str] | None:
+    try:
+        return None if loss is None else re.compile(loss)
+    except re.error as error:
+        raise UsageError(f"--loss {loss!r} is no regular expression: {error}") from error
+
+
+@contextmanager
+def _work_folder(folder: Path | None, *, fast: bool) -> Iterator[Path]:
+    """Yield the folder to work in: *folder*, which must be new or empty, or one that is removed at the end."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise UsageError(f"{folder} is not empty: give --dir a new folder, so that nothing of yours is mixed in")
+        yield folder
+        return
+    memory = "/dev/shm" if fast and Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="aiockpt-prove-", dir=memory, ignore_cleanup_errors=True) as temporary:
+        yield Path(temporary)

@@ -1,0 +1,156 @@
+"""What a run under `aiockpt prove` tells: one record for each thing that can be compared with another run's.
+
+A record says *where* in the training it was made by the last step number that the script gave to its checkpointer
+(``label``: saved, passed to ``step()``, or loaded) and the optimizer steps since then (``count``). So a record of a
+resumed run has the same place as its twin in the run that was never stopped, however often either was started.
+
+Tensors are told by a digest of their bits, plain values by their text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+Place = tuple[int | None, int]
+"""(label, count), see above; the label is None before the first one."""
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Something that one rank of one start of the script did, at (*label*, *count*)."""
+
+    label: int | None = None
+    count: int = 0
+
+    @property
+    def place(self) -> Place:
+        """Where in the training it was."""
+        return self.label, self.count
+
+
+class View(msgspec.Struct, frozen=True):
+    """A state as one rank holds it.
+
+    Attributes:
+        leaves: name → digest of a tensor, or text of a value.
+        parts: path of each object of the state → its kind ("module", "optimizer", "value", …).
+        boxes: of each tensor, where states of other world sizes are compared: [dtype and shape, [[box, sum], …]].
+        random: digest of each of the process's random generators.
+    """
+
+    leaves: dict[str, str]
+    parts: dict[str, str]
+    boxes: dict[str, tuple[str, list[tuple[str, str]]]] = {}
+    random: dict[str, str] = {}
+
+
+class Begun(Record, frozen=True, kw_only=True, tag=True):
+    """A ``Checkpointer`` was made, for *urls*."""
+
+    rank: int
+    world_size: int
+    urls: list[str]
+
+
+class Stepped(Record, frozen=True, kw_only=True, tag=True):
+    """An optimizer has stepped, for the *count*-th time since the label.
+
+    Attributes:
+        optimizer: its class, and a digest of the shapes that it trains.
+        settings: of its groups, as text.
+        slots, weights, gradients: digests by parameter, before the step.
+        names: parameter → name in the state, as far as that is known.
+        inputs: what modules were given since the step before, one digest a call; *samples* is the sum of the digests of
+            their *rows*, the same however ranks share a batch.
+        random: the generators at each of these calls.
+        losses: what ``backward()`` was called on.
+    """
+
+    optimizer: str
+    settings: dict[str, str]
+    slots: dict[str, str]
+    weights: dict[str, str]
+    gradients: dict[str, str]
+    names: dict[str, str]
+    inputs: list[str]
+    samples: str
+    rows: int
+    random: list[dict[str, str]]
+    losses: list[str]
+
+
+class Labelled(Record, frozen=True, kw_only=True, tag=True):
+    """The script came to *step*: it saves it, or passed it to ``step()`` when it was not due. The label changes to it.
+
+    *url* is the first place of the checkpointer: a script may have several.
+    """
+
+    url: str = ""
+    step: int
+    saved: bool
+    state: View
+    metrics: dict[str, str]
+
+
+class Loaded(Record, frozen=True, kw_only=True, tag=True):
+    """A load from *url* is complete.
+
+    Attributes:
+        step: what was loaded; None when there was nothing. *fits*: all of the state was asked for, and filled.
+        withheld: it was a control: the state was left as it was.
+    """
+
+    url: str = ""
+    step: int | None
+    fits: bool
+    withheld: bool
+    state: View
+
+
+class Told(Record, frozen=True, kw_only=True, tag=True):
+    """`aiockpt.prove.record` was called."""
+
+    name: str
+    value: str
+
+
+class Committed(Record, frozen=True, kw_only=True, tag=True):
+    """A save of *step* is durable, after *calls* that changed something in its folder."""
+
+    step: int
+    calls: int
+
+
+class Died(Record, frozen=True, kw_only=True, tag=True):
+    """The process kills itself now; *where* in words."""
+
+    where: str
+
+
+class Ended(Record, frozen=True, kw_only=True, tag=True):
+    """The checkpointer was closed; weights and optimizer state as they were then, as in `Stepped`."""
+
+    weights: dict[str, str]
+    slots: dict[str, str]
+
+
+AnyRecord = Begun | Stepped | Labelled | Loaded | Told | Committed | Died | Ended
+_DECODER: msgspec.json.Decoder[AnyRecord] = msgspec.json.Decoder(AnyRecord)
+
+
+def encode(record: AnyRecord) -> bytes:
+    """Return *record* as one line."""
+    return msgspec.json.encode(record) + b"\n"
+
+
+def decode(lines: Iterable[bytes]) -> list[AnyRecord]:
+    """Return the records of *lines*; a last one that a kill has cut is left out."""
+    return [_DECODER.decode(line) for line in lines if line.endswith(b"\n")]
+
+
+def read_records(path: Path) -> list[AnyRecord]:
+    """Return what one process told."""
+    with path.open("rb") as lines:
+        return decode(lines)
