@@ -17,6 +17,7 @@ from collections.abc import Generator
 import pytest
 from hypothesis import settings
 
+from aiockpt import redaction
 from tests.absent_servers import name_server, say_what_was_skipped
 from tests.example_counts import PROFILES
 
@@ -35,6 +36,12 @@ _hangs = pytest.StashKey[int]()
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put what shows the contract first, and what only measures last; the rest stays in order."""
     items.sort(key=_importance)
+
+
+@pytest.fixture(autouse=True)
+def _forgets_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A password that one test opened a URL with is an ordinary word to the next one."""
+    monkeypatch.setattr(redaction, "_seen", {})
 
 
 def _importance(item: pytest.Item) -> int:

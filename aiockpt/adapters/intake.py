@@ -108,7 +108,8 @@ class Intake:
         self._rename = Renaming(rename)
         self._codecs = codecs
         self._wanted: list[TensorShard] = []
-        self._filled: dict[Hashable, tuple[str, str]] = {}
+        # With the tensor, so that its address is no other tensor's meanwhile.
+        self._filled: dict[Hashable, tuple[str, str, torch.Tensor]] = {}
         self._problems: list[str] = []
         self._missing: list[str] = []
         self._left_out: list[str] = []
@@ -394,7 +395,7 @@ class Intake:
         """Note that *tensor*, at *path*, is filled from tensor *name* by its owner: what shares its memory must agree."""
         stored_as = self._stored.alias.get(name, name)
         key = (memory_key(tensor),)
-        other, other_stored_as = self._filled.setdefault(key, (join_name(path), stored_as))
+        other, other_stored_as, _ = self._filled.setdefault(key, (join_name(path), stored_as, tensor))
         if other_stored_as != stored_as and key != (None,):
             self.problem(_two_tensors(join_name(path), other, other_stored_as, name))
 
@@ -432,7 +433,7 @@ class Intake:
         problem = misfit(tensor.dtype, held, *facts)
         key = tuple(filter(None, (memory_key(piece.local) for piece in held.pieces)))
         if problem is None and key:
-            other, other_stored_as = self._filled.setdefault(key, (state_name, stored_as))
+            other, other_stored_as, _ = self._filled.setdefault(key, (state_name, stored_as, tensor))
             if other_stored_as != stored_as:
                 self.problem(_two_tensors(state_name, other, other_stored_as, name))
                 return False

@@ -247,6 +247,29 @@ def test_a_tie_across_the_border_of_what_loads_itself_is_checked(through: Throug
         through({"model": seq(nn.Linear(2, 2), Bank())}, {"model": tied()})
 
 
+class Unpacks(nn.Module):
+    """A module whose ``state_dict()`` gives tensors made for it, as packed parameters do."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.packed = [value] * 1000
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        made = kwargs.get("destination")
+        made = {} if made is None else made
+        made[kwargs.get("prefix", "") + "scale"] = torch.tensor(self.packed)
+        return made
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        self.packed = state_dict[prefix + "scale"].tolist()
+
+
+def test_tensors_that_live_only_while_they_are_asked_for_are_no_tie(through: Through) -> None:
+    saved, found = (seq(*(Unpacks(sign * number) for number in range(20))) for sign in (1.0, -1.0))
+    through({"model": saved}, {"model": found})
+    assert [member.packed[0] for member in found] == list(map(float, range(20)))
+
+
 def test_a_renamed_module_that_loads_itself_is_found(through: Through) -> None:
     saved, found = Bank(), Bank()
     saved.rows = torch.randn(3, 2)

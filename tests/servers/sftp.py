@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-USER, PASSWORD = "aiockpt", "checkpoints"
+USER, PASSWORD = "aiockpt", "a-password-of-no-meaning"  # it is redacted wherever it turns up
 
 
 @contextmanager
