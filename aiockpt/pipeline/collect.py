@@ -18,7 +18,14 @@ import msgspec
 
 from aiockpt.errors import CheckpointError, ManifestError, ObjectNotFoundError, StorageError
 from aiockpt.format.manifest import Decision, Manifest
-from aiockpt.format.names import attempt_folder, damaged_key, decision_key, manifest_key, verified_key
+from aiockpt.format.names import (
+    attempt_folder,
+    damaged_key,
+    decision_key,
+    manifest_key,
+    receipt_key,
+    verified_key,
+)
 from aiockpt.pipeline.commit import check_sizes, claim
 from aiockpt.pipeline.discover import StepEntry, look_at, newest_manifest, votes_to_finish
 from aiockpt.pipeline.manifests import read_manifest
@@ -113,11 +120,18 @@ async def delete_step(backend: Backend, entry: StepEntry) -> None:
     """Remove a step: its manifests from the lowest generation up, then everything else."""
     for attempt in entry.attempts:
         await _overrule(backend, entry.id, attempt)
+    votes = [_a_vote(entry.id, attempt) for attempt in entry.attempts]
     for generation in sorted(entry.generations):
-        await backend.delete([manifest_key(entry.id, generation)])
+        await backend.delete([*votes, manifest_key(entry.id, generation)])
+        votes = []
     for attempt in entry.attempts:
         await _delete_attempt(backend, entry.id, attempt)
     await delete_below(backend, entry.id)
+
+
+def _a_vote(step_id: str, attempt: str) -> str:
+    """Return the key of one of the votes, without which the others commit nothing: there is a rank 0 in every world."""
+    return receipt_key(step_id, attempt, 0)
 
 
 async def _overrule(backend: Backend, step_id: str, attempt: str) -> None:
@@ -205,7 +219,7 @@ async def collect(backend: Backend, garbage: Garbage, write_id: str) -> bool:
     if garbage.generation is not None:
         await _overrule(backend, garbage.step_id, garbage.attempt)
         marks = [key(garbage.step_id, garbage.generation) for key in (manifest_key, verified_key, damaged_key)]
-        await backend.delete(marks)
+        await backend.delete([_a_vote(garbage.step_id, garbage.attempt), *marks])
     elif await claim(backend, garbage.step_id, garbage.attempt, "collect", write_id) != "collect":
         return False
     await _delete_attempt(backend, garbage.step_id, garbage.attempt)
@@ -214,8 +228,9 @@ async def collect(backend: Backend, garbage: Garbage, write_id: str) -> bool:
 
 async def _delete_attempt(backend: Backend, step_id: str, attempt: str) -> None:
     """Remove an attempt; its decision record goes last, or a late committer could claim it while data still vanish."""
-    decision = decision_key(step_id, attempt)
+    decision, vote = decision_key(step_id, attempt), _a_vote(step_id, attempt)
     keys = [stat.key async for stat in walk(backend, attempt_folder(step_id, attempt)) if stat.key != decision]
+    keys.sort(key=lambda key: key != vote)  # the vote first, the others as they were found
     if keys:
         await backend.delete(keys)
     await backend.delete([decision])

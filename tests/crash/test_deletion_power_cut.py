@@ -11,8 +11,9 @@ from aiockpt.engine.context import Engine
 from aiockpt.errors import CheckpointError
 from aiockpt.testing.recording import Call, RecordingFiles
 from aiockpt.testing.simulated_files import SimulatedFiles
-from aiockpt.testing.simulation import power_cuts, run_inline, snapshot
-from tests.inline_engine import load_value, local, make_engine, run_save, saved_files, tiny_state
+from aiockpt.testing.simulation import power_cuts, replay, run_inline, snapshot
+from tests.file_surgery import paths
+from tests.inline_engine import ROOT, load_value, local, make_engine, run_save, saved_files, tiny_state
 
 LIMIT = 24
 
@@ -53,6 +54,40 @@ def test_another_step_is_never_harmed_by_a_deletion(step: int) -> None:
     other = 3 - step
     for done, after in power_cuts(calls, start=start, limit=8):
         assert load_value(after, other) == float(other), f"after call {done}"
+
+
+def test_a_deletion_that_stopped_half_way_is_not_undone_by_the_loss_of_its_decision_record() -> None:
+    """The job ends at any call of a deletion; then the records that say *collect* are removed, and another job looks."""
+    start = saved_files(2)
+    calls = record(start, lambda engine: keep.delete(engine, 2))
+    lost = 0
+    for count, now in replay(calls, start=start):
+        files = snapshot(now)
+        deleted = f"{ROOT}/step-00000002/MANIFEST-1.json" not in set(paths(files))
+        for path in [path for path in paths(files) if path.endswith("DECISION.json") and "step-00000002" in path]:
+            files.unlink(path)
+            lost += deleted
+        assert load_value(files) == (1.0 if deleted else 2.0), f"after call {count}"
+    assert lost
+
+
+def test_a_collected_generation_does_not_come_back_when_its_decision_record_is_lost() -> None:
+    """Somebody removes the manifest of the newer generation, too: that one comes back by its votes, and not the older."""
+    start = saved_files(1)
+    calls = record(start, lambda engine: run_save(engine, 1, tiny_state(5)))
+    old = next(path for path in paths(start) if path.endswith("DECISION.json")).rpartition("/")[0]
+    lost = 0
+    for count, now in replay(calls, start=start):
+        files = snapshot(now)
+        there = set(paths(files))
+        if f"{ROOT}/step-00000001/MANIFEST-1.json" in there or f"{old}/DECISION.json" not in there:
+            continue
+        lost += 1
+        files.unlink(f"{old}/DECISION.json")
+        files.unlink(f"{ROOT}/step-00000001/MANIFEST-2.json")
+        assert load_value(files) == 5.0, f"after call {count}"
+        assert f"{ROOT}/step-00000001/MANIFEST-1.json" not in set(paths(files)), f"after call {count}"
+    assert lost
 
 
 def test_a_new_generation_replaces_the_old_one_without_a_moment_without_either() -> None:

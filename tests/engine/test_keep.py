@@ -387,7 +387,7 @@ def test_deleting_a_step_asks_little_of_the_place(tmp_path: Path) -> None:
         ckpt.delete(1).result(30)
     asked = [done.verb for done in recorded.operations]
     found = ["list", "get"]  # which copies there are
-    assert asked == [*found, "put", "delete", "list", "list", "list", "delete", "delete", "list", "close"]
+    assert asked == [*found, "put", "delete", "list", "list", "delete", "delete", "list", "close"]
 
 
 def test_a_folder_that_is_not_ours_is_ignored(tmp_path: Path) -> None:
