@@ -216,9 +216,9 @@ def _let_votes_decide(scene: Scene, save: Save) -> None:
     scene.lose([save], None)
     others = [one.generation for one in scene.of_step(save.step)]
     others += [generation for step, generation in scene.history.torn if step == save.step]
-    decision = content(scene.history.files, f"{save.attempt_folder}/DECISION.json")
+    decision = content(scene.history.files, save.decision)
     if save.generation <= max(others, default=0) or b'"commit"' not in decision:  # one that was about to be deleted
-        return
+        return  # `History.given_up` has it, if it still has its votes
     intact = scene.is_free(save.attempt_folder)
     (scene.whole if intact else scene.unsure).append(save)
 

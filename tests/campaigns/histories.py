@@ -98,6 +98,7 @@ def _taken(scene: Scene, found: Found) -> Save | None:
         return None
     hurt = {save.step for save in scene.history.saves} - {save.step for save in scene.whole} | scene.may_tell
     returned = [save for save in scene.history.overtaken if save.step in hurt]
+    returned += [save for save in scene.history.given_up if not scene.is_free(save.decision)]
     taken = [save for save in (*scene.whole, *scene.unsure, *returned) if save.value == found.value]
     assert taken, f"{found} is not what any whole step holds"
     return taken[0]

@@ -98,6 +98,10 @@ class Save(msgspec.Struct, frozen=True):
     def attempt_folder(self) -> str:
         return f"{self.folder}/a-{self.attempt}"
 
+    @property
+    def decision(self) -> str:
+        return f"{self.attempt_folder}/DECISION.json"
+
 
 class History:
     """A place with a past.
@@ -107,6 +111,8 @@ class History:
         saves: those whose manifests are whole and there.
         voted: those that are not committed, and whose votes are there: the next load finishes them.
         overtaken: those whose votes are there, too, and whose number a manifest has: they may come back when that goes.
+        given_up: those whose votes are all there, and whose record says *collect*: with that record goes the decision. The
+            engine takes a vote away next, so a crash between the two leaves this, and no other.
         torn: (step, generation) of manifests that a crash left in part.
         before: all that each manifest's name has ever held, by path.
         told: what happened, for people.
@@ -117,6 +123,7 @@ class History:
         self.saves: list[Save] = []
         self.voted: list[Save] = []
         self.overtaken: list[Save] = []
+        self.given_up: list[Save] = []
         self.torn: set[tuple[int, int]] = set()
         self.before: dict[str, set[bytes]] = {}
         self.told: list[str] = []
@@ -203,7 +210,7 @@ class History:
 
     def _look_around(self) -> None:
         """Take down what is there: a manifest of which there is all, votes without one, and what was torn."""
-        self.saves, self.voted, self.overtaken = [], [], []
+        self.saves, self.voted, self.overtaken, self.given_up = [], [], [], []
         self.torn.clear()
         if not self.has_root:
             return
@@ -224,21 +231,25 @@ class History:
             taken = [s.generation for s in self.saves if s.step == step] + [g for n, g in self.torn if n == step]
             for attempt in self._attempts(step):
                 facts = self._vote(step, attempt)
-                if attempt in named or facts is None:
+                if facts is None:
                     continue
                 value, order = self._values[attempt]
                 vote = Save(step, facts["generation"], attempt, value, order)
-                (self.voted if vote.generation > max(taken, default=0) else self.overtaken).append(vote)
+                if self._is_given_up(vote):
+                    self.given_up.append(vote)
+                elif attempt not in named:
+                    (self.voted if vote.generation > max(taken, default=0) else self.overtaken).append(vote)
 
     def _vote(self, step: int, attempt: str) -> dict[str, Any] | None:
         path = f"{folder_of(step)}/a-{attempt}/r/r00000.json"
         there = set(paths(self.files, f"{folder_of(step)}/a-{attempt}"))
         if path not in there:
             return None
-        decision = f"{folder_of(step)}/a-{attempt}/DECISION.json"
-        if decision in there and b'"commit"' not in content(self.files, decision):
-            return None
         return parse(bytes(content(self.files, path)))
+
+    def _is_given_up(self, save: Save) -> bool:
+        there = save.decision in set(paths(self.files, save.attempt_folder))
+        return there and b'"commit"' not in content(self.files, save.decision)
 
 
 def parse(data: bytes) -> dict[str, Any] | None:
