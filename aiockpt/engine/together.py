@@ -311,5 +311,10 @@ async def _forget(engine: Engine, ticket: Ticket, nonce: str, error: BaseExcepti
     rank = engine.ranks.rank
     keys = [f"{folder}/{data_path(nonce, rank, index)}" for index in range(len(ticket.plan.files))]
     reason = msgspec.json.encode(FailureRecord(rank, f"{type(error).__name__}: {error}"))
-    await engine.backend.put(failure_key(folder, nonce, rank), reason)
-    await engine.backend.delete([receipt_key(folder, nonce, rank), *keys])
+    await engine.backend.delete(
+        [receipt_key(folder, nonce, rank)]
+    )  # or the loss of one record would revive the attempt
+    try:
+        await engine.backend.put(failure_key(folder, nonce, rank), reason)
+    finally:  # it may be a full disk that the reason does not fit on
+        await engine.backend.delete(keys)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Awaitable, Callable
 
 import pytest
 
+from aiockpt.adapters.native import StateWalker
 from aiockpt.engine import keep
 from aiockpt.engine.context import Engine
-from aiockpt.errors import CheckpointError
+from aiockpt.engine.ticket import Call as SaveCall
+from aiockpt.engine.ticket import Capture, Ticket
+from aiockpt.engine.together import withdraw
+from aiockpt.errors import CheckpointError, StorageError
+from aiockpt.pipeline.discover import look_at
+from aiockpt.testing.faults import Fault, FaultyFiles
 from aiockpt.testing.recording import Call, RecordingFiles
 from aiockpt.testing.simulated_files import SimulatedFiles
 from aiockpt.testing.simulation import power_cuts, replay, run_inline, snapshot
@@ -88,6 +95,37 @@ def test_a_collected_generation_does_not_come_back_when_its_decision_record_is_l
         assert load_value(files) == 5.0, f"after call {count}"
         assert f"{ROOT}/step-00000001/MANIFEST-1.json" not in set(paths(files)), f"after call {count}"
     assert lost
+
+
+def test_a_save_that_a_rank_gave_up_does_not_come_back_when_the_disk_was_full_for_the_reason() -> None:
+    """All have voted, and no decision was made; a rank withdraws the save, cannot say why, and the record is lost later."""
+    files = SimulatedFiles()
+    undecided = [Fault(do="fail", verb="link", match="*/DECISION.json", times=None, error=errno.EIO)]
+    full = [Fault(do="fail", verb="link", match="*.fail.json", times=None, error=errno.ENOSPC)]
+    full += [Fault(do="fail", verb="rename", match="*.fail.json", times=None, error=errno.ENOSPC)]
+
+    async def main() -> None:
+        backend, world = local(FaultyFiles(files, undecided))
+        future = await run_save(make_engine(backend, world), 1, tiny_state(1))
+        assert isinstance(future.exception(), StorageError)
+        await backend.close()
+        backend, world = local(FaultyFiles(files, full), seed=1)
+        engine = make_engine(backend, world)
+        ticket = Ticket(engine, SaveCall(step=1), Capture(state=StateWalker().walk(tiny_state(1))))
+        ticket.prepare()
+        (attempt,) = (await look_at(backend, "step-00000001")).attempts
+        await withdraw([engine], ticket, attempt, RuntimeError("a rank has failed"), untold=None)
+        ticket.cancel()
+        await backend.close()
+
+    run_inline(main)
+    there = set(paths(files))
+    assert any(path.endswith("DECISION.json") for path in there)
+    assert not any(path.endswith(("fail.json", ".safetensors")) for path in there)
+    for path in there:
+        if path.endswith("DECISION.json"):
+            files.unlink(path)
+    assert load_value(files) is None
 
 
 def test_a_new_generation_replaces_the_old_one_without_a_moment_without_either() -> None:
