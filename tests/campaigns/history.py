@@ -12,7 +12,7 @@ import errno
 import json
 import random
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -36,6 +36,22 @@ NUMBERS = 700
 CALLS = 80
 """About as many as a save makes."""
 OUTAGES = (errno.ESTALE, errno.EMFILE, errno.ENOMEM, errno.EACCES, errno.ETIMEDOUT)
+
+
+CHANGES = ("verify", "delete", "replace", "prune")
+"""What is done to a step that is there; *replace* deletes it and saves it again."""
+LITTLE_CAN_BE_REMOVED = Fault(do="fail", verb="unlink", match="*/MANIFEST-*", times=None, error=errno.EBUSY)
+"""What is overtaken stays for a while."""
+
+
+def crash_at(call: int) -> Fault:
+    """Return the end of a process: from that call on nothing reaches the disk."""
+    return Fault(do="fail", at=call, times=None, error=errno.EIO)
+
+
+def is_away(folder: str, verb: str, error: int, times: int) -> Fault:
+    """Return an outage of *folder*: its files, or what is in it, cannot be looked at so many *times*."""
+    return Fault(do="fail", verb=verb, match=f"{folder}*", times=times, error=error)
 
 
 def folder_of(step: int) -> str:
@@ -141,57 +157,32 @@ class History:
         """Run one process from its start to its end, or to its crash."""
         dice = self._dice
         crash = dice.random() < 0.35
-        faults = [Fault(do="fail", at=dice.randrange(1, 4 * CALLS), times=None, error=errno.EIO)] if crash else []
-        if not crash and dice.random() < 0.2:  # what is overtaken may stay for a while
-            faults = [Fault(do="fail", verb="unlink", match="*/MANIFEST-*", times=None, error=errno.EBUSY)]
+        faults = [crash_at(dice.randrange(1, 4 * CALLS))] if crash else []
+        if not crash and dice.random() < 0.2:
+            faults = [LITTLE_CAN_BE_REMOVED]
         if not crash and dice.random() < 0.2 and self.saves:
             away = dice.choice(self.saves)
             verb = dice.choice(("preadv", "open", "listdir"))
             error = dice.choice(OUTAGES)
-            faults.append(Fault(do="fail", verb=verb, match=f"{away.folder}*", times=dice.choice((1, 3)), error=error))
-        backend, world = local(FaultyFiles(self.files, faults), seed=dice.getrandbits(32))
+            faults.append(is_away(away.folder, verb, error, dice.choice((1, 3))))
+        seed = dice.getrandbits(32)
         rules = Retention(last=dice.choice((1, 2, 3))) if dice.random() < 0.3 else None
+        with Process(self, faults, rules, seed) as process:
+            if dice.random() < 0.8:
+                process.load(dice.choice([None, None, *(save.step for save in self.saves)]))
+            for _ in range(dice.randint(1, 3)):
+                there = self.steps
+                what = dice.choices(("save", *CHANGES), (10, 1, 1, 3, 1))[0] if there else "save"
+                step = dice.choice(STEPS) if what == "save" else dice.choice(there)
+                process.do(what, step, dice.choice((1, 2)) if what == "prune" else 1)
 
-        async def main() -> None:
-            engine = make_engine(backend, world, retention=rules)
-            self.told.append(f"job{' that crashes' if crash else ''}{f', keeping {rules.last}' if rules else ''}")
-            try:
-                if dice.random() < 0.8:
-                    step = dice.choice([None, None, *(save.step for save in self.saves)])
-                    self.told.append(f"load {step}")
-                    with suppress(StepNotFoundError):
-                        await load_value(engine, step)
-                for _ in range(dice.randint(1, 3)):
-                    await self._act(engine)
-            except CheckpointError as error:
-                self.told.append(f"ended by {error!r:.80}")
-            with suppress(CheckpointError):
-                await backend.close()
+    @property
+    def steps(self) -> list[int]:
+        """The numbers of the steps that have a whole manifest."""
+        return sorted({save.step for save in self.saves})
 
-        run_quickly(main)
-        for fd in list(self.files._open):
-            self.files.close(fd)  # the process is gone
-        self._look_around()
-
-    async def _act(self, engine: Engine) -> None:
-        dice = self._dice
-        there = sorted({save.step for save in self.saves})
-        what = dice.choices(("save", "verify", "delete", "replace", "prune"), (10, 1, 1, 3, 1))[0] if there else "save"
-        step = dice.choice(STEPS) if what == "save" else dice.choice(there)
-        self.told.append(f"{what} {step}")
-        if what == "verify":
-            await keep.verify(engine, step)
-        elif what in ("delete", "replace"):
-            await keep.delete(engine, step)
-            if what == "replace":
-                await self._save(engine, step)
-        elif what == "prune":
-            await keep.prune(engine, Retention(last=dice.choice((1, 2)), grace_s=0))
-        else:
-            await self._save(engine, step)
-        self._look_around()
-
-    async def _save(self, engine: Engine, step: int) -> None:
+    async def save(self, engine: Engine, step: int) -> None:
+        """Save the next value, and note which attempt has it."""
         self._value += 1
         self._order += 1
         value = self._value
@@ -208,7 +199,7 @@ class History:
             return []
         return [name[2:] for name in names if name.startswith("a-")]
 
-    def _look_around(self) -> None:
+    def look_around(self) -> None:
         """Take down what is there: a manifest of which there is all, votes without one, and what was torn."""
         self.saves, self.voted, self.overtaken, self.given_up = [], [], [], []
         self.torn.clear()
@@ -250,6 +241,59 @@ class History:
     def _is_given_up(self, save: Save) -> bool:
         there = save.decision in set(paths(self.files, save.attempt_folder))
         return there and b'"commit"' not in content(self.files, save.decision)
+
+
+class Process:
+    """A process in a history: it loads and changes what is there. It ends with the block, or by an error of ours in it.
+
+    Args:
+        faults: what happens to its calls.
+        rules: of the retention after each save.
+    """
+
+    def __init__(self, history: History, faults: Sequence[Fault], rules: Retention | None, seed: int) -> None:
+        self._history = history
+        self._backend, world = local(FaultyFiles(history.files, faults), seed)
+        self._engine = make_engine(self._backend, world, retention=rules)
+        self._runner = asyncio.Runner(loop_factory=QuickLoop)
+        crashes = any(fault.verb == "*" for fault in faults)
+        history.told.append(f"job{' that crashes' if crashes else ''}{f', keeping {rules.last}' if rules else ''}")
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if error is not None:
+            self._history.told.append(f"ended by {error!r:.80}")
+        with suppress(CheckpointError):
+            self._runner.run(self._backend.close())
+        self._runner.close()
+        for fd in list(self._history.files._open):
+            self._history.files.close(fd)  # the process is gone
+        self._history.look_around()
+        return isinstance(error, CheckpointError)
+
+    def load(self, step: int | None) -> None:
+        """Load the newest step, or one by its number."""
+        self._history.told.append(f"load {step}")
+        with suppress(StepNotFoundError):
+            self._runner.run(load_value(self._engine, step))
+
+    def do(self, what: str, step: int, last: int) -> None:
+        """Save *step*, or do one of `CHANGES` to it; a prune keeps the *last* steps."""
+        self._history.told.append(f"{what} {last if what == 'prune' else step}")
+        self._runner.run(self._do(what, step, last))
+        self._history.look_around()
+
+    async def _do(self, what: str, step: int, last: int) -> None:
+        if what == "verify":
+            await keep.verify(self._engine, step)
+        elif what == "prune":
+            await keep.prune(self._engine, Retention(last=last, grace_s=0))
+        if what in ("delete", "replace"):
+            await keep.delete(self._engine, step)
+        if what in ("save", "replace"):
+            await self._history.save(self._engine, step)
 
 
 def parse(data: bytes) -> dict[str, Any] | None:
