@@ -251,7 +251,7 @@ class Checkpointer:
         Args:
             step: its number, 0 or more; integers of numpy and integer tensors without axes count.
             state: nested dict of modules, optimizers, anything with ``state_dict()/load_state_dict()``, tensors and plain
-                values; see README.
+                values; see docs/guide/states.md.
             snapshot: ``"eager"``, ``"lazy"`` or ``"device"``; None takes what the checkpointer was made with.
             metrics: numbers (tensors of one element too) for ``Retention(best=…)`` and for people.
             user: anything JSON can hold; kept in the manifest.

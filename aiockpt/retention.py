@@ -2,8 +2,8 @@
 
 Guarantees:
 
-- The newest committed step and the newest verified one are kept, whatever the rules say (RELIABILITY: deletion).
-- "Newest" and ``last`` follow the lineage of the current run (DECISIONS 6); a branch that was left is kept.
+- The newest committed step and the newest verified one are kept, whatever the rules say (docs/durability.md#the-contract).
+- "Newest" and ``last`` follow the lineage of the current run (docs/decisions.md#lineage); a branch that was left is kept.
 - No clock takes part.
 """
 

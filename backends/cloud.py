@@ -3,7 +3,8 @@
 Guarantees, besides those of the contract:
 
 - ``put_new`` is a conditional create (``If-None-Match: *``, ``x-goog-if-generation-match: 0``). gs:// and az:// keep
-  it by their own documentation; any other store must prove it once, before the first object is created (FORMAT §7).
+  it by their own documentation; any other store must prove it once, before the first object is created
+  (docs/format.md#commit-on-object-stores).
 - ``create`` claims its key by creating a small object; the data replace it when the upload is finished, at once. So
   one of several creators wins here as well, and a crash leaves a small object that no receipt names.
 - No call is sent twice by the client, so that retries are made in one place (`aiockpt.storage`). The one exception are

@@ -118,5 +118,5 @@ def _lost(doing: str, key: str) -> Iterator[None]:
 
 
 def part_bytes(size: int) -> int:
-    """Return the bytes of a part of a file of *size* bytes: a multiple of 8 MiB, few enough parts (FORMAT §7)."""
+    """Return the bytes of a part of a file of *size* bytes: a multiple of 8 MiB, few enough parts for any store."""
     return max(_PART_BYTES, -(-size // _MOST_PARTS // _PART_STEP_BYTES) * _PART_STEP_BYTES)

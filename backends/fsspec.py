@@ -7,7 +7,7 @@ Guarantees, and where this last resort is weaker than the contract:
   *unsafe_commit* is given. It cannot be proved by trying; of two methods that fsspec has for it, those that are known
   to look first and write then are not considered.
 - ``put`` and ``put_new`` are as atomic as the file system's own. On plain file protocols (SFTP, SMB) a reader or a
-  crash may see a part of a small object; its digest tells, and it counts as absent (FORMAT §6).
+  crash may see a part of a small object; its digest tells, and it counts as bad (docs/format.md#commit-on-posix).
 - ``durable`` means that the far side has acknowledged the bytes; whether it has flushed them, fsspec does not know.
 - Symbolic links are the far side's business.
 

@@ -4,7 +4,8 @@ Guarantees, besides those of the contract:
 
 - A key is absent or whole: small objects are written to a temporary file in their folder, flushed, then linked or
   renamed to their key. Where hard links are missing (some network and FAT file systems), ``put_new`` creates the key
-  itself exclusively: still one winner, but a crash may leave it torn, which its digest tells (FORMAT §6).
+  itself exclusively: still one winner, but a crash may leave it torn, which its digest tells
+  (docs/format.md#commit-on-posix).
 - When a verb returns, its names are durable too, up to the root and above it where we may flush.
 - ``delete`` is durable key by key: after a crash the keys that are gone are a prefix of those that were given.
 
@@ -32,7 +33,7 @@ from aiockpt.runtime.limits import Limiter, LimiterStatistics, run_blocking
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Listing, Space, Stat, Traits, check_key
 
-_BLOCK_WRITES = 4  # four O_DIRECT writers reach what the disk can do, more only use threads [MEASURED]
+_BLOCK_WRITES = 4  # four O_DIRECT writers reach what the disk can do, more only use threads
 _BLOCK_READS = 4
 _SMALL_VERBS = 8
 _ATTEMPTS = 16  # how often a folder may be removed under a writer before it gives up

@@ -7,7 +7,7 @@ Guarantees:
 - What is wrong with the root itself is said of the root, by its path, and not of the first object below it.
 - Removing a folder makes every "known to be durable" void first (`_era`), so a folder that is removed and made again
   while somebody writes into it is flushed again. This holds within a process; another process that removes *empty*
-  folders is noticed when their names are gone, and attempts never share folders (FORMAT §2).
+  folders is noticed when their names are gone, and attempts never share folders (docs/format.md#layout).
 """
 
 from __future__ import annotations

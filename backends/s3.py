@@ -87,7 +87,7 @@ class S3Backend:
         world: World | None = None,
     ) -> None:
         if part_bytes < _PART_UNIT_BYTES or part_bytes % _PART_UNIT_BYTES:
-            raise UsageError(f"part_bytes={part_bytes}: give a multiple of {_PART_UNIT_BYTES} (FORMAT §7)")
+            raise UsageError(f"part_bytes={part_bytes}: give a multiple of {_PART_UNIT_BYTES}")
         if concurrency < 1:
             raise UsageError(f"concurrency={concurrency}: give at least 1")
         name, prefix = split_url(url)

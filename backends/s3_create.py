@@ -1,6 +1,6 @@
 """How is a key created exactly once? Conditional writes, and a write id to recognise our own when the answer is lost.
 
-Guarantees (FORMAT §7):
+Guarantees (docs/format.md#commit-on-object-stores):
 
 - Of any number of callers, in any processes, one creates the key: ``If-None-Match: *`` decides.
 - An answer that was lost after its effect, or a request that HTTP sent twice, never turns our own success into a

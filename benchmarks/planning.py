@@ -43,7 +43,7 @@ MOST_SHARDS = 100
 SLAB_BYTES = 16 << 20
 FILE_BYTES = 2 << 30
 TARGETS = {"warm_s": 0.010, "merge_s": 10.0, "load_plan_s": 1.0}
-"""DESIGN §6, seconds."""
+"""What was promised (benchmarks/README.md), seconds."""
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Is the tree of plain values small enough for every reader (FORMAT §4), and which leaves make it large?
+"""Is the tree of plain values small enough for every reader (docs/format.md#limits), and which leaves make it large?
 
 A tree that grows while the program trains (a log, a history) is warned of at a half, three quarters and seven eighths of
 the limits, so that no run begins to fail without having said so.

@@ -1,6 +1,7 @@
 """Who is told of a save that failed in the background? Its future; else the next call, in the way that was chosen.
 
-Guarantees (DECISIONS 14): a failure is told once, to whoever asks first; it never loses the save that tells of it.
+Guarantees: a failure is told once, to whoever asks first; it never loses the save that tells of it
+(docs/decisions.md#a-failed-save-never-loses-the-next-one).
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Description(msgspec.Struct, frozen=True):
     Attributes:
         alias: names that share the memory of another tensor.
         left_out: names that were not saved because the caller said so; of tensors with dtype code and shape, else None.
-        values: the plain values as FORMAT §4 writes them; ``per_rank`` those of each rank.
+        values: the plain values as they are written (docs/format.md#values); ``per_rank`` those of each rank.
     """
 
     info: StepInfo

@@ -125,7 +125,7 @@ class Lacking:
 
 
 def check_rewritten(manifest: Manifest, target: LoadTarget, touched: frozenset[str], skipped: Skipped) -> None:
-    """Refuse to go on from a damaged step to one that leaves some of its bytes in the state (DECISIONS 12)."""
+    """Refuse to go on from a damaged step to one that leaves some of its bytes in the state (docs/decisions.md#loading)."""
     left = touched - target.written
     if left:
         newer = ", ".join(name for name, _ in skipped)

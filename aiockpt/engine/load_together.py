@@ -1,7 +1,7 @@
 """How do many ranks load the same step, or all learn why not?
 
 Rank 0 chooses the step; every rank matches and fills its own part and reports; rank 0 judges the reports
-(`aiockpt.engine.agreement`). Guarantees (DECISIONS 12):
+(`aiockpt.engine.agreement`). Guarantees (docs/decisions.md#loading):
 
 - All ranks are asked to load the same step, in the same way; else every rank raises what each was asked.
 - No rank's load is done, and none begins a new line of saves, before all ranks have filled what they wanted from the same

@@ -1,6 +1,6 @@
 """How does one save go to several places? To the nearest, to the first durable one, and in the background to the others.
 
-Guarantees (DECISIONS 10 and 11):
+Guarantees (docs/decisions.md#tiers):
 
 - *committed* means the first durable tier that takes the step in full. A memory tier is an earlier stage of its own, and
   one of weights alone no stage of a save at all: nothing is resumed from it.

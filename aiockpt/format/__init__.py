@@ -1,1 +1,1 @@
-"""How is a checkpoint written down? Names, dtypes, checksums, data files, manifests; FORMAT.md in code, without I/O."""
+"""How is a checkpoint written down? Names, dtypes, checksums, data files, manifests; docs/format.md in code, without I/O."""

@@ -1,7 +1,8 @@
 """How does a small document (manifest, receipt) prove itself, and how is it parsed without being hurt by it?
 
-A sealed document is one line of JSON whose last member is the digest of every byte before it (FORMAT §3). The digest
-is compared *before* anything is parsed. It finds damage, not malice, so parsing trusts nothing either.
+A sealed document is one line of JSON whose last member is the digest of every byte before it
+(docs/format.md#sealed-documents). The digest is compared *before* anything is parsed. It finds damage, not malice, so
+parsing trusts nothing either.
 
 Guarantees:
 
@@ -28,7 +29,7 @@ MAX_DOCUMENT_BYTES = 256 << 20
 MAX_TREE_BYTES = 16 << 20
 MAX_TREE_NODES = 10**6
 MAX_TREE_DEPTH = 256
-"""JSON levels. A state has at most 64 (FORMAT §4); its tags need up to three levels each."""
+"""JSON levels. A state has at most 64 (docs/format.md#limits); its tags need up to three levels each."""
 
 _SEAL = b',"digest":"'
 _SEAL_BYTES = len(_SEAL) + len("xxh3_128:") + 32 + len(b'"}\n')

@@ -8,7 +8,7 @@ Guarantees:
 - Encoding ends with decoding, so that nothing is committed that a reader would refuse.
 - The first 4 KiB of a manifest hold its head, which orders steps, and a digest of that: many manifests can be ordered by
   their first bytes alone, and a damaged head orders nothing.
-- Unknown members are ignored; what a reader must know is announced in ``requires`` (FORMAT §9).
+- Unknown members are ignored; what a reader must know is announced in ``requires`` (docs/format.md#versioning).
 - Non-finite metrics are null in JSON and None here.
 """
 
@@ -142,10 +142,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """A committed checkpoint. The order of the fields is the order in the file: those up to ``world_size`` are its head.
 
     Attributes:
-        generation: which save of this id it is, from 1 (FORMAT §2).
+        generation: which save of this id it is, from 1 (docs/format.md#generations-and-attempts).
         sequence: logical clock: one more than the highest sequence visible when the attempt began.
         run: which checkpointer wrote it (12 hex digits); parent: id of the step that one had loaded, or None. Together
-            they are the lineage (DECISIONS 6): steps of one run follow each other, and its first one follows *parent*.
+            they are the lineage (docs/decisions.md#lineage): steps of one run follow each other, the first follows *parent*.
         write_id: random, of the writer who created this object; says whose create succeeded.
         created_ns: the writer's clock; a label for people.
         alias: names that share the storage of a tensor, to its name.
@@ -180,7 +180,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's vote: its data are durable, and this is what they are (DECISIONS 4).
+    """A rank's vote: its data are durable, and this is what they are (docs/format.md#receipts).
 
     Attributes:
         plan_digest, scalars_digest: what the rank planned, and its global values; all ranks must agree on the latter.
@@ -219,7 +219,7 @@ Verdict = Literal["commit", "collect"]
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """What was decided about an attempt, once and for all (DECISIONS 2)."""
+    """What was decided about an attempt, once and for all (docs/format.md#the-decision-record)."""
 
     decision: Verdict
     attempt: str

@@ -1,4 +1,4 @@
-"""What checkpoint do these votes make? Receipts of all ranks become one manifest (DECISIONS 1, 4, 18).
+"""What checkpoint do these votes make? Receipts of all ranks become one manifest (docs/format.md#the-merge).
 
 Guarantees:
 

@@ -4,7 +4,7 @@ Guarantees:
 
 - Every key is relative to the checkpoint root, made and parsed here only; parsers return None for what is not ours.
 - Key parts are safe on any file system and object store: letters, digits, ``.``, ``_``, ``-``, no dot in front.
-- `join_name` and `split_name` are exact inverses (DECISIONS 5).
+- `join_name` and `split_name` are exact inverses (docs/format.md#names-of-leaves).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def parse_manifest(name: str) -> int | None:
 
 
 def verified_key(step_id: str, generation: int) -> str:
-    """Return the key of the mark that says when and how *generation* was verified (DECISIONS 7)."""
+    """Return the key of the mark that says when and how *generation* was verified."""
     return f"{check_step_id(step_id)}/VERIFIED-{_check_generation(generation)}.json"
 
 
@@ -184,7 +184,7 @@ def parse_gathered(name: str) -> range | None:
 
 
 def decision_key(step_id: str, attempt: str) -> str:
-    """Return the key of the one record that says whether an attempt is committed or collected (DECISIONS 2)."""
+    """Return the key of the one record that says whether an attempt is committed or collected."""
     return f"{attempt_folder(step_id, attempt)}/DECISION.json"
 
 

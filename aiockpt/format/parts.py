@@ -1,4 +1,4 @@
-"""How are ten million pieces written down? As columns beside the manifest, not as JSON in it (DECISIONS 23).
+"""How are ten million pieces written down? As columns beside the manifest, not as JSON in it.
 
 Beyond `MAX_PIECES` a manifest ``requires`` ["parts"]: its tensors have no pieces there, and ``parts`` describes columns
 that are blobs in the attempt's folder, ``p/<column>-0000.bin`` and so on, 64 MiB each but the last:

@@ -2,7 +2,7 @@
 
 Guarantees:
 
-- What `encode_header` returns, followed by the payload, opens in every safetensors reader (FORMAT §1).
+- What `encode_header` returns, followed by the payload, opens in every safetensors reader (docs/format.md#data-files).
 - `decode_header` accepts what the safetensors library accepts and no more: entries tile the payload, sizes agree, no
   key comes twice. For anything else it raises `CorruptionError`, before a byte of payload is looked at.
 """

@@ -1,4 +1,4 @@
-"""May a reader believe this manifest? Every check of FORMAT §5 that needs no I/O, before anything is opened.
+"""May a reader believe this manifest? Every check of docs/format.md that needs no I/O, before anything is opened.
 
 Guarantees:
 

@@ -1,6 +1,6 @@
 """How are steps and garbage removed, so that a crash at any point leaves nothing that looks committed and is not whole?
 
-Guarantees (FORMAT §8, DECISIONS 2, 3, 8):
+Guarantees (docs/format.md#deletion):
 
 - A step goes manifest by manifest, from the lowest generation to the highest, then its data: nothing older reappears.
 - Before a manifest goes, its attempt's decision is turned to *collect*: a step without a manifest whose votes are all

@@ -1,6 +1,6 @@
 """How do written data become a checkpoint? An attempt begins, ranks vote with receipts, one exclusive create decides.
 
-Guarantees (FORMAT §6, DECISIONS 1–4; model-checked and power-cut in tests/crash):
+Guarantees (docs/format.md#the-commit; power-cut in tests/crash):
 
 - Nothing is visible before the manifest is; the manifest is created exclusively, after every vote is durable.
 - A generation is fixed when the attempt begins, so a stale attempt can never overtake a newer one.
@@ -53,7 +53,7 @@ class Attempt(msgspec.Struct, frozen=True):
         generation: the number its manifest will have.
         sequence: one more than the highest logical clock seen when it began.
         run: which checkpointer it belongs to; *parent*: the id of the step that one had loaded, or None. Together they
-            are the lineage (DECISIONS 6).
+            are the lineage (docs/decisions.md#lineage).
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""What are the checksums of a data file? Hashed from the very memory that is written, block by block (DECISIONS 16)."""
+"""What are the checksums of a data file? Hashed from the very memory that is written, block by block."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Guarantees:
 
 - Every slab that arrives goes back to the pool exactly once, whatever fails or is cancelled.
 - A slab is given back only when no thread reads it any more.
-- After an error the file is abandoned: a failed flush is never retried on it (FORMAT §6).
+- After an error the file is abandoned: a failed flush is never retried on it (docs/format.md#commit-on-posix).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Guarantees:
 
 - Pure and deterministic: equal descriptions give equal plans on every rank and in every process.
-- Every byte of every shard lies in exactly one file, once; files have no holes (FORMAT §1).
+- Every byte of every shard lies in exactly one file, once; files have no holes (docs/format.md#data-files).
 - What modules hold and all else lie in files of their own; the weights come first.
 - The copy order is the file order, so that windows fill one after the other and one slab is enough to drain any state.
 """
@@ -139,7 +139,7 @@ def names_of_weights(state: ShardedState) -> frozenset[str]:
 
 
 def _file_order(shard: TensorShard, index: int) -> tuple[bool, int, int]:
-    """Page multiples first, the rest by falling item size: almost all is page-aligned without padding (FORMAT §1)."""
+    """Page multiples first, the rest by falling item size: almost all is page-aligned (docs/format.md#data-files)."""
     return (shard.nbytes % PAGE_BYTES != 0, -itemsize(shard.dtype), index)
 
 

@@ -1,7 +1,7 @@
 """How do the ranks of one job tell each other small things, fast? Notes in a c10d store; never a collective.
 
 The store (of ``torch.distributed``, or any with its verbs) is the fast wake-up; what is *true* of a checkpoint stands in
-storage (FORMAT §6). Guarantees:
+storage (docs/format.md#the-commit). Guarantees:
 
 - No process group is used: training's collectives never meet ours.
 - Every wait has a deadline and names the ranks it waited for. None blocks inside the store, whose client serves one call

@@ -2,9 +2,10 @@
 
 A copy beside the running program has until the optimizer steps. Where the bytes reach the storage before that, a few slabs
 that go round between the copy and the writers are enough, and no copy of the whole state is ever made (DataStates-LLM
-copies all of it; DECISIONS 16: a block is hashed and written from the slab it was copied to). They go in *turns*: some
-are filled, handed on together, and written before the next ones are filled, as long as that ends in time: a thread that
-copies beside one that hashes, and a loop that is woken for every slab, cost training twice as much. Guarantees:
+copies all of it; here a block is hashed and written from the slab it was copied to, see
+docs/decisions.md#copies-in-the-order-of-the-file). They go in *turns*: some are filled, handed on together, and written
+before the next ones are filled, as long as that ends in time: a thread that copies beside one that hashes, and a loop
+that is woken for every slab, cost training twice as much. Guarantees:
 
 - Whoever waits for a snapshot ends its leisure at once: what is left is copied as fast as memory allows.
 - It also ends by itself before an optimizer is expected, so that what is left is copied until then; a program that was not

@@ -1,4 +1,4 @@
-"""How are values written without pickle? As JSON, and as tagged objects for what JSON lacks (FORMAT §4).
+"""How are values written without pickle? As JSON, and as tagged objects for what JSON lacks (docs/format.md#values).
 
 `Encoder` turns a value into a tree of JSON values, `Decoder` turns it back; a tagged object is ``{"$": kind, …}``.
 What a framework brings (tensors, dtypes, arrays) is left to a `Writer` and a `Reader`, so that nothing here imports one.

@@ -224,7 +224,7 @@ MAX_KEY_BYTES = 1024
 
 
 def check_key(key: str) -> str:
-    """Return *key* when it is a relative path that stays below any root; see FORMAT §5.
+    """Return *key* when it is a relative path that stays below any root.
 
     Raises:
         UsageError: it is empty or too long, or has an empty, ``.`` or ``..`` part, a backslash, a control character,

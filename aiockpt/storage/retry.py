@@ -4,7 +4,8 @@ Backends do not retry and switch off the retries of their client: they say what 
 succeed a moment later. `Retrying` around any backend keeps the contract of `aiockpt.storage.backend`, and:
 
 - A lost answer is neither a double commit nor a false conflict: after a failure that may have taken effect, a conflict is
-  decided by what is there (FORMAT §7). What cannot be decided is an error that says so, never a success.
+  decided by what is there. What cannot be decided is an error that says so, never a success
+  (docs/format.md#commit-on-object-stores).
 - What a caller wants to see of the bytes (`Seen`) it sees once, in order, however often they are sent or read.
 - No call outlives its deadline, and each further attempt is an event (`StorageRetried`).
 - A place that is down is not asked by every call again (`aiockpt.storage.breaker`).

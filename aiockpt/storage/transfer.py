@@ -8,7 +8,7 @@ from aiockpt.errors import ManifestError, ObjectExistsError, StorageError
 from aiockpt.storage.backend import Backend, Listing, Stat
 
 RECORD_LIMIT_BYTES = 256 << 20
-"""No manifest or receipt is longer (FORMAT §5)."""
+"""No manifest or receipt is longer (docs/format.md#limits)."""
 
 
 async def read_record(backend: Backend, key: str, limit_bytes: int = RECORD_LIMIT_BYTES) -> bytes:
@@ -78,7 +78,8 @@ async def delete_below(backend: Backend, prefix: str) -> None:
 async def storage_now_ns(backend: Backend, nonce: str) -> int:
     """Return the time by the storage's own clock: write a probe, look at its date, remove it.
 
-    Local clocks are skewed, frozen or wrong; only the storage's decides what is old enough to be garbage (FORMAT §8).
+    Local clocks are skewed, frozen or wrong; only the storage's decides what is old enough to be garbage
+    (docs/format.md#deletion).
     """
     key = f".clock-{nonce}"
     await backend.put(key, b"")

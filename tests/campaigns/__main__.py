@@ -1,4 +1,4 @@
-"""`python -m tests.campaigns KIND --count N`: ask one question of RELIABILITY as often as there is time for.
+"""`python -m tests.campaigns KIND --count N`: ask one question of docs/durability.md as often as there is time for.
 
 The exit status is 0 when nothing was found, 1 when something was, 2 for a wrong call. ``--seed S`` repeats one case.
 """

@@ -1,8 +1,9 @@
 """Whatever happens to requests to an object store: is a step committed once, loaded right, and does nothing hang?
 
 A case saves a step over a committed one, or two jobs save it at once, or the newest step is loaded, through `Retrying`,
-while troubles drawn at random meet the requests (RELIABILITY row 10): those that pass, those that last, and crashes of the
-client. Time is simulated and leaps. Afterwards another client, whose requests meet nothing, looks at what is there.
+while troubles drawn at random meet the requests (docs/durability.md#the-faults, row 9): those that pass, those that last,
+and crashes of the client. Time is simulated and leaps. Afterwards another client, whose requests meet nothing, looks at
+what is there.
 """
 
 from __future__ import annotations

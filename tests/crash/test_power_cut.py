@@ -1,8 +1,8 @@
 """The power is cut after every operation of a save, in every way a disk may have kept what was not flushed.
 
-What must hold (RELIABILITY I1–I3, I5): before the commit the old step loads, bit-equal; from the acknowledgement on the
-new one does; in between either. From `written` on a restart finishes the commit. Each flush is removed once, to see that
-this very test fails without it.
+What must hold (docs/durability.md#invariants, I1–I3 and I5): before the commit the old step loads, bit-equal; from the
+acknowledgement on the new one does; in between either. From `written` on a restart finishes the commit. Each flush is
+removed once, to see that this very test fails without it.
 """
 
 from __future__ import annotations

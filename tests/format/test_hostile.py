@@ -1,6 +1,6 @@
 """Hostile documents with valid digests, made by hand: each is refused with a telling error, fast and in little memory.
 
-RELIABILITY.md rows 16 and 17, at the level of manifests and receipts; headers are in test_safetensors.
+docs/durability.md#the-faults, rows 14 and 15, at the level of manifests and receipts; headers are in test_safetensors.
 """
 
 from __future__ import annotations
