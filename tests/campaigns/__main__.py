@@ -23,6 +23,7 @@ from tests.campaigns import (
     failing_calls,
     histories,
     hostile_manifests,
+    mutants,
     object_store,
     power_cuts,
     sigkill,
@@ -44,12 +45,15 @@ CAMPAIGNS = {
         object_store.CAMPAIGN,
         histories.CAMPAIGN,
         states.CAMPAIGN,
+        mutants.CAMPAIGN,
         decoders.MUTATED,
         decoders.GUIDED,
     )
 }
 CASE_DEADLINE_S = 120.0
-"""A case that takes longer hangs, and that is a finding. (A guided one has more: libFuzzer watches each input.)"""
+"""A case that takes longer hangs, and that is a finding."""
+OWN_DEADLINES = (decoders.GUIDED, mutants.CAMPAIGN)
+"""These watch what they run by themselves: libFuzzer each input, the mutants each test."""
 TOLD_EVERY_S = 5.0
 
 
@@ -99,7 +103,7 @@ def _limited(campaign: Campaign) -> Campaign:
 
         return limited
 
-    return campaign if campaign is decoders.GUIDED else msgspec.structs.replace(campaign, prepare=prepare)
+    return campaign if campaign in OWN_DEADLINES else msgspec.structs.replace(campaign, prepare=prepare)
 
 
 def main() -> int:

@@ -1,0 +1,173 @@
+"""Does a test notice a mistake? One small change of the source in a copy of the tree, and the tests that run that line.
+
+A seed names one change among all that `source_mutations` knows in `MODULES`, where a mistake loses checkpoints. It goes on
+naming the same one while other functions change, for each change has its own number under each seed, and the lowest wins.
+
+Guarantees:
+
+- The tests run on a copy: the working tree is not touched, and processes do not meet.
+- A mutant is killed when a test fails, or does not end, that passes on the copy as it was: who fails there too kills nobody,
+  and is left out from then on.
+- A survivor is a finding, with its diff. It is one of the tests that were run: of all that run its line those that fit into
+  `BUDGET_S`, from every file some. No test at all runs it: that is a survivor as well.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.campaigns import covering
+from tests.campaigns.campaign import Campaign, Case, Outcomes
+from tests.campaigns.source_mutations import Mutation, mutations
+
+MODULES = (
+    *(
+        f"aiockpt/{layer}/*.py"
+        for layer in ("engine", "pipeline", "format", "planning", "state", "storage", "adapters")
+    ),
+    "backends/local*.py",
+)
+BUDGET_S = float(os.environ.get("AIOCKPT_MUTANT_SECONDS", "90"))
+"""What the tests of one mutant may take, by the map; more for a survivor that is looked at again."""
+FIRST_S = 4.0
+"""The quickest of them run first, by themselves: most mutants die there."""
+TEST_S = 60
+"""A test that takes longer hangs."""
+LIMIT_S = 600.0
+_LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "results")
+
+
+class Workplace:
+    """A copy of the tree in *root*, in which one file at a time is changed."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.tree = Path(tempfile.mkdtemp(prefix="mutants-")) / "tree"
+        atexit.register(shutil.rmtree, self.tree.parent, ignore_errors=True)
+        shutil.copytree(root, self.tree, symlinks=True, ignore=_LEFT_OUT)
+
+    def put(self, file: str, source: str) -> None:
+        """Have *source* in *file*. Its compiled form goes: it is known by size and second, which may be the same."""
+        path = self.tree / file
+        path.write_text(source)
+        Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
+
+    def run(self, tests: list[str]) -> tuple[int, str]:
+        """Run *tests* up to the first that fails; return the exit status and what pytest printed."""
+        options = [
+            "-x",
+            "-q",
+            "--tb=no",
+            "-rfE",
+            "-p",
+            "no:cacheprovider",
+            f"--timeout={TEST_S}",
+            "--hypothesis-seed=0",
+        ]
+        with tempfile.TemporaryFile("w+", errors="replace") as said:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pytest", *options, *tests],
+                cwd=self.tree,
+                env={**os.environ, "PYTHONPATH": str(self.tree)},
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(LIMIT_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what its tests left behind, or itself
+            status = process.wait()
+            said.seek(0)
+            return status, said.read()
+
+
+class Mutants:
+    """All mutants of a tree, and what is known of its tests."""
+
+    def __init__(self, root: Path, modules: Iterable[str], tests: covering.Covered) -> None:
+        self.root = root
+        self._work = Workplace(root)
+        self._tests = tests
+        self._sources = {
+            path.relative_to(root).as_posix(): path.read_text() for glob in modules for path in sorted(root.glob(glob))
+        }
+        self.all = [mutant for file, source in self._sources.items() for mutant in mutations(file, source)]
+        self._sound: set[str] = set()
+        self._unsound: set[str] = set()
+
+    @property
+    def tree(self) -> Path:
+        """The copy in which they are tried."""
+        return self._work.tree
+
+    def draw(self, seed: int) -> Mutation:
+        """Return the mutant that *seed* names."""
+        return min(
+            self.all, key=lambda mutant: hashlib.blake2b(f"{seed} {mutant.key}".encode(), digest_size=8).digest()
+        )
+
+    def case(self, seed: int) -> Outcomes:
+        """Try the mutant of *seed*; raise when it lives."""
+        mutant = self.draw(seed)
+        if mutant.not_worth:
+            return Counter({f"not worth: {mutant.not_worth}": 1})
+        source = self._sources[mutant.file]
+        running = self._tests.of(f"{mutant.file}::{mutant.function}", mutant.lines)
+        tests = self._tests.pick(running, BUDGET_S)
+        if self._killed(mutant, source, tests):
+            return Counter({f"killed: {mutant.kind}": 1})
+        raise AssertionError(
+            f"SURVIVED {mutant.file}:{mutant.line} in {mutant.function} ({mutant.kind}), "
+            f"{len(tests)} of {len(running)} tests that run it passed\n{mutant.diff(source)}"
+        )
+
+    def _killed(self, mutant: Mutation, source: str, tests: list[str]) -> bool:
+        first = self._tests.pick(tests, FIRST_S)
+        for some in (first, [test for test in tests if test not in set(first)]):
+            while left := [test for test in some if test not in self._unsound]:
+                self._work.put(mutant.file, mutant.apply(source))
+                try:
+                    status, said = self._work.run(left)
+                finally:
+                    self._work.put(mutant.file, source)
+                if status == 0:
+                    break
+                if self._was_sound(left, said):
+                    return True
+        return False
+
+    def _was_sound(self, tests: list[str], said: str) -> bool:
+        """Tell whether the test that failed passes on the tree as it was; where none is named, whether all do."""
+        failed = [test for test in tests if f"FAILED {test}" in said or f"ERROR {test}" in said]
+        suspects = [max(failed, key=len)] if failed else tests
+        if self._sound.issuperset(suspects):
+            return True
+        status, said = self._work.run(suspects)
+        if status == 0:
+            self._sound.update(suspects)
+            return True
+        if len(suspects) > 1 and not any(f"FAILED {test}" in said for test in suspects):
+            raise RuntimeError(f"the tests do not run on the tree as it is: make the map anew\n{said}")
+        self._unsound.update(test for test in suspects if len(suspects) == 1 or f"FAILED {test}" in said)
+        return False
+
+
+def prepare(root: Path = covering.ROOT, modules: Iterable[str] = MODULES, path: Path = covering.MAP) -> Case:
+    """Return the case of the mutants in *root*, with the map of its tests, which is made where there is none."""
+    return Mutants(root, modules, covering.load_map(path)).case
+
+
+CAMPAIGN = Campaign(name="mutants", counts="mutants", prepare=prepare, smoke_count=3)
