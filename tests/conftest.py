@@ -39,9 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _forgets_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A password that one test opened a URL with is an ordinary word to the next one."""
-    monkeypatch.setattr(redaction, "_seen", {})
+def _forgets_secrets() -> None:
+    """A password that one test opened a URL with is an ordinary word to the next one.
+
+    Without `monkeypatch`, which would then be undone after all other fixtures of a test.
+    """
+    redaction._seen.clear()
 
 
 def _importance(item: pytest.Item) -> int:
