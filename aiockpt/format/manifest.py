@@ -32,12 +32,15 @@ HEAD_BYTES = 4096
 """The head of a manifest, and the digest after it, lie within so many bytes from its start."""
 _HEAD_SEAL = b',"head":"'
 _AFTER_HEAD = b',"write_id":"'
+_AXES = b'"axes":'
 MAX_RANK = 32
 MAX_TREES_NODES = 4 * MAX_TREE_NODES
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Dim = Annotated[int, Meta(ge=0, lt=2**48)]
 Dims = Annotated[tuple[Dim, ...], Meta(max_length=MAX_RANK)]
+Axis = Annotated[int, Meta(ge=0, lt=MAX_RANK)]
+Axes = Annotated[tuple[Axis, ...], Meta(max_length=MAX_RANK)]
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -57,11 +60,17 @@ else:  # what is decoded; in memory they may be the rows of a table, too (`aiock
 
 
 class TensorEntry(msgspec.Struct, frozen=True, gc=False):
-    """One tensor: dtype code, global shape, and the pieces that tile it."""
+    """One tensor: dtype code, global shape, and the pieces that tile it.
+
+    Attributes:
+        axes: its axes as they lay in memory, slowest first, where that is not their own order (`aiockpt.state.layout`);
+            unset where it is, or where nobody can tell. Bytes in files are row-major whatever it says.
+    """
 
     dtype: str
     shape: Dims
     pieces: Pieces
+    axes: Axes | msgspec.UnsetType = msgspec.UNSET
 
 
 LeftOut = dict[str, tuple[str, Dims] | None]
@@ -334,11 +343,12 @@ def _check_reader(envelope: _Envelope, what: str) -> None:
 def _check_keys(body: bytes, tensors: bytes, what: str) -> None:
     """Refuse duplicate keys, without tokenising the tensors where counting their quotes proves that there are none.
 
-    A decoded tensor accounts for 10 quotes (its name, three keys, the dtype). When there are no more, nothing was
-    dropped; a quote cannot hide, and an escaped one or an unknown member only leads to the slow way.
+    A decoded tensor accounts for 10 quotes (its name, three keys, the dtype), and for 12 where it has axes. When there are
+    no more, nothing was dropped; a quote cannot hide, and an escaped one or an unknown member only leads to the slow way.
     """
     names = parse(tensors, dict[str, Raw], what)
-    if tensors.count(b'"') == 10 * len(names):
+    with_axes = sum(_AXES in entry for entry in map(bytes, names.values())) if _AXES in tensors else 0
+    if tensors.count(b'"') == 10 * len(names) + 2 * with_axes:
         body = body.replace(tensors, b"{}", 1)
     check_unique_keys(body, what)
 

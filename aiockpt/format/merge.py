@@ -17,6 +17,7 @@ from operator import attrgetter
 from typing import Any
 
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from aiockpt.errors import CommitError, ManifestError
 from aiockpt.format.document import collector_paused
@@ -30,7 +31,7 @@ from aiockpt.format.values import unite
 
 _AGREED = ("id", "step", "attempt", "generation", "sequence", "run", "parent", "world_size")
 _SHOWN = 5
-_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
+_DTYPE, _SHAPE, _AXES = attrgetter("dtype"), attrgetter("shape"), attrgetter("axes")
 _MEMO_PIECES = 100_000
 """Pieces of votes that may be kept in memory for the next ones to be compared with."""
 _merged: Memo[list[tuple[int, int, dict[str, TensorEntry]]], dict[str, TensorEntry]] = Memo()
@@ -143,10 +144,10 @@ def _merge_tensors(votes: Sequence[Receipt]) -> dict[str, TensorEntry]:
     described = _Described(votes)
     if count <= MAX_PIECES:
         return _merge_pieces(votes, described)
-    tensors = make_table(votes, described.entries, described.alike, described.check)
+    tensors = described.settle(make_table(votes, described.entries, described.alike, described.check))
     if sum(len(entry.pieces) for entry in tensors.values()) > MAX_PIECES:
         return tensors
-    return {name: TensorEntry(one.dtype, one.shape, tuple(one.pieces)) for name, one in tensors.items()}
+    return {name: replace(one, pieces=tuple(one.pieces)) for name, one in tensors.items()}
 
 
 def _count_pieces(votes: Sequence[Receipt], most: int) -> int:
@@ -172,6 +173,8 @@ def _merge_as_before(votes: Sequence[Receipt]) -> dict[str, TensorEntry]:
 class _Described:
     """What the first rank that has a tensor says of it, and whether the others agree. Hot, as the merge is.
 
+    The order of the axes in memory is a fact of the whole tensor: where ranks say different things of it, nothing is said.
+
     Attributes:
         entries: every tensor, those of the first rank first.
         alike: the ranks that have the tensors of the first one, in its order; in most jobs all of them.
@@ -179,6 +182,7 @@ class _Described:
 
     def __init__(self, votes: Sequence[Receipt]) -> None:
         self._votes = votes
+        self._disputed: set[str] = set()
         self.entries: dict[str, TensorEntry] = dict(votes[0].tensors)
         self._first = self._facts(votes[0].tensors)
         names = list(self.entries)
@@ -204,10 +208,16 @@ class _Described:
                     f"{vote.id}: {name!r} is {first.dtype} {first.shape} on rank {rank} and {entry.dtype} {entry.shape} "
                     f"on rank {vote.rank}"
                 )
+            if first.axes != entry.axes:
+                self._disputed.add(name)
+
+    def settle(self, tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+        """Return *tensors* without the orders of axes that votes disagreed about; all of them were checked."""
+        return tensors | {name: replace(tensors[name], axes=UNSET) for name in self._disputed}
 
     @staticmethod
-    def _facts(entries: Mapping[str, TensorEntry]) -> tuple[list[str], list[tuple[int, ...]]]:
-        return list(map(_DTYPE, entries.values())), list(map(_SHAPE, entries.values()))
+    def _facts(entries: Mapping[str, TensorEntry]) -> tuple[list[Any], ...]:
+        return tuple(list(map(fact, entries.values())) for fact in (_DTYPE, _SHAPE, _AXES))
 
 
 def _merge_pieces(votes: Sequence[Receipt], described: _Described) -> dict[str, TensorEntry]:
@@ -228,10 +238,12 @@ def _merge_pieces(votes: Sequence[Receipt], described: _Described) -> dict[str, 
                     pieces[box] = Piece(piece.file + base, piece.start, piece.end, *box)
         base += file_count
     by_offsets = attrgetter("offsets")
-    return {
-        name: TensorEntry(entries[name].dtype, entries[name].shape, tuple(sorted(pieces.values(), key=by_offsets)))
-        for name, pieces in merged.items()
-    }
+    return described.settle(
+        {
+            name: replace(entries[name], pieces=tuple(sorted(pieces.values(), key=by_offsets)))
+            for name, pieces in merged.items()
+        }
+    )
 
 
 def _merge_alias(votes: Sequence[Receipt], tensors: Mapping[str, TensorEntry]) -> dict[str, str]:

@@ -133,7 +133,7 @@ def table_of(tensors: Mapping[str, TensorEntry]) -> PieceTable | None:
 def lay_out(tensors: Mapping[str, TensorEntry], table: PieceTable) -> dict[str, TensorEntry]:
     """Return *tensors* with their pieces in *table*, tensor by tensor."""
     return {
-        name: TensorEntry(entry.dtype, entry.shape, PieceRows(table, index))
+        name: msgspec.structs.replace(entry, pieces=PieceRows(table, index))
         for index, (name, entry) in enumerate(tensors.items())
     }
 
@@ -151,7 +151,7 @@ def detach(manifest: Manifest) -> tuple[Manifest, dict[str, bytes]]:
         cut = [raw[low : low + BLOB_BYTES] for low in range(0, len(raw), BLOB_BYTES)]
         blobs |= {part_path(manifest.attempt, column, index): blob for index, blob in enumerate(cut)}
         entries.append(PartEntry(column, data.itemsize, len(data), tuple(map(digest128, cut))))
-    tensors = {name: TensorEntry(entry.dtype, entry.shape, ()) for name, entry in manifest.tensors.items()}
+    tensors = {name: msgspec.structs.replace(entry, pieces=()) for name, entry in manifest.tensors.items()}
     return msgspec.structs.replace(manifest, tensors=tensors, parts=tuple(entries), requires=(REQUIRED,)), blobs
 
 

@@ -19,6 +19,7 @@ from math import prod
 from typing import NoReturn, overload
 
 import numpy as np
+from msgspec import UNSET
 
 from aiockpt.errors import CorruptionError, ManifestError, UsageError
 from aiockpt.format.check_parts import find_bad_piece, tiles_all, volume_of
@@ -219,7 +220,7 @@ def _check_table(tensors: Mapping[str, TensorEntry], table: PieceTable, files: S
 
 
 def _check_shapes(tensors: Mapping[str, TensorEntry], what: str) -> list[int]:
-    """Check names, dtypes and shapes; return the bytes of an element of each tensor."""
+    """Check names, dtypes, shapes and orders of axes; return the bytes of an element of each tensor."""
     if len(tensors) > MAX_TENSORS:
         _refuse(what, f"{len(tensors)} tensors are more than {MAX_TENSORS}")
     widths = []
@@ -230,6 +231,9 @@ def _check_shapes(tensors: Mapping[str, TensorEntry], what: str) -> list[int]:
             _refuse(what, f"{name!r} has the unknown dtype {entry.dtype[:40]!r}")
         if len(entry.shape) > MAX_RANK or not all(0 <= size < MAX_DIM for size in entry.shape):
             _refuse(what, f"{name!r} has an impossible shape: at most {MAX_RANK} sizes below {MAX_DIM}")
+        if entry.axes is not UNSET and sorted(entry.axes) != list(range(len(entry.shape))):
+            shown = f"{list(entry.axes)} are not the axes of a tensor of {len(entry.shape)} dimensions, each of them once"
+            _refuse(what, f"{name!r} lies in memory in an order that is none: {shown}")
         widths.append(width)
     return widths
 

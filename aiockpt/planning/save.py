@@ -231,7 +231,7 @@ def _pieces(shard: TensorShard, file: int, start: int) -> Iterator[Piece]:
 def _tensor_entries(shards: Sequence[TensorShard], pieces: Mapping[str, Sequence[Piece]]) -> dict[str, TensorEntry]:
     """Return the manifest's entries in the order of the state; a tensor of which nothing is held has none."""
     return {
-        shard.name: TensorEntry(shard.dtype, shard.shape, tuple(pieces[shard.name]))
+        shard.name: TensorEntry(shard.dtype, shard.shape, tuple(pieces[shard.name]), shard.axes or msgspec.UNSET)
         for shard in shards
         if shard.name in pieces
     }

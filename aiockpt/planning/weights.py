@@ -190,7 +190,14 @@ def _shards_by_rank(whole: Manifest, names: Mapping[str, str]) -> dict[int, list
             continue
         for piece in entry.pieces:
             box = Box(piece.offsets, piece.sizes)
-            shard = TensorShard(name=names[stored], dtype=entry.dtype, shape=entry.shape, boxes=(box,), data=None)
+            shard = TensorShard(
+                name=names[stored],
+                dtype=entry.dtype,
+                shape=entry.shape,
+                boxes=(box,),
+                data=None,
+                axes=entry.axes or None,
+            )
             found.setdefault(whole.files[piece.file].rank, []).append(((piece.file, piece.start), shard))
     for some in found.values():
         some.sort(key=lambda item: item[0])

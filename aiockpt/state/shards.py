@@ -28,6 +28,8 @@ class TensorShard(msgspec.Struct, frozen=True, eq=False):
         data: the local tensor, opaque here. To save: what to copy (any strides, any device). To load: what to fill.
         may_differ: whether ranks that hold the same part of it may hold other values: all that is neither a parameter nor
             an optimizer's state of one, a buffer that forward updates for instance.
+        axes: of the global tensor, as they lie in memory, slowest first; None where that is their own order, or where it
+            cannot be told (`aiockpt.state.layout`). The same for all shards of one name.
         outer: what *data* is the local part of, where changes are counted there and not at *data* (a DTensor); else None.
     """
 
@@ -38,6 +40,7 @@ class TensorShard(msgspec.Struct, frozen=True, eq=False):
     data: Any
     outer: Any = None
     may_differ: bool = False
+    axes: tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -72,9 +75,11 @@ def are_same(some: Sequence[TensorShard], others: Sequence[TensorShard]) -> bool
 
 
 def digest_structure(tensors: Sequence[TensorShard], alias: Mapping[str, str]) -> str:
-    """Return the digest of names, dtypes, shapes, boxes and ties, in order: `ShardedState.structure`."""
+    """Return the digest of names, dtypes, shapes, boxes, layouts and ties, in order: `ShardedState.structure`."""
     hasher = xxhash.xxh3_128()
     for shard in tensors:
         hasher.update(msgspec.json.encode((shard.name, shard.dtype, shard.shape, shard.boxes)))
+        if shard.axes is not None:
+            hasher.update(msgspec.json.encode(shard.axes))
     hasher.update(msgspec.json.encode(sorted(alias.items())))
     return hasher.hexdigest()

@@ -76,7 +76,7 @@ def _receipt(rank: int) -> Receipt:
         id=STEP,
         step=7,
         files=(file,),
-        tensors={"w": TensorEntry("F32", (4, 8), (Piece(0, 4096, 4160, (2 * rank, 0), (2, 8)),))},
+        tensors={"w": TensorEntry("F32", (4, 8), (Piece(0, 4096, 4160, (2 * rank, 0), (2, 8)),), (1, 0))},
         alias={"head": "w"},
         state={"step": 7, "lr": [0.1, {"$": "tuple", "items": [1, 2]}]},
     )

@@ -77,6 +77,10 @@ def _tensor(dtype: str, shape: list[Any], *pieces: list[Any]) -> Edit:
     return lambda plain: plain["tensors"].update(x={"dtype": dtype, "shape": shape, "pieces": list(pieces)})
 
 
+def _axes(axes: object) -> Edit:
+    return lambda plain: plain["tensors"]["w"].update(axes=axes)
+
+
 def _drop(*path: str) -> Edit:
     def edit(plain: Any) -> None:
         for key in path[:-1]:
@@ -235,6 +239,22 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "dtype of torch": (_tensor("float32", [0]), "unknown dtype"),
     "dtype huge": (_tensor("F" * 10**6, [0]), "unknown dtype"),
     "dtype missing": (_drop("tensors", "w", "dtype"), "dtype"),
+    # orders of axes
+    "axes twice the same": (_axes([0, 0]), "'w' lies in memory in an order that is none: .* of 2 dimensions"),
+    "axes that are not there": (_axes([0, 2]), "in an order that is none"),
+    "axes too few": (_axes([0]), "in an order that is none"),
+    "axes none": (_axes([]), "in an order that is none"),
+    "axes too many": (_axes([1, 0, 2]), "in an order that is none"),
+    "axes very many": (_axes(list(range(10**5))), "cannot be read"),
+    "axes negative": (_axes([1, -2]), "cannot be read"),
+    "axes overflow": (_axes([1, 2**64]), "cannot be read"),
+    "axes a float": (_axes([1.5, 0]), "cannot be read"),
+    "axes of bools": (_axes([True, False]), "cannot be read"),
+    "axes of text": (_axes(["1", "0"]), "cannot be read"),
+    "axes a text": (_axes("10"), "cannot be read"),
+    "axes a number": (_axes(1), "cannot be read"),
+    "axes null": (_axes(None), "cannot be read"),
+    "axes an object": (_axes({"0": 1}), "cannot be read"),
     "name empty": (lambda plain: plain["tensors"].update({"": plain["tensors"]["empty"]}), "empty or longer"),
     "name too long": (lambda plain: plain["tensors"].update({"é" * 513: plain["tensors"]["empty"]}), "longer than 1024"),
     # aliases
@@ -295,6 +315,13 @@ TEXT_EDITS: dict[str, tuple[Callable[[str], str], str]] = {
         "'w' twice",
     ),
     "pieces twice": (_replace('"pieces":', '"pieces":[],"pieces":'), "'pieces' twice"),
+    "axes twice": (_replace('"pieces":', '"axes":[0,1],"axes":[1,0],"pieces":'), "'axes' twice"),
+    "axes twice, once escaped": (_replace('"pieces":', '"axes":[0,1],"\\u0061xes":[1,0],"pieces":'), "'axes' twice"),
+    "axes and pieces twice": (_replace('"pieces":', '"axes":[0,1],"pieces":[],"pieces":'), "'pieces' twice"),
+    "a name that looks like axes, and pieces twice": (
+        _replace('"w":{', '"\\"axes\\":":{"dtype":"U8","shape":[0],"pieces":[],"pieces":[]},"w":{'),
+        "'pieces' twice",
+    ),
     "a file's size twice": (_replace('"size":', '"size":1,"size":'), "'size' twice"),
     "an alias twice": (_replace('"alias":{', '"alias":{"head":"w",'), "'head' twice"),
     "a value twice": (_replace('"global":{', '"global":{"step":1,'), "'step' twice"),

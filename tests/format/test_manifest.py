@@ -11,8 +11,10 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from aiockpt.errors import ManifestError, UsageError
+from aiockpt.format import manifest as manifest_module
 from aiockpt.format.checksum import digest128
 from aiockpt.format.document import MAX_TREE_NODES, seal, unseal
 from aiockpt.format.manifest import (
@@ -62,6 +64,25 @@ def test_the_members_of_a_manifest_stand_in_the_order_of_the_format(manifest: Ma
     assert found["tensors"]["w"]["pieces"][1] == [1, 4096, 4160, [2, 0], [2, 8]]
     assert list(found["files"][0]) == ["p", "size", "rank", "algo", "block", "sums", "digest"]
     assert found["state"] == {"global": {"step": 1000}, "per_rank": {"0": {"seed": 0}, "1": {"seed": 1}}}
+
+
+def test_the_order_of_axes_is_written_where_it_is_not_their_own_and_nowhere_else(manifest: Manifest) -> None:
+    plain = json.loads(encode_manifest(manifest))
+    assert all(list(entry) == ["dtype", "shape", "pieces"] for entry in plain["tensors"].values())
+    w = replace(manifest.tensors["w"], axes=(1, 0))
+    lying = replace(manifest, tensors={**manifest.tensors, "w": w})
+    assert json.loads(encode_manifest(lying))["tensors"]["w"]["axes"] == [1, 0]
+    assert decode_manifest(encode_manifest(lying)) == lying
+
+
+def test_orders_of_axes_do_not_make_a_manifest_slow_to_read(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = replace(manifest.tensors["w"], axes=(1, 0))
+    data = encode_manifest(replace(manifest, tensors={**manifest.tensors, "w": w}))
+    looked_at: list[bytes] = []
+    monkeypatch.setattr(manifest_module, "check_unique_keys", lambda body, what: looked_at.append(body))
+    decode_manifest(data)
+    (body,) = looked_at
+    assert b'"axes"' not in body
 
 
 def _edited(data: bytes, **members: Any) -> bytes:

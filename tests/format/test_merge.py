@@ -7,11 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from aiockpt.errors import CommitError
+from aiockpt.format import merge
 from aiockpt.format.manifest import Manifest, Piece, Receipt, TensorEntry
 from aiockpt.format.merge import merge_receipts
+from aiockpt.format.parts import table_of
 
 
 def _merge(receipts: list[Receipt]) -> Manifest:
@@ -187,3 +190,45 @@ def test_what_was_left_out_is_the_union_and_what_a_rank_saved_is_there(receipts:
     receipts[1] = replace(receipts[1], left_out={"a": ("F32", (3,))})
     with pytest.raises(CommitError, match=r"'a' was left out as F32 \(2,\) on rank 0 and as F32 \(3,\) on rank 1"):
         _merge(receipts)
+
+
+def _lying(receipt: Receipt, axes: tuple[int, ...] | None) -> Receipt:
+    w = replace(receipt.tensors["w"], axes=UNSET if axes is None else axes)
+    return replace(receipt, tensors={**receipt.tensors, "w": w})
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "merged"),
+    [
+        ((1, 0), (1, 0), (1, 0)),
+        ((1, 0), None, None),
+        (None, (1, 0), None),
+        ((1, 0), (0, 1), None),
+        ((0, 1), (0, 1), (0, 1)),
+    ],
+)
+@pytest.mark.parametrize("in_columns", [False, True])
+def test_an_order_of_axes_is_kept_where_all_who_wrote_the_tensor_say_the_same(
+    receipts: list[Receipt],
+    monkeypatch: pytest.MonkeyPatch,
+    first: tuple[int, ...] | None,
+    second: tuple[int, ...] | None,
+    merged: tuple[int, ...] | None,
+    in_columns: bool,
+) -> None:
+    if in_columns:
+        monkeypatch.setattr(merge, "MAX_PIECES", 1)
+    votes = [_lying(receipts[0], first), _lying(receipts[1], second)]
+    for order in (votes, votes[::-1]):
+        manifest = _merge(order)
+        assert manifest.tensors["w"].axes == (UNSET if merged is None else merged)
+        assert list(manifest.tensors["w"].pieces) == list(_merge(receipts).tensors["w"].pieces)
+        assert (table_of(manifest.tensors) is not None) is in_columns
+
+
+def test_an_order_of_axes_of_tensors_that_one_rank_has_alone_is_kept(receipts: list[Receipt]) -> None:
+    alone = TensorEntry("U8", (2, 3), (Piece(0, 4096, 4102, (0, 0), (2, 3)),), (1, 0))
+    votes = [receipts[0], replace(receipts[1], tensors={"mine": alone, **receipts[1].tensors})]
+    manifest = _merge(votes)
+    assert manifest.tensors["mine"].axes == (1, 0)
+    assert manifest.tensors["w"].axes is UNSET

@@ -171,7 +171,11 @@ def test_votes_that_make_no_table_are_refused_by_name(piece: Piece, message: str
 @pytest.mark.parametrize("blob_bytes", [64 << 20, 8])
 def test_what_is_written_is_read_again(monkeypatch: pytest.MonkeyPatch, blob_bytes: int) -> None:
     monkeypatch.setattr(parts, "BLOB_BYTES", blob_bytes)
-    whole = merged(grid())
+    columns_first = [
+        replace(vote, tensors={**vote.tensors, "matrix": replace(vote.tensors["matrix"], axes=(1, 0))}) for vote in grid()
+    ]
+    whole = merged(columns_first)
+    assert whole.tensors["matrix"].axes == (1, 0)
     written, blobs = detach(whole)
     assert not any(entry.pieces for entry in written.tensors.values())
     decoded = decode_manifest(encode_manifest(written))

@@ -64,6 +64,8 @@ def test_more_tensors_or_pieces_than_the_format_allows_are_refused_by_counting(m
         (TensorEntry("U8", (1,), (Piece(0, 5, 4, (0,), (1,)),)), "outside its file"),
         (TensorEntry("U8", (4,), (Piece(0, 0, 1, (-1,), (1,)),)), "outside the shape"),
         (TensorEntry("U8", (4, 4), (Piece(0, 0, 4, (0, 0), (-2, -2)),)), "outside the shape"),
+        (TensorEntry("U8", (2, 0), (), (-1, 0)), "an order that is none"),
+        (TensorEntry("U8", (2, 0), (), (0, 10**9)), "an order that is none"),
     ],
 )
 def test_numbers_that_decoding_would_refuse_are_refused_in_structs_too(
@@ -84,6 +86,7 @@ def test_numbers_that_decoding_would_refuse_are_refused_in_structs_too(
         (lambda r: replace(r, files=(replace(r.files[0], rank=1),)), "said to be of rank 1"),
         (lambda r: replace(r, files=(replace(r.files[0], size=5),)), "outside its file"),
         (lambda r: replace(r, files=(replace(r.files[0], p="../x"),)), "does not begin with"),
+        (lambda r: replace(r, tensors={"w": replace(r.tensors["w"], axes=(1, 1))}), "an order that is none"),
     ],
 )
 def test_a_receipt_that_is_no_vote_is_refused(
