@@ -21,6 +21,7 @@ import torch
 
 from aiockpt.adapters.held import Held, Piece
 from aiockpt.state.geometry import Box, Run, boxes_follow, chunk_runs, runs_to_boxes
+from aiockpt.state.layout import strides_in_order
 from aiockpt.state.tree import Path, refuse
 
 if TYPE_CHECKING:
@@ -133,9 +134,17 @@ def _cutting_order(spec: DTensorSpec, path: Path) -> Iterator[int]:
     yield from cuts
 
 
-def empty_like_dtensor(like: DTensor, dtype: torch.dtype) -> DTensor:
-    """Return a new DTensor of *dtype* on the same mesh with the same placements; no communication."""
-    return as_dtensor(torch.empty_like(local_of(like), dtype=dtype, requires_grad=False), like)
+def empty_like_dtensor(like: DTensor, dtype: torch.dtype, axes: Sequence[int] | None = None) -> DTensor:
+    """Return a new DTensor of *dtype* on the same mesh with the same placements; no communication.
+
+    Args:
+        axes: in which order they lie in the memory of each rank, slowest first; None takes the layout of *like*.
+    """
+    local = local_of(like)
+    if axes is None:
+        return as_dtensor(torch.empty_like(local, dtype=dtype, requires_grad=False), like)
+    made = torch.empty_permuted(local.shape, tuple(axes), dtype=dtype, device=local.device)
+    return as_dtensor(made, like, strides_in_order(like.shape, axes))
 
 
 def placements_of(tensor: DTensor) -> tuple[str, ...]:
@@ -147,11 +156,18 @@ def placements_of(tensor: DTensor) -> tuple[str, ...]:
 
 
 def dtensor_placed(
-    placements: Sequence[str], like: DTensor, shape: tuple[int, ...], dtype: torch.dtype
+    placements: Sequence[str],
+    like: DTensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    axes: Sequence[int] | None = None,
 ) -> DTensor | None:
     """Return a new DTensor on the mesh of *like*, placed as `placements_of` says; no communication.
 
     On a mesh with another number of axes it is replicated. None for placements that nobody wrote.
+
+    Args:
+        axes: in which order they lie in memory, slowest first; None is their own order.
     """
     from torch.distributed.tensor import Replicate, Shard, empty
 
@@ -161,14 +177,24 @@ def dtensor_placed(
     if any(one != "R" and one not in (f"S{axis}" for axis in range(len(shape))) for one in said):
         return None
     placed = [Replicate() if one == "R" else Shard(int(one[1:])) for one in said]
-    return empty(shape, dtype=dtype, device_mesh=mesh, placements=placed)
+    made = empty(shape, dtype=dtype, device_mesh=mesh, placements=placed)
+    return made if axes is None else empty_like_dtensor(made, dtype, axes)
 
 
-def as_dtensor(local: torch.Tensor, like: torch.Tensor) -> DTensor:
-    """Return a DTensor in the memory of *local*, which has the part that this rank has of *like*; no communication."""
+def as_dtensor(local: torch.Tensor, like: torch.Tensor, stride: Sequence[int] | None = None) -> DTensor:
+    """Return a DTensor in the memory of *local*, which has the part that this rank has of *like*; no communication.
+
+    Args:
+        stride: of the global tensor; None is that of *like*.
+    """
     from torch.distributed.tensor import DTensor as Class
 
     assert isinstance(like, Class)
     return Class.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride() if stride is None else tuple(stride),
     )

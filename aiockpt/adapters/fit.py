@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,14 +38,28 @@ def misfit(own_dtype: torch.dtype, held: Held, dtype: str, shape: tuple[int, ...
 
 
 def new_tensor(
-    shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor | torch.device, flat: FlatRange | None
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    like: torch.Tensor | torch.device,
+    flat: FlatRange | None,
+    axes: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Return a tensor to hold one of *shape*, or slice *flat* of it; on the device *like*, or like that tensor."""
-    if isinstance(like, torch.device):
-        return torch.empty(shape, dtype=dtype, device=like)
-    if not is_uninitialized(like) and (flat is not None or tuple(like.shape) == shape):
-        return empty_like(like, dtype)
-    return torch.empty(shape, dtype=dtype, device=like.device)
+    """Return a tensor to hold one of *shape*, or slice *flat* of it; on the device *like*, or like that tensor.
+
+    Args:
+        axes: in which order they lay in memory, slowest first; a slice has none. None takes the layout of the tensor
+            *like*, where it has the shape, else their own order.
+    """
+    if (
+        isinstance(like, torch.Tensor)
+        and not is_uninitialized(like)
+        and (flat is not None or tuple(like.shape) == shape)
+    ):
+        return empty_like(like, dtype, axes if flat is None else None)
+    device = like if isinstance(like, torch.device) else like.device
+    if axes is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty_permuted(shape, tuple(axes), dtype=dtype, device=device)
 
 
 def number_misfit(number: Any, dtype: torch.dtype) -> str | None:

@@ -372,16 +372,25 @@ class Intake:
         return True
 
     def fill(
-        self, path: Path, name: str, live: Any, like: torch.Tensor | torch.device, flat: FlatRange | None = None
+        self,
+        path: Path,
+        name: str,
+        live: Any,
+        like: torch.Tensor | torch.device,
+        flat: FlatRange | None = None,
+        *,
+        beside: str | None = None,
     ) -> torch.Tensor | None:
         """Have *live* filled from tensor *name* where it fits, else a new tensor; None when it is not selected.
 
         Args:
-            like: the tensor whose device (and strides and sharding, where the shape is the same) a new one gets, or a
-                device.
+            like: the tensor whose device (and sharding, where the shape is the same) a new one gets, or a device. It lies
+                in memory as it did when it was saved; like this one where that is not known to be another order.
             flat: the elements of which tensor *like* has, when it is a slice.
+            beside: the name of the tensor that *like* is; where that is known to have had another order, and this one is
+                not, this one was row-major.
         """
-        return self._obtain(path, name, live, like, flat) if self.selects(path) else None
+        return self._obtain(path, name, live, like, flat, beside) if self.selects(path) else None
 
     def leave(self, name: str) -> None:
         """Note that of tensor *name* of the checkpoint this rank has nothing, so that it is no difference."""
@@ -390,6 +399,10 @@ class Intake:
     def facts(self, name: str) -> tuple[str, tuple[int, ...]] | None:
         """Return (dtype code, global shape) of the tensor *name* of the checkpoint, or None."""
         return self._stored.facts(name)
+
+    def axes_of(self, name: str) -> tuple[int, ...] | None:
+        """Return the order in which the axes of tensor *name* lay in memory; None where it is not known to be another."""
+        return self._stored.axes_of(name)
 
     def share(self, path: Path, tensor: torch.Tensor, name: str) -> None:
         """Note that *tensor*, at *path*, is filled from tensor *name* by its owner: what shares its memory must agree."""
@@ -407,7 +420,13 @@ class Intake:
         return self._sorted_names[start:end]
 
     def _obtain(
-        self, path: Path, name: str, live: Any, like: torch.Tensor | torch.device, flat: FlatRange | None = None
+        self,
+        path: Path,
+        name: str,
+        live: Any,
+        like: torch.Tensor | torch.device,
+        flat: FlatRange | None = None,
+        beside: str | None = None,
     ) -> torch.Tensor:
         facts = self._stored.facts(name)
         if facts is None:
@@ -416,7 +435,10 @@ class Intake:
         if isinstance(like, torch.device) or flat is None or flat.shape != shape:
             flat = None
         can_hold = isinstance(live, torch.Tensor) and live.dtype == dtype and fits(live, shape, like, flat)
-        tensor = live if can_hold else new_tensor(shape, dtype, like, flat)
+        axes = self._stored.axes_of(name)
+        if axes is None and beside is not None and self._stored.axes_of(beside) is not None:
+            axes = tuple(range(len(shape)))
+        tensor = live if can_hold else new_tensor(shape, dtype, like, flat, axes)
         self._enter(path, name, tensor, flat)
         return tensor
 

@@ -25,6 +25,7 @@ from torch import nn
 from aiockpt.adapters.composite_nodes import is_composite_node
 from aiockpt.adapters.composite_target import ask_new, load_composite
 from aiockpt.adapters.composites import in_words, is_composite
+from aiockpt.adapters.fit import new_tensor
 from aiockpt.adapters.held import FlatRange
 from aiockpt.adapters.intake import Intake
 from aiockpt.adapters.module import (
@@ -46,7 +47,7 @@ from aiockpt.adapters.module import (
 from aiockpt.adapters.optimizer_forms import tensor_names
 from aiockpt.adapters.refusal import asking
 from aiockpt.adapters.stored import children
-from aiockpt.adapters.tensors import dtype_code, empty_like, is_plain, is_spread
+from aiockpt.adapters.tensors import dtype_code, is_plain, is_spread
 from aiockpt.format.dtypes import torch_name
 from aiockpt.format.names import join_name, split_name
 from aiockpt.state.tree import TAG, Node, Path
@@ -264,9 +265,9 @@ class _OwnLoad:
             intake.problem(f"{join_name(leaf)}: {live.dtype} in the state, torch.{there} in the checkpoint")
             return
         if name not in made:
-            like = is_spread(live) and tuple(live.shape) == shape
+            like = live if is_spread(live) and tuple(live.shape) == shape else torch.device("cpu")
             dtype = getattr(torch, torch_name(code))
-            made[name] = empty_like(live, dtype) if like else torch.empty(shape, dtype=dtype)
+            made[name] = new_tensor(shape, dtype, like, None, intake.axes_of(name))
         if intake.want(leaf, made[name], stored=name):
             self._tensors[key] = made[name]
             if is_plain(live) and tuple(live.shape) == shape:  # else the module gives it other memory

@@ -199,7 +199,8 @@ def _want_state(match: Match, path: Path, owner: Owner, group: Mapping[str, Any]
         place = state_path(match.path, path, key)
         if type(node) is dict and node.get(TAG) == "tensor":
             like = device_for(owner.parameter, key, group)
-            tensor = _want_tensor(match, owner, match.ids[path], key, node["name"], place, live.get(key), like)
+            beside = intake.stored_name(path)
+            tensor = _want_tensor(match, owner, match.ids[path], key, node["name"], place, live.get(key), like, beside)
             if tensor is not None:
                 thunks[key] = _returning(tensor)
         elif intake.selects(place):
@@ -216,24 +217,26 @@ def _want_tensor(
     place: Path,
     live: Any,
     like: torch.Tensor | torch.device,
+    beside: str,
 ) -> torch.Tensor | None:
-    """Ask for one state tensor, of the parameter that the checkpoint calls *one*; see `Intake.fill`."""
+    """Ask for one state tensor, of the parameter that the optimizer there calls *one*; see `Intake.fill`."""
     intake, saved, parameter = match.intake, match.saved, owner.parameter
     facts = intake.facts(name)
     if facts is None or not owner.is_spread:
-        return intake.fill(place, name, live, like)
+        return intake.fill(place, name, live, like, beside=beside)
     form: Form = "part" if key in saved.part.get(one, ()) else "whole" if key in saved.whole.get(one, ()) else "like"
     match form_of(owner, live, form, facts[1]):
         case "part":
             spread = None if live is None else as_dtensor(live.detach(), parameter)
-            tensor = intake.fill(place, name, spread, parameter)
+            tensor = intake.fill(place, name, spread, parameter, beside=beside)
             return live if tensor is spread is not None else local_of(tensor) if is_dtensor(tensor) else tensor
         case "whole":
             return intake.fill(place, name, live, parameter.device)
     placements = saved.spread.get(one, {}).get(key)
     if live is None and placements is not None and is_dtensor(parameter):
-        live = dtensor_placed(placements, parameter, facts[1], getattr(torch, torch_name(facts[0])))
-    return intake.fill(place, name, live, like, owner.flat)
+        dtype = getattr(torch, torch_name(facts[0]))
+        live = dtensor_placed(placements, parameter, facts[1], dtype, intake.axes_of(name))
+    return intake.fill(place, name, live, like, owner.flat, beside=beside)
 
 
 def _returning(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -19,6 +19,7 @@ from aiockpt.adapters.optimizer_groups import HOW_TO_STEP, class_name
 from aiockpt.adapters.optimizer_target import set_value
 from aiockpt.adapters.rng import PerRank
 from aiockpt.adapters.zero import keeper_of
+from aiockpt.state.layout import axes_in_memory
 from aiockpt.state.tree import refuse
 
 _PLACED, _SHAPE, _LOCAL = "dtensor placed", "of shape", "local"
@@ -105,7 +106,8 @@ def _put_together(value: Any, parameter: torch.Tensor) -> Any:
     if type(value) is dict and value.keys() == {_PLACED, _SHAPE, _LOCAL}:
         local, made = value[_LOCAL], None
         if is_dtensor(parameter):
-            made = dtensor_placed(value[_PLACED], parameter, tuple(value[_SHAPE]), local.dtype)
+            axes = axes_in_memory(local.shape, local.stride())
+            made = dtensor_placed(value[_PLACED], parameter, tuple(value[_SHAPE]), local.dtype, axes)
         if made is None or local_of(made).shape != local.shape:
             raise ValueError(
                 f"beside a DTensor of shape {value[_SHAPE]} is a parameter that is spread in another way here"

@@ -23,6 +23,7 @@ class Stored(msgspec.Struct, frozen=True):
         tensors: name → (dtype code, global shape).
         alias: other names of a tensor → its name.
         values, per_rank: the trees of `ShardedState`; *per_rank* is this rank's own, None when it has none.
+        axes: name → the order of its axes in memory, slowest first, of the tensors that are not row-major.
         left_out: what was chosen not to be saved: names of tensors, with dtype code and shape, and of other things, with
             None.
         where: what to call the checkpoint in messages.
@@ -43,10 +44,15 @@ class Stored(msgspec.Struct, frozen=True):
     every_rank: Mapping[str, Any] = {}
     saved_world_size: int = 1
     left_out: Mapping[str, tuple[str, tuple[int, ...]] | None] = {}
+    axes: Mapping[str, tuple[int, ...]] = {}
 
     def facts(self, name: str) -> tuple[str, tuple[int, ...]] | None:
         """Return (dtype code, global shape) of the tensor *name*, or None."""
         return self.tensors.get(self.alias.get(name, name))
+
+    def axes_of(self, name: str) -> tuple[int, ...] | None:
+        """Return the order in which the axes of tensor *name* lay in memory; None where it is not known to be another."""
+        return self.axes.get(self.alias.get(name, name))
 
     def leaves_out(self, name: str) -> bool:
         """Return whether *name*, or something that it is a part of, was chosen not to be saved."""

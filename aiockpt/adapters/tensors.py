@@ -28,6 +28,7 @@ from aiockpt.errors import UsageError, kind_in_words
 from aiockpt.format.dtypes import from_torch_name
 from aiockpt.format.names import MAX_NAME_BYTES, join_name
 from aiockpt.state.geometry import Box
+from aiockpt.state.layout import axes_in_memory, fits_order
 from aiockpt.state.shards import TensorShard
 from aiockpt.state.tree import Path, refuse
 
@@ -66,7 +67,14 @@ def describe(
     if not name or name == "__metadata__" or len(name.encode()) > MAX_NAME_BYTES:
         refuse(path, f"{name[:80]!r} cannot name a tensor: use 1 to {MAX_NAME_BYTES} bytes, and not '__metadata__'")
     held = hold(tensor, path, flat)
-    shards = shards_of(name, dtype_code(tensor.dtype), held, tensor if is_dtensor(tensor) else None, may_differ)
+    shards = shards_of(
+        name,
+        dtype_code(tensor.dtype),
+        held,
+        tensor if is_dtensor(tensor) else None,
+        may_differ,
+        _axes_of(tensor, held, flat),
+    )
     return Leaf(name, shards, tensor, _leaf_key(tensor, shards))
 
 
@@ -100,13 +108,40 @@ def facts_of(tensor: torch.Tensor, flat: FlatRange | None = None) -> tuple[str, 
 
 
 def shards_of(
-    name: str, code: str, held: Held, outer: torch.Tensor | None = None, may_differ: bool = False
+    name: str,
+    code: str,
+    held: Held,
+    outer: torch.Tensor | None = None,
+    may_differ: bool = False,
+    axes: tuple[int, ...] | None = None,
 ) -> tuple[TensorShard, ...]:
-    """Return the shards of the tensor called *name*, of dtype *code*; *outer* and *may_differ* as in `TensorShard`."""
+    """Return the shards of the tensor called *name*, of dtype *code*; *outer*, *may_differ*, *axes* as in `TensorShard`."""
     return tuple(
-        TensorShard(name, code, held.shape, piece.boxes, bytes_of(piece.local), outer, may_differ)
+        TensorShard(name, code, held.shape, piece.boxes, bytes_of(piece.local), outer, may_differ, axes)
         for piece in held.pieces
     )
+
+
+def _axes_of(tensor: torch.Tensor, held: Held, flat: FlatRange | None) -> tuple[int, ...] | None:
+    """Return the order of the axes of the global tensor, told by what this rank has of it; None where it is their own.
+
+    A slice of a flat parameter is 1-D: what was flattened had the order. A local tensor of a single row fits many orders;
+    it is said to lie as its DTensor does where that is one of them, so that uneven ranks say the same.
+    """
+    if flat is not None:
+        return flat.axes
+    if is_dtensor(tensor):
+        local = local_of(tensor)
+        axes = axes_in_memory(tensor.shape, tensor.stride())
+        if axes is not None and local.numel() and fits_order(local.shape, local.stride(), axes):
+            return axes
+        return axes_in_memory(local.shape, local.stride()) if local.dim() == tensor.dim() else None
+    first, *others = (piece.local for piece in held.pieces)
+    plainly = first.is_contiguous() and 1 not in first.shape  # most are, and this is quick to see
+    axes = None if plainly else axes_in_memory(first.shape, first.stride())
+    if axes is None or not all(fits_order(local.shape, local.stride(), axes) for local in others):
+        return None
+    return axes
 
 
 def _leaf_key(tensor: torch.Tensor, shards: Sequence[TensorShard]) -> Hashable:
@@ -118,11 +153,17 @@ def _leaf_key(tensor: torch.Tensor, shards: Sequence[TensorShard]) -> Hashable:
     return (shape, *keys)
 
 
-def empty_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a new tensor of *dtype*, spread over ranks like *tensor*; no communication."""
+def empty_like(tensor: torch.Tensor, dtype: torch.dtype, axes: Sequence[int] | None = None) -> torch.Tensor:
+    """Return a new tensor of *dtype*, spread over ranks like *tensor*; no communication.
+
+    Args:
+        axes: in which order they lie in memory, slowest first; None takes the layout of *tensor*.
+    """
     if is_dtensor(tensor):
-        return empty_like_dtensor(tensor, dtype)
-    return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
+        return empty_like_dtensor(tensor, dtype, axes)
+    if axes is None or is_sharded_tensor(tensor):
+        return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
+    return torch.empty_permuted(tensor.shape, tuple(axes), dtype=dtype, device=tensor.device)
 
 
 def is_spread(tensor: object) -> TypeGuard[torch.Tensor]:

@@ -43,13 +43,18 @@ logger = logging.getLogger("aiockpt")
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
-    """One stored tensor: its name, dtype code (F32, BF16 …), global shape, bytes, and the files that hold it."""
+    """One stored tensor: its name, dtype code (F32, BF16 …), global shape, bytes, and the files that hold it.
+
+    Attributes:
+        axes: as they lay in memory, slowest first, where that is known not to be their own order; files are row-major.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     bytes: int
     files: tuple[str, ...]
+    axes: tuple[int, ...] | None = None
 
 
 class Description(msgspec.Struct, frozen=True):
@@ -159,9 +164,8 @@ async def describe(engine: Engine, step: int | None) -> Description:
     for name, stored in manifest.tensors.items():
         files = sorted({piece.file for piece in stored.pieces})
         size = sum(piece.end - piece.start for piece in stored.pieces)
-        tensors.append(
-            TensorInfo(name, stored.dtype, stored.shape, size, tuple(manifest.files[file].p for file in files))
-        )
+        paths = tuple(manifest.files[file].p for file in files)
+        tensors.append(TensorInfo(name, stored.dtype, stored.shape, size, paths, stored.axes or None))
     return Description(
         info=tell(manifest, entry),
         tensors=tuple(tensors),

@@ -151,6 +151,7 @@ def stored_state(manifest: Manifest, rank: int, world_size: int = 1) -> Stored:
     every_rank = manifest.state.get("per_rank", {})
     return Stored(
         tensors={name: (entry.dtype, entry.shape) for name, entry in manifest.tensors.items()},
+        axes={name: entry.axes for name, entry in manifest.tensors.items() if entry.axes},
         alias=manifest.alias,
         left_out=manifest.left_out or {},
         values=manifest.state.get("global"),

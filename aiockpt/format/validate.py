@@ -232,7 +232,9 @@ def _check_shapes(tensors: Mapping[str, TensorEntry], what: str) -> list[int]:
         if len(entry.shape) > MAX_RANK or not all(0 <= size < MAX_DIM for size in entry.shape):
             _refuse(what, f"{name!r} has an impossible shape: at most {MAX_RANK} sizes below {MAX_DIM}")
         if entry.axes is not UNSET and sorted(entry.axes) != list(range(len(entry.shape))):
-            shown = f"{list(entry.axes)} are not the axes of a tensor of {len(entry.shape)} dimensions, each of them once"
+            shown = (
+                f"{list(entry.axes)} are not the axes of a tensor of {len(entry.shape)} dimensions, each of them once"
+            )
             _refuse(what, f"{name!r} lies in memory in an order that is none: {shown}")
         widths.append(width)
     return widths

@@ -75,7 +75,9 @@ def test_the_order_of_axes_is_written_where_it_is_not_their_own_and_nowhere_else
     assert decode_manifest(encode_manifest(lying)) == lying
 
 
-def test_orders_of_axes_do_not_make_a_manifest_slow_to_read(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orders_of_axes_do_not_make_a_manifest_slow_to_read(
+    manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     w = replace(manifest.tensors["w"], axes=(1, 0))
     data = encode_manifest(replace(manifest, tensors={**manifest.tensors, "w": w}))
     looked_at: list[bytes] = []

@@ -172,7 +172,8 @@ def test_votes_that_make_no_table_are_refused_by_name(piece: Piece, message: str
 def test_what_is_written_is_read_again(monkeypatch: pytest.MonkeyPatch, blob_bytes: int) -> None:
     monkeypatch.setattr(parts, "BLOB_BYTES", blob_bytes)
     columns_first = [
-        replace(vote, tensors={**vote.tensors, "matrix": replace(vote.tensors["matrix"], axes=(1, 0))}) for vote in grid()
+        replace(vote, tensors={**vote.tensors, "matrix": replace(vote.tensors["matrix"], axes=(1, 0))})
+        for vote in grid()
     ]
     whole = merged(columns_first)
     assert whole.tensors["matrix"].axes == (1, 0)
