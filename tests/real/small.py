@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -67,6 +68,7 @@ def prove(make: Callable[[], Run], *, steps: int = 8, every: int = 2, seed: int 
         run = make()
         state = {**run.state, "rng": aiockpt.RNG()}
         torch.manual_seed(2)
+        np.random.seed(2)  # some optimizers draw from it
         with aiockpt.Checkpointer("run", every=every) as ckpt:
             for step in range(ckpt.resume(state), steps):
                 loss = run.step(step)
