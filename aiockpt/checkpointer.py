@@ -127,7 +127,7 @@ class Checkpointer:
         load_group: a ``torch.distributed`` process group of gloo that nobody else uses. Its ranks read each block once and
             send it to those that want it, too; worth it where storage is slower than the network between them. Give
             every rank the group it is in; None lets each rank read all that it wants.
-        world: the outside (files, clock, random bytes); tests pass a simulated one.
+        world: the outside (files, clock, random bytes, threads); tests pass a simulated one.
 
     Raises:
         UsageError: an option or the URL cannot be used; the message says which and what can.
@@ -201,7 +201,7 @@ class Checkpointer:
             check_worker(tiers, backends, world)
         world = world or World()
         memory = SharedMemory() if worker == "process" else None
-        self._loop = LoopThread("aiockpt", on_exit=self._drain_at_exit)
+        self._loop = (world.make_loop or LoopThread)("aiockpt", self._drain_at_exit)
         try:
             self._engine = Engine(backends[0], self._loop, self._options, observers, world, ranks, memory=memory)
             companions = [accompany(self._loop, observer) for observer in observers if isinstance(observer, Companion)]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from aiockpt.testing.faults import flip_bit
 from aiockpt.testing.simulated_files import SimulatedFiles
 from aiockpt.testing.simulation import snapshot
-from tests.inline_engine import ROOT
+from tests.inline_process import ROOT
 
 
 def paths(files: SimulatedFiles, folder: str = ROOT) -> Iterator[str]:

@@ -27,10 +27,9 @@ from aiockpt.cadence.schedule import Note, Schedule
 from aiockpt.errors import UsageError
 from aiockpt.events import Event
 from aiockpt.keywords import asks_what_was_meant, check_amount, refuse_value
-from aiockpt.runtime.loop import LoopThread
 from aiockpt.runtime.meeting import Meeting
 from aiockpt.runtime.ranks import Ranks, find_ranks
-from aiockpt.runtime.world import Clock, OsClock
+from aiockpt.runtime.world import Clock, Loop, OsClock
 
 NOTICE_S, NOTICE_OF_A_RANK_S = 0.25, 0.001
 """How long before a step the other ranks are told of it: a look at the store takes longer the more ranks look."""
@@ -78,7 +77,7 @@ class Cadence:
 
     def join(
         self,
-        loop: LoopThread,
+        loop: Loop,
         ranks: Ranks,
         place: str,
         clock: Clock,

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from aiockpt.cadence.schedule import Note
 from aiockpt.errors import RankTimeoutError
-from aiockpt.runtime.loop import LoopThread, refuse_in_event_loop
+from aiockpt.runtime.loop import refuse_in_event_loop
 from aiockpt.runtime.meeting import Meeting
+from aiockpt.runtime.world import Loop
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -27,7 +28,7 @@ class Notices:
         deadline_s: for rank 0, when a step is reached that it has not decided.
     """
 
-    def __init__(self, loop: LoopThread, meeting: Meeting, deadline_s: float) -> None:
+    def __init__(self, loop: Loop, meeting: Meeting, deadline_s: float) -> None:
         self.is_leader = meeting.rank == 0
         self._loop = loop
         self._meeting = meeting

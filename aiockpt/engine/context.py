@@ -26,12 +26,11 @@ from aiockpt.planning.save import PAGE_BYTES, SavePlan, plan_save
 from aiockpt.runtime.accelerator import Accelerator
 from aiockpt.runtime.future import SaveFuture
 from aiockpt.runtime.limits import Limiter, Pace
-from aiockpt.runtime.loop import LoopThread
 from aiockpt.runtime.meeting import StoreLostError
 from aiockpt.runtime.memory import Memory
 from aiockpt.runtime.ranks import Ranks
 from aiockpt.runtime.slabs import Lender, SlabPool
-from aiockpt.runtime.world import World
+from aiockpt.runtime.world import Loop, World
 from aiockpt.state.shards import ShardedState, TensorShard
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.retry import Retrying
@@ -66,7 +65,7 @@ class Engine:
     def __init__(
         self,
         backend: Backend,
-        loop: LoopThread,
+        loop: Loop,
         options: Options,
         observers: Sequence[Observer],
         world: World,

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from aiockpt.events import Companion
-from aiockpt.runtime.loop import LoopThread
+from aiockpt.runtime.world import Loop
 
 COMPANION_S = 60.0
 """How long an observer may finish its own work (`aiockpt.events.Companion`) when the checkpointer is closed."""
@@ -14,7 +14,7 @@ COMPANION_S = 60.0
 logger = logging.getLogger("aiockpt")
 
 
-def accompany(loop: LoopThread, observer: Companion) -> Callable[[], None]:
+def accompany(loop: Loop, observer: Companion) -> Callable[[], None]:
     """Start the task of *observer* on *loop*; return what ends it, in time or not. What goes wrong in it is logged."""
     running = loop.submit(observer.run)
 

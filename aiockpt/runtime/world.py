@@ -1,21 +1,26 @@
 """Where does aiockpt touch the outside? Here, and nowhere else.
 
 ``Files`` is every file-system call the engine makes, ``Clock`` every look at the time, ``World.token`` every random
-byte, ``Accelerator`` every stream and event of a device. The real ones are thin; `aiockpt.testing.simulation` has twins
-with a seed, faults and power cuts, `aiockpt.testing.twin_accelerator` one whose device is late. HTTP passes the other
-seam, the backend contract. Blocking calls reach threads through `runtime.limits.run_blocking` only.
+byte, ``Accelerator`` every stream and event of a device, ``Loop`` every thread of a checkpointer. The real ones are thin.
+`aiockpt.testing.simulation` has twins with a seed, faults and power cuts, `aiockpt.testing.twin_accelerator` one whose
+device is late, `aiockpt.testing.inline_loop` one without threads. HTTP passes the other seam, the backend contract.
+Blocking calls reach threads through `runtime.limits.run_blocking` only.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar, TypeVarTuple
 
 if TYPE_CHECKING:
     from aiockpt.runtime.accelerator import Accelerator
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class Files(Protocol):
@@ -79,11 +84,35 @@ class OsClock:
     time_ns = staticmethod(time.time_ns)
 
 
+class Loop(Protocol):
+    """The event loop that a checkpointer runs on, and its worker threads: `aiockpt.runtime.loop.LoopThread` says more."""
+
+    @property
+    def usable(self) -> bool: ...
+    def check(self) -> None: ...
+    def cpu_s(self) -> float: ...
+    def submit(self, work: Callable[[*Ts], Awaitable[T]], /, *args: *Ts) -> Future[T]: ...
+    def call_soon(self, work: Callable[[*Ts], object], /, *args: *Ts) -> None: ...
+    def in_worker(self, work: Callable[[*Ts], T], /, *args: *Ts) -> Future[T]: ...
+    def close(self, *, cancel: bool = False) -> None: ...
+    def discard(self) -> None: ...
+
+
+MakeLoop = Callable[[str, Callable[[], object]], Loop]
+"""Called with a name, and with what finishes the saves under way when the interpreter exits."""
+
+
 @dataclass(frozen=True)
 class World:
-    """The outside of one engine: files, clock, random bytes, and the devices that tensors are on (None: CUDA's)."""
+    """The outside of one engine: files, clock, random bytes, the devices that tensors are on, the threads.
+
+    Attributes:
+        accelerator: None for CUDA's.
+        make_loop: makes what a checkpointer runs on; None for a thread of its own.
+    """
 
     files: Files = field(default_factory=OsFiles)
     clock: Clock = field(default_factory=OsClock)
     token: Callable[[int], bytes] = os.urandom
     accelerator: Accelerator | None = None
+    make_loop: MakeLoop | None = None

@@ -8,6 +8,7 @@
 - `simulated_objects`, `objects_client`, `object_troubles`: an object store in memory, the backend for it, and what can
   happen to each request, by plan or by seed.
 - `twin_accelerator`: devices whose work comes late, in the worst order that is allowed, on a machine that has none.
+- `inline_loop`: what a whole checkpointer runs on in a program of one thread.
 - `simulated_time`: an event loop whose time leaps, so that deadlines and waits of hours are tested in no time.
 
 That a training script resumes as the same run shows `aiockpt.prove.certify`, which tests may call, too.

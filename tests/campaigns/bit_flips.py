@@ -13,7 +13,6 @@ from collections import Counter
 
 import msgspec
 
-from aiockpt.engine import keep
 from aiockpt.errors import CheckpointError, CorruptionError, StepNotFoundError
 from aiockpt.testing.faults import Fault, FaultyFiles
 from aiockpt.testing.simulated_files import SimulatedFiles
@@ -21,7 +20,7 @@ from aiockpt.testing.simulation import run_inline, snapshot
 from tests.campaigns.campaign import Campaign, Case, Outcomes
 from tests.campaigns.drawn_state import DrawnShape, disk_with, load_from
 from tests.file_surgery import content, flip, paths
-from tests.inline_engine import ROOT, local, make_engine, run_save
+from tests.inline_process import ROOT, Process, local
 
 SHAPES = 8
 OLD, NEW = f"{ROOT}/step-00000001/", f"{ROOT}/step-00000002/"
@@ -50,9 +49,9 @@ def verified_and_saved_again(shape: DrawnShape) -> Disk:
     backend, world = local(FaultyFiles(files, [Fault(do="fail", verb="unlink", match="*/MANIFEST-1.json")]), seed=5)
 
     async def main() -> None:
-        engine = make_engine(backend, world)
-        (await run_save(engine, 2, shape.state(2.0))).result()
-        await keep.verify(engine, 2)
+        job = Process(backend, world)
+        (await job.save(2, shape.state(2.0))).result()
+        await job.ckpt.verify(2)
         await backend.close()
 
     run_inline(main)

@@ -8,16 +8,15 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from contextlib import suppress
 
-from aiockpt.engine.ticket import Ticket
+from aiockpt import SaveFuture
 from aiockpt.errors import SaveCancelledError
-from aiockpt.runtime.future import SaveFuture
-from aiockpt.runtime.slabs import SlabPool
 from aiockpt.testing.simulation import run_inline
 from tests.campaigns.campaign import Campaign, Outcomes
-from tests.campaigns.drawn_state import DrawnShape, disk_with, load_drawn, load_from
+from tests.campaigns.drawn_state import NOWHERE, DrawnShape, disk_with, load_drawn, load_from
 from tests.campaigns.failing_calls import check_nothing_leaked
-from tests.inline_engine import local, make_engine, run_save
+from tests.inline_process import Process, local, states_equal
 
 TURNS = 250
 """More than a save takes."""
@@ -34,22 +33,22 @@ def cancel_a_save(shape: DrawnShape, after: int, seed: int) -> str:
     files = disk_with(shape, [1.0])
     backend, world = local(files, seed)
 
-    async def main() -> tuple[list[SaveFuture], SlabPool, float | None]:
-        engine = make_engine(backend, world)
-        tickets: list[Ticket] = []
-        doomed = asyncio.ensure_future(run_save(engine, 2, shape.state(2.0), tickets.append))
-        other = asyncio.ensure_future(run_save(engine, 3, shape.state(3.0)))
+    async def main() -> tuple[list[SaveFuture], Process, float | None]:
+        process = Process(backend, world)
+        begun: list[SaveFuture] = []
+        doomed = asyncio.ensure_future(process.save(2, shape.state(2.0), begun.append))
+        other = asyncio.ensure_future(process.save(3, shape.state(3.0)))
         await turns(after)
-        for ticket in tickets:
-            ticket.future.cancel()
+        for future in begun:
+            future.cancel()
         futures = [await doomed, await other]
-        (await run_save(engine, 4, shape.state(4.0))).result()
-        value = await load_drawn(engine, shape)
+        (await process.save(4, shape.state(4.0))).result()
+        value = await load_drawn(process, shape)
         await backend.close()
-        return futures, engine.pool, value
+        return futures, process, value
 
-    (doomed, other), pool, value = run_inline(main)
-    check_nothing_leaked(files, pool)
+    (doomed, other), process, value = run_inline(main)
+    check_nothing_leaked(files, process)
     assert value == 4.0, "what was saved afterwards is not the newest"
     other.result()
     assert load_from(files, shape, 3) == 3.0, "the other save was harmed"
@@ -66,19 +65,21 @@ def cancel_a_load(shape: DrawnShape, after: int, seed: int) -> str:
     files = disk_with(shape, [1.0, 2.0])
     backend, world = local(files, seed)
 
-    async def main() -> tuple[bool, SlabPool]:
-        engine = make_engine(backend, world)
-        loading = asyncio.ensure_future(load_drawn(engine, shape))
+    async def main() -> tuple[bool, Process]:
+        process = Process(backend, world)
+        state = shape.state(NOWHERE)
+        loading = process.ckpt.load(state)
         await turns(after)
         loading.cancel()
-        done = await asyncio.gather(loading, return_exceptions=True)
-        assert await load_drawn(engine, shape) == 2.0
+        with suppress(SaveCancelledError):
+            await loading
+            assert states_equal(state, shape.state(2.0)), "the load was not cancelled, and has not filled the state"
+        assert await load_drawn(process, shape) == 2.0
         await backend.close()
-        assert done[0] == 2.0 or isinstance(done[0], asyncio.CancelledError), repr(done[0])
-        return done[0] == 2.0, engine.pool
+        return not loading.cancelled(), process
 
-    finished, pool = run_inline(main)
-    check_nothing_leaked(files, pool)
+    finished, process = run_inline(main)
+    check_nothing_leaked(files, process)
     return "loaded, too late" if finished else "load cancelled"
 
 

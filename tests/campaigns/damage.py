@@ -21,7 +21,7 @@ from aiockpt.testing.simulated_nodes import Folder
 from aiockpt.testing.simulation import snapshot
 from tests.campaigns.history import OUTAGES, History, Save, folder_of, parse
 from tests.file_surgery import content, paths, write
-from tests.inline_engine import ROOT
+from tests.inline_process import ROOT
 
 DAMAGED = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA)
 

@@ -9,11 +9,10 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from aiockpt.engine.context import Engine
 from aiockpt.runtime.world import Files
 from aiockpt.testing.simulated_files import SimulatedFiles
 from aiockpt.testing.simulation import run_inline
-from tests.inline_engine import local, make_engine, run_load, run_save, states_equal
+from tests.inline_process import Process, local, states_equal
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
 MAX_TENSORS = 5
@@ -45,15 +44,15 @@ class DrawnShape(msgspec.Struct, frozen=True):
         return {**filled, "value": value}
 
 
-async def load_drawn(engine: Engine, shape: DrawnShape, step: int | None = None) -> float | None:
+async def load_drawn(job: Process, shape: DrawnShape, step: int | None = None) -> float | None:
     """Load the newest step, or the given one, and return the number it stands for, after a look at every tensor."""
-    return (await load_told(engine, shape, step))[0]
+    return (await load_told(job, shape, step))[0]
 
 
-async def load_told(engine: Engine, shape: DrawnShape, step: int | None = None) -> tuple[float | None, list[str]]:
+async def load_told(job: Process, shape: DrawnShape, step: int | None = None) -> tuple[float | None, list[str]]:
     """Do `load_drawn`, and return the ids of the steps that were passed over, too."""
     state = shape.state(NOWHERE)
-    result = await run_load(engine, state, step)
+    result = await job.load(state, step)
     if result is None:
         return None, []
     assert states_equal(state, shape.state(state["value"])), f"step {step}: loaded values that were never saved"
@@ -66,7 +65,7 @@ def load_from(files: Files, shape: DrawnShape, step: int | None = None) -> float
 
     async def main() -> float | None:
         try:
-            return await load_drawn(make_engine(backend, world), shape, step)
+            return await load_drawn(Process(backend, world), shape, step)
         finally:
             await backend.close()
 
@@ -79,9 +78,9 @@ def disk_with(shape: DrawnShape, values: Sequence[float], seed: int = 0) -> Simu
     backend, world = local(files, seed)
 
     async def main() -> None:
-        engine = make_engine(backend, world)
+        job = Process(backend, world)
         for step, value in enumerate(values, 1):
-            (await run_save(engine, step, shape.state(value))).result()
+            (await job.save(step, shape.state(value))).result()
         await backend.close()
 
     run_inline(main)

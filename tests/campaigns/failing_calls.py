@@ -11,13 +11,12 @@ import random
 from collections import Counter
 
 from aiockpt.errors import CheckpointError
-from aiockpt.runtime.slabs import SlabPool
 from aiockpt.testing.faults import Fault, FaultyFiles
 from aiockpt.testing.simulated_files import SimulatedFiles
 from aiockpt.testing.simulation import crash_states, run_inline, snapshot
 from tests.campaigns.campaign import Campaign, Outcomes
 from tests.campaigns.drawn_state import DrawnShape, disk_with, load_from, load_told
-from tests.inline_engine import local, make_engine, run_save
+from tests.inline_process import Process, local
 
 ERRORS = (
     errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR,
@@ -39,9 +38,9 @@ def draw_fault(dice: random.Random, *, reading: bool) -> Fault:
     return Fault(do=do, verb=verb, at=at, times=dice.choice((1, 1, 2, 5, None)), error=dice.choice(ERRORS), bit=at)  # type: ignore[arg-type]
 
 
-def check_nothing_leaked(files: SimulatedFiles, pool: SlabPool) -> None:
+def check_nothing_leaked(files: SimulatedFiles, process: Process) -> None:
     assert files.open_count == 0, f"{files.open_count} descriptors are open"
-    assert pool.statistics().used_slabs == 0, "slabs are still in use"
+    assert process.used_slabs == 0, "slabs are still in use"
 
 
 def save_under(faults: list[Fault], shape: DrawnShape, seed: int) -> str:
@@ -51,14 +50,14 @@ def save_under(faults: list[Fault], shape: DrawnShape, seed: int) -> str:
     faulty = FaultyFiles(files, faults)
     backend, world = local(faulty, seed)
 
-    async def main() -> tuple[BaseException | None, SlabPool]:
-        engine = make_engine(backend, world)
-        future = await run_save(engine, step, shape.state(2.0))
+    async def main() -> tuple[BaseException | None, Process]:
+        process = Process(backend, world)
+        future = await process.save(step, shape.state(2.0))
         await backend.close()
-        return future.exception(), engine.pool
+        return future.exception(), process
 
-    failure, pool = run_inline(main)
-    check_nothing_leaked(files, pool)
+    failure, process = run_inline(main)
+    check_nothing_leaked(files, process)
     assert failure is None or isinstance(failure, CheckpointError), repr(failure)
     value = load_from(snapshot(files), shape)
     assert value in ((2.0,) if failure is None else (1.0, 2.0)), f"{failure!r}, then loaded {value}"
@@ -74,17 +73,17 @@ def load_under(faults: list[Fault], shape: DrawnShape, seed: int) -> str:
     faulty = FaultyFiles(files, faults)
     backend, world = local(faulty, seed)
 
-    async def main() -> tuple[float | None, list[str], SlabPool]:
-        engine = make_engine(backend, world)
+    async def main() -> tuple[float | None, list[str], Process]:
+        process = Process(backend, world)
         try:
-            return *await load_told(engine, shape), engine.pool
+            return *await load_told(process, shape), process
         except CheckpointError:
-            return None, [], engine.pool
+            return None, [], process
         finally:
             await backend.close()
 
-    value, told, pool = run_inline(main)
-    check_nothing_leaked(files, pool)
+    value, told, process = run_inline(main)
+    check_nothing_leaked(files, process)
     damaged = any(fault.error == errno.EIO for fault in faults)
     damaged |= any(fired.startswith(("flip", "short")) for fired in faulty.schedule.fired)
     assert value in ((None, 1.0, 2.0) if damaged else (None, 2.0)), f"loaded {value}: an outage is no damage"

@@ -13,8 +13,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from aiockpt.engine import keep
-from aiockpt.engine.context import Engine
 from aiockpt.errors import CheckpointError, NoValidCheckpointError, StorageError
 from aiockpt.format.names import parse_step
 from aiockpt.options import Retention
@@ -24,7 +22,7 @@ from aiockpt.testing.simulation import snapshot
 from tests.campaigns.campaign import Campaign, Outcomes
 from tests.campaigns.damage import DAMAGES, Scene
 from tests.campaigns.history import STEPS, History, Save, load_value, run_quickly, state_of
-from tests.inline_engine import local, make_engine, run_save
+from tests.inline_process import Process, local
 
 LOOKS = 16
 JOBS = 4
@@ -43,10 +41,10 @@ class Found:
         return f"{self.value if self.error is None else repr(self.error)}, told {self.told}"
 
 
-async def find(engine: Engine) -> Found:
+async def find(job: Process) -> Found:
     """Load the newest step."""
     try:
-        value, result = await load_value(engine)
+        value, result = await load_value(job)
     except NoValidCheckpointError as error:
         return Found(None, _steps(error.skipped), error)
     except CheckpointError as error:
@@ -123,11 +121,11 @@ def look(history: History, dice: random.Random, seed: int) -> str:
 async def _look(scene: Scene, dice: random.Random, seed: int, *, goes_on: bool) -> str:
     before = snapshot(scene.files)
     backend, world = local(FaultyFiles(scene.files, scene.faults), seed)
-    engine = make_engine(backend, world)
-    found = await find(engine)
+    job = Process(backend, world)
+    found = await find(job)
     outcome = judge(scene, found)
     if goes_on:
-        await _go_on(scene, engine, dice, found)
+        await _go_on(scene, job, dice, found)
         outcome += ", went on"
     await backend.close()
     if scene.silent or scene.away:  # the outage is over
@@ -139,47 +137,46 @@ async def _look_again(scene: Scene, before: SimulatedFiles, seed: int) -> None:
     backend, world = local(FaultyFiles(before, scene.lasting_faults), seed + 1)
     silent, away = scene.silent, scene.away
     scene.silent, scene.away = set(), []
-    judge(scene, await find(make_engine(backend, world)))
+    judge(scene, await find(Process(backend, world)))
     scene.silent, scene.away = silent, away
     await backend.close()
 
 
-async def _go_on(scene: Scene, engine: Engine, dice: random.Random, found: Found) -> None:
+async def _go_on(scene: Scene, job: Process, dice: random.Random, found: Found) -> None:
     """List, name, prune and save on the damaged disk: no old step makes that fail. What is saved is the newest."""
-    await _ask(scene, engine, dice, found)
-    fresh = make_engine(engine.backend, engine.world)
+    await _ask(scene, job, dice, found)
+    fresh = Process(job.backend, job.world)
     if dice.random() < 0.5:  # this process knows what it has passed over, another one sees what can be seen
-        await keep.prune(
-            dice.choice((engine, fresh)) if not scene.seems_whole else engine, Retention(last=1, grace_s=0)
-        )
+        pruner = job if scene.seems_whole else dice.choice((job, fresh))
+        await pruner.ckpt.prune(Retention(last=1, grace_s=0))
         if found.value is not None and not scene.unsure and not scene.silent and not scene.away:
-            again = await find(make_engine(engine.backend, engine.world))
+            again = await find(Process(job.backend, job.world))
             assert again.value == found.value, f"pruning lost {found}: {again}"
     steps = [step for step in STEPS if step not in scene.bad_steps | scene.silent]
     if not steps:
         return
-    saver = fresh if dice.random() < 0.5 else make_engine(engine.backend, engine.world)
-    (await run_save(saver, dice.choice(steps), state_of(NEW_VALUE))).result()
+    saver = fresh if dice.random() < 0.5 else Process(job.backend, job.world)
+    (await saver.save(dice.choice(steps), state_of(NEW_VALUE))).result()
     backend, world = local(FaultyFiles(scene.files, scene.lasting_faults), dice.getrandbits(32))
-    after = await find(make_engine(backend, world))  # also where a step was away that might have been the newest
+    after = await find(Process(backend, world))  # also where a step was away that might have been the newest
     assert after.value == NEW_VALUE, f"saved on, and then found {after}"
     assert set(after.told) <= scene.may_tell, f"told of a sound step: {after}"
     await backend.close()
 
 
-async def _ask(scene: Scene, engine: Engine, dice: random.Random, found: Found) -> None:
+async def _ask(scene: Scene, job: Process, dice: random.Random, found: Found) -> None:
     """Have the steps listed, the newest named, and a sound one loaded by its number."""
-    listed = {info.step for info in await keep.steps(engine)}
+    listed = {info.step for info in await job.ckpt.steps()}
     assert {save.step for save in scene.whole} - scene.silent <= listed
     taken = None if found.error is not None else _taken(scene, found)
     if taken is not None and not found.told:
-        assert await keep.latest(make_engine(engine.backend, engine.world)) == taken.step
+        assert await Process(job.backend, job.world).ckpt.latest() == taken.step
     unsound = scene.may_tell | scene.silent | {save.step for save in (*scene.away, *scene.unsure)}
     sound = sorted({save.step for save in scene.whole} - unsound)
     if sound:
         step = dice.choice(sound)
         newest = max((save for save in scene.whole if save.step == step), key=lambda save: save.generation)
-        value, result = await load_value(make_engine(engine.backend, engine.world), step)
+        value, result = await load_value(Process(job.backend, job.world), step)
         assert value == newest.value, f"step {step} was loaded as {value}, not {newest}"
         assert result is not None
         assert not result.skipped

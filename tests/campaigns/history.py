@@ -19,15 +19,14 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from aiockpt.engine import keep
-from aiockpt.engine.context import Engine
+from aiockpt import LoadResult
 from aiockpt.errors import CheckpointError, StepNotFoundError
 from aiockpt.options import Retention
-from aiockpt.runtime.future import LoadResult
 from aiockpt.testing.faults import Fault, FaultyFiles
 from aiockpt.testing.simulated_files import SimulatedFiles
 from tests.file_surgery import content, paths
-from tests.inline_engine import ROOT, local, make_engine, run_load, run_save
+from tests import inline_process
+from tests.inline_process import ROOT, local
 
 T = TypeVar("T")
 STEPS = (1, 2, 3, 4)
@@ -63,10 +62,10 @@ def state_of(value: float) -> dict[str, Any]:
     return {"x": torch.full((NUMBERS,), float(value)), "value": value}
 
 
-async def load_value(engine: Engine, step: int | None = None) -> tuple[float | None, LoadResult | None]:
+async def load_value(process: inline_process.Process, step: int | None = None) -> tuple[float | None, LoadResult | None]:
     """Load, compare every number, and return the value and the result."""
     state = state_of(-1)
-    result = await run_load(engine, state, step)
+    result = await process.load(state, step)
     if result is None:
         return None, None
     assert torch.equal(state["x"], state_of(state["value"])["x"]), "loaded numbers that were never saved"
@@ -181,13 +180,13 @@ class History:
         """The numbers of the steps that have a whole manifest."""
         return sorted({save.step for save in self.saves})
 
-    async def save(self, engine: Engine, step: int) -> None:
+    async def save(self, process: inline_process.Process, step: int) -> None:
         """Save the next value, and note which attempt has it."""
         self._value += 1
         self._order += 1
         value = self._value
         before = set(self._attempts(step))
-        future = await run_save(engine, step, state_of(value))
+        future = await process.save(step, state_of(value))
         for attempt in set(self._attempts(step)) - before:
             self._values[attempt] = (value, self._order)
         future.result()
@@ -254,7 +253,7 @@ class Process:
     def __init__(self, history: History, faults: Sequence[Fault], rules: Retention | None, seed: int) -> None:
         self._history = history
         self._backend, world = local(FaultyFiles(history.files, faults), seed)
-        self._engine = make_engine(self._backend, world, retention=rules)
+        self._inside = inline_process.Process(self._backend, world, retention=rules)
         self._runner = asyncio.Runner(loop_factory=QuickLoop)
         crashes = any(fault.verb == "*" for fault in faults)
         history.told.append(f"job{' that crashes' if crashes else ''}{f', keeping {rules.last}' if rules else ''}")
@@ -277,7 +276,7 @@ class Process:
         """Load the newest step, or one by its number."""
         self._history.told.append(f"load {step}")
         with suppress(StepNotFoundError):
-            self._runner.run(load_value(self._engine, step))
+            self._runner.run(load_value(self._inside, step))
 
     def do(self, what: str, step: int, last: int) -> None:
         """Save *step*, or do one of `CHANGES` to it; a prune keeps the *last* steps."""
@@ -287,13 +286,13 @@ class Process:
 
     async def _do(self, what: str, step: int, last: int) -> None:
         if what == "verify":
-            await keep.verify(self._engine, step)
+            await self._inside.ckpt.verify(step)
         elif what == "prune":
-            await keep.prune(self._engine, Retention(last=last, grace_s=0))
+            await self._inside.ckpt.prune(Retention(last=last, grace_s=0))
         if what in ("delete", "replace"):
-            await keep.delete(self._engine, step)
+            await self._inside.ckpt.delete(step)
         if what in ("save", "replace"):
-            await self._history.save(self._engine, step)
+            await self._history.save(self._inside, step)
 
 
 def parse(data: bytes) -> dict[str, Any] | None:

@@ -1,6 +1,6 @@
 """A manifest that an attacker wrote, with a valid digest: does a load refuse it, or stay within the checkpoint?
 
-A case mutates the manifest of a committed step, seals it anew and loads through the whole engine. Only our errors may
+A case mutates the manifest of a committed step, seals it anew and loads through a whole checkpointer. Only our errors may
 come out; nothing outside the step's attempt may be opened; a second and 64 MiB are the limit. What is loaded all the same
 is what the manifest may say: its values are the attacker's, the bytes of its tensors are those of its checked blocks.
 """
@@ -14,14 +14,14 @@ from collections import Counter
 
 from aiockpt.errors import CheckpointError
 from aiockpt.format.document import seal, unseal
-from aiockpt.pipeline.collect import lease_key
 from aiockpt.testing.recording import RecordingFiles
 from aiockpt.testing.simulation import run_inline
 from tests.campaigns.campaign import Campaign, Case, Outcomes
 from tests.campaigns.drawn_state import NOWHERE, DrawnShape, disk_with
 from tests.campaigns.mutations import change_document, is_object
 from tests.file_surgery import content, replaced
-from tests.inline_engine import ROOT, local, make_engine, run_load
+from tests.inline_process import ROOT, Process, local
+from tests.seams import lease_prefix
 
 SHAPES = 8
 MAX_SECONDS, MAX_BYTES = 1.0, 64 << 20
@@ -35,7 +35,7 @@ def load(files: RecordingFiles, shape: DrawnShape, *, newest: bool) -> str:
 
     async def main() -> str:
         try:
-            loaded = await run_load(make_engine(backend, world), shape.state(NOWHERE), None if newest else 1)
+            loaded = await Process(backend, world).load(shape.state(NOWHERE), None if newest else 1)
         except CheckpointError as error:
             return type(error).__name__
         finally:
@@ -47,7 +47,7 @@ def load(files: RecordingFiles, shape: DrawnShape, *, newest: bool) -> str:
 
 def check_opened(files: RecordingFiles, attempt: str) -> None:
     """Fail when anything was opened but the folders above, the step's records, a reader's lease and the attempt's data."""
-    allowed = (f"{STEP}/a-{attempt}/", MANIFEST, lease_key(STEP, ""), f"{STEP}/.tmp-")
+    allowed = (f"{STEP}/a-{attempt}/", MANIFEST, lease_prefix(STEP), f"{STEP}/.tmp-")
     for call in files.calls:
         inside = call.path in (ROOT, STEP, "/") or call.path.startswith(allowed)
         assert call.verb == "close" or inside, str(call)

@@ -16,9 +16,8 @@ from collections.abc import Callable
 import anyio
 import msgspec
 
-from aiockpt.engine.context import Engine
+from aiockpt import SaveFuture
 from aiockpt.errors import CheckpointError, CommitConflictError, ObjectExistsError
-from aiockpt.runtime.future import SaveFuture
 from aiockpt.storage.retry import Retrying, RetryPolicy
 from aiockpt.testing.object_troubles import (
     CRASHES,
@@ -38,7 +37,7 @@ from aiockpt.testing.simulated_time import run_in_leaps
 from aiockpt.testing.simulation import SimulatedClock, SimulatedWorld, simulated_world
 from tests.campaigns.campaign import Campaign, Outcomes
 from tests.campaigns.drawn_state import DrawnShape, load_drawn
-from tests.inline_engine import make_engine, run_save
+from tests.inline_process import Process
 
 POLICY = RetryPolicy(attempts=30, deadline_s=900.0, slowest_bytes_per_s=1 << 20)
 """So many attempts that troubles which pass never win: what fails then is a finding."""
@@ -51,9 +50,9 @@ ROUND_S = 1.0
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A process: its engine, and what lies below it."""
+    """A job, and what lies below it."""
 
-    engine: Engine
+    process: Process
     retrying: Retrying
 
 
@@ -89,12 +88,12 @@ def start_job(store: ObjectStore, clock: SimulatedClock, seed: int, troubles: Tr
     dice = random.Random(seed)
     latency_s: Callable[[], float] = (lambda: dice.random() / 10) if troubles else (lambda: 0.0)
     retrying = Retrying(ObjectsBackend(store, troubles, latency_s=latency_s), POLICY, world=world)
-    return Job(make_engine(retrying, world), retrying)
+    return Job(Process(retrying, world), retrying)
 
 
 async def save(job: Job, step: int, shape: DrawnShape, value: float) -> Outcome:
     try:
-        future: SaveFuture = await run_save(job.engine, step, shape.state(value))
+        future: SaveFuture = await job.process.save(step, shape.state(value))
     except ClientCrashedError:
         return Outcome(crashed=True)
     failure = future.exception()
@@ -110,7 +109,7 @@ def check_ended_in_time(job: Job) -> None:
 
 
 def check_nothing_leaked(job: Job) -> None:
-    assert job.engine.pool.statistics().used_slabs == 0, "slabs are still in use"
+    assert job.process.used_slabs == 0, "slabs are still in use"
 
 
 def manifests(store: ObjectStore, step: int) -> list[str]:
@@ -119,7 +118,7 @@ def manifests(store: ObjectStore, step: int) -> list[str]:
 
 def newest(store: ObjectStore, clock: SimulatedClock, shape: DrawnShape, step: int | None = None) -> float | None:
     """Return what a process finds whose requests meet nothing."""
-    return run_in_leaps(lambda: load_drawn(start_job(store, clock, 99).engine, shape, step), clock)
+    return run_in_leaps(lambda: load_drawn(start_job(store, clock, 99).process, shape, step), clock)
 
 
 class Case:
@@ -194,7 +193,7 @@ class Case:
 
         async def load() -> Outcome:
             try:
-                return Outcome(await load_drawn(job.engine, self.shape))
+                return Outcome(await load_drawn(job.process, self.shape))
             except CheckpointError as error:
                 return Outcome(error=error)
             except ClientCrashedError:

@@ -16,8 +16,6 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import xxhash
 
-from aiockpt.engine import keep
-from aiockpt.engine.context import Engine
 from aiockpt.errors import StepNotFoundError
 from aiockpt.options import Retention
 from aiockpt.testing.recording import RecordingFiles
@@ -26,7 +24,7 @@ from aiockpt.testing.simulated_nodes import Folder
 from aiockpt.testing.simulation import crash_states, replay, run_inline, snapshot
 from tests.campaigns.campaign import Campaign, Outcomes
 from tests.campaigns.drawn_state import DrawnShape, load_drawn
-from tests.inline_engine import local, make_engine, run_load, run_save
+from tests.inline_process import Process, local
 
 STEPS = (1, 2, 3)
 ROUNDS = 3
@@ -65,10 +63,10 @@ class Job:
         backend, world = local(self.recording, seed=dice.getrandbits(32))
 
         async def main() -> None:
-            engine = make_engine(backend, world, retention=self._retention)
-            await run_load(engine, shape.state(-1))
+            process = Process(backend, world, retention=self._retention)
+            await process.load(shape.state(-1))
             for _ in range(dice.randint(1, 3)):
-                await self._do_something(engine)
+                await self._do_something(process)
             await backend.close()
 
         run_inline(main)
@@ -77,23 +75,22 @@ class Job:
     def _now(self) -> int:
         return len(self.recording.calls)
 
-    async def _do_something(self, engine: Engine) -> None:
+    async def _do_something(self, process: Process) -> None:
         held = [step for step, _ in self._steps]
         if held and self._dice.random() < 0.25:
             begun, step = self._now, self._dice.choice(held)
-            await keep.delete(engine, step)
+            await process.ckpt.delete(step)
             self._note(Effect(begun, self._now, step, None))
         else:
-            await self._save(engine, self._dice.choice(STEPS))
+            await self._save(process, self._dice.choice(STEPS))
 
-    async def _save(self, engine: Engine, step: int) -> None:
+    async def _save(self, process: Process, step: int) -> None:
         begun, acknowledged = self._now, []
         value = float(self._dice.randrange(1, 200))
-        future = await run_save(
-            engine,
+        future = await process.save(
             step,
             self._shape.state(value),
-            lambda ticket: ticket.future.add_done_callback(lambda _: acknowledged.append(self._now)),
+            lambda future: future.add_done_callback(lambda _: acknowledged.append(self._now)),
         )
         future.result()
         self._note(Effect(begun, acknowledged[0], step, value))
@@ -124,11 +121,11 @@ def look(disk: SimulatedFiles, shape: DrawnShape) -> tuple[float | None, dict[in
     backend, world = local(snapshot(disk), seed=7)
 
     async def main() -> tuple[float | None, dict[int, float]]:
-        engine = make_engine(backend, world)
-        newest, found = await load_drawn(engine, shape), {}
+        process = Process(backend, world)
+        newest, found = await load_drawn(process, shape), {}
         for step in STEPS:
             try:
-                value = await load_drawn(engine, shape, step)
+                value = await load_drawn(process, shape, step)
             except StepNotFoundError:
                 continue
             assert value is not None

@@ -22,7 +22,7 @@ from aiockpt.backends.local import LocalBackend
 from aiockpt.runtime.world import OsFiles, World
 from aiockpt.testing.faults import Fault, FaultyFiles
 from tests.campaigns.campaign import Campaign, Case, Outcomes
-from tests.inline_engine import TINY, states_equal, tiny_state
+from tests.inline_process import TINY, states_equal, tiny_state
 
 RAISED, NEVER_SAVED = 255, 254
 """What a child returns that raised; and one that loaded what nobody ever saved."""

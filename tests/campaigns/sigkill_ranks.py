@@ -26,7 +26,7 @@ from aiockpt.runtime.world import OsFiles, World
 from aiockpt.testing.faults import Fault, FaultyFiles
 from tests.campaigns.campaign import Campaign, Case, Outcomes
 from tests.campaigns.sigkill import DEADLINE_S, NEVER_SAVED, RAISED, SPREAD, in_child
-from tests.inline_engine import TINY
+from tests.inline_process import TINY
 
 WORLD_SIZE = 3
 FIRST, SECOND, LAST = 1, 2, 3

@@ -12,14 +12,11 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from aiockpt.adapters import intake
 from aiockpt.adapters.intake import LoadTarget
 from aiockpt.adapters.stored import Stored
-from aiockpt.pipeline.discover import StepEntry
-from aiockpt.storage.backend import Backend
 from aiockpt.storage.retry import RetryPolicy
 from aiockpt.testing.simulated_files import SimulatedFiles
 from aiockpt.testing.simulated_objects import ObjectStore
@@ -37,6 +34,7 @@ from tests.campaigns import (
 from tests.campaigns.campaign import MAX_FINDINGS, Campaign, Outcomes, run
 from tests.campaigns.decoder_targets import TARGETS, Target
 from tests.campaigns.history import OUTAGES
+from tests.seams import DAMAGING_ERRNOS, FALLS_BACK, NOTES_SKIPPED, no_older_generation
 
 HERE = Path(__file__).parent
 PROCESSES_S = 300
@@ -116,18 +114,13 @@ def tell_nobody(*_: object) -> None:
     """Skip a step without a word."""
 
 
-async def fall_to_nothing(_: Backend, entry: StepEntry) -> StepEntry:
-    """Return no older generation of a step of which one turned out bad."""
-    return msgspec.structs.replace(entry, generations=(), head=None, passed=())
-
-
 @pytest.mark.parametrize(
     ("name", "broken"),
     [
-        ("aiockpt.engine.find.note_skipped", tell_nobody),
-        ("aiockpt.engine.find.fall_back", fall_to_nothing),
-        ("aiockpt.errors._DAMAGED", {errno.EIO, *OUTAGES}),
-        ("aiockpt.errors._DAMAGED", {errno.ELOOP}),
+        (NOTES_SKIPPED, tell_nobody),
+        (FALLS_BACK, no_older_generation),
+        (DAMAGING_ERRNOS, {errno.EIO, *OUTAGES}),
+        (DAMAGING_ERRNOS, {errno.ELOOP}),
     ],
     ids=["untold", "no older generation", "an outage is damage", "damage is an outage"],
 )

@@ -17,6 +17,7 @@ from aiockpt.backends.memory import MemoryBackend
 from aiockpt.convert import Converted, to_hugging_face
 from aiockpt.convert.layout import INDEX_NAME, SINGLE_NAME, decode_index
 from aiockpt.convert.outbound import Request, convert_step
+from aiockpt.engine.context import Engine
 from aiockpt.errors import (
     CheckpointError,
     CorruptionError,
@@ -26,15 +27,17 @@ from aiockpt.errors import (
     StorageFullError,
     UsageError,
 )
+from aiockpt.options import Options
 from aiockpt.runtime.future import Future
 from aiockpt.runtime.world import Files
 from aiockpt.storage.backend import Space
 from aiockpt.testing.faults import Fault, FaultyBackend, FaultyFiles
+from aiockpt.testing.inline_loop import InlineLoop
 from aiockpt.testing.recording import Call, RecordingFiles
 from aiockpt.testing.simulated_files import SimulatedFiles
 from aiockpt.testing.simulation import power_cuts, run_inline, snapshot
 from tests.convert.small_models import DEADLINE_S, all_same, export, load_folder, save_model, take_in
-from tests.inline_engine import local, make_engine, run_save
+from tests.inline_process import TINY, Process, local
 from tests.small_run import SMALL
 
 OUT = "/out"
@@ -192,7 +195,8 @@ def convert_on(files: Files, step: int, max_shard_bytes: int) -> None:
     backend, world = local(files, seed=step)
 
     async def main() -> None:
-        engine = make_engine(backend, world)
+        loop = InlineLoop("convert", lambda: None)
+        engine = Engine(backend, loop, Options(io=TINY), (), world, aiockpt.Ranks())
         await convert_step(engine, LocalBackend(OUT, world=world), request(step, max_shard_bytes), lambda _: None)
         await backend.close()
 
@@ -205,9 +209,9 @@ def disk_with_two_steps() -> SimulatedFiles:
     backend, world = local(files)
 
     async def main() -> None:
-        engine = make_engine(backend, world)
+        job = Process(backend, world)
         for step in (1, 2):
-            (await run_save(engine, step, weights_state(step))).result()
+            (await job.save(step, weights_state(step))).result()
         await backend.close()
 
     run_inline(main)

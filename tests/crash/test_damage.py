@@ -11,7 +11,7 @@ import aiockpt
 from aiockpt.errors import CorruptionError, NoValidCheckpointError
 from aiockpt.testing.simulated_files import SimulatedFiles
 from tests.file_surgery import content, paths, replaced
-from tests.inline_engine import ROOT, TINY, load_value, saved_files, tiny_state
+from tests.inline_process import ROOT, TINY, load_value, saved_files, tiny_state
 
 DATA = "/d/r00000-0000.safetensors"
 

@@ -7,31 +7,25 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from aiockpt.adapters.native import StateWalker
-from aiockpt.engine import keep
-from aiockpt.engine.context import Engine
-from aiockpt.engine.ticket import Call as SaveCall
-from aiockpt.engine.ticket import Capture, Ticket
-from aiockpt.engine.together import withdraw
 from aiockpt.errors import CheckpointError, StorageError
-from aiockpt.pipeline.discover import look_at
 from aiockpt.testing.faults import Fault, FaultyFiles
 from aiockpt.testing.recording import Call, RecordingFiles
 from aiockpt.testing.simulated_files import SimulatedFiles
 from aiockpt.testing.simulation import power_cuts, replay, run_inline, snapshot
 from tests.file_surgery import paths
-from tests.inline_engine import ROOT, load_value, local, make_engine, run_save, saved_files, tiny_state
+from tests.inline_process import ROOT, Process, load_value, local, saved_files, tiny_state
+from tests.seams import give_up_voted
 
 LIMIT = 24
 
 
-def record(start: SimulatedFiles, work: Callable[[Engine], Awaitable[object]]) -> list[Call]:
+def record(start: SimulatedFiles, work: Callable[[Process], Awaitable[object]]) -> list[Call]:
     """Run *work* on a copy of *start* and return its calls."""
     recording = RecordingFiles(snapshot(start))
     backend, world = local(recording, seed=3)
 
     async def main() -> None:
-        await work(make_engine(backend, world))
+        await work(Process(backend, world))
         await backend.close()
 
     run_inline(main)
@@ -40,7 +34,7 @@ def record(start: SimulatedFiles, work: Callable[[Engine], Awaitable[object]]) -
 
 def test_a_deleted_newest_step_is_whole_or_gone_and_never_comes_back() -> None:
     start = saved_files(2)
-    calls = record(start, lambda engine: keep.delete(engine, 2))
+    calls = record(start, lambda process: process.ckpt.delete(2))
     unlinked = next(index for index, call in enumerate(calls) if call.verb == "unlink" and "MANIFEST" in call.path)
     flushed = next(index for index, call in enumerate(calls) if index > unlinked and call.is_flush)
     gone_at: int | None = None
@@ -57,7 +51,7 @@ def test_a_deleted_newest_step_is_whole_or_gone_and_never_comes_back() -> None:
 @pytest.mark.parametrize("step", [1, 2])
 def test_another_step_is_never_harmed_by_a_deletion(step: int) -> None:
     start = saved_files(2)
-    calls = record(start, lambda engine: keep.delete(engine, step))
+    calls = record(start, lambda process: process.ckpt.delete(step))
     other = 3 - step
     for done, after in power_cuts(calls, start=start, limit=8):
         assert load_value(after, other) == float(other), f"after call {done}"
@@ -66,7 +60,7 @@ def test_another_step_is_never_harmed_by_a_deletion(step: int) -> None:
 def test_a_deletion_that_stopped_half_way_is_not_undone_by_the_loss_of_its_decision_record() -> None:
     """The job ends at any call of a deletion; then the records that say *collect* are removed, and another job looks."""
     start = saved_files(2)
-    calls = record(start, lambda engine: keep.delete(engine, 2))
+    calls = record(start, lambda process: process.ckpt.delete(2))
     lost = 0
     for count, now in replay(calls, start=start):
         files = snapshot(now)
@@ -81,7 +75,7 @@ def test_a_deletion_that_stopped_half_way_is_not_undone_by_the_loss_of_its_decis
 def test_a_collected_generation_does_not_come_back_when_its_decision_record_is_lost() -> None:
     """Somebody removes the manifest of the newer generation, too: that one comes back by its votes, and not the older."""
     start = saved_files(1)
-    calls = record(start, lambda engine: run_save(engine, 1, tiny_state(5)))
+    calls = record(start, lambda process: process.save(1, tiny_state(5)))
     old = next(path for path in paths(start) if path.endswith("DECISION.json")).rpartition("/")[0]
     lost = 0
     for count, now in replay(calls, start=start):
@@ -106,16 +100,11 @@ def test_a_save_that_a_rank_gave_up_does_not_come_back_when_the_disk_was_full_fo
 
     async def main() -> None:
         backend, world = local(FaultyFiles(files, undecided))
-        future = await run_save(make_engine(backend, world), 1, tiny_state(1))
+        future = await Process(backend, world).save(1, tiny_state(1))
         assert isinstance(future.exception(), StorageError)
         await backend.close()
         backend, world = local(FaultyFiles(files, full), seed=1)
-        engine = make_engine(backend, world)
-        ticket = Ticket(engine, SaveCall(step=1), Capture(state=StateWalker().walk(tiny_state(1))))
-        ticket.prepare()
-        (attempt,) = (await look_at(backend, "step-00000001")).attempts
-        await withdraw([engine], ticket, attempt, RuntimeError("a rank has failed"), untold=None)
-        ticket.cancel()
+        await give_up_voted(backend, world, 1, tiny_state(1))
         await backend.close()
 
     run_inline(main)
@@ -131,7 +120,7 @@ def test_a_save_that_a_rank_gave_up_does_not_come_back_when_the_disk_was_full_fo
 def test_a_new_generation_replaces_the_old_one_without_a_moment_without_either() -> None:
     """Step 1 is saved again with value 5; the old generation is collected afterwards."""
     start = saved_files(1)
-    calls = record(start, lambda engine: run_save(engine, 1, tiny_state(5)))
+    calls = record(start, lambda process: process.save(1, tiny_state(5)))
     seen = set()
     for done, after in power_cuts(calls, start=start, limit=LIMIT):
         try:

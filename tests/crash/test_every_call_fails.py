@@ -8,31 +8,30 @@ from functools import cache
 
 import pytest
 
-from aiockpt.engine.ticket import Ticket
+from aiockpt import SaveFuture
 from aiockpt.errors import CheckpointError, SaveCancelledError, StorageError, StorageFullError
-from aiockpt.runtime.slabs import SlabPool
 from aiockpt.testing.faults import Fault, FaultyFiles
 from aiockpt.testing.simulated_files import SimulatedFiles
 from aiockpt.testing.simulation import crash_states, run_inline
-from tests.inline_engine import load_value, local, make_engine, run_save, saved_files, tiny_state
+from tests.inline_process import Process, load_value, local, saved_files, tiny_state
 
 ERRORS = [errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EDQUOT, errno.EROFS, errno.EINTR]
 
 
-def save_under(faults: list[Fault]) -> tuple[SimulatedFiles, BaseException | None, FaultyFiles, SlabPool]:
+def save_under(faults: list[Fault]) -> tuple[SimulatedFiles, BaseException | None, FaultyFiles, Process]:
     """Save step 2 over a committed step 1 while *faults* happen; return what is left, and how the save ended."""
     files = saved_files(1)
     faulty = FaultyFiles(files, faults)
     backend, world = local(faulty, seed=5)
 
-    async def main() -> tuple[BaseException | None, SlabPool]:
-        engine = make_engine(backend, world)
-        future = await run_save(engine, 2, tiny_state(2))
+    async def main() -> tuple[BaseException | None, Process]:
+        process = Process(backend, world)
+        future = await process.save(2, tiny_state(2))
         await backend.close()
-        return future.exception(), engine.pool
+        return future.exception(), process
 
-    error, pool = run_inline(main)
-    return files, error, faulty, pool
+    error, process = run_inline(main)
+    return files, error, faulty, process
 
 
 @cache
@@ -42,16 +41,16 @@ def call_count() -> int:
     return faulty.call_count
 
 
-def assert_nothing_leaked(files: SimulatedFiles, pool: SlabPool) -> None:
+def assert_nothing_leaked(files: SimulatedFiles, process: Process) -> None:
     assert files.open_count == 0
-    assert pool.statistics().used_slabs == 0
+    assert process.used_slabs == 0
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=[errno.errorcode[number] for number in ERRORS])
 def test_an_error_at_any_call_leaves_the_old_step_or_the_whole_new_one(error: int) -> None:
     outcomes = set()
     for at in range(1, call_count() + 1):
-        files, failure, _, pool = save_under([Fault(do="fail", at=at, error=error)])
+        files, failure, _, process = save_under([Fault(do="fail", at=at, error=error)])
         value = load_value(files)
         outcomes.add((failure is None, value))
         assert value == 2.0 if failure is None else value in (1.0, 2.0), f"at call {at}: {failure!r}, loaded {value}"
@@ -59,23 +58,23 @@ def test_an_error_at_any_call_leaves_the_old_step_or_the_whole_new_one(error: in
             assert isinstance(failure, CheckpointError), f"at call {at}: {failure!r}"
             if error in (errno.ENOSPC, errno.EDQUOT) and isinstance(failure, StorageError):
                 assert isinstance(failure, StorageFullError)
-        assert_nothing_leaked(files, pool)
+        assert_nothing_leaked(files, process)
     assert (False, 1.0) in outcomes
 
 
 def test_a_short_write_at_any_call_is_continued() -> None:
     for at in range(1, call_count() + 1):
-        files, failure, _, pool = save_under([Fault(do="short", verb="pwrite", at=at)])
+        files, failure, _, process = save_under([Fault(do="short", verb="pwrite", at=at)])
         assert failure is None
         assert load_value(files) == 2.0
-        assert_nothing_leaked(files, pool)
+        assert_nothing_leaked(files, process)
 
 
 @pytest.mark.parametrize("flush", ["fdatasync", "fsync"])
 def test_a_flush_that_fails_once_is_never_acknowledged_unless_it_was_written_again(flush: str) -> None:
     failed = 0
     for at in range(1, call_count() + 1):
-        files, failure, faulty, pool = save_under([Fault(do="fail", verb=flush, at=at, error=errno.EIO)])
+        files, failure, faulty, process = save_under([Fault(do="fail", verb=flush, at=at, error=errno.EIO)])
         if not faulty.schedule.fired:
             break
         if failure is None:  # then the lost bytes do not matter: after any power cut the new step is there
@@ -83,14 +82,14 @@ def test_a_flush_that_fails_once_is_never_acknowledged_unless_it_was_written_aga
         else:
             failed += 1
             assert load_value(files) in (1.0, 2.0)
-        assert_nothing_leaked(files, pool)
+        assert_nothing_leaked(files, process)
     assert failed
 
 
 def test_cancellation_at_every_turn_of_the_loop_leaks_nothing() -> None:
     outcomes = set()
     for turns in range(400):
-        files, error, pool = cancel_after(turns)
+        files, error, process = cancel_after(turns)
         value = load_value(files)
         outcomes.add(error is None)
         if error is None:
@@ -98,31 +97,31 @@ def test_cancellation_at_every_turn_of_the_loop_leaks_nothing() -> None:
         else:
             assert isinstance(error, SaveCancelledError)
             assert value in (1.0, 2.0)
-        assert_nothing_leaked(files, pool)
+        assert_nothing_leaked(files, process)
         if error is None and turns > 50:
             break
     assert outcomes == {True, False}
 
 
-def cancel_after(turns: int) -> tuple[SimulatedFiles, BaseException | None, SlabPool]:
+def cancel_after(turns: int) -> tuple[SimulatedFiles, BaseException | None, Process]:
     """Save step 2 and cancel it after so many turns of the event loop."""
     files = saved_files(1)
     backend, world = local(files, seed=5)
 
-    def watch(ticket: Ticket) -> None:
+    def watch(future: SaveFuture) -> None:
         def turn(left: int) -> None:
             if left:
                 asyncio.get_running_loop().call_soon(turn, left - 1)
             else:
-                ticket.future.cancel()
+                future.cancel()
 
         turn(turns)
 
-    async def main() -> tuple[BaseException | None, SlabPool]:
-        engine = make_engine(backend, world)
-        future = await run_save(engine, 2, tiny_state(2), watch)
+    async def main() -> tuple[BaseException | None, Process]:
+        process = Process(backend, world)
+        future = await process.save(2, tiny_state(2), watch)
         await backend.close()
-        return future.exception(), engine.pool
+        return future.exception(), process
 
-    error, pool = run_inline(main)
-    return files, error, pool
+    error, process = run_inline(main)
+    return files, error, process

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from aiockpt.engine.context import Engine
 from aiockpt.errors import CheckpointError, CommitConflictError, ObjectExistsError
 from aiockpt.storage.retry import Retrying, RetryPolicy
 from aiockpt.testing.object_troubles import (
@@ -24,7 +23,7 @@ from aiockpt.testing.objects_client import ClientCrashedError, ObjectsBackend
 from aiockpt.testing.simulated_objects import ObjectStore
 from aiockpt.testing.simulated_time import run_in_leaps
 from aiockpt.testing.simulation import SimulatedClock, SimulatedWorld, simulated_world
-from tests.inline_engine import make_engine, run_load, run_save, states_equal, tiny_state
+from tests.inline_process import Process, states_equal, tiny_state
 
 ONCE = sorted(TRANSIENT)
 
@@ -37,10 +36,10 @@ class Store:
         self.objects = ObjectStore(self.clock)
         self.seeds = iter(range(1000))
 
-    def engine(self, troubles: Troubles | None = None, policy: RetryPolicy | None = None) -> Engine:
+    def process(self, troubles: Troubles | None = None, policy: RetryPolicy | None = None) -> Process:
         drawn = simulated_world(next(self.seeds))
         world = SimulatedWorld(drawn.files, self.clock, drawn.token)
-        return make_engine(Retrying(ObjectsBackend(self.objects, troubles), policy, world=world), world)
+        return Process(Retrying(ObjectsBackend(self.objects, troubles), policy, world=world), world)
 
     def save(
         self, step: int, value: float, troubles: Troubles | None = None, policy: RetryPolicy | None = None
@@ -48,12 +47,12 @@ class Store:
         """Save a tiny state; return how that failed."""
 
         async def main() -> BaseException | None:
-            engine = self.engine(troubles, policy)
+            process = self.process(troubles, policy)
             try:
-                failure = (await run_save(engine, step, tiny_state(value))).exception()
+                failure = (await process.save(step, tiny_state(value))).exception()
             except ClientCrashedError as crash:
                 return crash
-            assert engine.pool.statistics().used_slabs == 0 or isinstance(failure, ClientCrashedError)
+            assert process.used_slabs == 0 or isinstance(failure, ClientCrashedError)
             return failure
 
         return run_in_leaps(main, self.clock)
@@ -61,7 +60,7 @@ class Store:
     def load(self, troubles: Troubles | None = None, step: int | None = None) -> float | None:
         """Load the newest step, or the given one; return its value, after a look at every tensor."""
         state: dict[str, Any] = tiny_state(-1)
-        if run_in_leaps(lambda: run_load(self.engine(troubles), state, step), self.clock) is None:
+        if run_in_leaps(lambda: self.process(troubles).load(state, step), self.clock) is None:
             return None
         assert states_equal(state, tiny_state(state["value"])), "loaded values that were never saved"
         return float(state["value"])

@@ -11,13 +11,13 @@ from functools import cache
 
 import pytest
 
-from aiockpt.engine.ticket import Ticket
+from aiockpt import SaveFuture
 from aiockpt.errors import CheckpointError
 from aiockpt.events import DataWritten, Event
 from aiockpt.testing.recording import Call, RecordingFiles
 from aiockpt.testing.simulated_files import SimulatedFiles
 from aiockpt.testing.simulation import power_cuts, run_inline, snapshot
-from tests.inline_engine import ROOT, load_value, local, make_engine, run_save, tiny_state
+from tests.inline_process import ROOT, Process, load_value, local, tiny_state
 
 LIMIT = 24
 """Crash states looked at after each operation; the large campaign is `pytest -m slow`."""
@@ -43,14 +43,14 @@ class Recording:
                 if isinstance(event, DataWritten):
                     voted.append(len(recording.calls))
 
-        def watch(ticket: Ticket) -> None:
-            ticket.future.add_done_callback(lambda _: acknowledged.append(len(recording.calls)))
+        def watch(future: SaveFuture) -> None:
+            future.add_done_callback(lambda _: acknowledged.append(len(recording.calls)))
 
         async def main() -> tuple[int, SimulatedFiles]:
-            engine = make_engine(backend, world, (Watcher(),))
-            (await run_save(engine, 1, tiny_state(1))).result()
+            job = Process(backend, world, (Watcher(),))
+            (await job.save(1, tiny_state(1))).result()
             before = len(recording.calls), snapshot(disk)
-            (await run_save(engine, 2, tiny_state(2), watch)).result()
+            (await job.save(2, tiny_state(2), watch)).result()
             await backend.close()
             return before
 

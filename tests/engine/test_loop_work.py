@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
+from typing import cast
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 import aiockpt
 from aiockpt.options import Snapshot
+from aiockpt.runtime.loop import LoopThread
 
 
 def calls_of_a_warm_save(tensors: int, snapshot: Snapshot) -> int:
@@ -27,7 +29,7 @@ def calls_of_a_warm_save(tensors: int, snapshot: Snapshot) -> int:
         state = {"model": model, "optimizer": optimizer}
         for step in range(3):
             ckpt.save(step, state).result(60)
-        portal = ckpt._engine.loop._portal
+        portal = cast(LoopThread, ckpt._engine.loop)._portal
         portal.call(sys.setprofile, count)
         ckpt.save(3, state).result(60)
         portal.call(sys.setprofile, None)

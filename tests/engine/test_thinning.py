@@ -9,8 +9,6 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.engine import keep
-from aiockpt.engine.context import Engine
 from aiockpt.errors import CheckpointError
 from aiockpt.format.manifest import Manifest, decode_manifest
 from aiockpt.options import Worker
@@ -18,7 +16,7 @@ from aiockpt.testing.recording import Call, RecordingFiles
 from aiockpt.testing.simulated_files import SimulatedFiles
 from aiockpt.testing.simulation import power_cuts, run_inline, snapshot
 from tests.file_surgery import paths
-from tests.inline_engine import local, make_engine, run_load, run_save
+from tests.inline_process import Process, local
 from tests.small_run import SMALL
 
 KEEP_ONE = aiockpt.Retention(last=3, optimizer=1)
@@ -158,9 +156,9 @@ def saved(steps: int) -> SimulatedFiles:
     backend, world = local(disk, 0)
 
     async def main() -> None:
-        engine = make_engine(backend, world)
+        job = Process(backend, world)
         for step in range(1, steps + 1):
-            (await run_save(engine, step, STATES[step])).result()
+            (await job.save(step, STATES[step])).result()
         await backend.close()
 
     run_inline(main)
@@ -174,7 +172,7 @@ def loads(disk: SimulatedFiles, step: int | None, only_weights: bool) -> float:
 
     async def main() -> None:
         try:
-            assert await run_load(make_engine(backend, world), wanted, step) is not None
+            assert await Process(backend, world).load(wanted, step) is not None
         finally:
             await backend.close()
 
@@ -188,8 +186,8 @@ def prune(disk: Any) -> None:
     backend, world = local(disk, 3)
 
     async def main() -> None:
-        engine: Engine = make_engine(backend, world)
-        await keep.prune(engine, KEEP_ONE)
+        job: Process = Process(backend, world)
+        await job.ckpt.prune(KEEP_ONE)
         await backend.close()
 
     run_inline(main)

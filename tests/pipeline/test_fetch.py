@@ -14,7 +14,7 @@ from aiockpt.testing.objects_client import ObjectsBackend
 from aiockpt.testing.recording import RecordingBackend
 from aiockpt.testing.simulated_objects import ObjectStore
 from aiockpt.testing.simulation import SimulatedClock, run_inline, simulated_world
-from tests.inline_engine import local, make_engine, run_load, run_save, saved_files, states_equal, tiny_state
+from tests.inline_process import Process, local, saved_files, states_equal, tiny_state
 
 DATA = "*.safetensors"
 BLOCK = 4096
@@ -29,7 +29,7 @@ def store_with_a_step() -> tuple[ObjectStore, str, int]:
     store = ObjectStore(SimulatedClock())
 
     async def main() -> None:
-        (await run_save(make_engine(ObjectsBackend(store), simulated_world()), 1, tiny_state(1))).result()
+        (await Process(ObjectsBackend(store), simulated_world()).save(1, tiny_state(1))).result()
 
     run_inline(main)
     (key,) = (key for key in store.objects if key.endswith(".safetensors"))
@@ -42,7 +42,7 @@ def load(backend: Backend) -> tuple[Ranges, Exception | None]:
     state = tiny_state(-1)
 
     async def main() -> None:
-        await run_load(make_engine(recording, simulated_world(9), io=WIDE), state, 1)
+        await Process(recording, simulated_world(9), io=WIDE).load(state, 1)
 
     failure: Exception | None = None
     try:

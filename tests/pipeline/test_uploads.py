@@ -8,7 +8,6 @@ import pytest
 
 import aiockpt
 from aiockpt.backends.memory import MemoryBackend
-from aiockpt.engine import keep
 from aiockpt.errors import StorageAccessError
 from aiockpt.events import GarbageDeleted
 from aiockpt.format.names import data_key, receipt_key, step_id
@@ -19,7 +18,7 @@ from aiockpt.testing.objects_client import ObjectsBackend
 from aiockpt.testing.simulated_objects import ObjectStore
 from aiockpt.testing.simulated_time import run_in_leaps
 from aiockpt.testing.simulation import SimulatedClock, SimulatedWorld, simulated_world
-from tests.inline_engine import make_engine, run_save, tiny_state
+from tests.inline_process import Process, tiny_state
 from tests.watch import Watch
 
 DAY_S = 24 * 3600.0
@@ -125,9 +124,9 @@ def test_missing_rights_are_told_and_fail_neither_a_prune_nor_a_save(may_list: b
     async def main() -> None:
         place.leave(data_key(step_id(9), DEAD, 0, 0))
         place.wait(2 * DAY_S)
-        engine = make_engine(Retrying(backend, world=world), world, retention=aiockpt.Retention(last=1))
-        assert (await run_save(engine, 1, tiny_state(1.0))).exception() is None
-        pruned = await keep.prune(engine, aiockpt.Retention())
+        job = Process(Retrying(backend, world=world), world, retention=aiockpt.Retention(last=1))
+        assert (await job.save(1, tiny_state(1.0))).exception() is None
+        pruned = await job.ckpt.prune(aiockpt.Retention())
         assert pruned.note is not None
         assert "is not allowed" in pruned.note
         assert pruned.uploads == ()
@@ -142,11 +141,11 @@ def test_retention_looks_for_them_after_a_save_and_then_each_hour() -> None:
     key = data_key(step_id(9), DEAD, 0, 0)
 
     async def main() -> None:
-        engine = make_engine(Retrying(place.backend, world=world), world, (watch,), retention=aiockpt.Retention(last=1))
+        job = Process(Retrying(place.backend, world=world), world, (watch,), retention=aiockpt.Retention(last=1))
         place.leave(key)
         for step, waited_s, left in ((1, 0, 1), (2, 1800, 1), (3, DAY_S, 0)):
             place.wait(waited_s)
-            assert (await run_save(engine, step, tiny_state(1.0))).exception() is None
+            assert (await job.save(step, tiny_state(1.0))).exception() is None
             assert len(place.store.uploads) == left, step
         assert key in [event.key for event in watch.of(GarbageDeleted)]
 

@@ -32,7 +32,7 @@ from aiockpt.testing.recording import RecordingBackend
 from aiockpt.testing.simulated_objects import ObjectStore
 from aiockpt.testing.simulated_time import run_in_leaps
 from aiockpt.testing.simulation import SimulatedWorld, simulated_world
-from tests.inline_engine import make_engine, run_save, tiny_state
+from tests.inline_process import Process, tiny_state
 from tests.watch import Watch
 
 T = TypeVar("T")
@@ -624,8 +624,8 @@ def test_observers_of_a_checkpointer_hear_of_retries() -> None:
     watch = Watch()
 
     async def main() -> None:
-        engine = make_engine(place.backend, place.world, (watch,))
-        (await run_save(engine, 1, tiny_state(1))).result()
+        job = Process(place.backend, place.world, (watch,))
+        (await job.save(1, tiny_state(1))).result()
 
     place.run(main)
     (retried,) = watch.of(StorageRetried)
