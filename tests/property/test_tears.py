@@ -32,14 +32,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import aiockpt
 from aiockpt.adapters.guards import CHANGES, Change, Guard
 from aiockpt.backends.memory import MemoryBackend
-from aiockpt.engine.ticket import Ticket
-from aiockpt.pipeline import snapshot as copying
-from aiockpt.pipeline.version_check import VersionCheck
 from aiockpt.runtime.world import World
 from aiockpt.testing.twin_accelerator import TwinAccelerator
 from tests.example_counts import examples
 from tests.gates import Gate
 from tests.property.tensor_changes import MAKE, by_data, counters_of, like, local, set_counters
+from tests.seams import compare_nothing, hold_up_copies, is_compared, is_stopped
 from tests.watch import until
 
 ELEMENTS = 16 * 1024
@@ -105,24 +103,16 @@ class Gates:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at = -1
-        move, compare = copying._copy_beside, Ticket._compare
-
-        def copy_later(base: int, moves: Any, number: int) -> None:
-            self.wait(self.copied)
-            self.copied += 1
-            move(base, moves, number)
-
-        def compare_later(ticket: Ticket) -> None:
-            self.wait(WINDOWS)
-            compare(ticket)
-
-        monkeypatch.setattr(copying, "_copy_beside", copy_later)
-        monkeypatch.setattr(Ticket, "_compare", compare_later)
+        hold_up_copies(monkeypatch, self._before_window, lambda: self.wait(WINDOWS))
 
     def hold(self, at: int) -> None:
         """Hold the next copy when *at* windows are copied; WINDOWS means all of them, more than that never."""
         self.at, self.copied = at, 0
         self.reached, self.opened = threading.Event(), threading.Event()
+
+    def _before_window(self) -> None:
+        self.wait(self.copied)
+        self.copied += 1
 
     def wait(self, at: int) -> None:
         if at == self.at:
@@ -225,7 +215,7 @@ class Bench:
         copied = save.snapshotted()._inner.done
         if what.moment == "after":
             if self.mode == "lazy on a device":  # the lanes have all of it, and have done nothing yet
-                until(lambda: ticket_of(save)._compared, "all copies enqueued")
+                until(lambda: is_compared(save), "all copies enqueued")
             else:
                 until(copied, "the copy")
             met = not copied()
@@ -247,8 +237,7 @@ class Bench:
             local(tensor).data[: ELEMENTS // 4].copy_(made[: ELEMENTS // 4])
         if what.moment == "under way at the end":
             gates.opened.set()
-            ticket = ticket_of(save)
-            until(lambda: ticket._compared or ticket.stopped or copied(), "the first comparison")
+            until(lambda: is_compared(save) or is_stopped(save) or copied(), "the first comparison")
         if state.twin is None:
             write()
         set_counters(tensor, tuple(map(add, counters_of(tensor), counted)))
@@ -258,12 +247,6 @@ class Bench:
         assert self.ckpt is not None
         tiers: Any = self.ckpt._tiers
         os.kill(tiers._connection.process.pid, signal.SIGSTOP if stop else signal.SIGCONT)
-
-
-def ticket_of(save: aiockpt.SaveFuture) -> Ticket:
-    ticket = getattr(save._cancel, "__self__", None)
-    assert isinstance(ticket, Ticket)
-    return ticket
 
 
 def tried(change: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
@@ -317,8 +300,7 @@ def test_a_change_that_can_be_seen_is_never_published(
 def test_without_the_comparisons_the_same_changes_are_published(
     mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(VersionCheck, "check", lambda self: None)
-    monkeypatch.setattr(VersionCheck, "check_again", lambda self: None)
+    compare_nothing(monkeypatch)
     bench = Bench("lazy", mesh, Gates(monkeypatch), tmp_path)
     changes = {change.key: change for change in CHANGES}
     for on_dtensor in (False, True):
@@ -417,8 +399,7 @@ def test_digests_are_compared_when_the_device_has_copied(monkeypatch: pytest.Mon
         gates.hold(-1)
         twin.hold()
         save = ckpt.save(1, state.tree)
-        ticket = ticket_of(save)
-        until(lambda: twin.host_wait_count or ticket._compared, "somebody to wait for the device")
+        until(lambda: twin.host_wait_count or is_compared(save), "somebody to wait for the device")
         by_data(state.tensors[1])
         twin.release()
         assert isinstance(save.exception(60), aiockpt.TornSnapshotError)

@@ -1,0 +1,78 @@
+"""Where tests reach into the engine: to plant a fault, to hold up a copy, to ask what only the engine knows.
+
+Everything that the crash tests, the campaigns and the properties know of the inside of aiockpt is here. Whoever moves it
+changes this file; the tests stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+import aiockpt
+from aiockpt.engine.ticket import Ticket
+from aiockpt.pipeline import snapshot as copying
+from aiockpt.pipeline.collect import lease_key
+from aiockpt.pipeline.discover import StepEntry
+from aiockpt.pipeline.version_check import VersionCheck
+from aiockpt.storage.backend import Backend
+
+NOTES_SKIPPED = "aiockpt.engine.find.note_skipped"
+"""What takes down that a load passes over a damaged step."""
+FALLS_BACK = "aiockpt.engine.find.fall_back"
+"""What looks for an older generation of a step whose newest is damaged."""
+DAMAGING_ERRNOS = "aiockpt.errors._DAMAGED"
+"""The error numbers that mean damage; all others are outages."""
+
+
+async def no_older_generation(_: Backend, entry: StepEntry) -> StepEntry:
+    """Stand in for `FALLS_BACK`, and find nothing."""
+    return msgspec.structs.replace(entry, generations=(), head=None, passed=())
+
+
+def lease_prefix(step_id: str) -> str:
+    """Return what the keys of all leases of readers of a step begin with."""
+    return lease_key(step_id, "")
+
+
+def hold_up_copies(
+    monkeypatch: pytest.MonkeyPatch, before_window: Callable[[], object], before_compare: Callable[[], object]
+) -> None:
+    """Have each window of each copy wait for *before_window*, and the comparison after the last for *before_compare*."""
+    move, compare = copying._copy_beside, Ticket._compare
+
+    def copy_later(base: int, moves: Any, number: int) -> None:
+        before_window()
+        move(base, moves, number)
+
+    def compare_later(ticket: Ticket) -> None:
+        before_compare()
+        compare(ticket)
+
+    monkeypatch.setattr(copying, "_copy_beside", copy_later)
+    monkeypatch.setattr(Ticket, "_compare", compare_later)
+
+
+def compare_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no copy compare the version counters, samples and places of its tensors."""
+    monkeypatch.setattr(VersionCheck, "check", lambda self: None)
+    monkeypatch.setattr(VersionCheck, "check_again", lambda self: None)
+
+
+def is_compared(save: aiockpt.SaveFuture) -> bool:
+    """Say whether the copy of a save is over, and was compared once with the state as it was at the call."""
+    return _ticket_of(save)._compared
+
+
+def is_stopped(save: aiockpt.SaveFuture) -> bool:
+    """Say whether what is copied from now on may be torn, because the save has ended."""
+    return _ticket_of(save).stopped
+
+
+def _ticket_of(save: aiockpt.SaveFuture) -> Ticket:
+    ticket = getattr(save._cancel, "__self__", None)
+    assert isinstance(ticket, Ticket)
+    return ticket
