@@ -6,19 +6,26 @@ changes this file; the tests stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 import pytest
 
 import aiockpt
-from aiockpt.engine.ticket import Ticket
+from aiockpt.adapters.native import StateWalker
+from aiockpt.engine.context import Engine
+from aiockpt.engine.ticket import Call, Capture, Ticket
+from aiockpt.engine.together import withdraw
+from aiockpt.format.names import step_id
+from aiockpt.options import Options
 from aiockpt.pipeline import snapshot as copying
 from aiockpt.pipeline.collect import lease_key
-from aiockpt.pipeline.discover import StepEntry
+from aiockpt.pipeline.discover import StepEntry, look_at
 from aiockpt.pipeline.version_check import VersionCheck
+from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend
+from aiockpt.testing.inline_loop import InlineLoop
 
 NOTES_SKIPPED = "aiockpt.engine.find.note_skipped"
 """What takes down that a load passes over a damaged step."""
@@ -76,3 +83,13 @@ def _ticket_of(save: aiockpt.SaveFuture) -> Ticket:
     ticket = getattr(save._cancel, "__self__", None)
     assert isinstance(ticket, Ticket)
     return ticket
+
+
+async def give_up_voted(backend: Backend, world: World, step: int, state: Mapping[str, Any]) -> None:
+    """Give up, as a rank does that hears of another one's failure, the one attempt at *step* that is there."""
+    engine = Engine(backend, InlineLoop("rank", lambda: None), Options(), (), world, aiockpt.Ranks())
+    ticket = Ticket(engine, Call(step=step), Capture(state=StateWalker().walk(state)))
+    ticket.prepare()
+    (attempt,) = (await look_at(backend, step_id(step))).attempts
+    await withdraw([engine], ticket, attempt, RuntimeError("a rank has failed"), untold=None)
+    ticket.cancel()

@@ -24,8 +24,8 @@ from aiockpt.errors import CheckpointError, StepNotFoundError
 from aiockpt.options import Retention
 from aiockpt.testing.faults import Fault, FaultyFiles
 from aiockpt.testing.simulated_files import SimulatedFiles
-from tests.file_surgery import content, paths
 from tests import inline_process
+from tests.file_surgery import content, paths
 from tests.inline_process import ROOT, local
 
 T = TypeVar("T")
@@ -62,7 +62,9 @@ def state_of(value: float) -> dict[str, Any]:
     return {"x": torch.full((NUMBERS,), float(value)), "value": value}
 
 
-async def load_value(process: inline_process.Process, step: int | None = None) -> tuple[float | None, LoadResult | None]:
+async def load_value(
+    process: inline_process.Process, step: int | None = None
+) -> tuple[float | None, LoadResult | None]:
     """Load, compare every number, and return the value and the result."""
     state = state_of(-1)
     result = await process.load(state, step)
