@@ -58,7 +58,7 @@ class CrashError(BaseException):
 
 
 class DyingFiles(FaultyFiles):
-    def fdatasync(self, fd: int, /) -> None:
+    def fdatasync(self, fd: int) -> None:
         raise CrashError
 
 
