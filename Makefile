@@ -27,7 +27,7 @@ BENCH_OUT ?= benchmarks/results/$(SIZE).json
 KIND ?= power-cuts
 COUNT ?= 10000
 
-.PHONY: help demo test quick test-hdfs lint types layers bench campaign clean
+.PHONY: help demo test quick test-hdfs lint types layers docs bench campaign clean
 .DELETE_ON_ERROR:
 
 help:
@@ -36,6 +36,7 @@ help:
 	@echo "make quick   the tests of the core, in a minute"
 	@echo "make test-hdfs   the tests of HDFS, with all they need fetched first: Debian packages (as root), 220 MB from PyPI"
 	@echo "make lint    ruff            make types    mypy and pyright        make layers   import-linter"
+	@echo "make docs    the documentation as a site, in site/; warnings are errors"
 	@echo "make bench   SIZE=1GiB REPEAT=5: measure against peers, write benchmarks/results/ and the table"
 	@echo "make campaign KIND=power-cuts COUNT=10000: ask one question of the contract that often (tests/campaigns/README.md)"
 	@echo "make clean   remove the virtual environment and all caches"
@@ -73,6 +74,9 @@ types: $(BIN)/.installed-dev
 layers: $(BIN)/.installed-dev
 	$(BIN)/lint-imports
 
+docs: $(BIN)/.installed-docs
+	$(BIN)/zensical build --strict --clean
+
 bench: $(BIN)/.installed-dev
 	$(BIN)/python -m benchmarks run --size $(SIZE) --repeat $(REPEAT) --out $(BENCH_OUT) $(ARGS)
 	$(BIN)/python -m benchmarks table benchmarks/results/*.json
@@ -83,7 +87,7 @@ campaign: $(BIN)/.installed-dev
 	$(BIN)/python -m tests.campaigns $(KIND) --count $(COUNT) $(ARGS)
 
 clean:
-	rm -rf $(VENV) .bench build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .bench build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .cache site
 
 # Torch first and alone: its index must not answer for anything else. A pip that knows --group is newer than many venvs'.
 $(BIN)/.installed: pyproject.toml constraints.txt
@@ -96,4 +100,8 @@ $(BIN)/.installed: pyproject.toml constraints.txt
 
 $(BIN)/.installed-dev: $(BIN)/.installed
 	$(PIP) install --quiet --constraint constraints.txt --group dev
+	@touch $@
+
+$(BIN)/.installed-docs: $(BIN)/.installed
+	$(PIP) install --quiet --constraint constraints.txt --group docs
 	@touch $@

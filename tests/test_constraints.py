@@ -15,9 +15,10 @@ def constraints() -> dict[str, str]:
     return {name: version for name, _, version in pins}
 
 
-def test_every_tool_of_the_dev_group_is_pinned() -> None:
+def test_every_tool_of_the_groups_is_pinned() -> None:
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
-    wanted = [*project["dependency-groups"]["dev"], *project["project"]["optional-dependencies"]["testing"]]
+    groups = project["dependency-groups"]
+    wanted = [*groups["dev"], *groups["docs"], *project["project"]["optional-dependencies"]["testing"]]
     names = {re.split(r"[\[<>=!~ ]", requirement)[0] for requirement in wanted} - {"aiockpt"}
     assert names - constraints().keys() == set()
 

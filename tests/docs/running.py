@@ -1,0 +1,34 @@
+"""Blocks of code on pages, run as a reader would run them."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import shlex
+from typing import Any
+
+from typer.testing import CliRunner
+
+from aiockpt.cli.main import app
+
+_ASYNC = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+
+
+def run_block(block: str, scope: dict[str, Any], name: str = "a page") -> None:
+    """Run a block as a notebook does: with ``await`` and ``async with`` where it has them."""
+    running = eval(compile(block, name, "exec", flags=_ASYNC), scope)
+    if running is not None:
+        asyncio.run(running)
+
+
+def command_lines(block: str) -> list[list[str]]:
+    """Return the words of each command of a shell block, comments left out."""
+    return [words for line in block.splitlines() if (words := shlex.split(line, comments=True))]
+
+
+def run_command(words: list[str], expected_status: int = 0) -> str:
+    """Run a command ``aiockpt …`` in this process, and return what it prints."""
+    assert words[0] == "aiockpt"
+    outcome = CliRunner().invoke(app, words[1:], catch_exceptions=False)
+    assert outcome.exit_code == expected_status, outcome.output
+    return outcome.output

@@ -1,0 +1,29 @@
+"""What the generator of the site would not tell, or only to who has it: the menu, and the reference."""
+
+from __future__ import annotations
+
+import re
+
+import aiockpt
+from aiockpt import errors, events
+from tests.docs.pages import ROOT, pages
+
+REFERENCE = re.compile(r"^::: aiockpt\.(\S+)$", re.MULTILINE)
+
+
+def test_the_menu_has_every_page_once() -> None:
+    menu = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1].split("\n\n")[0]
+    listed = re.findall(r"- (\S+\.md)$", menu, re.MULTILINE)
+    assert sorted(listed) == sorted(str(page.relative_to(ROOT / "docs")) for page in pages()[1:])
+
+
+def test_the_reference_has_every_public_name() -> None:
+    listed = set(REFERENCE.findall((ROOT / "docs" / "reference.md").read_text()))
+    assert {"errors", "events"} <= listed
+    whole = {name for module in (errors, events) for name in vars(module)}
+    assert set(aiockpt.__all__) - listed - whole == set()
+
+
+def test_what_make_builds_is_ignored_by_git() -> None:
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert {"/site/", "/.cache/"} <= set(ignored)
