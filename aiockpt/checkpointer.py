@@ -107,8 +107,8 @@ class Checkpointer:
         debug: ``"digest"`` compares the state before and after each snapshot, and fails a save whose state has changed.
         every: ``step()`` saves when the step is a multiple of it, or when a `Cadence` says so; None leaves the decision
             to you.
-        only, exclude: what of the state is saved, unless a call says otherwise; see `save`. For LoRA:
-            ``only=aiockpt.trainable()``.
+        only: what of the state is saved, unless a call says otherwise; see `save`. For LoRA: ``only=aiockpt.trainable()``.
+        exclude: the same of what is not.
         max_in_flight: saves that may run at once.
         when_full: ``"wait"`` for the oldest when that many run, or ``"skip"`` the new one (its future says so). A lazy save
             waits in the background, and holds the optimizers meanwhile; ``"eager"`` makes it wait in the call.
@@ -332,7 +332,7 @@ class Checkpointer:
         Returns:
             A future of what was loaded; of None only when no checkpoint exists at all.
 
-        Raises (through the future):
+        Raises: Raised by the future
             StateMismatchError: all differences by name, a plain value of another type among them; nothing was overwritten.
             UsageError: an entry of ``map`` or ``only`` fits no name; names near it are listed.
             NoValidCheckpointError: steps exist and none is valid.
@@ -392,7 +392,7 @@ class Checkpointer:
             name: as ``describe(step).tensors`` has it: ``"model.embed.weight"``.
             rows: ``slice(start, stop)``, understood as Python does: clipped to the rows there are, negative from the end.
 
-        Raises (through the future):
+        Raises: Raised by the future
             StateMismatchError: the step has no tensor of that name; said is what it is instead, or close names.
             UsageError: *rows* is no slice, has a step, or the tensor is a scalar.
         """

@@ -103,8 +103,8 @@ class Loader(Generic[Batch]):
     Args:
         source: a `Reshardable`, a ``DataLoader`` whose ``batch_sampler`` (or, without workers, whose dataset) is one, or
             an iterable with ``state_dict()`` and ``load_state_dict()``.
-        rank, size: which data-parallel rank this is, of how many; None takes those of ``torch.distributed``, 0 of 1 where
-            it is not initialised. Give them whenever there are other kinds of parallelism.
+        rank: which data-parallel rank this is; None takes that of ``torch.distributed``, 0 where it is not initialised.
+        size: how many of them there are; None as for *rank*. Give both whenever there are other kinds of parallelism.
         saves: False where another rank saves this data-parallel rank's state, and this one's may differ from it.
         ahead_count: batches to take from *source* ahead of training, each kept together with its state.
         prepare: called with each batch as soon as it is taken, to begin its way to the device.
@@ -188,7 +188,8 @@ class Loader(Generic[Batch]):
         """Return why a saved state cannot go on here, or None.
 
         Args:
-            form, size: how it was saved, and by how many data-parallel ranks.
+            form: how it was saved.
+            size: by how many data-parallel ranks.
             readers: `HeldState.own` of each of them, by rank in decimal.
         """
         if sorted(readers) != sorted(map(str, range(size))):

@@ -28,7 +28,8 @@ class ShardedSampler:
     Args:
         length: samples in the dataset.
         batch_size: samples in a batch of this rank.
-        rank, size: as for `aiockpt.adapters.loader.Loader`.
+        rank: as for `aiockpt.adapters.loader.Loader`.
+        size: the same.
         seed: of the order, together with the number of the epoch.
         shuffle: False keeps the order of the dataset.
         drop_last: leave out what does not fill a batch on every rank.

@@ -48,7 +48,8 @@ class StreamLoader(Generic[Sample]):
         dataset: see `StreamDataset`.
         batch_size: samples in a batch of this rank; the last one of each worker may have fewer.
         num_workers: processes that read; 0 reads in this one.
-        rank, size: as for `aiockpt.adapters.loader.Loader`; give both of them the same.
+        rank: as for `aiockpt.adapters.loader.Loader`; give both of them the same.
+        size: the same.
         collate_fn: makes a batch of a list of samples.
         options: all else that ``DataLoader`` takes. Its workers live for one epoch, and batches stay in order.
     """

@@ -80,7 +80,7 @@ def to_hugging_face(
         dry_run: write nothing, and say what would be written.
         on_written: told the bytes of each window, on the loop thread; for progress.
 
-    Raises (through the future):
+    Raises: Raised by the future
         StepNotFoundError, NoValidCheckpointError: there is nothing to convert.
         UsageError: the prefix or the dtype does not fit the step.
         CorruptionError: the step is damaged; nothing is left of the folder.
@@ -133,9 +133,10 @@ def from_hugging_face(
         ties: further names of a tensor's memory → its name, for files that do not note them:
             ``{"lm_head.weight": "model.embed_tokens.weight"}``.
         replace: add a generation where the step is there already.
-        dry_run, on_written: as for `to_hugging_face`.
+        dry_run: as for `to_hugging_face`.
+        on_written: the same.
 
-    Raises (through the future):
+    Raises: Raised by the future
         UsageError: there are no weights, or several that do not belong together; a tie does not fit.
         CorruptionError: a file is missing or cut short, a header or the index is not true; nothing became visible.
         StepExistsError: the step is there already.

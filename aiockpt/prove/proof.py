@@ -95,7 +95,8 @@ def certify(
         script: a command, started as processes and killed by SIGKILL; or a function without arguments, which makes its own
             ``Checkpointer`` and is called anew for each start (a kill is simulated then: see `aiockpt.prove.inline`).
         folder: where records, logs and scratch checkpoints stay; None: a temporary one, removed at the end.
-        tick, told: hear how it goes, and of each start when it is over.
+        tick: hears how it goes.
+        told: hears of each start when it is over.
 
     Raises:
         UsageError: the script cannot be proved: it fails, saves nothing, is too short, does not end in time.

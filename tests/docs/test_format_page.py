@@ -92,6 +92,7 @@ def test_it_reads_what_is_written_today(fresh: tuple[Path, dict[str, bytes]]) ->
     place, expected = fresh
     manifest, tensors = read_newest(place)
     assert (manifest["step"], manifest["generation"], manifest["world_size"]) == (5, 2, 3)
+    assert manifest["tensors"]["long"]["axes"] == [1, 0]
     assert {file["rank"] for file in manifest["files"]} == {0, 1, 2}
     assert tensors == expected
 
