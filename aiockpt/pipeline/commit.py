@@ -210,12 +210,14 @@ async def _settle(backend: Backend, ours: Manifest) -> Manifest:
 
 
 async def roll_forward(backend: Backend, entry: StepEntry, world: World) -> list[Manifest]:
-    """Commit what the dead could not: every attempt of the step whose votes are complete and whose number is free."""
+    """Commit what the dead could not: every attempt of the step whose votes are complete and whose number is free.
+
+    Of several for one number the newest has it.
+    """
+    found = [await votes_to_finish(backend, entry, attempt) for attempt in entry.attempts]
+    complete = [votes for votes in found if votes is not None]
     done = []
-    for attempt in entry.attempts:
-        votes = await votes_to_finish(backend, entry, attempt)
-        if votes is None:
-            continue
+    for votes in sorted(complete, key=lambda votes: votes[0].sequence, reverse=True):
         try:
             done.append(await commit(backend, votes, world))
         except CommitError:

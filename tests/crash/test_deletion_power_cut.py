@@ -117,6 +117,25 @@ def test_a_save_that_a_rank_gave_up_does_not_come_back_when_the_disk_was_full_fo
     assert load_value(files) is None
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_of_two_saves_with_all_votes_for_one_number_the_newer_is_finished(seed: int) -> None:
+    """Whatever their attempts are called: the first was never committed, and the manifest of the second is removed."""
+    files = SimulatedFiles()
+    undecided = [Fault(do="fail", verb="link", match="*/DECISION.json", times=None, error=errno.EIO)]
+
+    async def main() -> None:
+        backend, world = local(FaultyFiles(files, undecided), seed=100 + seed)
+        assert (await Process(backend, world).save(1, tiny_state(1))).exception() is not None
+        await backend.close()
+        backend, world = local(files, seed=200 + seed)
+        (await Process(backend, world).save(1, tiny_state(2))).result()
+        await backend.close()
+
+    run_inline(main)
+    files.unlink(f"{ROOT}/step-00000001/MANIFEST-1.json")
+    assert load_value(files) == 2.0
+
+
 def test_a_new_generation_replaces_the_old_one_without_a_moment_without_either() -> None:
     """Step 1 is saved again with value 5; the old generation is collected afterwards."""
     start = saved_files(1)
