@@ -53,8 +53,11 @@ async def tell_of_newer(unfinished: Sequence[tuple[Engine, StepEntry]], newest: 
 async def _tell(engine: Engine, step_id: str, attempt: str, *, alone: bool) -> None:
     """Log one attempt: a warning where its writer may live, or where it is all that there is of a run (*alone*)."""
     left = [stat async for stat in walk(engine.backend, attempt_folder(step_id, attempt))]
-    if not left or any(parse_failure(stat.key.rpartition("/")[2]) is not None for stat in left):
-        return  # removed, or given up: nobody can commit it
+    if any(parse_failure(stat.key.rpartition("/")[2]) is not None for stat in left):
+        return  # given up: nobody can commit it
+    if not left:
+        await _tell_of_remains(engine, step_id, attempt)
+        return
     said = "it was not written completely"
     votes = [
         stat.key
@@ -76,3 +79,18 @@ async def _tell(engine: Engine, step_id: str, attempt: str, *, alone: bool) -> N
         ago_s,
         attempt,
     )
+
+
+async def _tell_of_remains(engine: Engine, step_id: str, attempt: str) -> None:
+    """Log an attempt without a file, if there is something else in it that has the name of a record: it was damaged."""
+    listing = await engine.backend.list(attempt_folder(step_id, attempt))
+    names = [key.rpartition("/")[2] for key in (*listing.folders, *listing.others)]
+    remains = [name for name in names if name not in ("d", "r")]
+    if remains:
+        logger.warning(
+            "%s in %s was begun and cannot be loaded: of attempt %s there is no file, but %s",
+            step_id,
+            engine.backend.url,
+            attempt,
+            ", ".join(remains),
+        )

@@ -612,6 +612,28 @@ def test_an_attempt_alone_is_told_however_old(run: Path, caplog: pytest.LogCaptu
     assert "was begun and is not committed" in line
 
 
+@pytest.mark.parametrize("what", ["folder", "pipe"])
+def test_an_attempt_of_which_only_something_in_place_of_a_record_is_left_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    left = tmp_path / folder(9) / "a-0123456789ab" / "DECISION.json"
+    left.parent.mkdir(parents=True)
+    if what == "folder":
+        left.mkdir()
+    else:
+        os.mkfifo(left)
+    assert resume(tmp_path) == 0
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "step-00000009" in line
+    assert "DECISION.json" in line
+
+
+def test_an_attempt_that_has_only_begun_is_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / folder(9) / "a-0123456789ab" / "d").mkdir(parents=True)
+    assert resume(tmp_path) == 0
+    assert not [record for record in caplog.records if record.levelno == logging.WARNING]
+
+
 def test_a_place_whose_steps_are_all_gone_says_so(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     for step in range(1, NEWEST + 1):
         shutil.rmtree(run / folder(step))
