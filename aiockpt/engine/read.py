@@ -17,6 +17,7 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import prefixes, split_name
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import TensorShard
+from aiockpt.state.tree import TAG, Node
 
 
 async def read(engine: Engine, step: int | None, name: str, rows: slice | None) -> torch.Tensor:
@@ -36,7 +37,11 @@ async def read(engine: Engine, step: int | None, name: str, rows: slice | None) 
 def _stored_name(manifest: Manifest, name: str) -> str:
     stored = manifest.alias.get(name, name)
     if stored in manifest.tensors:
-        return stored
+        count = _count_of_numbers(manifest.state, stored) if len(manifest.tensors[stored].shape) == 1 else None
+        if count is None:
+            return stored
+        advice = _advise_loading(manifest, name) or "Load it: load() into a state that has it."
+        raise StateMismatchError(manifest.id, [f"{name}: {count:,} plain numbers, and read() is for tensors"], advice)
     raise StateMismatchError(manifest.id, *_tell_what_it_is(manifest, name))
 
 
@@ -51,15 +56,31 @@ def _tell_what_it_is(manifest: Manifest, name: str) -> tuple[list[str], str]:
     if below:
         some = ", ".join(below[:3]) + (", …" if len(below) > 3 else "")
         return [f"{name}: not one tensor but {len(below)} ({some})"], "Read one of them, or load() all into a state."
-    if (key := _key_of_value(manifest, name)) is not None:
-        load = f"values = {{{key!r}: None}}; ckpt.load(values, {manifest.step}).result()"
-        return [f"{name}: a plain value, and read() is for tensors"], f"Load it: {load}"
+    if (advice := _advise_loading(manifest, name)) is not None:
+        return [f"{name}: a plain value, and read() is for tensors"], advice
     if name.partition(".")[0] in (manifest.state.get("global") or {}):
         advice = "describe() lists the names of tensors, `aiockpt inspect` shows the values too."
     else:
         advice = "describe() lists the names."
     close = difflib.get_close_matches(name, names, n=5)
     return [f"{name}: no such tensor is stored"], f"Did you mean {', '.join(close)}?" if close else advice
+
+
+def _count_of_numbers(tree: Node, stored: str) -> int | None:
+    """Return how many plain numbers the tensor *stored* stands for, which is longer than they are; None for a tensor."""
+    if type(tree) is dict and tree.get(TAG) == "numbers":
+        count: int | None = tree["count"] if tree["name"] == stored else None
+        return count
+    inside = tree.values() if type(tree) is dict else tree if type(tree) is list else ()
+    counts = (_count_of_numbers(node, stored) for node in inside if type(node) in (dict, list))
+    return next((count for count in counts if count is not None), None)
+
+
+def _advise_loading(manifest: Manifest, name: str) -> str | None:
+    """Return the line that loads a plain value alone, or None where it cannot be."""
+    if (key := _key_of_value(manifest, name)) is None:
+        return None
+    return f"Load it: values = {{{key!r}: None}}; ckpt.load(values, {manifest.step}).result()"
 
 
 def _key_of_value(manifest: Manifest, name: str) -> str | None:

@@ -343,3 +343,21 @@ def test_of_saves_that_run_at_once_the_one_called_last_is_the_newest(tmp_path: P
             ckpt.save(step, {"w": torch.full((3,), float(step))})
     with aiockpt.Checkpointer(tmp_path) as ckpt:
         assert [info.step for info in ckpt.steps().result(30)] == [2, 1]
+
+
+def test_a_long_list_of_numbers_is_no_tensor_to_be_read_and_the_error_says_how_it_is_loaded(tmp_path: Path) -> None:
+    """It is stored as a tensor that is longer than the list, and so must not be given out as one."""
+    losses = [float(number) for number in range(100_000)]
+    held = {"losses": losses, "log": {"ids": list(range(100_000)), "at": torch.ones(3)}, "ranks": torch.arange(9)}
+    with aiockpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, held).result(30)
+        with pytest.raises(aiockpt.StateMismatchError, match="losses: 100,000 plain numbers") as told:
+            ckpt.read(1, "losses").result(30)
+        assert "values = {'losses': None}; ckpt.load(values, 1).result()" in str(told.value)
+        values: dict[str, Any] = {"losses": None}
+        ckpt.load(values, 1).result(30)
+        assert values["losses"] == losses
+        with pytest.raises(aiockpt.StateMismatchError, match=r"log\.ids: 100,000 plain numbers"):
+            ckpt.read(1, "log.ids").result(30)
+        assert torch.equal(ckpt.read(1, "ranks").result(30), torch.arange(9))
+        assert torch.equal(ckpt.read(1, "log.at").result(30), torch.ones(3))
