@@ -29,7 +29,7 @@ from aiockpt.testing.inline_loop import InlineLoop
 
 NOTES_SKIPPED = "aiockpt.engine.find.note_skipped"
 """What takes down that a load passes over a damaged step."""
-FALLS_BACK = "aiockpt.engine.find.fall_back"
+FALLS_BACK = "aiockpt.pipeline.newest.fall_back"
 """What looks for an older generation of a step whose newest is damaged."""
 DAMAGING_ERRNOS = "aiockpt.errors._DAMAGED"
 """The error numbers that mean damage; all others are outages."""

@@ -13,7 +13,6 @@ import msgspec
 
 from aiockpt.errors import (
     CorruptionError,
-    NewerFormatError,
     NoValidCheckpointError,
     ObjectNotFoundError,
     StepNotFoundError,
@@ -21,15 +20,11 @@ from aiockpt.errors import (
     UsageError,
 )
 from aiockpt.format.names import attempt_folder
-from aiockpt.pipeline.discover import (
-    StepEntry,
-    newest_manifest,
-    read_receipts,
-    scan,
-    votes_to_finish,
-)
+from aiockpt.pipeline.discover import StepEntry, read_receipts, scan, votes_to_finish
 from aiockpt.pipeline.manifests import read_head
+from aiockpt.pipeline.newest import newest_first
 from aiockpt.pipeline.steps import StepInfo, look_into
+from aiockpt.planning.weights import has_weights_only
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.transfer import walk
@@ -144,25 +139,33 @@ def _some(committed: Sequence[StepEntry]) -> str:
     return ", ".join(shown) + (f" and {more} more" if more else "") if shown else "none"
 
 
+class _Listed(msgspec.Struct, frozen=True):
+    """A step of the one place that is looked at."""
+
+    backend: Backend
+    entry: StepEntry
+
+    def without(self, entry: StepEntry) -> _Listed:
+        return _Listed(self.backend, entry)
+
+
 async def find_valid(backend: Backend) -> StepEntry:
-    """Return the newest step whose manifest a reader may believe.
+    """Return the step that a load of the newest would find; where there are weights alone, the newest of these.
 
     Raises:
         StepNotFoundError: nothing is committed.
         NoValidCheckpointError: none of it is valid.
+        NewerFormatError, StorageError: of a step that may be the newest.
     """
     skipped: list[tuple[str, str]] = []
-    for entry in await scan(backend):
-        skipped += [(entry.id, passed.reason) for passed in entry.passed]
-        if entry.head is not None or entry.trouble is not None:
-            try:
-                await newest_manifest(backend, entry)
-            except NewerFormatError:
-                raise
-            except CorruptionError as error:
-                skipped.append((entry.id, str(error)))
-            else:
-                return entry
+    weights: StepEntry | None = None
+    listed = [_Listed(backend, entry) for entry in await scan(backend) if entry.committed]
+    async for one, manifest in newest_first(listed, lambda one, error: skipped.append((one.entry.id, str(error)))):
+        if not has_weights_only(manifest):
+            return one.entry
+        weights = weights or one.entry
+    if weights is not None:
+        return weights
     if skipped:
         raise NoValidCheckpointError(backend.url, skipped)
     raise StepNotFoundError(f"{backend.url} holds no checkpoint yet")

@@ -14,7 +14,6 @@ Guarantees:
 from __future__ import annotations
 
 import logging
-from bisect import insort
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import msgspec
@@ -25,7 +24,6 @@ from aiockpt.engine.under_way import tell_of_newer
 from aiockpt.errors import (
     CheckpointError,
     CorruptionError,
-    ManifestError,
     NewerFormatError,
     NoValidCheckpointError,
     StepNotFoundError,
@@ -34,10 +32,12 @@ from aiockpt.errors import (
 from aiockpt.events import RolledForward, StepSkipped
 from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import step_id
+from aiockpt.pipeline import newest
 from aiockpt.pipeline.commit import roll_forward
-from aiockpt.pipeline.discover import StepCopy, StepEntry, fall_back, find_copy, look_at, read_generation, scan
+from aiockpt.pipeline.discover import StepCopy, StepEntry, find_copy, look_at, scan
 from aiockpt.pipeline.instead import look_instead
 from aiockpt.planning.weights import has_weights_only
+from aiockpt.storage.backend import Backend
 
 logger = logging.getLogger("aiockpt")
 LIST_PATIENCE_S = 10.0
@@ -55,6 +55,17 @@ class Listed(msgspec.Struct, frozen=True):
 
     engine: Engine
     entry: StepEntry
+
+    @property
+    def backend(self) -> Backend:
+        """Where it is."""
+        return self.engine.backend
+
+    def without(self, entry: StepEntry) -> Listed:
+        """Return the step as it is without the generation that turned out bad, which retention does not count any more."""
+        assert self.entry.head is not None
+        self.engine.heads.doubted.add(self.entry.head.attempt)
+        return Listed(self.engine, entry)
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -81,8 +92,8 @@ async def candidates(
     unfinished: Unfinished = []
     listed = await committed_steps(engine, unfinished) if step is None else await find_step(engine, step)
     if to_load:
-        newest = next((one.entry.step for one in listed if one.entry.head is not None), None)
-        await tell_of_newer(unfinished, newest)
+        top = next((one.entry.step for one in listed if one.entry.head is not None), None)
+        await tell_of_newer(unfinished, top)
         if not listed and not unfinished:
             await _tell_what_is_there_instead(engine)
     first: list[CorruptionError] = []
@@ -115,64 +126,9 @@ async def candidates(
 async def newest_first(
     listed: Sequence[Listed], pass_over: Callable[[Listed, CorruptionError], object]
 ) -> AsyncIterator[Found]:
-    """Yield the valid manifests of *listed* and, while the caller wants more, of their older generations: the newest first.
-
-    Args:
-        pass_over: told of each one that is bad.
-
-    Raises:
-        NewerFormatError, StorageError: the next one cannot be read by this version, or now: it may be the newest.
-    """
-    told: set[tuple[int, str, int]] = set()
-
-    def tell_passed(one: Listed) -> None:
-        for passed in one.entry.passed:
-            which = (id(one.engine), one.entry.id, passed.generation)
-            if which not in told:
-                told.add(which)
-                pass_over(one, ManifestError(passed.reason, key=one.entry.id))
-
-    for one in listed:
-        tell_passed(one)
-    left = [one for one in listed if one.entry.head is not None or one.entry.trouble is not None]
-    while left:
-        one = left.pop(0)
-        try:
-            found = await _read(one)
-        except NewerFormatError:
-            raise
-        except CorruptionError as error:
-            pass_over(one, error)
-        else:
-            yield found
-            if has_weights_only(found.manifest):
-                continue
-        older = await _pass_over(one)  # whoever wants more has found its data damaged
-        tell_passed(older)
-        if older.entry.head is not None or older.entry.trouble is not None:
-            insort(left, older, key=_newness)
-
-
-async def _read(listed: Listed) -> Found:
-    """Return the manifest of a step that is listed."""
-    entry = listed.entry
-    if entry.head is None:
-        assert entry.trouble is not None
-        raise entry.trouble
-    return Found(listed.engine, await read_generation(listed.engine.backend, entry.id, entry.head.generation))
-
-
-async def _pass_over(listed: Listed) -> Listed:
-    """Return the step as it is without the generation that turned out bad, which retention does not count any more."""
-    assert listed.entry.head is not None
-    listed.engine.heads.doubted.add(listed.entry.head.attempt)
-    return Listed(listed.engine, await fall_back(listed.engine.backend, listed.entry))
-
-
-def _newness(listed: Listed) -> tuple[int, int]:
-    """Sorts what is listed from the newest to the oldest."""
-    sequence, step = listed.entry.age_order
-    return (-sequence, -step)
+    """Yield what is valid of *listed*, the newest first; see `aiockpt.pipeline.newest`."""
+    async for one, manifest in newest.newest_first(listed, pass_over):
+        yield Found(one.engine, manifest)
 
 
 async def _tell_what_is_there_instead(engine: Engine) -> None:
@@ -220,7 +176,7 @@ async def _list_tiers(
     for one in listed:
         if one not in known:
             logger.warning("%s is left to another tier: %s", one.entry.id, one.entry.trouble)
-    return sorted(known, key=_newness)  # stable: the nearest stays first
+    return sorted(known, key=newest.newness)  # stable: the nearest stays first
 
 
 async def _scan_finishing(engine: Engine) -> list[StepEntry]:

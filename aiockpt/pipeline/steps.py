@@ -12,6 +12,7 @@ import msgspec
 from aiockpt.errors import CorruptionError, StorageError
 from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.discover import StepEntry, newest_manifest
+from aiockpt.planning.weights import has_weights_only
 from aiockpt.storage.backend import Backend
 
 FOUND_DAMAGED = "a verification found it damaged; `aiockpt verify` says where, and takes this back once it is whole"
@@ -28,6 +29,7 @@ class StepInfo(msgspec.Struct, frozen=True):
         verified: whether that generation was verified in full after it was written.
         problem: why no reader may believe it, or can read it now; None for a valid one.
         run: which checkpointer saved it.
+        weights_only: whether it holds weights alone: thinned, or copied so.
         newest_generation: above *generation* where newer ones are damaged, and readers fall back.
     """
 
@@ -44,6 +46,7 @@ class StepInfo(msgspec.Struct, frozen=True):
     problem: str | None = None
     run: str = ""
     newest_generation: int = 0
+    weights_only: bool = False
 
 
 async def look_into(backend: Backend, entry: StepEntry) -> StepInfo:
@@ -79,4 +82,5 @@ def tell(manifest: Manifest, entry: StepEntry) -> StepInfo:
         problem=FOUND_DAMAGED if manifest.generation in entry.damaged else None,
         run=manifest.run,
         newest_generation=max((manifest.generation, *entry.generations)),
+        weights_only=has_weights_only(manifest),
     )

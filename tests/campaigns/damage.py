@@ -214,11 +214,16 @@ def replay_manifest(scene: Scene, path: str, dice: random.Random) -> bool:
 def _let_votes_decide(scene: Scene, save: Save) -> None:
     """Take a manifest for what it is without: the votes put it back, when nothing of the step has a higher number."""
     scene.lose([save], None)
-    others = [one.generation for one in scene.of_step(save.step)]
-    others += [generation for step, generation in scene.history.torn if step == save.step]
+    others = scene.of_step(save.step)
+    waiting = [one.generation for one in others if one in scene.history.voted]
+    committed = [one.generation for one in others if one not in scene.history.voted]
+    committed += [generation for step, generation in scene.history.torn if step == save.step]
     decision = content(scene.history.files, save.decision)
-    if save.generation <= max(others, default=0) or b'"commit"' not in decision:  # one that was about to be deleted
+    if save.generation <= max(committed, default=0) or b'"commit"' not in decision:  # one that was about to be deleted
         return  # `History.given_up` has it, if it still has its votes
+    if save.generation < max(waiting, default=0):  # both are finished, and this one counts where the other is bad
+        scene.unsure.append(save)
+        return
     intact = scene.is_free(save.attempt_folder)
     (scene.whole if intact else scene.unsure).append(save)
 

@@ -123,6 +123,18 @@ def test_ls_tells_when_readers_fall_back_to_an_older_generation(aiockpt_command:
     assert "generation 2 is damaged; readers take generation 1" in outcome.out
 
 
+def test_ls_marks_the_steps_that_keep_their_weights_alone(aiockpt_command: Command, tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"model": torch.nn.Linear(3, 2), "more": torch.ones(5)}).result(30)
+        ckpt.prune(aiockpt.Retention(optimizer=1)).result(30)
+    newest, older = aiockpt_command("ls", tmp_path, "--json").json()["steps"]
+    assert (newest["weights_only"], older["weights_only"]) == (False, True)
+    marked = [line for line in aiockpt_command("ls", tmp_path).out.splitlines() if "weights only" in line]
+    assert len(marked) == 1
+    assert " 1 " in marked[0]
+
+
 def test_ls_names_the_ranks_whose_receipts_are_missing(aiockpt_command: Command, root: Path) -> None:
     receipt = next((root / "step-00000300").glob("a-*/r/*"))
     voted = decode_receipt(receipt.read_bytes(), "receipt")
@@ -324,6 +336,19 @@ def test_inspect_gives_json_to_programs(aiockpt_command: Command, made: Path) ->
     assert seen["info"]["step"] == 200
     (fixed,) = [tensor for tensor in seen["tensors"] if tensor["name"] == "fixed"]
     assert (fixed["dtype"], fixed["shape"], fixed["bytes"]) == ("I64", [6], 48)
+
+
+def test_without_a_step_the_one_is_inspected_that_a_load_takes(aiockpt_command: Command, root: Path) -> None:
+    """The newest generation is bad behind its head; the one before it stands at its own place in the order."""
+    before = root.parent / "before"
+    shutil.copytree(root / "step-00000100", before)
+    save(root, [100])
+    shutil.copytree(before, root / "step-00000100", dirs_exist_ok=True)
+    newer = root / "step-00000100" / "MANIFEST-2.json"
+    flip(newer, newer.stat().st_size - 50)
+    with aiockpt.Checkpointer(root) as ckpt:
+        assert ckpt.latest().result(30) == 300
+    assert aiockpt_command("inspect", root, "--json").json()["info"]["step"] == 300
 
 
 def test_inspect_passes_over_a_damaged_step_unless_asked_for_it(aiockpt_command: Command, root: Path) -> None:
