@@ -1,8 +1,8 @@
-"""How does one process of the demo train, tell what happens, and die on cue?
+"""One process of the demo: it trains, writes each event to standard output as a JSON line, and kills itself on cue.
 
-The director (`demo`) starts it with a job and a pipe. Everything that happens is one JSON line on the pipe: steps and
-losses as the trainer reports them, and the engine's own events. Guarantees: a line is written whole before the next
-thing happens, so that nothing told is lost with the process; the arithmetic is reproducible bit by bit.
+The director (`demo`, `elastic`) starts it with a job, by itself or under torchrun. A line is the rank and the event: the
+steps and losses that the trainer reports, and the engine's own events. A line is written by one call, before the next
+thing happens, so nothing that was told is lost with the process. The arithmetic is reproducible bit by bit.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
+from torch import distributed
 
 from aiockpt.events import (
     BarrierWaited,
@@ -25,39 +26,43 @@ from aiockpt.events import (
     DataWritten,
     Event,
     Loaded,
-    Observer,
     RolledForward,
     SaveFailed,
     SaveStarted,
     SnapshotTaken,
     StepSkipped,
 )
-from aiockpt.examples import train_async, train_sync
+from aiockpt.examples import train_async, train_elastic, train_sync
 from aiockpt.examples.gpt import GPTSize
-from aiockpt.options import Snapshot
+
+TRAINERS: dict[str, Callable[..., Any]] = {
+    "sync": train_sync.train,
+    "async": train_async.train,
+    "elastic": train_elastic.train,
+}
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process is to do.
+    """What one process, or each rank of one start, is to do.
 
     Attributes:
         url: where its checkpoints are.
         every: save every so many steps; None never saves.
-        keep: how many steps retention keeps.
-        snapshot: how states are copied.
+        settings: further arguments of the trainer.
         threads: of torch; the order of float additions depends on it.
-        die_in_save_of: the step whose save is to be interrupted by SIGKILL; None to live.
+        die_in_save_of: the step whose save SIGKILL, sent by the last rank to itself, is to interrupt; None to live.
+        ranks: how many torchrun starts; None for a process by itself.
     """
 
     url: str
-    size: GPTSize
     steps: int
     every: int | None
-    keep: int
-    threads: int
-    asynchronous: bool
-    snapshot: Snapshot = "eager"
+    trainer: Literal["sync", "async", "elastic"] = "sync"
+    size: GPTSize = GPTSize()
+    settings: dict[str, Any] = {}
+    threads: int = 1
     die_in_save_of: int | None = None
+    ranks: int | None = None
 
 
 class StepDone(Event, frozen=True, tag=True):
@@ -76,8 +81,9 @@ Told = (
 class Teller:
     """Writes what happens to a pipe; the trainer's ``on_step`` and the checkpointer's observer."""
 
-    def __init__(self, pipe: int) -> None:
+    def __init__(self, pipe: int, rank: int = 0) -> None:
         self._pipe = pipe
+        self._rank = rank
         self._last_ns = time.monotonic_ns()
 
     def on_step(self, step: int, loss: float) -> None:
@@ -87,9 +93,9 @@ class Teller:
         self._last_ns = now_ns
 
     def on_event(self, event: Event) -> None:
-        """Tell of an event; a line is short enough for the pipe to take it at once."""
+        """Tell of an event; a line is short enough for the pipe to take it at once, whoever else writes to it."""
         if isinstance(event, Told):
-            os.write(self._pipe, msgspec.json.encode(event) + b"\n")
+            os.write(self._pipe, msgspec.json.encode((self._rank, event)) + b"\n")
 
 
 class DieInSave:
@@ -111,28 +117,26 @@ class DieInSave:
             self._die()
 
 
-def run(job: Job, pipe: int) -> None:
-    """Train as *job* says and tell *pipe* about it."""
+def run(job: Job) -> None:
+    """Train as *job* says; what the trainer prints goes to standard error."""
+    pipe = os.dup(1)
+    os.dup2(2, 1)
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(job.threads)
-    teller = Teller(pipe)
-    observers: list[Observer] = [teller]
-    if job.die_in_save_of is not None:
+    if job.ranks:
+        distributed.init_process_group("gloo")
+    rank = distributed.get_rank() if job.ranks else 0
+    teller = Teller(pipe, rank)
+    observers: list[Teller | DieInSave] = [teller]
+    if job.die_in_save_of is not None and rank == (job.ranks or 1) - 1:
         observers.append(DieInSave(job.die_in_save_of))
-    settings: dict[str, Any] = {
-        "size": job.size,
-        "steps": job.steps,
-        "every": job.every,
-        "keep": job.keep,
-        "snapshot": job.snapshot,
-        "on_step": teller.on_step,
-        "observers": observers,
-    }
-    if job.asynchronous:
-        asyncio.run(train_async.train(job.url, **settings))
-    else:
-        train_sync.train(job.url, **settings)
+    shared = {"size": job.size, "steps": job.steps, "every": job.every, **job.settings}
+    trained = TRAINERS[job.trainer](job.url, **shared, on_step=teller.on_step, observers=observers)
+    if trained is not None:
+        asyncio.run(trained)
+    if job.ranks:
+        distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    run(msgspec.json.decode(sys.argv[1], type=Job), pipe=int(sys.argv[2]))
+    run(msgspec.json.decode(sys.argv[1], type=Job))

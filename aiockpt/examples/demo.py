@@ -1,6 +1,6 @@
-"""Does a run that was killed in the middle of a save go on as if nothing had happened, and what did saving cost?
+"""Shows that a run killed in the middle of a save goes on as if nothing had happened, and what saving cost.
 
-    python -m aiockpt.examples.demo
+    aiockpt demo
 
 Three processes run the same trainer. The *reference* never saves and is never interrupted. The *killed* one saves every
 few steps and dies by SIGKILL in the middle of a save. Started again it is *resumed*, and every loss must be the
@@ -10,49 +10,35 @@ director.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
 
-from aiockpt.examples.child import Job, StepDone, Told
-from aiockpt.examples.cost import Cost, account
-from aiockpt.examples.display import Display, LiveDisplay, PlainDisplay, print_result
+from aiockpt.events import Committed, Loaded
+from aiockpt.examples.child import Job, StepDone
+from aiockpt.examples.display import Display, print_result
+from aiockpt.examples.figures import Figures, account, judge
 from aiockpt.examples.gpt import DEFAULT_SIZE, GPTSize
-from aiockpt.examples.outlook import Outlook
-from aiockpt.examples.process import DemoError, Interrupted, ended_by_signals, make_work_folder, run_job
-from aiockpt.examples.record import Record
-from aiockpt.examples.verdict import Recovery, judge
+from aiockpt.examples.spawn import DemoError, Record, run_job
 from aiockpt.format.names import parse_manifest, step_id
+from aiockpt.runtime.signals import Interrupted, ended_by_signals
 from aiockpt.testing.disk import measure_disk
 from aiockpt.units import speed
 
-REFERENCE, KILLED, RESUMED, DISK = "reference", "killed", "resumed", "disk"
-CHECKPOINTS = "checkpoints"
-
+CHECKPOINTS, DISK = "checkpoints", "disk"
 EXACT, DIFFERENT, FAILED, BY_SIGNAL = 0, 1, 2, 128
 """Exit statuses: all losses are equal; they are not; the demo could not be run; with the number of the signal added."""
 
 
 class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What to show.
-
-    Attributes:
-        steps: optimizer steps of the whole run.
-        every: save every so many steps.
-        lazy: copy the state beside training, and not in the call.
-        keep: committed steps that retention keeps.
-        dir: where everything goes, and stays; None takes a new folder in the current one and removes it at the end.
-        asynchronous: use the async trainer.
-        json: print the figures as one JSON object on standard output, and progress on standard error.
-        plain: print lines instead of a live display; so does any output that is not a terminal.
-        size: how large the model is.
-    """
+    """What to show: *steps* optimizer steps, a save every *every*; the command's help says what each of them means."""
 
     steps: int = 60
     every: int = 5
@@ -68,29 +54,50 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
 def run_demo(options: DemoOptions) -> int:
     """Run the demo, print what it shows, and return its exit status."""
     console = Console(stderr=options.json)
+    return direct(
+        console, options.dir, lambda: choose_doomed_save(options), lambda *found: _run(console, options, *found)
+    )
+
+
+def direct(console: Console, folder: Path | None, check: Callable[[], Any], work: Callable[[Path, Any], int]) -> int:
+    """Do *work* in a new folder with what *check* found, and return the exit status; the folder is removed if it can be."""
+    made, status = None, FAILED
     try:
-        doomed = choose_doomed_save(options)
-        folder = make_work_folder(options.dir)
-    except DemoError as error:
-        console.print(f"demo: {error}", style="red", markup=False)
-        return FAILED
-    status = FAILED
-    try:
+        found = check()
+        made = make_work_folder(folder)
         with ended_by_signals():
-            _print_title(console, options)
-            with _open_display(options, console) as display:
-                recovery, cost = _direct(options, doomed, folder, display)
-            status = conclude(console, options, recovery, cost)
+            status = work(made, found)
     except DemoError as error:
         console.print(f"demo: {error}", style="red", markup=False)
     except Interrupted as interruption:
         status = BY_SIGNAL + interruption.number
-    if options.dir is None and (status == EXACT or status > BY_SIGNAL):
-        shutil.rmtree(folder)
-    else:
-        advice = f"Everything is in {folder}; look at it: aiockpt ls {folder / CHECKPOINTS}"
-        console.print(advice, style="dim", markup=False, highlight=False, soft_wrap=True)
+    if made is not None and folder is None and (status == EXACT or status > BY_SIGNAL):
+        shutil.rmtree(made)
+    elif made is not None:
+        tell(console, f"Everything is in {made}; look at it: aiockpt ls {made / CHECKPOINTS}", style="dim")
     return status
+
+
+def make_work_folder(folder: Path | None) -> Path:
+    """Return an empty folder: *folder*, made with its parents, or a new one in the current one for None.
+
+    Raises:
+        DemoError: it cannot be made, or holds something.
+    """
+    try:
+        if folder is None:
+            return Path(tempfile.mkdtemp(prefix="aiockpt-demo-", dir="."))
+        folder.mkdir(parents=True, exist_ok=True)
+        if not any(folder.iterdir()):
+            return folder
+    except OSError as error:
+        raise DemoError(f"no folder to work in: {error}; give one with --dir") from error
+    raise DemoError(f"{folder} is not empty: give --dir a new folder, so that nothing of yours is mixed in")
+
+
+def tell(console: Console, text: str, style: str) -> None:
+    """Print a line as it is."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def choose_doomed_save(options: DemoOptions) -> int:
@@ -108,34 +115,54 @@ def choose_doomed_save(options: DemoOptions) -> int:
     return options.every * max(2, round(0.6 * saves))
 
 
-def _direct(options: DemoOptions, doomed: int, folder: Path, display: Display) -> tuple[Recovery, Cost]:
-    """Run one process after the other and draw the conclusions."""
+def _run(console: Console, options: DemoOptions, folder: Path, doomed: int) -> int:
+    """Run one process after the other, and draw the conclusions."""
+    trainer = "async" if options.asynchronous else "sync"
+    title = f"a {'lazy ' * options.lazy}save every {options.every}."
+    tell(console, f"A byte-level GPT reads the standard library: {options.steps} steps, {title}", style="bold")
+    tell(console, f"The trainer is {Path(__file__).with_name(f'train_{trainer}.py')}", style="dim")
     saving = Job(
         url=str(folder / CHECKPOINTS),
         size=options.size,
         steps=options.steps,
         every=options.every,
-        keep=options.keep,
         threads=min(4, len(os.sched_getaffinity(0))),
-        asynchronous=options.asynchronous,
-        snapshot="lazy" if options.lazy else "eager",
+        trainer="async" if options.asynchronous else "sync",
+        settings={"keep": options.keep, "snapshot": "lazy" if options.lazy else "eager"},
     )
-    quiet = msgspec.structs.replace(saving, url=str(folder / REFERENCE), every=None)
+    quiet = msgspec.structs.replace(saving, url=str(folder / "reference"), every=None)
     doing_harm = msgspec.structs.replace(saving, die_in_save_of=doomed)
-
     again = options.steps - doomed + options.every - 1  # the newest committed save is the one before, as a rule
-    outlook = Outlook({REFERENCE: options.steps, KILLED: doomed + 1, RESUMED: again})
-    reference = _show(quiet, REFERENCE, folder, display, outlook)
-    killed = _show(doing_harm, KILLED, folder, display, outlook)
-    check_uncommitted(folder / CHECKPOINTS, doomed)
-    resumed = _show(saving, RESUMED, folder, display, outlook)
+    phases = {"reference": options.steps, "killed": doomed + 1, "resumed": again, DISK: 0}
+    with open_display(console, phases, plain=options.plain or options.json) as display:
+        reference = run_phase(display, quiet, "reference", folder)[0]
+        killed = run_phase(display, doing_harm, "killed", folder)[0]
+        check_uncommitted(folder / CHECKPOINTS, doomed)
+        resumed = run_phase(display, saving, "resumed", folder)[0]
+        display.begin(DISK)
+        recovery = judge(reference, killed, resumed, doomed)
+        cost = account(reference, [killed, resumed], measure_disk(folder, recovery["save_bytes"]))
+        display.finish(f"{speed(cost['disk_bytes_per_s'])} by a plain writer, nothing else running")
+    return conclude(console, options, recovery, cost)
 
-    display.begin(DISK)
-    recovery = judge(reference, killed, resumed, doomed)
-    disk = measure_disk(folder, recovery.save_bytes)
-    cost = account(reference, [killed, resumed], disk)
-    display.finish(f"{speed(cost.disk_bytes_per_s)} by a plain writer, nothing else running")
-    return recovery, cost
+
+def open_display(console: Console, phases: dict[str, int], *, plain: bool) -> Display:
+    """Return the display of these phases: live on a terminal, unless lines are wanted."""
+    return Display(console, phases, live=console.is_terminal and not plain)
+
+
+def run_phase(display: Display, job: Job, name: str, folder: Path) -> dict[int, Record]:
+    """Run *job* in view, and return what each rank told."""
+    display.begin(name)
+    records = run_job(job, name, folder, lambda record, told: display.show(record, told, job.steps))
+    record, losses = records[0], list(records[0].losses.values())
+    seconds = sum(done.seconds for done in record[StepDone].values())
+    parts = [f"from step {step}" for step in record[Loaded]]
+    parts += [f"{len(losses)} steps in {seconds:.1f} s, loss {losses[0]:.3f} → {losses[-1]:.3f}"]
+    parts += [f"{len(record[Committed])} saves"] * (job.every is not None)
+    parts += ["then SIGKILL"] * (job.die_in_save_of is not None)
+    display.finish(", ".join(parts))
+    return records
 
 
 def check_uncommitted(root: Path, step: int) -> None:
@@ -148,90 +175,11 @@ def check_uncommitted(root: Path, step: int) -> None:
         raise DemoError(f"the save of step {step} was committed before the kill, so that nothing is shown")
 
 
-def _show(job: Job, name: str, folder: Path, display: Display, outlook: Outlook) -> Record:
-    def show(record: Record, told: Told) -> None:
-        if isinstance(told, StepDone):
-            outlook.step(told.seconds)
-            display.expect(outlook.remaining_s())
-        display.show(record, told)
-
-    outlook.begin(name)
-    display.begin(name, job.steps)
-    record = run_job(job, name, folder, show)
-    outlook.finish()
-    display.finish(_outcome(job, record))
-    return record
-
-
-def _outcome(job: Job, record: Record) -> str:
-    """Say in a line how a process ended."""
-    losses = [record.steps[step].loss for step in sorted(record.steps)]
-    seconds = sum(done.seconds for done in record.steps.values())
-    parts = [f"{len(losses)} steps in {seconds:.1f} s, loss {losses[0]:.3f} → {losses[-1]:.3f}"]
-    if record.loaded is not None:
-        parts.insert(0, f"from step {record.loaded.step}")
-    if job.every is not None:
-        parts.append(f"{len(record.commits)} saves")
-    if job.die_in_save_of is not None:
-        parts.append("then SIGKILL")
-    return ", ".join(parts)
-
-
-def conclude(console: Console, options: DemoOptions, recovery: Recovery, cost: Cost) -> int:
+def conclude(console: Console, options: DemoOptions, recovery: Figures, cost: Figures) -> int:
     """Print what was found as *options* want it and return the exit status that follows from it."""
     if options.json:
-        sys.stdout.write(msgspec.json.encode(_figures(options, recovery, cost), enc_hook=str).decode() + "\n")
+        found = {"exact": recovery["exact"], "options": options, "recovery": recovery, "cost": cost}
+        sys.stdout.write(msgspec.json.encode(found, enc_hook=str).decode() + "\n")
     else:
         print_result(console, recovery, cost)
-    return EXACT if recovery.exact else DIFFERENT
-
-
-def _figures(options: DemoOptions, recovery: Recovery, cost: Cost) -> dict[str, Any]:
-    return {
-        "exact": recovery.exact,
-        "options": options,
-        "recovery": recovery,
-        "cost": {
-            **msgspec.structs.asdict(cost),
-            "blocked_fraction": cost.blocked_fraction,
-            "overhead_fraction": cost.overhead_fraction,
-            "overhead_is_noise": cost.overhead_is_noise,
-            "overhead_is_measurable": cost.overhead_is_measurable,
-            "slowed_is_measurable": cost.slowed_is_measurable,
-        },
-    }
-
-
-def _open_display(options: DemoOptions, console: Console) -> Display:
-    if options.plain or options.json or not console.is_terminal:
-        return PlainDisplay(console)
-    return LiveDisplay(console, (REFERENCE, KILLED, RESUMED, DISK))
-
-
-def _print_title(console: Console, options: DemoOptions) -> None:
-    trainer = "train_async" if options.asynchronous else "train_sync"
-    saves = f"a {'lazy ' * options.lazy}save every {options.every}"
-    title = f"A byte-level GPT reads the standard library: {options.steps} steps, {saves}."
-    console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
-    source = f"The trainer is {Path(__file__).with_name(trainer + '.py')}"
-    console.print(source, style="dim", markup=False, highlight=False, soft_wrap=True)
-
-
-def main() -> int:
-    """Read the command line and run the demo."""
-    question = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m aiockpt.examples.demo", description=question)
-    default = DemoOptions()
-    parser.add_argument("--steps", type=int, default=default.steps, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--every", type=int, default=default.every, help="save every so many (default: %(default)s)")
-    parser.add_argument("--lazy", action="store_true", help="copy states beside training, and not in the call")
-    parser.add_argument("--keep", type=int, default=default.keep, help="checkpoints to keep (default: %(default)s)")
-    parser.add_argument("--dir", type=Path, help="a new folder for everything (default: one here that is removed)")
-    parser.add_argument("--async", dest="asynchronous", action="store_true", help="use the async trainer")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON, and progress on stderr")
-    parser.add_argument("--plain", action="store_true", help="print lines, no live display")
-    return run_demo(DemoOptions(**vars(parser.parse_args())))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return EXACT if recovery["exact"] else DIFFERENT

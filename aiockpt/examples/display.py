@@ -1,244 +1,169 @@
-"""What does the person in front of the demo see? Live progress on a terminal, plain lines elsewhere, then a table."""
+"""What the person in front of the demo sees: live progress on a terminal, plain lines elsewhere, then tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping
 
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.padding import Padding
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.progress_bar import ProgressBar
-from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from aiockpt.events import Committed, SnapshotTaken
 from aiockpt.examples.child import StepDone, Told
-from aiockpt.examples.cost import Cost
-from aiockpt.examples.outlook import tell
-from aiockpt.examples.record import Record
-from aiockpt.examples.verdict import Recovery
+from aiockpt.examples.figures import Figures
+from aiockpt.examples.spawn import Record
 from aiockpt.units import size, speed
 
 DIFFERENCES_SHOWN = 10
-
-
-class Display(AbstractContextManager["Display"], Protocol):
-    """Shows one phase of the demo after the other."""
-
-    def begin(self, phase: str, steps: int = 0) -> None:
-        """Show that *phase* runs; it takes *steps* training steps, if any."""
-
-    def show(self, record: Record, told: Told) -> None:
-        """Show what was just *told*; *record* has it already."""
-
-    def expect(self, remaining_s: float | None) -> None:
-        """Show how long all of it will still take; None while that is not known."""
-
-    def finish(self, outcome: str) -> None:
-        """Show how the phase ended."""
-
-
-def training_text(done: StepDone, steps: int) -> str:
-    """Say where the training is."""
-    return f"step {done.step:>3}/{steps}   loss {done.loss:.4f}"
+LINES = 6
+"""Of a phase, where they are not redrawn."""
+ENOUGH_STEPS = 5
+"""The first steps of a process are slow; after so many it is said how long all of it will take."""
 
 
 def saving_text(record: Record) -> str:
     """Say what the saves are doing: pause and bytes of the last one, speed of the last commit, and what is in flight."""
-    snapshot, commit = record.last_snapshot, record.last_commit
+    snapshot, commit = record.newest(SnapshotTaken), record.newest(Committed)
     if snapshot is None:
         return ""
     parts = [f"save {snapshot.step}: pause {snapshot.pause_s * 1e3:.1f} ms, {size(snapshot.bytes)}"]
     if commit is not None:
         parts.append(speed(commit.bytes / commit.seconds))
-    if record.in_flight or commit is None:
-        parts.append(f"{record.in_flight} in flight")
-    else:
-        parts.append(f"committed {commit.step}")
-    return " · ".join(parts)
+    idle = commit is not None and not record.in_flight
+    return " · ".join([*parts, f"committed {commit.step}" if commit and idle else f"{record.in_flight} in flight"])
 
 
-class LiveDisplay:
-    """Redraws all phases in place, ten times a second."""
-
-    def __init__(self, console: Console, phases: Sequence[str]) -> None:
-        self._spinner = Spinner("dots", style="cyan")
-        self._outcomes: dict[str, str | None] = dict.fromkeys(phases)
-        self._phase: str | None = None
-        self._steps = 0
-        self._record: Record | None = None
-        self._remaining_s: float | None = None
-        self._live = Live(console=console, get_renderable=self.draw, refresh_per_second=10)
-
-    def __enter__(self) -> LiveDisplay:
-        self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._live.stop()
-
-    def begin(self, phase: str, steps: int = 0) -> None:
-        self._phase, self._steps, self._record = phase, steps, None
-
-    def show(self, record: Record, told: Told) -> None:
-        self._record = record
-
-    def expect(self, remaining_s: float | None) -> None:
-        self._remaining_s = remaining_s
-
-    def finish(self, outcome: str) -> None:
-        assert self._phase is not None
-        self._outcomes[self._phase] = outcome
-        self._phase = None
-
-    def draw(self) -> RenderableType:
-        """Return all phases as they are now."""
-        table = Table.grid(padding=(0, 1))
-        for phase, outcome in self._outcomes.items():
-            if outcome is not None:
-                table.add_row(Text("✓", "green"), phase, Text(outcome))
-            elif phase == self._phase:
-                table.add_row(self._spinner, Text(phase, "bold"), self._progress())
-            else:
-                table.add_row(" ", Text(phase, "dim"), "")
-        if self._phase is not None and self._remaining_s is not None:
-            table.add_row(" ", Text("to go", "dim"), Text(tell(self._remaining_s), "dim"))
-        return Padding(table, (0, 1))
-
-    def _progress(self) -> RenderableType:
-        record, done = self._record, self._record.last_step if self._record else None
-        if record is None or done is None:
-            return Text("starting" if self._steps else "", "dim")
-        bar = Table.grid(padding=(0, 2))
-        bar.add_row(ProgressBar(self._steps, done.step + 1, width=24), training_text(done, self._steps))
-        saving = saving_text(record)
-        return Group(bar, Text(saving, "cyan")) if saving else bar
+def about(seconds: float) -> str:
+    """Return a time that is only about right, as people say it."""
+    return f"about {seconds / 60:.0f} minutes" if seconds >= 120 else f"about {max(1, round(seconds)):d} s"
 
 
-class PlainDisplay:
-    """Prints a line now and then: for logs, pipes and terminals that cannot redraw."""
+class _Phase(ProgressColumn):
+    def render(self, task: Task) -> RenderableType:
+        text = Text(task.fields["text"])
+        return text if task.finished or not task.total else Group(ProgressBar(task.total, task.completed, 24), text)
 
-    LINES = 6
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._phase = ""
-        self._steps = 0
+class Display(Progress):
+    """Shows the phases of a demo one after the other; *phases* says how many steps each is going to take, if any."""
+
+    def __init__(self, console: Console, phases: Mapping[str, int], *, live: bool) -> None:
+        columns = (SpinnerColumn(finished_text="[green]✓"), TextColumn("{task.description}"), _Phase())
+        super().__init__(*columns, console=console, disable=not live, speed_estimate_period=3600)
+        self._all = self.add_task("", total=sum(phases.values()), visible=False)
+        self._rows = {
+            name: self.add_task(name, total=steps or None, text="", visible=False) for name, steps in phases.items()
+        }
         self._said_how_long = False
 
-    def __enter__(self) -> PlainDisplay:
-        return self
+    def begin(self, phase: str) -> None:
+        """Show that *phase* runs."""
+        self._phase = phase
+        self.update(self._rows[phase], visible=True, text="starting")
 
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def begin(self, phase: str, steps: int = 0) -> None:
-        self._phase, self._steps = phase, steps
-
-    def show(self, record: Record, told: Told) -> None:
-        if isinstance(told, StepDone) and told.step % max(1, self._steps // self.LINES) == 0:
-            parts = [training_text(told, self._steps), saving_text(record)]
-            self._print("   ".join(part for part in parts if part))
-
-    def expect(self, remaining_s: float | None) -> None:
-        if remaining_s is not None and not self._said_how_long:
-            self._print(f"all of it will take {tell(remaining_s)} from here")
+    def show(self, record: Record, told: Told, steps: int) -> None:
+        """Show what was just *told* of a run of so many steps; *record* has it already."""
+        done, row = record.newest(StepDone), self._rows[self._phase]
+        if done is None:
+            return
+        training, saving = f"step {done.step:>3}/{steps}   loss {done.loss:.4f}", saving_text(record)
+        if isinstance(told, StepDone):
+            self.advance(row)
+            self.advance(self._all)
+            if done.step % max(1, steps // LINES) == 0:
+                self._print("   ".join(filter(None, (training, saving))))
+        left = about(self.left_s) if self.left_s is not None else ""
+        self.update(row, text="\n".join(filter(None, (training, saving, left and f"{left} to go"))))
+        if left and not self._said_how_long:
+            self._print(f"all of it will take {left} from here")
             self._said_how_long = True
 
+    @property
+    def left_s(self) -> float | None:
+        """How long the steps to come will take; None as long as that is not known."""
+        task = next(task for task in self.tasks if task.id == self._all)
+        return task.time_remaining if task.completed >= ENOUGH_STEPS else None
+
     def finish(self, outcome: str) -> None:
+        """Show how the phase ended; steps that it did not take are not to come."""
+        row = next(task for task in self.tasks if task.id == self._rows[self._phase])
+        total = next(task for task in self.tasks if task.id == self._all)
+        # set, not updated: an update would forget how fast the steps were
+        total.total = (total.total or 0) - (row.total or 0) + row.completed
+        self.update(row.id, total=max(1, row.completed), completed=max(1, row.completed), text=outcome)
         self._print(outcome)
 
     def _print(self, text: str) -> None:
-        self._console.print(f"{self._phase}: {text}", highlight=False, soft_wrap=True)
+        if self.disable:
+            self.console.print(f"{self._phase}: {text}", highlight=False, markup=False, soft_wrap=True)
 
 
-def print_result(console: Console, recovery: Recovery, cost: Cost) -> None:
-    """Print losses side by side, the figures, and the verdict."""
-    exact = recovery.exact
-    console.print()
-    console.print(_loss_table(recovery))
-    console.print()
-    console.print(_figure_table([*_recovery_rows(recovery), ("", "", ""), *_cost_rows(cost)]))
-    console.print()
-    for it in recovery.differences[:DIFFERENCES_SHOWN]:
-        console.print(f" {it.run}, step {it.step}: loss {it.actual!r} instead of {it.expected!r}", style="red")
-    verdict = "The run went on as if it had never been killed." if exact else "THE LOSSES DIFFER."
-    console.print(f" {verdict}", style="bold green" if exact else "bold red")
-
-
-def _loss_table(recovery: Recovery) -> Table:
+def table_of(headings: Iterable[str], rows: Iterable[Iterable[RenderableType]], left: str = "") -> Table:
+    """Return a table whose columns, but for the one called *left*, are aligned at the right."""
     table = Table(box=None, padding=(0, 2, 0, 1), header_style="bold")
-    for heading in ("step", "loss of the reference", "of the killed run", "of the resumed run"):
-        table.add_column(heading, justify="right")
-    for it in recovery.samples:
-        table.add_row(
-            str(it.step), repr(it.reference), _compared(it.killed, it.reference), _compared(it.resumed, it.reference)
-        )
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == left else "right")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def _compared(loss: float | None, reference: float) -> Text:
-    if loss is None:
-        return Text("")
-    return Text(repr(loss), "green" if loss == reference else "bold red")
+def print_result(console: Console, recovery: Figures, cost: Figures) -> None:
+    """Print losses side by side, the figures, and the verdict."""
 
+    def compared(loss: float | None, reference: float) -> Text:
+        return Text("" if loss is None else repr(loss), "green" if loss == reference else "bold red")
 
-def _figure_table(rows: Iterable[tuple[str, str, str]]) -> Table:
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 1))
-    for question, answer, detail in rows:
-        table.add_row(Text(question, "bold"), answer, Text(detail, "dim"))
-    return table
-
-
-def _recovery_rows(it: Recovery) -> list[tuple[str, str, str]]:
-    same = it.compared_steps - len(it.differences)
-    resumed_from = "nothing" if it.resumed_from is None else f"step {it.resumed_from}"
-    return [
-        (
-            "killed in the save of",
-            f"step {it.killed_in_save_of}",
-            f"{size(it.written_bytes)} of {size(it.save_bytes)} written, no manifest",
-        ),
-        ("resumed from", resumed_from, f"the newest committed was {it.newest_committed}"),
-        ("work lost", f"{it.lost_steps} steps", f"{it.lost_s:.1f} s of training, done again"),
-        ("losses equal", f"{same} of {it.compared_steps}", "bit by bit, before and after the kill"),
+    losses: list[tuple[RenderableType, ...]] = [
+        (str(it["step"]), repr(it["reference"]), *(compared(it[run], it["reference"]) for run in ("killed", "resumed")))
+        for it in recovery["samples"]
     ]
+    headings = ("step", "loss of the reference", "of the killed run", "of the resumed run")
+    figures = Table(show_header=False, box=None, padding=(0, 2, 0, 1))
+    for question, answer, detail in [*_recovery_rows(recovery), ("", "", ""), *_cost_rows(cost)]:
+        figures.add_row(Text(question, "bold"), answer, Text(detail, "dim"))
+    console.print("", table_of(headings, losses), "", figures, "", sep="\n")
+    for it in recovery["differences"][:DIFFERENCES_SHOWN]:
+        line = " {run}, step {step}: loss {actual!r} instead of {expected!r}".format_map(it)
+        console.print(line, style="red")
+    verdict = " The run went on as if it had never been killed." if recovery["exact"] else " THE LOSSES DIFFER."
+    console.print(verdict, style="bold green" if recovery["exact"] else "bold red")
 
 
-def _cost_rows(it: Cost) -> list[tuple[str, str, str]]:
-    pause, pause_max = it.pause_median_s * 1e3, it.pause_max_s * 1e3
-    commit, commit_max = it.commit_median_s * 1e3, it.commit_max_s * 1e3
-    disk = speed(it.disk_bytes_per_s) + ("" if it.disk_direct else ", page cache")
-    return [
-        ("steps and saves", f"{it.steps} and {it.saves}", "of both runs that saved"),
-        (
-            "training blocked",
-            f"{it.blocked_fraction:.2%} of its time",
-            f"{it.blocked_s:.3g} s of {it.run_s:.1f} s, by all saves together",
-        ),
-        ("pause per save", f"{pause:.1f} ms", f"median of {it.saves}, at most {pause_max:.1f} ms"),
-        ("time to committed", f"{commit:.0f} ms", f"median, at most {commit_max:.0f} ms"),
-        (
-            "throughput of a save",
-            speed(it.save_bytes_per_s),
-            f"{it.save_bytes_per_s / it.disk_bytes_per_s:.0%} of the idle disk ({disk})",
-        ),
-        *_slowdown_rows(it),
-    ]
+def _recovery_rows(it: Figures) -> Iterator[tuple[str, str, str]]:
+    written, whole = size(it["written_bytes"]), size(it["save_bytes"])
+    found = "nothing" if it["resumed_from"] is None else f"step {it['resumed_from']}"
+    same = it["compared_steps"] - len(it["differences"])
+    yield "killed in the save of", f"step {it['killed_in_save_of']}", f"{written} of {whole} written, no manifest"
+    yield "resumed from", found, f"the newest committed was {it['newest_committed']}"
+    yield "work lost", f"{it['lost_steps']} steps", f"{it['lost_s']:.1f} s of training, done again"
+    yield "losses equal", f"{same} of {it['compared_steps']}", "bit by bit, before and after the kill"
 
 
-def _slowdown_rows(it: Cost) -> list[tuple[str, str, str]]:
-    """Return what is told against the noise; below it a figure would be the noise's own, and could be below 0."""
-    noise = f"±{it.noise_fraction:.0%}"
-    slowed, beside = "not measurable", f"less than the noise of {noise}"
-    if it.slowed_s is not None and it.slowed_is_measurable:
-        slowed, beside = f"{it.slowed_s * 1e3:+.1f} ms", "its steps against those around it"
-    overhead = f"{it.overhead_fraction:+.1%}" if it.overhead_is_measurable else "not measurable"
-    compared = f"{it.timed_steps} steps in {it.saving_s:.2f} s, without saves {it.plain_s:.2f} s"
-    return [
-        ("slowed by a save", slowed, beside),
-        ("overhead on training", overhead, compared),
-        ("noise of this machine", noise, f"steps of {it.step_s * 1e3:.0f} ms without saves"),
-    ]
+def _cost_rows(it: Figures) -> Iterator[tuple[str, str, str]]:
+    """Yield the figures; one that is below the noise would be the noise's own, could be below 0, and is not told."""
+    pause, pause_max, commit, commit_max, slowed, step = (
+        (it[name] or 0) * 1e3
+        for name in ("pause_median_s", "pause_max_s", "commit_median_s", "commit_max_s", "slowed_s", "step_s")
+    )
+    disk, noise = (
+        speed(it["disk_bytes_per_s"]) + ", page cache" * (not it["disk_direct"]),
+        f"±{it['noise_fraction']:.0%}",
+    )
+    blocked = f"{it['blocked_s']:.3g} s of {it['run_s']:.1f} s, by all saves together"
+    of_disk = f"{it['save_bytes_per_s'] / it['disk_bytes_per_s']:.0%} of the idle disk ({disk})"
+    overhead = f"{it['overhead_fraction']:+.1%}" if it["overhead_is_measurable"] else "not measurable"
+    timed = f"{it['timed_steps']} steps in {it['saving_s']:.2f} s, without saves {it['plain_s']:.2f} s"
+    yield "steps and saves", f"{it['steps']} and {it['saves']}", "of both runs that saved"
+    yield "training blocked", f"{it['blocked_fraction']:.2%} of its time", blocked
+    yield "pause per save", f"{pause:.1f} ms", f"median of {it['saves']}, at most {pause_max:.1f} ms"
+    yield "time to committed", f"{commit:.0f} ms", f"median, at most {commit_max:.0f} ms"
+    yield "throughput of a save", speed(it["save_bytes_per_s"]), of_disk
+    if it["slowed_is_measurable"]:
+        yield "slowed by a save", f"{slowed:+.1f} ms", "its steps against those around it"
+    else:
+        yield "slowed by a save", "not measurable", f"less than the noise of {noise}"
+    yield "overhead on training", overhead, timed
+    yield "noise of this machine", noise, f"steps of {step:.0f} ms without saves"

@@ -15,8 +15,7 @@ import aiockpt
 from aiockpt.examples.child import Job, Told
 from aiockpt.examples.demo import EXACT, FAILED, DemoOptions, check_uncommitted, choose_doomed_save, run_demo
 from aiockpt.examples.gpt import GPTSize
-from aiockpt.examples.process import DemoError, run_job
-from aiockpt.examples.record import Record
+from aiockpt.examples.spawn import DemoError, Record, run_job
 
 TINY = GPTSize(layers=1, width=16, heads=2, context=8, batch=2)
 
@@ -53,7 +52,7 @@ def test_a_run_killed_in_the_middle_of_a_save_goes_on_bit_by_bit(
 
 
 def test_a_process_that_fails_is_reported_with_what_it_said(tmp_path: Path) -> None:
-    job = Job(url="no-such-scheme://x", size=TINY, steps=1, every=None, keep=1, threads=1, asynchronous=False)
+    job = Job(url="no-such-scheme://x", size=TINY, steps=1, every=None)
     with pytest.raises(DemoError, match="no-such-scheme") as caught:
         run_job(job, "broken", tmp_path, lambda record, told: None)
     assert "ended with status 1 instead of 0" in str(caught.value)
@@ -87,13 +86,13 @@ def test_a_demo_that_is_told_to_end_keeps_the_folder_that_was_named(tmp_path: Pa
 
     folder = tmp_path / "kept"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("aiockpt.examples.demo._direct", told_to_end)
+        patch.setattr("aiockpt.examples.demo._run", told_to_end)
         assert run_demo(DemoOptions(dir=folder)) == 128 + signal.SIGTERM
     assert folder.is_dir()
 
 
 def test_a_process_does_not_outlive_a_director_that_is_interrupted(tmp_path: Path) -> None:
-    job = Job(url=str(tmp_path / "x"), size=TINY, steps=10**9, every=None, keep=1, threads=1, asynchronous=False)
+    job = Job(url=str(tmp_path / "x"), size=TINY, steps=10**9, every=None)
 
     def interrupt(record: Record, told: Told) -> None:
         raise KeyboardInterrupt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 
 import msgspec
@@ -11,11 +12,10 @@ from rich.console import Console
 
 from aiockpt.events import Committed, SaveStarted, SnapshotTaken
 from aiockpt.examples.child import StepDone, Told
-from aiockpt.examples.cost import Cost
 from aiockpt.examples.demo import DIFFERENT, EXACT, DemoOptions, conclude
-from aiockpt.examples.display import LiveDisplay, PlainDisplay, print_result
-from aiockpt.examples.record import Record
-from aiockpt.examples.verdict import Difference, Recovery, Sample
+from aiockpt.examples.display import ENOUGH_STEPS, Display, about, print_result
+from aiockpt.examples.figures import Figures
+from aiockpt.examples.spawn import Record
 
 STORY: tuple[Told, ...] = (
     StepDone(at_ns=0, step=10, loss=2.5, seconds=0.1),
@@ -25,41 +25,46 @@ STORY: tuple[Told, ...] = (
     SaveStarted(at_ns=0, step=14, bytes=39_000_000, tensor_count=50),
     StepDone(at_ns=0, step=20, loss=2.25, seconds=0.1),
 )
-COST = Cost(
-    steps=125,
-    saves=24,
-    pause_median_s=0.0031,
-    pause_max_s=0.0125,
-    commit_median_s=0.039,
-    commit_max_s=0.1,
-    save_bytes_per_s=1e9,
-    disk_bytes_per_s=2e9,
-    disk_direct=True,
-    blocked_s=0.0815,
-    run_s=20.5,
-    slowed_s=0.0042,
-    timed_steps=100,
-    plain_s=20.0,
-    saving_s=20.3,
-    step_s=0.2,
-    noise_fraction=0.05,
-)
+COST: Figures = {
+    "steps": 125,
+    "saves": 24,
+    "pause_median_s": 0.0031,
+    "pause_max_s": 0.0125,
+    "commit_median_s": 0.039,
+    "commit_max_s": 0.1,
+    "save_bytes_per_s": 1e9,
+    "disk_bytes_per_s": 2e9,
+    "disk_direct": True,
+    "blocked_s": 0.0815,
+    "run_s": 20.5,
+    "slowed_s": 0.0042,
+    "timed_steps": 100,
+    "plain_s": 20.0,
+    "saving_s": 20.3,
+    "step_s": 0.2,
+    "noise_fraction": 0.05,
+    "blocked_fraction": 0.0815 / 20.5,
+    "overhead_fraction": 0.015,
+    "overhead_is_measurable": False,
+    "slowed_is_measurable": True,
+}
 
 
-def recovery(resumed_loss: float) -> Recovery:
-    exact = resumed_loss == 2.0
-    return Recovery(
-        killed_in_save_of=70,
-        written_bytes=16_800_000,
-        save_bytes=39_100_000,
-        newest_committed=65,
-        resumed_from=65,
-        lost_steps=6,
-        lost_s=1.0,
-        compared_steps=120,
-        differences=() if exact else (Difference("resumed", 66, 2.0, resumed_loss),),
-        samples=(Sample(66, 2.0, 2.0, resumed_loss),),
-    )
+def recovery(resumed_loss: float) -> Figures:
+    difference = {"run": "resumed", "step": 66, "expected": 2.0, "actual": resumed_loss}
+    return {
+        "exact": resumed_loss == 2.0,
+        "killed_in_save_of": 70,
+        "written_bytes": 16_800_000,
+        "save_bytes": 39_100_000,
+        "newest_committed": 65,
+        "resumed_from": 65,
+        "lost_steps": 6,
+        "lost_s": 1.0,
+        "compared_steps": 120,
+        "differences": [] if resumed_loss == 2.0 else [difference],
+        "samples": [{"step": 66, "reference": 2.0, "killed": 2.0, "resumed": resumed_loss}],
+    }
 
 
 def terminal(width: int = 80) -> Console:
@@ -71,54 +76,61 @@ def printed(console: Console) -> str:
     return console.file.getvalue()
 
 
-def test_the_live_display_shows_loss_pause_bytes_speed_and_saves_in_flight_in_80_columns() -> None:
-    console, record = terminal(), Record()
-    with LiveDisplay(console, ("first", "second")) as display:
-        display.begin("first", steps=40)
-        for told in STORY:
+def test_the_live_display_shows_loss_pause_bytes_speed_saves_in_flight_and_the_time_left_in_80_columns() -> None:
+    console, record, now_s = terminal(), Record(), itertools.count()
+    with Display(console, {"first": 40, "second": 20}, live=True) as display:
+        display.get_time = lambda: float(next(now_s))
+        display.begin("first")
+        for told in (*[STORY[0]] * ENOUGH_STEPS, *STORY):
             record.add(told)
-            display.show(record, told)
-        console.print(display.draw())
+            display.show(record, told, 40)
+        display.refresh()
         display.finish("all is well")
-    for expected in ("step  20/40", "loss 2.2500", "pause 3.1 ms", "37.2 MiB", "953.7 MiB/s", "1 in flight", "second"):
+    for expected in ("step  20/40", "loss 2.2500", "pause 3.1 ms", "37.2 MiB", "953.7 MiB/s", "1 in flight", " to go"):
         assert expected in printed(console)
-    assert "✓ first  all is well" in printed(console)
+    assert "✓ first all is well" in printed(console)
     without_escapes = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", printed(console))
     assert max(len(line) for line in without_escapes.splitlines()) <= 80
 
 
-def test_what_a_save_does_fits_into_a_line_of_80_columns() -> None:
-    console, record = terminal(), Record()
-    for told in STORY[:4]:
-        record.add(told)
-    told = msgspec.structs.replace(STORY[0], step=110)
-    assert record.last_snapshot is not None
-    record.last_snapshot = msgspec.structs.replace(record.last_snapshot, step=110)
-    with LiveDisplay(console, ("reference",)) as display:
-        display.begin("reference", steps=120)
-        record.add(told)
-        display.show(record, told)
-        console.print(display.draw())
-    line = next(line for line in printed(console).splitlines() if "save 110: pause 3.1 ms" in line)
-    assert "committed 10" in line
-
-
-def test_the_plain_display_prints_a_few_lines_a_phase_without_escape_sequences() -> None:
+def test_the_plain_display_prints_a_few_lines_a_phase_and_the_time_left_without_escape_sequences() -> None:
     console, record = Console(file=io.StringIO(), width=200), Record()
-    with PlainDisplay(console) as display:
-        display.begin("first", steps=60)
-        for told in STORY:
+    with Display(console, {"first": 60, "second": 20}, live=False) as display:
+        display.get_time = lambda: 10.0 * len(record[StepDone])
+        display.begin("first")
+        steps = [msgspec.structs.replace(STORY[0], step=step) for step in range(11, 20)]
+        for told in (*STORY[:5], *steps, STORY[5]):
             record.add(told)
-            display.show(record, told)
+            display.show(record, told, 60)
         display.finish("all is well")
     assert "\x1b" not in printed(console)
     lines = printed(console).splitlines()
     assert [line.split("   ")[0] for line in lines] == [
         "first: step  10/60",
+        "first: all of it will take about 12 minutes from here",
         "first: step  20/60",
         "first: all is well",
     ]
-    assert "save 10: pause 3.1 ms" in lines[1]
+    assert "save 10: pause 3.1 ms" in lines[2]
+
+
+def test_steps_that_a_phase_did_not_take_are_not_to_come() -> None:
+    now_s, record = itertools.count(), Record()
+    with Display(Console(file=io.StringIO()), {"first": 40, "second": 20}, live=False) as display:
+        display.get_time = lambda: float(next(now_s))
+        display.begin("first")
+        for _ in range(10):
+            record.add(STORY[0])
+            display.show(record, STORY[0], 40)
+        before_s = display.left_s
+        display.finish("killed")
+        assert before_s is not None
+        assert display.left_s == pytest.approx(before_s * 20 / 50, abs=1)
+
+
+def test_a_time_is_told_no_more_exactly_than_it_is_known() -> None:
+    told = [about(seconds) for seconds in (0.2, 44.6, 119, 150)]
+    assert told == ["about 1 s", "about 45 s", "about 119 s", "about 2 minutes"]
 
 
 def test_the_result_has_every_figure_in_80_columns() -> None:
@@ -153,39 +165,20 @@ def test_the_result_has_every_figure_in_80_columns() -> None:
 
 def test_an_overhead_beyond_the_noise_is_told_as_a_figure() -> None:
     console = Console(file=io.StringIO(), width=80)
-    print_result(console, recovery(2.0), msgspec.structs.replace(COST, saving_s=22.0))
+    print_result(console, recovery(2.0), COST | {"overhead_fraction": 0.1, "overhead_is_measurable": True})
     assert "not measurable" not in printed(console)
     assert "+10.0%" in printed(console)
 
 
-@pytest.mark.parametrize(("saving_s", "slowed_s"), [(17.8, -0.048), (19.0, 0.001), (20.5, None)])
-def test_a_cost_below_the_noise_is_not_told_as_a_figure(saving_s: float, slowed_s: float | None) -> None:
+@pytest.mark.parametrize("slowed_s", [-0.048, None])
+def test_a_cost_below_the_noise_is_not_told_as_a_figure(slowed_s: float | None) -> None:
     console = Console(file=io.StringIO(), width=80)
-    cost = msgspec.structs.replace(COST, saving_s=saving_s, slowed_s=slowed_s)
-    print_result(console, recovery(2.0), cost)
+    print_result(console, recovery(2.0), COST | {"slowed_s": slowed_s, "slowed_is_measurable": False})
     rows = {line[1:24].strip(): line[24:].strip() for line in printed(console).splitlines()}
     for question in ("slowed by a save", "overhead on training"):
         assert rows[question].startswith("not measurable")
     assert "less than the noise of ±5%" in rows["slowed by a save"]
     assert rows["noise of this machine"].startswith("±5%")
-
-
-def test_both_displays_say_how_long_it_will_take() -> None:
-    console = terminal()
-    with LiveDisplay(console, ("first",)) as live:
-        live.begin("first", steps=40)
-        live.expect(None)
-        console.print(live.draw())
-        assert "to go" not in printed(console)
-        live.expect(44.6)
-        console.print(live.draw())
-    assert re.search(r"to go +about 45 s", printed(console))
-    plain = Console(file=io.StringIO(), width=200)
-    with PlainDisplay(plain) as lines:
-        lines.begin("first", steps=40)
-        for remaining_s in (None, 300.0, 290.0):
-            lines.expect(remaining_s)
-    assert printed(plain) == "first: all of it will take about 5 minutes from here\n"
 
 
 def test_losses_that_differ_are_printed_in_full_and_named() -> None:

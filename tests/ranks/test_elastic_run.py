@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from aiockpt.examples.elastic import EXACT, PHASES, TOLERANCE, run_elastic
+from aiockpt.examples.demo import EXACT
+from aiockpt.examples.elastic import PHASES, TOLERANCE, run_elastic
 
 
 @pytest.mark.timeout(400)

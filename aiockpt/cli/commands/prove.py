@@ -84,8 +84,8 @@ def prove(
     status 0: certified; 1: the resumed run is another one, and the first difference is named; 2: nothing could be shown.
     """
     from aiockpt.cli.prove import Display, show_certificate
-    from aiockpt.examples.process import Interrupted, ended_by_signals
     from aiockpt.prove.proof import Proof, certify
+    from aiockpt.runtime.signals import Interrupted, ended_by_signals
 
     how = Proof(
         kills=kills,

@@ -127,7 +127,7 @@ def demo(
         if asynchronous or lazy or keep is not None:
             refused = "--async" if asynchronous else "--lazy" if lazy else "--keep"
             raise UsageError(f"--elastic has no {refused}: its trainer is train_elastic.py")
-        raise typer.Exit(run_elastic(steps=steps, every=every, folder=folder, as_json=as_json))
+        raise typer.Exit(run_elastic(steps=steps, every=every, folder=folder, as_json=as_json, plain=plain))
     from aiockpt.examples.demo import DemoOptions, run_demo
 
     options = DemoOptions(
