@@ -9,7 +9,7 @@
   happen to each request, by plan or by seed.
 - `twin_accelerator`: devices whose work comes late, in the worst order that is allowed, on a machine that has none.
 - `inline_loop`: what a whole checkpointer runs on in a program of one thread.
-- `simulated_time`: an event loop whose time leaps, so that deadlines and waits of hours are tested in no time.
+- `virtual_time`: an event loop on a virtual clock, so that deadlines and waits of hours are tested in no time.
 
 That a training script resumes as the same run shows `aiockpt.prove.certify`, which tests may call, too.
 

@@ -33,8 +33,8 @@ from aiockpt.testing.object_troubles import (
 )
 from aiockpt.testing.objects_client import ClientCrashedError, ObjectsBackend
 from aiockpt.testing.simulated_objects import ObjectStore
-from aiockpt.testing.simulated_time import run_in_leaps
 from aiockpt.testing.simulation import SimulatedClock, SimulatedWorld, simulated_world
+from aiockpt.testing.virtual_time import run_virtually
 from tests.campaigns.campaign import Campaign, Outcomes
 from tests.campaigns.drawn_state import DrawnShape, load_drawn
 from tests.inline_process import Process
@@ -118,7 +118,7 @@ def manifests(store: ObjectStore, step: int) -> list[str]:
 
 def newest(store: ObjectStore, clock: SimulatedClock, shape: DrawnShape, step: int | None = None) -> float | None:
     """Return what a process finds whose requests meet nothing."""
-    return run_in_leaps(lambda: load_drawn(start_job(store, clock, 99).process, shape, step), clock)
+    return run_virtually(lambda: load_drawn(start_job(store, clock, 99).process, shape, step), clock)
 
 
 class Case:
@@ -130,7 +130,7 @@ class Case:
         self.shape = DrawnShape.draw(self.dice)
         self.clock = SimulatedClock()
         self.store = ObjectStore(self.clock, page_keys=self.dice.choice((1, 2, 1000)))
-        first = run_in_leaps(lambda: save(start_job(self.store, self.clock, 98), 1, self.shape, 1.0), self.clock)
+        first = run_virtually(lambda: save(start_job(self.store, self.clock, 98), 1, self.shape, 1.0), self.clock)
         assert first.error is None
 
     def passing(self, most: float = 0.4) -> DrawnTroubles:
@@ -146,7 +146,7 @@ class Case:
     def save(self, troubles: DrawnTroubles | OnTop) -> str:
         """Save value 2 as step 2."""
         job = start_job(self.store, self.clock, self.seed, troubles)
-        outcome = run_in_leaps(lambda: save(job, 2, self.shape, 2.0), self.clock)
+        outcome = run_virtually(lambda: save(job, 2, self.shape, 2.0), self.clock)
         check_ended_in_time(job)
         assert not isinstance(outcome.error, CommitConflictError | ObjectExistsError), (
             f"a conflict with nobody: {outcome.error!r}"
@@ -174,7 +174,7 @@ class Case:
                 for job, value in zip(jobs, (2.0, 3.0), strict=True):
                     tasks.start_soon(run, job, value)
 
-        run_in_leaps(main, self.clock)
+        run_virtually(main, self.clock)
         for job in jobs:
             check_ended_in_time(job)
             check_nothing_leaked(job)
@@ -188,7 +188,7 @@ class Case:
 
     def load(self, troubles: DrawnTroubles | OnTop) -> str:
         """Load the newest of two steps."""
-        run_in_leaps(lambda: save(start_job(self.store, self.clock, 97), 2, self.shape, 2.0), self.clock)
+        run_virtually(lambda: save(start_job(self.store, self.clock, 97), 2, self.shape, 2.0), self.clock)
         job = start_job(self.store, self.clock, self.seed, troubles)
 
         async def load() -> Outcome:
@@ -199,7 +199,7 @@ class Case:
             except ClientCrashedError:
                 return Outcome(crashed=True)
 
-        outcome = run_in_leaps(load, self.clock)
+        outcome = run_virtually(load, self.clock)
         check_ended_in_time(job)
         if isinstance(troubles, DrawnTroubles):
             assert outcome.error is None, f"troubles that pass made it fail: {outcome.error!r}"
@@ -228,7 +228,7 @@ class Case:
 
     def go_on(self) -> None:
         """Save and load step 3 in a new process: no human is needed (I5)."""
-        outcome = run_in_leaps(lambda: save(start_job(self.store, self.clock, 96), 3, self.shape, 4.0), self.clock)
+        outcome = run_virtually(lambda: save(start_job(self.store, self.clock, 96), 3, self.shape, 4.0), self.clock)
         assert outcome.error is None, repr(outcome.error)
         assert newest(self.store, self.clock, self.shape) == 4.0
 

@@ -21,8 +21,8 @@ from aiockpt.testing.object_troubles import (
 )
 from aiockpt.testing.objects_client import ClientCrashedError, ObjectsBackend
 from aiockpt.testing.simulated_objects import ObjectStore
-from aiockpt.testing.simulated_time import run_in_leaps
 from aiockpt.testing.simulation import SimulatedClock, SimulatedWorld, simulated_world
+from aiockpt.testing.virtual_time import run_virtually
 from tests.inline_process import Process, states_equal, tiny_state
 
 ONCE = sorted(TRANSIENT)
@@ -55,12 +55,12 @@ class Store:
             assert process.used_slabs == 0 or isinstance(failure, ClientCrashedError)
             return failure
 
-        return run_in_leaps(main, self.clock)
+        return run_virtually(main, self.clock)
 
     def load(self, troubles: Troubles | None = None, step: int | None = None) -> float | None:
         """Load the newest step, or the given one; return its value, after a look at every tensor."""
         state: dict[str, Any] = tiny_state(-1)
-        if run_in_leaps(lambda: self.process(troubles).load(state, step), self.clock) is None:
+        if run_virtually(lambda: self.process(troubles).load(state, step), self.clock) is None:
             return None
         assert states_equal(state, tiny_state(state["value"])), "loaded values that were never saved"
         return float(state["value"])

@@ -17,8 +17,8 @@ from aiockpt.engine import find, lineage
 from aiockpt.engine.patience import Patience
 from aiockpt.errors import StorageError, StorageThrottledError
 from aiockpt.storage.retry import Retrying
-from aiockpt.testing.simulated_time import run_in_leaps
 from aiockpt.testing.simulation import simulated_world
+from aiockpt.testing.virtual_time import run_virtually
 from tests.small_run import SMALL
 
 pytestmark = pytest.mark.timeout(60)
@@ -58,7 +58,7 @@ def ask(
             answered = True
         return anyio.current_time() - begun_s, answered, patience
 
-    return run_in_leaps(main, world.clock)
+    return run_virtually(main, world.clock)
 
 
 def test_a_place_that_refuses_every_call_is_left_after_some_seconds() -> None:

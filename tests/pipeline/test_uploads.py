@@ -16,8 +16,8 @@ from aiockpt.storage.backend import UnfinishedUpload
 from aiockpt.storage.retry import Retrying
 from aiockpt.testing.objects_client import ObjectsBackend
 from aiockpt.testing.simulated_objects import ObjectStore
-from aiockpt.testing.simulated_time import run_in_leaps
 from aiockpt.testing.simulation import SimulatedClock, SimulatedWorld, simulated_world
+from aiockpt.testing.virtual_time import run_virtually
 from tests.inline_process import Process, tiny_state
 from tests.watch import Watch
 
@@ -47,7 +47,7 @@ class Place:
 
 
 def run(place: Place, main: object) -> None:
-    run_in_leaps(main, place.clock)  # type: ignore[arg-type]
+    run_virtually(main, place.clock)  # type: ignore[arg-type]
 
 
 def test_what_a_dead_save_began_is_aborted_once_it_is_old_enough() -> None:

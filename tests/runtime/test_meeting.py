@@ -11,8 +11,8 @@ import torch.distributed
 
 from aiockpt.errors import RankTimeoutError
 from aiockpt.runtime.meeting import Meeting, StoreLostError, growing_pauses, name_ranks
-from aiockpt.testing.simulated_time import run_in_leaps
 from aiockpt.testing.simulation import SimulatedClock
+from aiockpt.testing.virtual_time import run_virtually
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -87,7 +87,7 @@ def test_a_note_that_came_while_the_process_was_stopped_is_read_though_the_deadl
             tasks.start_soon(stop_the_process)
             assert await second.wait("key", Note, 0.3, "the note") == Note("in time")
 
-    run_in_leaps(main, clock)
+    run_virtually(main, clock)
 
 
 async def test_all_arrive_or_not_all() -> None:

@@ -30,8 +30,8 @@ from aiockpt.testing.object_troubles import TRANSIENT, DrawnTroubles, Planned, P
 from aiockpt.testing.objects_client import ObjectsBackend
 from aiockpt.testing.recording import RecordingBackend
 from aiockpt.testing.simulated_objects import ObjectStore
-from aiockpt.testing.simulated_time import run_in_leaps
 from aiockpt.testing.simulation import SimulatedWorld, simulated_world
+from aiockpt.testing.virtual_time import run_virtually
 from tests.inline_process import Process, tiny_state
 from tests.watch import Watch
 
@@ -51,7 +51,7 @@ class Place:
         self.backend = Retrying(self.client, policy, world=self.world, on_retry=self.events.append)
 
     def run(self, main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        return run_in_leaps(main, self.world.clock)
+        return run_virtually(main, self.world.clock)
 
     @property
     def calls(self) -> list[str]:
@@ -117,7 +117,7 @@ def test_what_fails_for_a_moment_is_tried_again_and_told() -> None:
 def test_what_would_fail_again_is_not_tried_again(error: StorageError) -> None:
     inner, backend, world = failing(error)
     with pytest.raises(type(error)) as caught:
-        run_in_leaps(lambda: backend.stat("a"), world.clock)
+        run_virtually(lambda: backend.stat("a"), world.clock)
     assert caught.value is error
     assert inner.asked == 1
 
@@ -135,7 +135,7 @@ def test_what_would_fail_again_is_not_tried_again(error: StorageError) -> None:
 def test_after_the_last_attempt_the_error_itself_is_raised(error: StorageError) -> None:
     inner, backend, world = failing(error, RetryPolicy(attempts=5))
     with pytest.raises(type(error)) as caught:
-        run_in_leaps(lambda: backend.stat("a"), world.clock)
+        run_virtually(lambda: backend.stat("a"), world.clock)
     assert caught.value is error
     assert inner.asked == 5
     assert error.__notes__ == ["stat 'a': given up after 5 attempts"]
@@ -183,7 +183,7 @@ def test_the_time_that_a_place_asks_for_is_waited() -> None:
     inner, backend, world = failing(BusyError(77.0), RetryPolicy(attempts=3))
     began_ns = world.clock.now_ns
     with pytest.raises(BusyError):
-        run_in_leaps(lambda: backend.stat("a"), world.clock)
+        run_virtually(lambda: backend.stat("a"), world.clock)
     assert inner.asked == 3
     assert (world.clock.now_ns - began_ns) / 1e9 == pytest.approx(2 * 77, abs=0.01)
 
@@ -195,7 +195,7 @@ def test_no_attempt_begins_after_the_deadline() -> None:
     inner, backend, world = failing(BusyError(40.0), RetryPolicy(deadline_s=100))
     began_ns = world.clock.now_ns
     with pytest.raises(BusyError):
-        run_in_leaps(lambda: backend.stat("a"), world.clock)
+        run_virtually(lambda: backend.stat("a"), world.clock)
     assert inner.asked == 3
     assert (world.clock.now_ns - began_ns) / 1e9 == pytest.approx(80, abs=0.01), "there is no use in waiting longer"
 
@@ -229,7 +229,7 @@ def test_a_cancelled_call_waits_no_longer_and_asks_no_more() -> None:
             await backend.stat("a")
 
     began_ns = world.clock.now_ns
-    run_in_leaps(main, world.clock)
+    run_virtually(main, world.clock)
     assert inner.asked == 1
     assert world.clock.now_ns - began_ns < 2_000_000
 
@@ -323,7 +323,7 @@ def test_every_small_verb_is_tried_again(seed: int) -> None:
         with pytest.raises(ObjectNotFoundError):
             await backend.open("f/a")
 
-    run_in_leaps(main, world.clock)
+    run_virtually(main, world.clock)
     assert not store.objects
     assert backend.statistics().retries
 
@@ -424,7 +424,7 @@ def test_whatever_happens_every_byte_is_right_and_shown_once_and_in_order(seed: 
         reader = await backend.open("a")
         await reader.read(0, memories, came.extend)
 
-    run_in_leaps(main, world.clock)
+    run_virtually(main, world.clock)
     assert sent == [DATA[:4096], DATA[4096:]]
     assert bytes(came) == b"".join(memories) == DATA
 
@@ -450,10 +450,10 @@ def test_a_data_file_whose_create_may_have_taken_effect_is_never_claimed() -> No
     world = simulated_world()
     backend = Retrying(faulty, world=world)
     with pytest.raises(StorageError, match="answer was lost") as caught:
-        run_in_leaps(lambda: backend.create("a", 4), world.clock)
+        run_virtually(lambda: backend.create("a", 4), world.clock)
     assert not isinstance(caught.value, ObjectExistsError)
     with pytest.raises(ObjectExistsError):
-        run_in_leaps(lambda: backend.create("a", 4), world.clock)
+        run_virtually(lambda: backend.create("a", 4), world.clock)
 
 
 def test_an_upload_whose_beginning_was_lost_leaves_nothing_visible() -> None:
@@ -519,7 +519,7 @@ def test_a_failed_flush_is_never_tried_again() -> None:
     world = simulated_world()
     backend = Retrying(faulty, world=world)
     with pytest.raises(StorageError):
-        run_in_leaps(lambda: upload(backend), world.clock)
+        run_virtually(lambda: upload(backend), world.clock)
     assert faulty.schedule.fired == ["fail upload.finish a"]
     assert backend.statistics().retries == 0
 
@@ -612,7 +612,7 @@ def test_a_place_that_refuses_is_not_down(error: StorageError) -> None:
             with pytest.raises(type(error)):
                 await backend.stat("a")
 
-    run_in_leaps(main, world.clock)
+    run_virtually(main, world.clock)
     assert backend.statistics().breaker == "closed"
 
 

@@ -21,8 +21,8 @@ from aiockpt.testing.backend_suite import BackendSuite
 from aiockpt.testing.object_troubles import TRANSIENT, DrawnTroubles, Planned, PlannedTroubles, Request, Trouble
 from aiockpt.testing.objects_client import ClientCrashedError, ObjectsBackend
 from aiockpt.testing.simulated_objects import ObjectStore, StoreError
-from aiockpt.testing.simulated_time import run_in_leaps
 from aiockpt.testing.simulation import SimulatedClock
+from aiockpt.testing.virtual_time import run_virtually
 
 AT_ONCE = RetryPolicy(first_wait_s=0, longest_wait_s=0, throttled_first_wait_s=0, throttled_longest_wait_s=0)
 UNSEEN: frozenset[Trouble] = TRANSIENT - {"wrong_body", "resent", "expired"}
@@ -140,7 +140,7 @@ def outcome(
         except (StorageError, ClientCrashedError) as error:
             return error
 
-    return run_in_leaps(main, clock), set(store.objects)
+    return run_virtually(main, clock), set(store.objects)
 
 
 @pytest.mark.parametrize(
