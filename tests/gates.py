@@ -7,14 +7,14 @@ can be done, the others just pass.
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from fnmatch import fnmatchcase
+from typing import Any
 
 import anyio.to_thread
 
-from aiockpt.storage.backend import Backend, Listing, Seen, Upload
-from aiockpt.testing.faults import FaultyBackend
+from aiockpt.storage.backend import Backend
+from aiockpt.storage.forwarding import Call, Forwarding
 
 PATIENCE_S = 40
 
@@ -25,48 +25,22 @@ Act = Callable[[str, str], Awaitable[None]]
 async def _nothing(verb: str, key: str) -> None: ...
 
 
-class Around(FaultyBackend):
+class Around(Forwarding):
     """*inner*, with *before* and *after* awaited around each call; what they raise, the caller gets."""
+
+    VERBS = frozenset({"put", "put_new", "get", "create", "list", "upload.write"})
 
     def __init__(self, inner: Backend, before: Act = _nothing, after: Act = _nothing) -> None:
         super().__init__(inner)
         self._before, self._after = before, after
 
-    @asynccontextmanager
-    async def around(self, verb: str, key: str) -> AsyncIterator[None]:
-        await self._before(verb, key)
-        yield
-        await self._after(verb, key)
-
-    async def put(self, key: str, data: bytes) -> None:
-        async with self.around("put", key):
-            await super().put(key, data)
-
-    async def put_new(self, key: str, data: bytes) -> None:
-        async with self.around("put_new", key):
-            await super().put_new(key, data)
-
-    async def get(self, key: str, max_bytes: int) -> bytes:
-        async with self.around("get", key):
-            return await super().get(key, max_bytes)
-
-    async def create(self, key: str, size: int) -> Upload:
-        async with self.around("create", key):
-            return _Upload(await super().create(key, size), key, self)
-
-    async def list(self, prefix: str) -> Listing:
-        async with self.around("list", prefix):
-            return await super().list(prefix)
-
-
-class _Upload:
-    def __init__(self, inner: Upload, key: str, backend: Around) -> None:
-        self._inner, self._key, self._backend = inner, key, backend
-        self.finish, self.abort = inner.finish, inner.abort
-
-    async def write(self, offset: int, runs: Sequence[memoryview], seen: Seen | None = None) -> None:
-        async with self._backend.around("upload.write", self._key):
-            await self._inner.write(offset, runs, seen)
+    async def forward(self, call: Call) -> Any:
+        if call.verb not in self.VERBS:
+            return await call()
+        await self._before(call.verb, call.key)
+        answer = await call()
+        await self._after(call.verb, call.key)
+        return answer
 
 
 class Gate(Around):

@@ -100,7 +100,7 @@ def _open_shm(name: str, world: World | None) -> Backend:
 
 
 def _retrying(backend: Backend, world: World | None) -> Backend:
-    """Wrap a backend whose calls pass a network. (Its module loads tenacity, which `aiockpt ls /path` need not.)"""
+    """Wrap a backend whose calls pass a network. (Its modules are loaded here: `aiockpt ls /path` needs none of them.)"""
     from aiockpt.storage.retry import Retrying
 
     return Retrying(backend, world=world)

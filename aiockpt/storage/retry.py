@@ -15,7 +15,8 @@ The loop is `aiockpt.storage.retry_calls`; here is what each verb does in a furt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from aiockpt.errors import (
     ObjectExistsError,
@@ -26,26 +27,16 @@ from aiockpt.errors import (
 )
 from aiockpt.redaction import redact
 from aiockpt.runtime.world import World
-from aiockpt.storage.backend import (
-    Backend,
-    Listing,
-    Reader,
-    Seen,
-    Space,
-    Stat,
-    Traits,
-    UnfinishedUpload,
-    Upload,
-    keeps_uploads,
-)
-from aiockpt.storage.retry_calls import Caller, OnRetry, RetryStatistics
+from aiockpt.storage.backend import Backend, Seen, UnfinishedUpload, Upload, keeps_uploads
+from aiockpt.storage.forwarding import Call, Forwarding
+from aiockpt.storage.retry_calls import Attempt, Caller, OnRetry, RetryStatistics
 from aiockpt.storage.retry_policy import RetryPolicy
 from aiockpt.storage.views import cut_views
 
 __all__ = ["OnRetry", "RetryPolicy", "RetryStatistics", "Retrying"]
 
 
-class Retrying:
+class Retrying(Forwarding):
     """*inner*, with calls made again where that may help. On one event loop.
 
     Args:
@@ -63,7 +54,7 @@ class Retrying:
         world: World | None = None,
         on_retry: OnRetry | None = None,
     ) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._caller = Caller(inner.url, policy or RetryPolicy(), world or World())
         if on_retry is not None:
             self.tell(on_retry)
@@ -76,60 +67,16 @@ class Retrying:
     def url(self) -> str:
         return redact(self.inner.url)
 
-    @property
-    def traits(self) -> Traits:
-        return self.inner.traits
-
-    async def put(self, key: str, data: bytes) -> None:
-        await self._caller.call("put", key, lambda _: self.inner.put(key, data), len(data))
-
-    async def put_new(self, key: str, data: bytes) -> None:
-        async def create(again: bool) -> None:
-            try:
-                await self.inner.put_new(key, data)
-            except ObjectExistsError:
-                if not (again and await self._holds(key, data)):
-                    raise
-
-        await self._caller.call("put_new", key, create, len(data))
-
-    async def _holds(self, key: str, data: bytes) -> bool:
-        """Say whether an object that was there a moment ago is *data*."""
-        try:
-            return await self.inner.get(key, len(data) + 1) == data
-        except ObjectNotFoundError as error:
-            raise StorageError(f"{key!r} came and went while it was created", key=key, retryable=True) from error
-
-    async def get(self, key: str, max_bytes: int) -> bytes:
-        return await self._caller.call("get", key, lambda _: self.inner.get(key, max_bytes))
-
-    async def open(self, key: str) -> Reader:
-        return _RetryingReader(await self._caller.call("open", key, lambda _: self.inner.open(key)), key, self._caller)
-
-    async def create(self, key: str, size: int) -> Upload:
-        async def create(again: bool) -> Upload:
-            try:
-                return await self.inner.create(key, size)
-            except ObjectExistsError as error:
-                if not again:
-                    raise
-                raise StorageError(
-                    f"{key!r} is taken, by another writer or by a create whose answer was lost: nothing tells which, so it"
-                    " is left alone. Save again: a new attempt has names of its own.",
-                    key=key,
-                ) from error
-
-        inner = await self._caller.call("create", key, create)
-        return _RetryingUpload(inner, key, size, self.inner, self._caller)
-
-    async def stat(self, key: str) -> Stat:
-        return await self._caller.call("stat", key, lambda _: self.inner.stat(key))
-
-    async def list(self, prefix: str) -> Listing:
-        return await self._caller.call("list", prefix, lambda _: self.inner.list(prefix))
-
-    async def delete(self, keys: Sequence[str]) -> None:
-        await self._caller.call("delete", " ".join(keys), lambda _: self.inner.delete(keys))
+    async def forward(self, call: Call) -> Any:
+        """Make *call*, and make it again where that may help."""
+        if call.upload is not None and call.upload.finished:
+            if call.verb == "upload.abort":
+                return None
+            raise UsageError(f"{call.key!r} was finished; create it again")
+        if call.verb in _MADE_ONCE:
+            return await call()
+        attempt = _ATTEMPTS.get(call.verb, _attempt)(call, self.inner)
+        return await self._caller.call(call.verb, call.key, attempt, 0 if call.verb in _ANSWER_AT_ONCE else call.size)
 
     async def leftover_uploads(self, prefix: str = "") -> tuple[UnfinishedUpload, ...]:
         if (inner := keeps_uploads(self.inner)) is None:
@@ -141,12 +88,6 @@ class Retrying:
             keys = " ".join(upload.key for upload in uploads)
             await self._caller.call("abort_uploads", keys, lambda _: inner.abort_uploads(uploads))
 
-    async def space(self) -> Space:
-        return await self._caller.call("space", "", lambda _: self.inner.space())
-
-    async def close(self) -> None:
-        await self.inner.close()
-
     def statistics(self) -> RetryStatistics:
         """Return the counts of this instant."""
         return self._caller.statistics()
@@ -156,93 +97,122 @@ class Retrying:
         return f"<Retrying {self.inner!r}, {seen.retries} retries of {seen.calls} calls, breaker {seen.breaker}>"
 
 
-class _RetryingReader:
-    """A reader whose reads go on where they broke off."""
-
-    def __init__(self, inner: Reader, key: str, caller: Caller) -> None:
-        self._inner = inner
-        self._key = key
-        self._caller = caller
-
-    @property
-    def size(self) -> int:
-        return self._inner.size
-
-    async def read(self, offset: int, into: Sequence[memoryview], seen: Seen | None = None) -> None:
-        once = _Once(seen)
-        size = sum(view.nbytes for view in into)
-        start = 0
-
-        async def read(_: bool) -> None:
-            nonlocal start
-            once.begin(start)
-            try:
-                await self._inner.read(offset + start, cut_views(into, start, size) if start else into, once)
-            except StorageTransferError:
-                start = 0  # what came may be what was damaged: all of it is read again
-                raise
-            except StorageError:
-                start = once.shown_bytes
-                raise
-
-        await self._caller.call("reader.read", self._key, read, size)
-
-    async def close(self) -> None:
-        await self._inner.close()
+_MADE_ONCE = frozenset({"close", "reader.close", "upload.abort"})
+"""Nothing of theirs fails that another attempt would mend; of an abort the contract says that it raises nothing."""
+_ANSWER_AT_ONCE = frozenset({"get", "create"})
+"""Their size is a limit, or announced: no bytes that take their time."""
 
 
-class _RetryingUpload:
-    """An upload whose blocks are sent again where that may help, and shown once."""
+def _attempt(call: Call, _: Backend) -> Attempt[Any]:
+    """Return an attempt that is as the first one."""
+    return lambda _: call()
 
-    def __init__(self, inner: Upload, key: str, size: int, backend: Backend, caller: Caller) -> None:
-        self._inner = inner
-        self._key = key
-        self._size = size
-        self._backend = backend
-        self._caller = caller
-        self._found_whole = False
 
-    async def write(self, offset: int, runs: Sequence[memoryview], seen: Seen | None = None) -> None:
-        self._check_unfinished()
-        once = None if seen is None else _Once(seen)
+def _attempt_put_new(call: Call, inner: Backend) -> Attempt[None]:
+    """After a failure that may have taken effect, a key that holds the very data was created by an earlier attempt."""
+    key, data = call.arguments
 
-        async def write(_: bool) -> None:
-            if once is not None:
-                once.begin()
-            await self._inner.write(offset, runs, once)
-
-        await self._caller.call("upload.write", self._key, write, sum(run.nbytes for run in runs))
-
-    async def finish(self) -> None:
-        """Finish; an answer lost after its effect shows in the object being there, of the announced size.
-
-        (No other writer has that name: those of data files bear a nonce. And the size alone is not what readers believe.)
-        """
-        self._check_unfinished()
-
-        async def finish(again: bool) -> None:
-            try:
-                await self._inner.finish()
-            except (ObjectNotFoundError, ObjectExistsError):
-                if not (again and await self._is_whole()):
-                    raise
-                self._found_whole = True
-
-        await self._caller.call("upload.finish", self._key, finish)
-
-    async def _is_whole(self) -> bool:
+    async def put_new(again: bool) -> None:
         try:
-            return (await self._backend.stat(self._key)).size == self._size
-        except ObjectNotFoundError:
-            return False
+            await call()
+        except ObjectExistsError:
+            if not (again and await _holds(inner, key, data)):
+                raise
 
-    async def abort(self) -> None:
-        if not self._found_whole:
-            await self._inner.abort()  # "never raises a StorageError": there is nothing to try again
+    return put_new
 
-    def _check_unfinished(self) -> None:
-        if self._found_whole:  # which the inner upload does not know
-            raise UsageError(f"{self._key!r} was finished; create it again")
+
+async def _holds(inner: Backend, key: str, data: bytes) -> bool:
+    """Say whether an object that was there a moment ago is *data*."""
+    try:
+        return await inner.get(key, len(data) + 1) == data
+    except ObjectNotFoundError as error:
+        raise StorageError(f"{key!r} came and went while it was created", key=key, retryable=True) from error
+
+
+def _attempt_create(call: Call, _: Backend) -> Attempt[Upload]:
+    async def create(again: bool) -> Upload:
+        try:
+            upload: Upload = await call()
+            return upload
+        except ObjectExistsError as error:
+            if not again:
+                raise
+            raise StorageError(
+                f"{call.key!r} is taken, by another writer or by a create whose answer was lost: nothing tells which, so"
+                " it is left alone. Save again: a new attempt has names of its own.",
+                key=call.key,
+            ) from error
+
+    return create
+
+
+def _attempt_read(call: Call, _: Backend) -> Attempt[None]:
+    """A read goes on where it broke off."""
+    offset, into, seen = call.arguments
+    once, start = _Once(seen), 0
+
+    async def read(_: bool) -> None:
+        nonlocal start
+        once.begin(start)
+        try:
+            await call(offset + start, cut_views(into, start, call.size) if start else into, once)
+        except StorageTransferError:
+            start = 0  # what came may be what was damaged: all of it is read again
+            raise
+        except StorageError:
+            start = once.shown_bytes
+            raise
+
+    return read
+
+
+def _attempt_write(call: Call, _: Backend) -> Attempt[None]:
+    """A block is sent again, and shown once."""
+    offset, runs, seen = call.arguments
+    once = None if seen is None else _Once(seen)
+
+    async def write(_: bool) -> None:
+        if once is not None:
+            once.begin()
+        await call(offset, runs, once)
+
+    return write
+
+
+def _attempt_finish(call: Call, inner: Backend) -> Attempt[None]:
+    """An answer lost after its effect shows in the object being there, of the announced size.
+
+    (No other writer has that name: those of data files bear a nonce. And the size alone is not what readers believe.)
+    """
+    upload = call.upload
+    assert upload is not None
+
+    async def finish(again: bool) -> None:
+        try:
+            await call()
+        except (ObjectNotFoundError, ObjectExistsError):
+            if not (again and await _has_size(inner, call.key, upload.size)):
+                raise
+            upload.finished = True
+
+    return finish
+
+
+async def _has_size(inner: Backend, key: str, size: int) -> bool:
+    try:
+        return (await inner.stat(key)).size == size
+    except ObjectNotFoundError:
+        return False
+
+
+_ATTEMPTS: dict[str, Callable[[Call, Backend], Attempt[Any]]] = {
+    "put_new": _attempt_put_new,
+    "create": _attempt_create,
+    "reader.read": _attempt_read,
+    "upload.write": _attempt_write,
+    "upload.finish": _attempt_finish,
+}
 
 
 class _Once:

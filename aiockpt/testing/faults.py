@@ -15,16 +15,17 @@ import itertools
 import mmap
 import os
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from typing import Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import anyio
 import msgspec
 
 from aiockpt.errors import UsageError, from_os_error
 from aiockpt.runtime.world import Files
-from aiockpt.storage.backend import Backend, Listing, Reader, Seen, Space, Stat, Traits, Upload
+from aiockpt.storage.backend import Backend
+from aiockpt.storage.forwarding import Call, Forwarding
 
 T = TypeVar("T")
 _PAGE_BYTES = 4096
@@ -102,7 +103,7 @@ def _os_error(fault: Fault, name: str) -> OSError:
     return OSError(fault.error, f"{os.strerror(fault.error)} (injected)", name)
 
 
-class FaultyBackend:
+class FaultyBackend(Forwarding):
     """*inner*, failing by *faults*. Verbs of readers and uploads are called "reader.read", "upload.write", ….
 
     Attributes:
@@ -112,124 +113,52 @@ class FaultyBackend:
     ACTIONS: frozenset[Action] = frozenset({"fail", "lose_answer", "hang", "flip", "kill"})
 
     def __init__(self, inner: Backend, faults: Sequence[Fault] = ()) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.schedule = Schedule(faults, self.ACTIONS)
 
     @property
     def call_count(self) -> int:
         return self.schedule.call_count
 
-    @property
-    def url(self) -> str:
-        return self.inner.url
-
-    @property
-    def traits(self) -> Traits:
-        return self.inner.traits
-
-    async def put(self, key: str, data: bytes) -> None:
-        fault = self.schedule.due("put", key)
-        await _guarded(fault, "put", key, lambda: self.inner.put(key, bytes(_sent(fault, memoryview(data)))))
-
-    async def put_new(self, key: str, data: bytes) -> None:
-        fault = self.schedule.due("put_new", key)
-        await _guarded(fault, "put_new", key, lambda: self.inner.put_new(key, bytes(_sent(fault, memoryview(data)))))
-
-    async def get(self, key: str, max_bytes: int) -> bytes:
-        fault = self.schedule.due("get", key)
-        data = await _guarded(fault, "get", key, lambda: self.inner.get(key, max_bytes))
-        return bytes(_sent(fault, memoryview(data)))
-
-    async def open(self, key: str) -> Reader:
-        fault = self.schedule.due("open", key)
-        return _FaultyReader(await _guarded(fault, "open", key, lambda: self.inner.open(key)), key, self.schedule)
-
-    async def create(self, key: str, size: int) -> Upload:
-        fault = self.schedule.due("create", key)
-        inner = await _guarded(fault, "create", key, lambda: self.inner.create(key, size))
-        return _FaultyUpload(inner, key, self.schedule)
-
-    async def stat(self, key: str) -> Stat:
-        return await _guarded(self.schedule.due("stat", key), "stat", key, lambda: self.inner.stat(key))
-
-    async def list(self, prefix: str) -> Listing:
-        return await _guarded(self.schedule.due("list", prefix), "list", prefix, lambda: self.inner.list(prefix))
-
-    async def delete(self, keys: Sequence[str]) -> None:
-        name = " ".join(keys)
-        await _guarded(self.schedule.due("delete", name), "delete", name, lambda: self.inner.delete(keys))
-
-    async def space(self) -> Space:
-        return await _guarded(self.schedule.due("space", ""), "space", "", self.inner.space)
-
-    async def close(self) -> None:
-        await _guarded(self.schedule.due("close", ""), "close", "", self.inner.close)
+    async def forward(self, call: Call) -> Any:
+        """Make *call*, with what the fault that is due for it does to it."""
+        if call.verb == "upload.abort":  # "never raises a StorageError" is part of the contract
+            return await call()
+        fault = self.schedule.due(call.verb, call.key)
+        if fault is None:
+            return await call()
+        if fault.do == "flip":
+            return await _flipping(call, fault.bit)
+        if fault.do == "hang":
+            await anyio.sleep_forever()
+        if fault.do == "lose_answer":
+            await call()
+        error = _os_error(fault, call.key)
+        raise from_os_error(error, call.verb, call.key) from error
 
     def __repr__(self) -> str:
         return f"<FaultyBackend of {self.inner!r}, {self.call_count} calls, fired: {self.schedule.fired}>"
 
 
-def _sent(fault: Fault | None, data: memoryview) -> memoryview:
-    return _flipped(data, fault.bit) if fault is not None and fault.do == "flip" else data
-
-
-class _FaultyReader:
-    def __init__(self, inner: Reader, key: str, schedule: Schedule) -> None:
-        self._inner = inner
-        self._key = key
-        self._schedule = schedule
-
-    @property
-    def size(self) -> int:
-        return self._inner.size
-
-    async def read(self, offset: int, into: Sequence[memoryview], seen: Seen | None = None) -> None:
-        fault = self._schedule.due("reader.read", self._key)
-        if fault is None or fault.do != "flip":
-            await _guarded(fault, "reader.read", self._key, lambda: self._inner.read(offset, into, seen))
-            return
-        await self._inner.read(offset, into)
-        flip_bit(next((view for view in into if view.nbytes), memoryview(b"")), fault.bit)
-        if seen is not None:
-            for view in into:
+async def _flipping(call: Call, bit: int) -> Any:
+    """Make *call*, with a bit flipped of the bytes that it sends or brings, if any."""
+    match call.verb, call.arguments:
+        case "put" | "put_new", (key, data):
+            return await call(key, bytes(_flipped(memoryview(data), bit)))
+        case "get", _:
+            return bytes(_flipped(memoryview(await call()), bit))
+        case "reader.read", (offset, into, seen):
+            await call(offset, into)
+            flip_bit(next((view for view in into if view.nbytes), memoryview(b"")), bit)
+            for view in into if seen is not None else ():
                 seen(view)  # what is hashed is what was flipped, as with a bit that flipped on the disk
-
-    async def close(self) -> None:
-        await _guarded(self._schedule.due("reader.close", self._key), "reader.close", self._key, self._inner.close)
-
-
-class _FaultyUpload:
-    def __init__(self, inner: Upload, key: str, schedule: Schedule) -> None:
-        self._inner = inner
-        self._key = key
-        self._schedule = schedule
-
-    async def write(self, offset: int, runs: Sequence[memoryview], seen: Seen | None = None) -> None:
-        fault = self._schedule.due("upload.write", self._key)
-        sent = [_sent(fault, runs[0]), *runs[1:]] if runs else []
-        if runs and sent[0] is not runs[0] and seen is not None:
-            for run in runs:  # flipped on the way to the storage: whoever looks sees what was meant
-                seen(run)
-            seen = None
-        await _guarded(fault, "upload.write", self._key, lambda: self._inner.write(offset, sent, seen))
-
-    async def finish(self) -> None:
-        await _guarded(self._schedule.due("upload.finish", self._key), "upload.finish", self._key, self._inner.finish)
-
-    async def abort(self) -> None:
-        await self._inner.abort()  # "never raises a StorageError" is part of the contract
-
-
-async def _guarded(fault: Fault | None, verb: str, key: str, call: Callable[[], Awaitable[T]]) -> T:
-    """Make the call, with what *fault* does to it."""
-    if fault is None or fault.do == "flip":
-        return await call()
-    if fault.do == "hang":
-        await anyio.sleep_forever()
-    if fault.do == "lose_answer":
-        await call()
-    error = _os_error(fault, key)
-    raise from_os_error(error, verb, key) from error
+            return None
+        case "upload.write", (offset, [first, *others] as runs, seen):
+            for run in runs if seen is not None else ():
+                seen(run)  # flipped on the way to the storage: whoever looks sees what was meant
+            return await call(offset, [_flipped(first, bit), *others])
+        case _:
+            return await call()
 
 
 @runtime_checkable

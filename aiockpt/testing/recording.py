@@ -10,13 +10,16 @@ Guarantees:
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 
 from aiockpt.runtime.world import Files
-from aiockpt.storage.backend import Backend, Listing, Reader, Seen, Space, Stat, Traits, Upload
+from aiockpt.storage.backend import Backend
+from aiockpt.storage.forwarding import Call as BackendCall
+from aiockpt.storage.forwarding import Forwarding
 
 
 class Operation(msgspec.Struct, frozen=True):
@@ -37,123 +40,26 @@ class Operation(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class _Log:
-    """The operations of a backend with its readers and uploads."""
+class RecordingBackend(Forwarding):
+    """*inner*, with every call in `operations`, oldest first."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
         self.operations: list[Operation] = []
 
-    @asynccontextmanager
-    async def note(self, verb: str, key: str, offset: int = 0, size: int = 0) -> AsyncIterator[None]:
+    async def forward(self, call: BackendCall) -> Any:
+        """Make *call*, and write it down when it has returned or raised."""
         error = ""
         try:
-            yield
+            return await call()
         except BaseException as raised:
             error = type(raised).__name__
             raise
         finally:
-            self.operations.append(Operation(verb, key, offset, size, error))
-
-
-class RecordingBackend:
-    """*inner*, with every call in `operations`, oldest first."""
-
-    def __init__(self, inner: Backend) -> None:
-        self.inner = inner
-        self._log = _Log()
-
-    @property
-    def operations(self) -> list[Operation]:
-        return self._log.operations
-
-    @property
-    def url(self) -> str:
-        return self.inner.url
-
-    @property
-    def traits(self) -> Traits:
-        return self.inner.traits
-
-    async def put(self, key: str, data: bytes) -> None:
-        async with self._log.note("put", key, size=len(data)):
-            await self.inner.put(key, data)
-
-    async def put_new(self, key: str, data: bytes) -> None:
-        async with self._log.note("put_new", key, size=len(data)):
-            await self.inner.put_new(key, data)
-
-    async def get(self, key: str, max_bytes: int) -> bytes:
-        async with self._log.note("get", key, size=max_bytes):
-            return await self.inner.get(key, max_bytes)
-
-    async def open(self, key: str) -> Reader:
-        async with self._log.note("open", key):
-            return _RecordingReader(await self.inner.open(key), key, self._log)
-
-    async def create(self, key: str, size: int) -> Upload:
-        async with self._log.note("create", key, size=size):
-            return _RecordingUpload(await self.inner.create(key, size), key, self._log)
-
-    async def stat(self, key: str) -> Stat:
-        async with self._log.note("stat", key):
-            return await self.inner.stat(key)
-
-    async def list(self, prefix: str) -> Listing:
-        async with self._log.note("list", prefix):
-            return await self.inner.list(prefix)
-
-    async def delete(self, keys: Sequence[str]) -> None:
-        async with self._log.note("delete", " ".join(keys)):
-            await self.inner.delete(keys)
-
-    async def space(self) -> Space:
-        async with self._log.note("space", ""):
-            return await self.inner.space()
-
-    async def close(self) -> None:
-        async with self._log.note("close", ""):
-            await self.inner.close()
+            self.operations.append(Operation(call.verb, call.key, call.offset, call.size, error))
 
     def __repr__(self) -> str:
         return f"<RecordingBackend of {self.inner!r}, {len(self.operations)} operations>"
-
-
-class _RecordingReader:
-    def __init__(self, inner: Reader, key: str, log: _Log) -> None:
-        self._inner = inner
-        self._key = key
-        self._log = log
-
-    @property
-    def size(self) -> int:
-        return self._inner.size
-
-    async def read(self, offset: int, into: Sequence[memoryview], seen: Seen | None = None) -> None:
-        async with self._log.note("reader.read", self._key, offset, sum(view.nbytes for view in into)):
-            await self._inner.read(offset, into, seen)
-
-    async def close(self) -> None:
-        async with self._log.note("reader.close", self._key):
-            await self._inner.close()
-
-
-class _RecordingUpload:
-    def __init__(self, inner: Upload, key: str, log: _Log) -> None:
-        self._inner = inner
-        self._key = key
-        self._log = log
-
-    async def write(self, offset: int, runs: Sequence[memoryview], seen: Seen | None = None) -> None:
-        async with self._log.note("upload.write", self._key, offset, sum(run.nbytes for run in runs)):
-            await self._inner.write(offset, runs, seen)
-
-    async def finish(self) -> None:
-        async with self._log.note("upload.finish", self._key):
-            await self._inner.finish()
-
-    async def abort(self) -> None:
-        async with self._log.note("upload.abort", self._key):
-            await self._inner.abort()
 
 
 FLUSHES = frozenset({"fsync", "fdatasync"})

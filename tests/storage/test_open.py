@@ -174,7 +174,7 @@ def test_a_package_may_bring_what_lists_and_writes_over_http(monkeypatch: pytest
 def test_importing_it_imports_no_backend_and_no_retry() -> None:
     script = (
         "import sys, aiockpt.storage.open;"
-        "print([m for m in sys.modules if m.startswith(('aiockpt.backends', 'tenacity'))])"
+        "print([m for m in sys.modules if m.startswith(('aiockpt.backends', 'aiockpt.storage.retry'))])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -1,0 +1,154 @@
+"""A wrapper around a backend, its readers and its uploads, whose every call goes through one method.
+
+A subclass says in `Forwarding.forward` what happens around a call: it is made again (`aiockpt.storage.retry`), written
+down or made to fail (`aiockpt.testing`). The contract's verbs stand here once, so no wrapper can forget one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from aiockpt.storage.backend import Backend, Listing, Reader, Seen, Space, Stat, Traits, Upload
+
+
+class Call:
+    """One call of the wrapped backend; ``await call()`` makes it, ``await call(*other)`` with other arguments.
+
+    Attributes:
+        verb: the method: "put", …, and of readers and uploads "reader.read", "upload.write", ….
+        key: the object; for "delete" the keys joined by a space, for "list" the prefix.
+        arguments: what the inner method is given.
+        offset: bytes, for ranged verbs.
+        size: bytes that are handed over or asked for, or announced.
+        upload: the wrapped upload whose call it is.
+    """
+
+    __slots__ = ("_make", "arguments", "key", "offset", "size", "upload", "verb")
+
+    def __init__(
+        self,
+        verb: str,
+        key: str,
+        make: Callable[..., Awaitable[Any]],
+        *arguments: Any,
+        offset: int = 0,
+        size: int = 0,
+        upload: ForwardingUpload | None = None,
+    ) -> None:
+        self.verb = verb
+        self.key = key
+        self.arguments = arguments
+        self.offset = offset
+        self.size = size
+        self.upload = upload
+        self._make = make
+
+    async def __call__(self, *other: Any) -> Any:
+        return await self._make(*(other or self.arguments))
+
+
+class Forwarding:
+    """*inner*, with `forward` around each call."""
+
+    def __init__(self, inner: Backend) -> None:
+        self.inner = inner
+
+    async def forward(self, call: Call) -> Any:
+        """Make *call* and return its answer; a subclass does what it is for, here."""
+        return await call()
+
+    @property
+    def url(self) -> str:
+        return self.inner.url
+
+    @property
+    def traits(self) -> Traits:
+        return self.inner.traits
+
+    async def put(self, key: str, data: bytes) -> None:
+        await self.forward(Call("put", key, self.inner.put, key, data, size=len(data)))
+
+    async def put_new(self, key: str, data: bytes) -> None:
+        await self.forward(Call("put_new", key, self.inner.put_new, key, data, size=len(data)))
+
+    async def get(self, key: str, max_bytes: int) -> bytes:
+        data: bytes = await self.forward(Call("get", key, self.inner.get, key, max_bytes, size=max_bytes))
+        return data
+
+    async def open(self, key: str) -> Reader:
+        return ForwardingReader(await self.forward(Call("open", key, self.inner.open, key)), key, self)
+
+    async def create(self, key: str, size: int) -> Upload:
+        inner = await self.forward(Call("create", key, self.inner.create, key, size, size=size))
+        return ForwardingUpload(inner, key, size, self)
+
+    async def stat(self, key: str) -> Stat:
+        found: Stat = await self.forward(Call("stat", key, self.inner.stat, key))
+        return found
+
+    async def list(self, prefix: str) -> Listing:
+        listing: Listing = await self.forward(Call("list", prefix, self.inner.list, prefix))
+        return listing
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        await self.forward(Call("delete", " ".join(keys), self.inner.delete, keys))
+
+    async def space(self) -> Space:
+        space: Space = await self.forward(Call("space", "", self.inner.space))
+        return space
+
+    async def close(self) -> None:
+        await self.forward(Call("close", "", self.inner.close))
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.inner!r}>"
+
+
+class ForwardingReader:
+    """A reader of a `Forwarding`."""
+
+    def __init__(self, inner: Reader, key: str, backend: Forwarding) -> None:
+        self._inner = inner
+        self._key = key
+        self._backend = backend
+
+    @property
+    def size(self) -> int:
+        return self._inner.size
+
+    async def read(self, offset: int, into: Sequence[memoryview], seen: Seen | None = None) -> None:
+        size = sum(view.nbytes for view in into)
+        read = Call("reader.read", self._key, self._inner.read, offset, into, seen, offset=offset, size=size)
+        await self._backend.forward(read)
+
+    async def close(self) -> None:
+        await self._backend.forward(Call("reader.close", self._key, self._inner.close))
+
+
+class ForwardingUpload:
+    """An upload of a `Forwarding`.
+
+    Attributes:
+        size: the bytes that were announced.
+        finished: set by a wrapper that found the object whole where the inner upload does not know of it.
+    """
+
+    def __init__(self, inner: Upload, key: str, size: int, backend: Forwarding) -> None:
+        self._inner = inner
+        self._key = key
+        self._backend = backend
+        self.size = size
+        self.finished = False
+
+    async def write(self, offset: int, runs: Sequence[memoryview], seen: Seen | None = None) -> None:
+        size, write = sum(run.nbytes for run in runs), self._inner.write
+        await self._backend.forward(
+            Call("upload.write", self._key, write, offset, runs, seen, offset=offset, size=size, upload=self)
+        )
+
+    async def finish(self) -> None:
+        await self._backend.forward(Call("upload.finish", self._key, self._inner.finish, upload=self))
+
+    async def abort(self) -> None:
+        await self._backend.forward(Call("upload.abort", self._key, self._inner.abort, upload=self))
