@@ -1,4 +1,4 @@
-"""When to save next? Read `intervals` (the rules), then `controller` (what is measured), then `cadence` (on all ranks)."""
+"""When to save next? Read `cadence` (the loop, and all ranks), `intervals` (the rules), `controller` (the measuring)."""
 
 from aiockpt.cadence.cadence import Cadence
 from aiockpt.cadence.intervals import Interval, Measured

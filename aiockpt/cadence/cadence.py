@@ -1,35 +1,47 @@
-"""When to save, in a training loop, on all ranks alike? The face of this package: ``every=Cadence(…)``.
+"""When to save, in a training loop, on all ranks alike: ``every=Cadence(…)``.
 
     with aiockpt.Checkpointer(url, every=aiockpt.Cadence(max_overhead=0.03, mttf=6 * 3600)) as ckpt:
         for step in range(ckpt.resume(state), steps):
             train(batch)
             ckpt.step(step, state)
 
+How it goes: the events of saves and the times of steps are measured (`controller`), the measurements choose an interval
+(`intervals`: the rules), and a save is due when the interval is over. With several ranks, rank 0 measures and decides some
+steps ahead (`NOTICE_S`). It leaves its decisions as numbered notes in the job's store, each read by all ranks and then
+removed; no process group is used.
+
 Guarantees:
 
-- All ranks answer the same of the same step. Rank 0 measures and decides some steps ahead (`NOTICE_S`), and leaves a note
-  in the job's store; no process group is used. A rank that has not heard of a step waits for the note, at most until the
+- All ranks answer the same of the same step. A rank that has not heard of a step waits for the note, at most until the
   deadline, and raises then: it never saves alone, and never leaves out what others save.
 - Where the note has come, as it has unless a rank is ahead of rank 0 by more than the notice, `Cadence.due` waits for
-  nothing: it takes microseconds.
+  nothing: it takes microseconds. A note is asked for beforehand, on the loop thread.
 - Time is monotonic, that of the checkpointer's world: setting the machine's clock changes nothing.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from aiockpt.cadence.controller import Controller
 from aiockpt.cadence.intervals import Interval, Limits, Measured
-from aiockpt.cadence.notices import Notices
-from aiockpt.cadence.schedule import Note, Schedule
-from aiockpt.errors import UsageError
+from aiockpt.errors import RankTimeoutError, UsageError
 from aiockpt.events import Event
 from aiockpt.keywords import asks_what_was_meant, check_amount, refuse_value
+from aiockpt.runtime.loop import refuse_in_event_loop
 from aiockpt.runtime.meeting import Meeting
 from aiockpt.runtime.ranks import Ranks, find_ranks
 from aiockpt.runtime.world import Clock, Loop, OsClock
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+logger = logging.getLogger("aiockpt")
 
 NOTICE_S, NOTICE_OF_A_RANK_S = 0.25, 0.001
 """How long before a step the other ranks are told of it: a look at the store takes longer the more ranks look."""
@@ -39,6 +51,9 @@ LEAP = 32
 
 IN_FLIGHT = 2
 DEADLINE_S = 600.0
+
+REMEMBERED = 256
+"""Decided saves that are remembered; a rank that is further behind than that is told of them by their notes, in order."""
 
 
 class Cadence:
@@ -69,7 +84,7 @@ class Cadence:
         self._now_ns = (clock or OsClock()).monotonic_ns
         self._controller = Controller(self._limits)
         self._schedule = Schedule()
-        self._notices: Notices | None = None
+        self._channel: DecisionChannel | None = None
         self._notice_s = 0.0
         self._ready = False
         self._events: deque[Event] = deque()
@@ -100,17 +115,17 @@ class Cadence:
         self._now_ns = (self._clock or clock).monotonic_ns
         if ranks.world_size > 1:
             meeting = Meeting(ranks.store, f"{place}/cadence", ranks.rank, ranks.world_size)
-            self._notices = Notices(loop, meeting, deadline_s)
+            self._channel = DecisionChannel(loop, meeting, deadline_s)
             self._notice_s = NOTICE_S + NOTICE_OF_A_RANK_S * ranks.world_size
         return self._end
 
     def _end(self) -> None:
-        if self._notices is not None:
-            self._notices.end()
+        if self._channel is not None:
+            self._channel.end()
 
     @property
     def _leads(self) -> bool:
-        return self._notices is None or self._notices.is_leader
+        return self._channel is None or self._channel.is_leader
 
     # ------------------------------------------------------------------ what happens
 
@@ -162,8 +177,8 @@ class Cadence:
         if step < before:  # an older checkpoint was loaded
             before = step - 1
             self._schedule = Schedule()
-            if self._notices is not None:
-                self._notices.turn_back()
+            if self._channel is not None:
+                self._channel.restart()
         if self._leads:
             self._controller.reach(step, self._now_ns())
         return before
@@ -173,7 +188,7 @@ class Cadence:
     def _lead(self, step: int) -> None:
         """Decide, when it is time, about the next steps, and tell the other ranks."""
         schedule, controller = self._schedule, self._controller
-        if self._notices is None:
+        if self._channel is None:
             if controller.is_due(step):
                 schedule.add(Note((step,), step + 1, 0, ""))
             schedule.until = step + 1
@@ -183,7 +198,7 @@ class Cadence:
             return
         note = self._decide(step, notice)
         schedule.add(note)
-        self._notices.post(note)
+        self._channel.post(note)
 
     def _decide(self, step: int, notice: int) -> Note:
         """Decide about all steps for two notices from *step* on, and of a long interval about more."""
@@ -201,15 +216,15 @@ class Cadence:
 
     def _follow(self, after: int, step: int) -> None:
         """Hear what rank 0 has decided; wait only where it is not known whether to save *step*."""
-        assert self._notices is not None
-        schedule, notices = self._schedule, self._notices
-        note = notices.heard()
+        assert self._channel is not None
+        schedule, channel = self._schedule, self._channel
+        note = channel.poll()
         if note is not None:
             schedule.add(note)
         while schedule.answer(after, step) is None:
-            schedule.add(notices.wait())
+            schedule.add(channel.wait())
         if schedule.until - step <= schedule.notice:
-            notices.ask()
+            channel.prefetch()
 
     # ------------------------------------------------------------------ in words
 
@@ -231,3 +246,143 @@ class Cadence:
 
     def __repr__(self) -> str:
         return f"<Cadence {self._controller.interval.rule}: every {self._controller.interval.steps} steps>"
+
+
+class Note(msgspec.Struct, frozen=True):
+    """Rank 0's decision.
+
+    Attributes:
+        saves: the steps to be saved, of all those below *until* that were not decided before.
+        notice: so many steps before *until* there will be another note.
+        why: in words.
+    """
+
+    saves: tuple[int, ...]
+    until: int
+    notice: int
+    why: str
+
+
+class Schedule:
+    """What is decided so far.
+
+    Attributes:
+        until: the first step that is not decided.
+        notice, why: of the last note.
+    """
+
+    def __init__(self) -> None:
+        self.until = self.notice = 0
+        self.why = ""
+        self._saves: deque[int] = deque(maxlen=REMEMBERED)
+
+    def add(self, note: Note) -> None:
+        """Take what was decided next."""
+        self._saves.extend(note.saves)
+        self.until = max(self.until, note.until)
+        self.notice, self.why = note.notice, note.why
+
+    def planned(self, after: int) -> list[int]:
+        """Return the steps beyond *after* that are decided to be saved."""
+        return [step for step in self._saves if step > after]
+
+    def answer(self, after: int, step: int) -> bool | None:
+        """Say whether one of the steps beyond *after*, up to *step*, is to be saved; None: that is not decided yet."""
+        if step >= self.until:
+            return None
+        return any(after < save <= step for save in self._saves)
+
+
+class DecisionChannel:
+    """One rank's end of the notes about when to save (`aiockpt.runtime.meeting`). For the training thread.
+
+    Args:
+        deadline_s: for rank 0, when a step is reached that it has not decided.
+    """
+
+    def __init__(self, loop: Loop, meeting: Meeting, deadline_s: float) -> None:
+        self.is_leader = meeting.rank == 0
+        self._loop = loop
+        self._meeting = meeting
+        self._deadline_s = deadline_s
+        self._epoch = self._number = 0
+        self._asked: Future[Note] | None = None
+
+    def restart(self) -> None:
+        """Begin anew: an older checkpoint was loaded, on all ranks, and steps come again."""
+        self.end()
+        self._epoch, self._number = self._epoch + 1, 0
+
+    def post(self, note: Note) -> None:
+        """Leave the next note. Does not wait."""
+        self._meeting.begin()
+        self._number += 1
+        self._loop.submit(self._meeting.post, self._key(self._number), note).add_done_callback(_log_failure)
+
+    def prefetch(self) -> None:
+        """Begin to look for the next note, unless that has begun. Does not wait."""
+        if self._asked is None:
+            self._meeting.begin()
+            self._asked = self._loop.submit(self._receive, self._key(self._number + 1))
+
+    def poll(self) -> Note | None:
+        """Return the next note when it has come; None while it has not. Does not wait."""
+        asked = self._asked
+        if asked is None or not asked.done():
+            return None
+        self._asked = None
+        if isinstance(asked.exception(), RankTimeoutError):
+            return None  # both slept through the deadline, in a long evaluation perhaps: nobody needed it so far
+        note = asked.result()
+        self._number += 1
+        return note
+
+    def wait(self) -> Note:
+        """Wait for the next note.
+
+        Raises:
+            RankTimeoutError: rank 0 left none before the deadline.
+            StoreLostError: the store does not answer any more.
+            BlockingCallError: this thread runs an event loop.
+        """
+        while (note := self.poll()) is None:
+            refuse_in_event_loop(
+                "waiting for rank 0 to decide whether to save", "ask on a worker thread (asyncio.to_thread)"
+            )
+            begun_before = self._asked is not None
+            self.prefetch()
+            self._wait(begun_before)
+        return note
+
+    def _wait(self, begun_before: bool) -> None:
+        """Wait for the end of the look for the next note, and raise what ended it.
+
+        A deadline that began to run before this wait is no reason to give up.
+        """
+        assert self._asked is not None
+        error = self._asked.exception()
+        if error is not None and not (begun_before and isinstance(error, RankTimeoutError)):
+            self._asked = None
+            raise error
+
+    def end(self) -> None:
+        """Stop looking. Any thread; idempotent."""
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            asked.cancel()
+
+    async def _receive(self, key: str) -> Note:
+        """Wait for a note; the last rank to read it removes it."""
+        meeting = self._meeting
+        note = await meeting.wait(key, Note, self._deadline_s, "whether to save the next steps")
+        if await meeting.arrive(f"{key}/readers") == meeting.world_size - 1:
+            await meeting.forget([key, f"{key}/readers"])
+        return note
+
+    def _key(self, number: int) -> str:
+        return f"{self._epoch}/{number}"
+
+
+def _log_failure(posting: Future[None]) -> None:
+    if not posting.cancelled() and (error := posting.exception()) is not None:
+        logger.error("the other ranks cannot be told when to save: %s", error)

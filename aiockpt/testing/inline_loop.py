@@ -1,7 +1,7 @@
 """Runs a whole `aiockpt.Checkpointer` on the event loop of the caller: one thread, so that every run is the same.
 
 Give it to a checkpointer as ``World(…, make_loop=InlineLoop)``, inside a program that runs on one thread
-(`aiockpt.testing.simulation.run_inline`, `aiockpt.testing.virtual_time`, `aiockpt.testing.virtual_time`). Guarantees:
+(`aiockpt.testing.simulation.run_inline`, `aiockpt.testing.virtual_time`). Guarantees:
 
 - What the checkpointer does in the background is tasks of the running loop. They run while the program awaits something,
   in an order that depends on nothing but the program and its world.

@@ -16,7 +16,7 @@ import torch.distributed
 
 import aiockpt
 from aiockpt.cadence import Cadence
-from aiockpt.cadence.schedule import Note
+from aiockpt.cadence.cadence import Note
 from aiockpt.errors import BlockingCallError, RankTimeoutError, UsageError
 from aiockpt.events import Committed, SaveStarted, SnapshotTaken
 from aiockpt.runtime.loop import LoopThread
@@ -129,14 +129,14 @@ def test_a_pause_longer_than_the_deadline_that_nobody_waited_in_does_no_harm() -
         crew[0].train(0)
         until = crew[0].cadence._schedule.until
         crew[1].train(0)
-        notices = crew[1].cadence._notices
-        assert notices is not None
-        patience_s, notices._deadline_s = notices._deadline_s, 0.2
+        channel = crew[1].cadence._channel
+        assert channel is not None
+        patience_s, channel._deadline_s = channel._deadline_s, 0.2
         for step in range(1, until):
             crew[1].train(step)  # by now it looks for the next note, and rank 0 evaluates for long
-        assert notices._asked is not None
-        assert isinstance(notices._asked.exception(10), RankTimeoutError)
-        notices._deadline_s = patience_s
+        assert channel._asked is not None
+        assert isinstance(channel._asked.exception(10), RankTimeoutError)
+        channel._deadline_s = patience_s
         for step in range(1, until + 5):
             crew[0].train(step)
         crew[1].train(until)
@@ -154,10 +154,10 @@ def test_a_wait_has_the_whole_deadline_though_the_look_for_the_note_began_before
 
     waited_for, asked = threading.Event(), Asked()
     with members(2) as crew, ThreadPoolExecutor(1) as threads:
-        notices = crew[1].cadence._notices
-        assert notices is not None
-        notices._meeting.begin()
-        notices._asked = asked
+        channel = crew[1].cadence._channel
+        assert channel is not None
+        channel._meeting.begin()
+        channel._asked = asked
         waiting = threads.submit(crew[1].train, 0)
         assert waited_for.wait(10)
         asked.set_exception(RankTimeoutError("no note before the deadline", [0]))
@@ -168,19 +168,19 @@ def test_a_wait_has_the_whole_deadline_though_the_look_for_the_note_began_before
 def test_what_is_decided_reaches_the_others_before_they_need_it() -> None:
     with members(2) as crew:
         waits = 0
-        notices = crew[1].cadence._notices
-        assert notices is not None
-        wait = notices.wait
+        channel = crew[1].cadence._channel
+        assert channel is not None
+        wait = channel.wait
 
         def count_wait() -> Any:
             nonlocal waits
             waits += 1
             return wait()
 
-        notices.wait = count_wait  # type: ignore[method-assign]
+        channel.wait = count_wait  # type: ignore[method-assign]
         for step in range(100):  # side by side, as ranks are that exchange gradients
             crew[0].train(step)
-            asked = notices._asked
+            asked = channel._asked
             if asked is not None:
                 asked.exception(10)  # the notice of 0.25 s has passed, in simulated time
             crew[1].train(step)
@@ -200,10 +200,10 @@ def test_notes_that_all_have_read_are_removed() -> None:
         on_all(crew, lambda member: [member.train(step) for step in range(300)])
         for member in crew:
             member.close()
-        notices = crew[0].cadence._notices
-        assert notices is not None
-        assert notices._number > 5
-        store: Any = notices._meeting._store
+        channel = crew[0].cadence._channel
+        assert channel is not None
+        assert channel._number > 5
+        store: Any = channel._meeting._store
         left = store.num_keys()
         assert left <= 3 + 2 * 4  # one name for each rank; and of the last notes some are not read yet
 
@@ -267,9 +267,9 @@ def test_closing_a_checkpointer_does_not_wait_for_a_note_that_never_comes(tmp_pa
     state = {"w": torch.zeros(10)}
     with CadenceCrew(2, tmp_path, lambda rank: {"every": cadences[rank]}) as crew:
         crew.on_all(lambda rank, ckpt: ckpt.step(0, state))
-        notices = cadences[1]._notices
-        assert notices is not None
-        notices.ask()
+        channel = cadences[1]._channel
+        assert channel is not None
+        channel.prefetch()
         begun = time.monotonic()
         crew.on_all(lambda rank, ckpt: ckpt.close())
         assert time.monotonic() - begun < 10  # of a deadline of 20
