@@ -15,9 +15,9 @@ import anyio
 from aiockpt.errors import StorageError
 from aiockpt.pipeline.upload import ABORT_DEADLINE_S
 from aiockpt.storage.backend import Reader, Upload
-from aiockpt.stress.content import new_buffer
 from aiockpt.stress.lab import Lab, Request
 from aiockpt.stress.meter import Meter, Stopwatch
+from aiockpt.stress.payload import new_buffer
 from aiockpt.stress.plan import BLOCK_BYTES
 
 

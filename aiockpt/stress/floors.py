@@ -14,8 +14,8 @@ import numpy as np
 
 from aiockpt.format.checksum import hash_block
 from aiockpt.runtime.limits import Limiter, run_blocking
-from aiockpt.stress.content import new_buffer
 from aiockpt.stress.lab import Lab
+from aiockpt.stress.payload import new_buffer
 from aiockpt.stress.report import Floor
 from aiockpt.testing.disk import measure_disk
 

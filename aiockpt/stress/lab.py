@@ -18,8 +18,8 @@ from aiockpt.runtime.tasks import open_tasks
 from aiockpt.runtime.world import Clock
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.retry_calls import RetryStatistics
-from aiockpt.stress.content import Content
 from aiockpt.stress.meter import Meter, Stopwatch
+from aiockpt.stress.payload import Content
 from aiockpt.stress.plan import Plan
 from aiockpt.stress.report import Report, Skipped
 

@@ -8,14 +8,14 @@ from aiockpt.errors import UsageError
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend
 from aiockpt.stress.checks import check_place
-from aiockpt.stress.content import Content
 from aiockpt.stress.files import measure_files
 from aiockpt.stress.floors import measure_floors
 from aiockpt.stress.lab import Lab, Watch
 from aiockpt.stress.objects import measure_objects
-from aiockpt.stress.place import own_folder
+from aiockpt.stress.payload import Content
 from aiockpt.stress.plan import BLOCK_BYTES, Plan
 from aiockpt.stress.report import Report
+from aiockpt.stress.scratch_folder import own_folder
 from aiockpt.stress.soak import soak
 
 _ROOM = 1.1

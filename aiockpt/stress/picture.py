@@ -29,9 +29,8 @@ _COLOURS = {
 _MARKERS = "osD^v"
 _INK, _FAINT = "#222222", "#8a8a8a"
 _TITLE_CHARACTERS = 90
-_LABEL_GAP = 0.052
-"""Least distance of two labels, in heights of a panel."""
 _DATA_FILES = ("write", "read")
+_SIZED = ("write", "read", "put", "get")
 _SMALL = ("put", "get", "put_new", "stat", "list", "delete")
 
 
@@ -99,15 +98,14 @@ def _draw_panel(axes: Any, panel: _Panel, points: Sequence[Point]) -> None:
     if not mine:
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=_FAINT)
         return
-    ends = []
     for operation in panel.operations:
         sizes = sorted({point.size_bytes for point in mine if point.operation == operation})
         for index, size in enumerate(sizes):
             line = [point for point in mine if (point.operation, point.size_bytes) == (operation, size)]
-            values = [panel.value(point) for point in line]
             axes.plot(
                 [point.concurrency for point in line],
-                values,
+                [panel.value(point) for point in line],
+                label=operation + (f" {size_text(size)}" if operation in _SIZED else ""),
                 color=_COLOURS[operation],
                 marker=_MARKERS[index % len(_MARKERS)],
                 markersize=5.5,
@@ -118,12 +116,10 @@ def _draw_panel(axes: Any, panel: _Panel, points: Sequence[Point]) -> None:
                 clip_on=False,
                 zorder=3,
             )
-            sized = f" {size_text(size)}" if operation in ("write", "read", "put", "get") else ""
-            ends.append(((line[-1].concurrency, values[-1]), operation + sized, _COLOURS[operation]))
     axes.margins(x=0.03, y=0.08)
     if panel.from_zero:
         axes.set_ylim(bottom=0)
-    _label_ends(axes, ends)
+    axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, fontsize=9.5, labelcolor="linecolor")
 
 
 def _dress(axes: Any, panel: _Panel, concurrencies: Sequence[int]) -> None:
@@ -141,44 +137,3 @@ def _dress(axes: Any, panel: _Panel, concurrencies: Sequence[int]) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color("#bbbbbb")
-
-
-def _label_ends(axes: Any, ends: Sequence[tuple[tuple[int, float | None], str, str]]) -> None:
-    """Write each line's name beside its end; labels that would overlap are moved apart, and led back by a thin line."""
-    axes.autoscale_view()  # else the limits, and so the transformation, are made when it is drawn
-    to_panel = axes.transData + axes.transAxes.inverted()
-    at = [(float(to_panel.transform(end)[1]), text, colour) for end, text, colour in ends]
-    right = float(to_panel.transform(ends[0][0])[0])
-    at.sort()
-    for (wanted, text, colour), height in zip(at, _spread([one[0] for one in at]), strict=True):
-        axes.annotate(
-            text,
-            xy=(right, wanted),
-            xytext=(1.045, height),
-            xycoords=axes.transAxes,
-            textcoords=axes.transAxes,
-            fontsize=9.5,
-            color=colour,
-            va="center",
-            annotation_clip=False,
-            arrowprops={
-                "arrowstyle": "-",
-                "color": colour,
-                "alpha": 0.45,
-                "linewidth": 0.8,
-                "shrinkA": 1,
-                "shrinkB": 5,
-            },
-        )
-
-
-def _spread(heights: Sequence[float]) -> list[float]:
-    """Return rising *heights* moved apart to at least the gap between labels, as little as can be."""
-    moved = list(heights)
-    for _ in range(200):
-        for low in range(len(moved) - 1):
-            lack = _LABEL_GAP - (moved[low + 1] - moved[low])
-            if lack > 1e-9:
-                moved[low] -= lack / 2
-                moved[low + 1] += lack / 2
-    return moved

@@ -24,9 +24,9 @@ from aiockpt.storage.backend import Backend
 from aiockpt.storage.retry import Retrying, RetryPolicy
 from aiockpt.storage.retry_policy import classify
 from aiockpt.storage.transfer import put_once
-from aiockpt.stress.content import new_buffer
 from aiockpt.stress.lab import Lab
 from aiockpt.stress.meter import Stopwatch
+from aiockpt.stress.payload import new_buffer
 from aiockpt.stress.plan import BLOCK_BYTES, RECEIPT_BYTES
 from aiockpt.stress.report import Soak
 from aiockpt.stress.soak_faults import DrawnFaults

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.errors import StorageError
 from aiockpt.storage.backend import Seen
-from aiockpt.stress.content import Content, new_buffer
 from aiockpt.stress.lab import size_text
 from aiockpt.stress.meter import percentile
 from aiockpt.stress.moving import WINDOW_BYTES, read_file, write_file
+from aiockpt.stress.payload import Content, new_buffer
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.stress.conftest import names_in
 
