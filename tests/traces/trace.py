@@ -59,7 +59,7 @@ class Trace:
     def backend(self, inner: Backend, name: str = "") -> RecordingBackend:
         """Return *inner*, with what is asked of it in this trace."""
         recording = RecordingBackend(inner)
-        recording._log.operations = _Shared(lambda operation: self._note_operation(name, operation))
+        recording.operations = _Shared(lambda operation: self._note_operation(name, operation))
         return recording
 
     def _note_call(self, name: str, call: Call) -> None:
