@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import unquote
 
 import anyio
 import msgspec
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from aiockpt.cli import show
-from aiockpt.cli.place import check_folder
-from aiockpt.cli.wide import print_wide
+from aiockpt.cli.given_root import check_folder
 from aiockpt.errors import UsageError
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend
@@ -113,7 +109,7 @@ async def _measure(backend: Backend, plan: Plan) -> Report:
     caught: list[int] = []
     report: Report | None = None
     try:
-        with _progress(plan.point_count) as watch:
+        with show.parts_progress(plan.point_count) as watch:
             async with open_tasks() as tasks:
                 tasks.start_soon(_cancel_on_signal, tasks.cancel_scope, caught)
                 report = await measure(backend, plan, watch=watch, say=_say)
@@ -138,23 +134,6 @@ async def _cancel_on_signal(scope: anyio.CancelScope, caught: list[int]) -> None
 
 def _say(text: str) -> None:
     show.err.print(f"[dim]{escape(text)}[/]", soft_wrap=True)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Show on standard error which point is measured; call what it yields with the name of each."""
-    console: Console = show.err
-    bars = (TextColumn("{task.description:<28}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*bars, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=total)
-        begun = 0
-
-        def begin(what: str) -> None:
-            nonlocal begun
-            progress.update(task, description=what, completed=begun)
-            begun += 1
-
-        yield begin
 
 
 def show_report(report: Report, everything: bool) -> None:
@@ -188,7 +167,9 @@ def _show_sweep(
         cpu = _number(best.cpu_s_per_gib) if operation in _BY_BYTES else ""
         rows.append([operation, size_text(size), *rates, *latencies, cpu, _errors(list(row.values()))])
     at = [f"× {one}" for one in concurrencies]
-    print_wide([[heading, "size"], at, ["p50 ms", "p95 ms", "p99 ms", "CPU s/GiB", "errors"]], rows, folds="errors")
+    show.print_wide(
+        [[heading, "size"], at, ["p50 ms", "p95 ms", "p99 ms", "CPU s/GiB", "errors"]], rows, folds="errors"
+    )
 
 
 def _rate(value: float | None, best: bool) -> str:
@@ -225,7 +206,7 @@ def _show_points(points: Sequence[Point]) -> None:
         for point in points
     ]
     labels = ["every point", "size", "at once"]
-    print_wide(
+    show.print_wide(
         [labels, ["requests", "MiB/s", "requests/s"], ["p50 ms", "p95 ms", "p99 ms", "max ms", "CPU s/GiB", "errors"]],
         rows,
         folds="errors",

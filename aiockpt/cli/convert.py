@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import anyio
 from rich.markup import escape
 
-from aiockpt.cli.place import open_place
-from aiockpt.cli.progress import bytes_progress, finish
-from aiockpt.cli.show import count, say, size, speed
+from aiockpt.cli.commands.common import finish
+from aiockpt.cli.given_root import open_place
+from aiockpt.cli.show import bytes_progress, count, say, size, speed
 from aiockpt.convert.source import SUFFIX, has_weights
 from aiockpt.errors import UsageError
 from aiockpt.format.names import list_names

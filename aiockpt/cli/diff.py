@@ -10,8 +10,8 @@ from typing import Any, Literal
 import msgspec
 import torch
 
+from aiockpt.cli.leaf_values import read_values, shorten
 from aiockpt.cli.reading import StepReader
-from aiockpt.cli.values import read_values, shorten
 from aiockpt.engine.load import stored_state
 from aiockpt.format.dtypes import itemsize
 from aiockpt.format.manifest import Manifest, TensorEntry

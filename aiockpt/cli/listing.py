@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.markup import escape
 from rich.text import Text
 
-from aiockpt.cli.lineage import ABANDONED, CURRENT, draw_lines, find_current, find_predecessors
+from aiockpt.cli.descent import ABANDONED, CURRENT, draw_lines, find_current, find_predecessors
 from aiockpt.cli.show import ago, columns, count, moment, out, say, size, title
 from aiockpt.cli.survey import Survey, Unfinished
 from aiockpt.pipeline.steps import StepInfo

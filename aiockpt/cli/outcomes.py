@@ -1,4 +1,4 @@
-"""How do the outcomes of `verify`, `diff`, `prune`, `commit` and `doctor` look?"""
+"""How do the outcomes of `verify`, `cp`, `diff`, `prune`, `commit` and `doctor` look?"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from aiockpt.cli.diff import Change
     from aiockpt.cli.doctor import Diagnosis
     from aiockpt.cli.survey import Unfinished
-    from aiockpt.engine.keep import Pruned
+    from aiockpt.engine.keep import Copied, Pruned
     from aiockpt.pipeline.removal import Removal
     from aiockpt.pipeline.steps import StepInfo
 
@@ -61,6 +61,17 @@ def show_check(result: Check) -> None:
         note_left_out(result.left_out, f"step {result.step}")
     else:
         say(f"[red]✗ step {result.step}:[/] {escape(result.problem or '')}")
+
+
+def show_copied(copied: Copied, left_out: int) -> None:
+    """Print one line about a step that is in another place now, and how many names it was saved without."""
+    where = escape(copied.url)
+    if copied.existed:
+        say(f"[dim]– step {copied.step}: in {where} already[/]")
+        return
+    took = f"{copied.seconds:.2f} s ({speed(copied.bytes / max(copied.seconds, 1e-9))})"
+    say(f"[green]✓ step {copied.step}:[/] in {where}, {size(copied.bytes)} in {took}, verified")
+    note_left_out(left_out, f"step {copied.step}")
 
 
 def show_changes(root: str, one: int, two: int, found: Sequence[Change], everything: bool) -> None:

@@ -1,4 +1,8 @@
-"""How do results look? One console for each stream, tables whose numbers are never cut, and JSON for programs."""
+"""How results look: one console for each stream, tables whose numbers are never cut, progress bars, JSON for programs.
+
+A table of many numbers that a narrow terminal cannot hold is printed in parts, one below the other, each with the row's
+name. A bar is drawn on a terminal, and nothing in a pipe.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,34 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Literal
 
 import msgspec
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
+from rich.text import Text
 
 from aiockpt.redaction import redact
 from aiockpt.units import size, speed
 
 __all__ = [
-    "ago", "columns", "count", "err", "json_or", "moment", "natural_order", "out", "problem", "say", "size", "speed",
-    "title",
+    "ago", "bytes_progress", "columns", "count", "err", "json_or", "moment", "natural_order", "out", "parts_progress",
+    "print_wide", "problem", "say", "size", "speed", "title",
 ]  # fmt: skip
 
 PIPE_COLUMNS = 160
@@ -115,3 +132,92 @@ def ago(time_ns: int) -> str:
 def natural_order(name: str) -> list[tuple[int, str]]:
     """Return the sort key by which people order names: layers.2 before layers.10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+GAP = 2
+FOLDED_WIDTH = 16
+"""What is reserved for the column that may be broken, where it would be wider."""
+
+Cells = Mapping[str, Sequence[str]]
+
+
+def print_wide(groups: Sequence[Sequence[str]], rows: Sequence[Sequence[str]], *, folds: str) -> None:
+    """Print a table of numbers, with an empty line above each of its parts.
+
+    Args:
+        groups: headings; those of the first group name the rows and are in every part, those of another stay together.
+        rows: of cells with markup, one for each heading.
+        folds: the heading of the column of words, which may be broken.
+    """
+    headings = [heading for group in groups for heading in group]
+    cells = dict(zip(headings, zip(*rows, strict=True), strict=True))
+    names, *rest = ([heading for heading in group if any(cells[heading])] for group in groups)
+    numbers = [heading for group in rest for heading in group]
+    together = _width(cells, [*names, *numbers], folds) <= out.width
+    parts = [numbers] if together else [part for group in rest for part in _split(cells, names, group, folds)]
+    for part in parts:
+        shown = [*names, *part]
+        table = columns(*shown, right=tuple(heading for heading in shown[1:] if heading != folds), folds=folds)
+        for row in zip(*(cells[heading] for heading in shown), strict=True):
+            table.add_row(*row)
+        out.print()
+        out.print(table)
+
+
+def _split(cells: Cells, names: Sequence[str], group: Sequence[str], folds: str) -> Iterator[list[str]]:
+    """Yield the headings of *group* in as few parts as fit beside *names*."""
+    part: list[str] = []
+    for heading in group:
+        if part and _width(cells, [*names, *part, heading], folds) > out.width:
+            yield part
+            part = []
+        part.append(heading)
+    if part:
+        yield part
+
+
+def _width(cells: Cells, headings: Sequence[str], folds: str) -> int:
+    """Return how many columns of a terminal the table takes."""
+    widths = [max(Text.from_markup(text).cell_len for text in (heading, *cells[heading])) for heading in headings]
+    kept = [min(width, FOLDED_WIDTH) if name == folds else width for name, width in zip(headings, widths, strict=True)]
+    return sum(kept) + GAP * (len(kept) - 1)
+
+
+class SpeedColumn(ProgressColumn):
+    """The speed so far, in the units of everything else; rich's own column counts in powers of ten."""
+
+    def render(self, task: Task) -> Text:
+        """Return the speed of *task*; nothing while it is not known."""
+        bytes_per_s = task.finished_speed or task.speed
+        return Text("" if bytes_per_s is None else speed(bytes_per_s), style="progress.data.speed")
+
+
+@contextmanager
+def bytes_progress(what: str, total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """Show a bar for *total* bytes on standard error while the block runs; call what it yields with each advance."""
+    bars = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        DownloadColumn(binary_units=True),
+        SpeedColumn(),
+        TimeRemainingColumn(compact=True),
+    )
+    with Progress(*bars, console=err, transient=True, disable=quiet or not err.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda count: progress.advance(task, count)
+
+
+@contextmanager
+def parts_progress(total: int) -> Iterator[Callable[[str], None]]:
+    """Show on standard error which of *total* parts is done now; call what it yields with the name of each that begins."""
+    bars = (TextColumn("{task.description:<28}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*bars, console=err, transient=True, disable=not err.is_terminal) as progress:
+        task = progress.add_task("", total=total)
+        begun = 0
+
+        def begin(what: str) -> None:
+            nonlocal begun
+            progress.update(task, description=what, completed=begun)
+            begun += 1
+
+        yield begin

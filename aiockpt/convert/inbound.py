@@ -13,9 +13,9 @@ import msgspec
 import torch
 
 from aiockpt.convert.casting import Cast, cast_all, cast_code, torch_dtype
+from aiockpt.convert.choice import parse_prefix
 from aiockpt.convert.source import Source, open_source
 from aiockpt.convert.streaming import write_file
-from aiockpt.convert.weights import parse_prefix
 from aiockpt.engine import keep
 from aiockpt.engine.context import Engine
 from aiockpt.engine.save import check_space, committed, write_and_commit

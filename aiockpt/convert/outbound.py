@@ -10,10 +10,10 @@ import msgspec
 import torch
 
 from aiockpt.convert.casting import Cast, cast_all, torch_dtype
+from aiockpt.convert.choice import Chosen, choose_weights
 from aiockpt.convert.layout import FilePlan, Layout, plan_folder
+from aiockpt.convert.publish import check_target, open_target
 from aiockpt.convert.slices import Slices
-from aiockpt.convert.target import check_target, open_target
-from aiockpt.convert.weights import Chosen, choose_weights
 from aiockpt.engine.context import Engine
 from aiockpt.engine.find import find_manifest
 from aiockpt.format.dtypes import itemsize

@@ -17,8 +17,9 @@ from rich.progress import Progress
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
+from aiockpt.cli.commands.common import finish
 from aiockpt.cli.main import main
-from aiockpt.cli.progress import SpeedColumn, finish
+from aiockpt.cli.show import SpeedColumn
 from aiockpt.cli.survey import find_unfinished
 from aiockpt.format.manifest import decode_manifest, decode_receipt, encode_manifest, encode_receipt
 from aiockpt.pipeline.discover import StepEntry
@@ -614,7 +615,7 @@ def test_storage_that_fails_has_a_status_of_its_own(
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, made: Path) -> None:
-    monkeypatch.setattr("aiockpt.cli.place.open_backend", raising(ZeroDivisionError()))
+    monkeypatch.setattr("aiockpt.cli.given_root.open_backend", raising(ZeroDivisionError()))
     monkeypatch.setattr("sys.argv", ["aiockpt", "ls", str(made)])
     with pytest.raises(ZeroDivisionError):
         main()

@@ -5,16 +5,21 @@ What a command needs is imported when it runs: ``--help`` and a mistyped command
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
+import anyio
 import typer
 
 from aiockpt.cli import show
 from aiockpt.cli.commands.help import App, Group
+from aiockpt.errors import UsageError
 from aiockpt.format.names import parse_step
 
 if TYPE_CHECKING:
     from aiockpt.checkpointer import Checkpointer
+    from aiockpt.runtime.future import Future
+
+T = TypeVar("T")
 
 DAMAGED, WRONG_CALL, STORAGE_FAILED = 1, 2, 3
 
@@ -74,3 +79,34 @@ def open_checkpointer(root: str) -> Checkpointer:
     from aiockpt.checkpointer import Checkpointer
 
     return Checkpointer(root)
+
+
+def chosen_steps(root: str, step: int | None, every: bool, *, valid: bool = False) -> list[int]:
+    """Return the steps of *root* that a command is for, the newest first: that one, the newest, or all.
+
+    Args:
+        valid: the newest is the newest whose manifest a reader may believe.
+
+    Raises:
+        UsageError: both one and all are asked for.
+        StepNotFoundError: it is not there; with *every* nothing is raised, and the list is empty.
+    """
+    from aiockpt.cli.given_root import open_place
+    from aiockpt.cli.survey import find_committed, find_valid, survey
+
+    if every and step is not None:
+        raise UsageError("give a step, or --all, not both")
+    backend = open_place(root)
+    if every:
+        return [listed.step for listed in anyio.run(survey, backend).steps]
+    entry = anyio.run(find_valid, backend) if valid and step is None else anyio.run(find_committed, backend, step)
+    return [entry.step]
+
+
+def finish(future: Future[T]) -> T:
+    """Wait for *future* and return its value; when the wait is interrupted the work is cancelled too."""
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise

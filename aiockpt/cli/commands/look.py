@@ -8,7 +8,18 @@ import anyio
 import typer
 
 from aiockpt.cli import show
-from aiockpt.cli.commands.common import DAMAGED, Everything, Json, Root, Step, app, open_checkpointer, step_number
+from aiockpt.cli.commands.common import (
+    DAMAGED,
+    Everything,
+    Json,
+    Root,
+    Step,
+    app,
+    chosen_steps,
+    finish,
+    open_checkpointer,
+    step_number,
+)
 from aiockpt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,8 +32,8 @@ if TYPE_CHECKING:
 @app.command("ls")
 def list_steps(root: Root, as_json: Json = False) -> None:
     """List the steps, the newest first, and what descends from what; damaged and unfinished ones too."""
+    from aiockpt.cli.given_root import open_place
     from aiockpt.cli.listing import show_survey
-    from aiockpt.cli.place import open_place
     from aiockpt.cli.survey import survey
     from aiockpt.pipeline.instead import look_instead
 
@@ -47,13 +58,10 @@ def inspect(
 ) -> None:
     """Show what a step holds: tensors with dtypes, shapes, sizes and files; values; without reading data."""
     from aiockpt.cli.contents import show_description
-    from aiockpt.cli.place import open_place
-    from aiockpt.cli.survey import find_committed, find_valid
 
-    backend = open_place(root)
-    entry = anyio.run(find_valid, backend) if step is None else anyio.run(find_committed, backend, step)
+    (number,) = chosen_steps(root, step, False, valid=True)
     with open_checkpointer(root) as ckpt:
-        seen = ckpt.describe(entry.step).result()
+        seen = ckpt.describe(number).result()
     if seen.per_rank and str(rank) not in seen.per_rank:
         raise UsageError(
             f"--rank {rank}: step {seen.info.step} was saved by {show.count(seen.info.world_size, 'rank')}, from 0"
@@ -70,17 +78,8 @@ def verify(
 ) -> None:
     """Read every block of a step and compare it. Exit status 0: all is as it was saved; 1: it is not."""
     from aiockpt.cli.outcomes import show_check
-    from aiockpt.cli.place import open_place
-    from aiockpt.cli.survey import find_committed, survey
 
-    if every and step is not None:
-        raise UsageError("give a step, or --all, not both")
-    backend = open_place(root)
-    steps: list[int] = []
-    if every:
-        steps = [listed.step for listed in anyio.run(survey, backend).steps]
-    if not every or not steps:
-        steps = [anyio.run(find_committed, backend, step).step]
+    steps = chosen_steps(root, step, every) or chosen_steps(root, None, False)
     results = []
     with open_checkpointer(root) as ckpt:
         for number in steps:
@@ -94,12 +93,11 @@ def verify(
 
 def _verify_one(ckpt: Checkpointer, step: int, quiet: bool) -> Check:
     from aiockpt.cli.outcomes import Check
-    from aiockpt.cli.progress import bytes_progress, finish
     from aiockpt.errors import CorruptionError
 
     try:
         seen = finish(ckpt.describe(step))
-        with bytes_progress(f"verifying step {step}", seen.info.bytes, quiet) as tick:
+        with show.bytes_progress(f"verifying step {step}", seen.info.bytes, quiet) as tick:
             done = finish(ckpt.verify(step, on_read=tick))
     except CorruptionError as error:
         return Check(step, False, problem=str(error))
@@ -119,8 +117,8 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Compare two steps: which tensors and values changed, and by how much. Exit status 1: they differ."""
+    from aiockpt.cli.given_root import open_place
     from aiockpt.cli.outcomes import show_changes
-    from aiockpt.cli.place import open_place
 
     changes = anyio.run(_diff, open_place(root), one, two, as_json)
     show.json_or(as_json, changes, lambda: show_changes(root, one, two, changes, everything))
@@ -130,12 +128,11 @@ def diff(
 
 async def _diff(backend: Backend, one: int, two: int, quiet: bool) -> list[Change]:
     from aiockpt.cli.diff import diff_steps, tensor_bytes
-    from aiockpt.cli.progress import bytes_progress
     from aiockpt.cli.reading import open_step
     from aiockpt.cli.survey import find_committed
 
     entries = [await find_committed(backend, step) for step in (one, two)]
     async with open_step(backend, entries[0]) as before, open_step(backend, entries[1]) as after:
         total = sum(tensor_bytes(entry) for entry in before.manifest.tensors.values())
-        with bytes_progress(f"comparing {one} and {two}", total, quiet) as tick:
+        with show.bytes_progress(f"comparing {one} and {two}", total, quiet) as tick:
             return await diff_steps(before, after, tick)

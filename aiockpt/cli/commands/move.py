@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated
 
-import anyio
 import typer
 
 from aiockpt.cli import show
-from aiockpt.cli.commands.common import Json, Step, app, open_checkpointer, step_number
+from aiockpt.cli.commands.common import Json, Step, app, chosen_steps, finish, open_checkpointer, step_number
 from aiockpt.errors import UsageError
 
 
@@ -22,25 +21,14 @@ def copy_steps(
     as_json: Json = False,
 ) -> None:
     """Copy a step to another place, every block compared on the way. Interrupted, it goes on where it was."""
-    from aiockpt.cli.copying import show_copied
-    from aiockpt.cli.place import open_place
-    from aiockpt.cli.progress import bytes_progress, finish
-    from aiockpt.cli.survey import find_committed, find_valid, survey
+    from aiockpt.cli.outcomes import show_copied
 
-    if every and step is not None:
-        raise UsageError("give a step, or --all, not both")
-    backend = open_place(source)
-    if every:
-        steps = [listed.step for listed in reversed(anyio.run(survey, backend).steps)]
-    elif step is None:
-        steps = [anyio.run(find_valid, backend).step]
-    else:
-        steps = [anyio.run(find_committed, backend, step).step]
+    steps = reversed(chosen_steps(source, step, every, valid=True))
     copied = []
     with open_checkpointer(source) as ckpt:
         for number in steps:
             seen = finish(ckpt.describe(number))
-            with bytes_progress(f"step {number}", seen.info.bytes, as_json) as tick:
+            with show.bytes_progress(f"step {number}", seen.info.bytes, as_json) as tick:
                 copied.append(finish(ckpt.copy(number, target, on_copied=tick)))
             if not as_json:
                 show_copied(copied[-1], len(seen.left_out))

@@ -41,8 +41,8 @@ def prune(
     as_json: Json = False,
 ) -> None:
     """Delete the steps that no rule keeps, and what dead saves left. Only shows what it would do, unless --yes."""
+    from aiockpt.cli.given_root import open_place
     from aiockpt.cli.outcomes import show_pruned
-    from aiockpt.cli.place import open_place
     from aiockpt.cli.survey import check_metric, measure, survey
     from aiockpt.options import Best, Retention
 
@@ -76,8 +76,8 @@ def remove_steps(
     as_json: Json = False,
 ) -> None:
     """Remove one step, or the whole run, also what a job left in shared memory. Asks first, unless --yes."""
+    from aiockpt.cli.given_root import open_place
     from aiockpt.cli.outcomes import ask_removal, show_removed
-    from aiockpt.cli.place import open_place
     from aiockpt.pipeline.removal import plan_removal, remove
 
     if everything == (step is not None):
@@ -93,8 +93,8 @@ def remove_steps(
 @app.command("commit")
 def commit(root: Root, as_json: Json = False) -> None:
     """Finish the commits that dead jobs could not: of every save that was written completely and lacks its manifest."""
+    from aiockpt.cli.given_root import open_place
     from aiockpt.cli.outcomes import show_finished
-    from aiockpt.cli.place import open_place
     from aiockpt.cli.survey import survey
 
     backend = open_place(root)

@@ -23,9 +23,8 @@ def doctor(
 ) -> None:
     """Say what this file system can do: O_DIRECT, links, flush latency, free space, raw write and read speed."""
     from aiockpt.cli.doctor import REPEATS, examine
+    from aiockpt.cli.given_root import local_folder
     from aiockpt.cli.outcomes import show_diagnosis
-    from aiockpt.cli.place import local_folder
-    from aiockpt.cli.progress import bytes_progress
 
     folder = local_folder(root)
     space = shutil.disk_usage(folder)
@@ -35,7 +34,7 @@ def doctor(
     if size_mib >= free_mib:
         raise UsageError(f"--size {size_mib}: {folder} has {free_mib} MiB free; give less")
     try:
-        with bytes_progress("writing and reading", 2 * REPEATS * (size_mib << 20), as_json) as tick:
+        with show.bytes_progress("writing and reading", 2 * REPEATS * (size_mib << 20), as_json) as tick:
             found = examine(folder, size_mib << 20, tick)
     except PermissionError as error:
         advice = "give this user the right, or name another folder"

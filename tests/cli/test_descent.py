@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from aiockpt.cli.lineage import draw_lines, find_current, find_predecessors
+from aiockpt.cli.descent import draw_lines, find_current, find_predecessors
 from aiockpt.format.names import step_id
 
 
