@@ -44,8 +44,8 @@ if TYPE_CHECKING:
         UsageError,
         WriterLostError,
     )
+    from aiockpt.futures import Future, LoadFuture, LoadResult, SaveFuture, SaveResult
     from aiockpt.options import IO, Best, Deadlines, Retention, Tier
-    from aiockpt.runtime.future import Future, LoadFuture, LoadResult, SaveFuture, SaveResult
     from aiockpt.runtime.ranks import Ranks
     from aiockpt.state.codecs import register_codec
     from aiockpt.state.samples import LoaderPart, Span, Stream
@@ -114,7 +114,7 @@ __all__ = [
 _HOMES = (
     "aiockpt.errors",
     "aiockpt.options",
-    "aiockpt.runtime.future",
+    "aiockpt.futures",
     "aiockpt.runtime.ranks",
     "aiockpt.state.codecs",
     "aiockpt.state.samples",

@@ -33,8 +33,9 @@ from aiockpt.engine.outcome_log import log_loaded
 from aiockpt.engine.read import read
 from aiockpt.engine.sharing import TELL_DEADLINE_S, WARM_UP
 from aiockpt.engine.tiers import Tiers
-from aiockpt.errors import BackgroundSaveError, SaveCancelledError, UsageError
+from aiockpt.errors import BackgroundSaveError, UsageError
 from aiockpt.events import BarrierWaited, Companion, Observer
+from aiockpt.futures import Future, LoadFuture, LoadResult, SaveFuture
 from aiockpt.keywords import asks_what_was_meant, refuse_value
 from aiockpt.options import (
     IO,
@@ -53,10 +54,10 @@ from aiockpt.options import (
 from aiockpt.prove.probe import find_probe
 from aiockpt.runtime.barrier import Mutating, MutationBarrier
 from aiockpt.runtime.companion import accompany
-from aiockpt.runtime.future import Future, LoadFuture, LoadResult, SaveFuture
 from aiockpt.runtime.limits import LimiterStatistics, run_blocking
 from aiockpt.runtime.loop import LoopThread, refuse_in_event_loop, refuse_on_loop_thread, runs_event_loop
 from aiockpt.runtime.peers import find_peers
+from aiockpt.runtime.promise import LoadPromise, Promise
 from aiockpt.runtime.ranks import Ranks, check_found, find_ranks
 from aiockpt.runtime.shared_memory import SharedMemory
 from aiockpt.runtime.slabs import PoolStatistics
@@ -218,7 +219,7 @@ class Checkpointer:
             if sharing is not None:
                 sharing.joint.terms = _terms(tiers, self._options)
                 self._loop.submit(sharing.register)
-            self._unclaimed: list[LoadFuture[Any]] = []
+            self._unclaimed: list[LoadPromise[LoadResult | None]] = []
             self._ending = Ending(self._engine, self._launcher, self._tiers, self._barrier, companions)
         except BaseException:
             self._loop.discard()
@@ -350,16 +351,16 @@ class Checkpointer:
         probe = self._probe
         if probe is not None:
             request = probe.asked(asked)
-        future: LoadFuture[LoadResult | None] = LoadFuture(
+        promise: LoadPromise[LoadResult | None] = LoadPromise(
             "load of the newest step" if step is None else f"load of step {step}"
         )
-        self._unclaimed.append(future)
+        self._unclaimed.append(promise)
 
         number = None if self._engine.sharing is None else self._engine.sharing.next_load()
 
         async def run() -> LoadResult | None:
             for earlier in refused:
-                await earlier._settled()
+                await earlier.settled()
             filled: Filled | None
             if self._together is None or number is None:
                 filled = await load(self._engine, request)
@@ -367,21 +368,21 @@ class Checkpointer:
                 filled = await self._together.load(request, number)
             log_loaded(None if filled is None else filled.result, self._engine.ranks)
             if filled is not None:
-                future._finish = filled.apply
+                promise.on_finish = filled.apply
                 if filled.agree and self._together is not None and number is not None:
-                    future._agree = partial(self._agree_applied, self._together, number)
+                    promise.agree = partial(self._agree_applied, self._together, number)
             if probe is not None:
-                future._finish = probe.watch_load(asked, filled)
+                promise.on_finish = probe.watch_load(asked, filled)
             return None if filled is None else filled.result
 
-        self._settle(future, run)
-        return future
+        promise.follow(self._loop.submit(run))
+        return LoadFuture(promise)
 
-    def _agree_applied(self, together: LoadTogether, number: int, error: Exception | None) -> Future[None]:
+    def _agree_applied(self, together: LoadTogether, number: int, error: Exception | None) -> Promise[None]:
         """Have all ranks know whether the objects of all took what was loaded."""
-        future: Future[None] = Future(f"end of load number {number}")
-        self._settle(future, together.agree_applied, number, error)
-        return future
+        promise: Promise[None] = Promise(f"end of load number {number}")
+        promise.follow(self._loop.submit(together.agree_applied, number, error))
+        return promise
 
     def read(self, step: int | None, name: str, *, rows: slice | None = None) -> Future[torch.Tensor]:
         """Read one tensor, or the *rows* of its first axis, verified; from the newest valid step for None.
@@ -590,7 +591,9 @@ class Checkpointer:
         self._unclaimed = []
         if forgotten:
             advice = "write `await ckpt.load(…)`" if runs_event_loop() else "call .result() on it, or await it"
-            raise UsageError(f"{forgotten[0]!r} was never waited for, so the state is not complete: {advice}")
+            raise UsageError(
+                f"{LoadFuture(forgotten[0])!r} was never waited for, so the state is not complete: {advice}"
+            )
 
     def _check_call_of_ranks(self) -> None:
         """Raise also when there is a process group now that was not there when the ranks were found."""
@@ -600,24 +603,9 @@ class Checkpointer:
 
     def _operation(self, what: str, work: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> Future[T]:
         self._check_call()
-        future: Future[T] = Future(what)
-        self._settle(future, work, *args)
-        return future
-
-    def _settle(self, future: Future[T], work: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> None:
-        """Run ``work(*args)`` on the loop and settle *future* with its outcome."""
-        running = self._loop.submit(work, *args)
-        future._cancel = running.cancel
-
-        def done(_: object) -> None:
-            if running.cancelled():
-                future._fail(SaveCancelledError(f"{future!r} was cancelled"))
-            elif (error := running.exception()) is not None:
-                future._fail(error)
-            else:
-                future._resolve(running.result())
-
-        running.add_done_callback(done)
+        promise: Promise[T] = Promise(what)
+        promise.follow(self._loop.submit(work, *args))
+        return Future(promise)
 
     def statistics(self) -> Statistics:
         """Return what is going on at this instant. Any thread."""

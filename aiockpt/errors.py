@@ -48,7 +48,7 @@ from typing import TYPE_CHECKING
 from aiockpt.redaction import redact
 
 if TYPE_CHECKING:
-    from aiockpt.runtime.future import SaveFuture
+    from aiockpt.futures import SaveFuture
 
 
 class CheckpointError(Exception):

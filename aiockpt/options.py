@@ -17,7 +17,7 @@ from aiockpt.keywords import AsksWhatWasMeant, check_amount, check_count, refuse
 from aiockpt.redaction import redact
 
 if TYPE_CHECKING:
-    from aiockpt.runtime.future import SaveFuture
+    from aiockpt.futures import SaveFuture
 
 MIB = 1 << 20
 GIB = 1 << 30

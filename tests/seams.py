@@ -23,6 +23,7 @@ from aiockpt.pipeline import snapshot as copying
 from aiockpt.pipeline.collect import lease_key
 from aiockpt.pipeline.discover import StepEntry, look_at
 from aiockpt.pipeline.version_check import VersionCheck
+from aiockpt.runtime.promise import SavePromise
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend
 from aiockpt.testing.inline_loop import InlineLoop
@@ -79,8 +80,13 @@ def is_stopped(save: aiockpt.SaveFuture) -> bool:
     return _ticket_of(save).stopped
 
 
+def promise_of(save: aiockpt.SaveFuture) -> SavePromise:
+    """Return what the engine settles of a save: asked, it neither hurries nor compares, and nobody is told."""
+    return save._save
+
+
 def _ticket_of(save: aiockpt.SaveFuture) -> Ticket:
-    ticket = getattr(save._cancel, "__self__", None)
+    ticket = getattr(promise_of(save).cancel_work, "__self__", None)
     assert isinstance(ticket, Ticket)
     return ticket
 

@@ -20,8 +20,8 @@ from aiockpt.convert.source import SUFFIX
 from aiockpt.engine.context import Engine
 from aiockpt.engine.launch import check_step
 from aiockpt.errors import UsageError
+from aiockpt.futures import Future
 from aiockpt.redaction import redact
-from aiockpt.runtime.future import Future
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
 

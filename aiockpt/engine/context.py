@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from aiockpt.engine.sharing import PLAN_IN_CALL_S, Sharing, Turn, make_sharing
 from aiockpt.errors import CheckpointError
 from aiockpt.events import Event, Observer
 from aiockpt.format.checksum import BLOCK_BYTES
+from aiockpt.futures import SaveFuture
 from aiockpt.options import SHARED_BLOCK_BYTES, Options
 from aiockpt.pipeline.collect import lease_key
 from aiockpt.pipeline.commit import Attempt
@@ -24,10 +25,10 @@ from aiockpt.pipeline.upload import Uploader
 from aiockpt.planning.holders import check_whole
 from aiockpt.planning.save import PAGE_BYTES, SavePlan, plan_save
 from aiockpt.runtime.accelerator import Accelerator
-from aiockpt.runtime.future import SaveFuture
 from aiockpt.runtime.limits import Limiter, Pace
 from aiockpt.runtime.meeting import StoreLostError
 from aiockpt.runtime.memory import Memory
+from aiockpt.runtime.promise import SavePromise
 from aiockpt.runtime.ranks import Ranks
 from aiockpt.runtime.slabs import Lender, SlabPool
 from aiockpt.runtime.world import Loop, World
@@ -60,6 +61,7 @@ class Engine:
         heads: what retention has read of the steps here.
         thin_steps: (id, generation) of the steps that are known to have their weights alone here.
         failed: failed saves, oldest first, until the checkpointer has told its caller.
+        tell_given_up: told a step, and why a place has given it up whose ``on_error`` says that the next call raises.
     """
 
     def __init__(
@@ -94,12 +96,13 @@ class Engine:
             self.lineage = Lineage(ranks, lambda: self.token(6))
             self.busy_attempts: set[str] = set()
             self.failed: deque[SaveFuture] = deque()
+            self.tell_given_up: Callable[[int, BaseException], object] = self._note_given_up
             self._observers = list(observers)
             self.tiers: list[Engine] = []
         else:
             self.tiers = nearer.tiers
             self.sharing, self.pool, self.lineage = nearer.sharing, nearer.pool, nearer.lineage
-            self.lender = nearer.lender
+            self.lender, self.tell_given_up = nearer.lender, nearer.tell_given_up
             self.busy_attempts, self.failed, self._observers = nearer.busy_attempts, nearer.failed, nearer._observers
         self.tiers.append(self)
         self.lineage.places.append(backend)
@@ -118,6 +121,11 @@ class Engine:
         self._plan: tuple[str, SavePlan] | None = None
         self._program: tuple[SavePlan, CopyProgram] | None = None
         self._reading: dict[str, int] = {}
+
+    def _note_given_up(self, step: int, error: BaseException) -> None:
+        promise = SavePromise(step)
+        promise.fail(error)
+        self.failed.append(SaveFuture(promise))
 
     def next_turn(self, step: int) -> Turn | None:
         """Return the turn of a save that begins now; None in a process that saves alone. Any thread."""

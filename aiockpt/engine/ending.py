@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 from aiockpt.engine.context import Engine
 from aiockpt.engine.launch import Destination, Launcher
+from aiockpt.futures import SaveFuture
 from aiockpt.runtime.barrier import MutationBarrier
 
 logger = logging.getLogger("aiockpt")
@@ -54,7 +55,7 @@ class Ending:
         """
         deadline_s = self._engine.options.deadlines.close_s
         if not self._is_idle_within(deadline_s):
-            waiting = [repr(future) for future in self._launcher.in_flight]
+            waiting = [repr(SaveFuture(promise)) for promise in self._launcher.in_flight]
             raise TimeoutError(f"after {deadline_s:g} s these saves still run: {waiting}")
 
     def close(self) -> None:
@@ -84,18 +85,18 @@ class Ending:
         return True
 
     async def _idle(self) -> None:
-        for future in self._launcher.in_flight:
-            await future._settled()
+        for promise in self._launcher.in_flight:
+            await promise.settled()
         async with self._engine.cleaning:
             pass
 
     def _give_up(self) -> None:
         """End the saves in flight, and wait until they have."""
         waiting = self._launcher.in_flight
-        for future in waiting:
-            self._tiers.give_up(future)
+        for promise in waiting:
+            self._tiers.give_up(promise)
         if waiting:
-            logger.warning("not waited for to the end: %s", ", ".join(map(repr, waiting)))
+            logger.warning("not waited for to the end: %s", ", ".join(repr(SaveFuture(promise)) for promise in waiting))
         self._is_idle_within(GIVE_UP_S)
 
     def _release(self, patience_s: float) -> None:

@@ -10,7 +10,7 @@ import warnings
 
 from aiockpt.engine.context import Engine
 from aiockpt.errors import BackgroundSaveError
-from aiockpt.runtime.future import SaveFuture
+from aiockpt.futures import SaveFuture
 
 
 def report_failures(engine: Engine, just_started: SaveFuture) -> None:

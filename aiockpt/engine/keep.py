@@ -15,6 +15,7 @@ from aiockpt.errors import CheckpointError, CorruptionError, StorageError
 from aiockpt.events import GarbageDeleted, StepDeleted
 from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import LATEST_KEY, damaged_key, parse_step, verified_key
+from aiockpt.futures import SaveResult
 from aiockpt.options import Retention
 from aiockpt.pipeline.collect import (
     Garbage,
@@ -35,7 +36,6 @@ from aiockpt.pipeline.thinning import Thinned, plan_thinning, thin
 from aiockpt.pipeline.uploads import Leftovers, abort_leftovers, find_leftovers
 from aiockpt.planning.weights import has_weights_only
 from aiockpt.retention import Doomed, Kept, StepFacts, explain_kept, may_be_thinned, plan_retention
-from aiockpt.runtime.future import SaveResult
 from aiockpt.runtime.limits import Pace
 from aiockpt.storage.backend import Backend
 

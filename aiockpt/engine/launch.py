@@ -35,13 +35,14 @@ from aiockpt.engine.sharing import Turn
 from aiockpt.engine.ticket import Call, Capture, Ticket
 from aiockpt.errors import CheckpointError, SaveSkippedError, UsageError
 from aiockpt.events import SaveSkipped
+from aiockpt.futures import SaveFuture, SaveResult
 from aiockpt.options import MIB, Snapshot, check_choice
 from aiockpt.pipeline.version_check import VersionNotes
 from aiockpt.runtime.barrier import MutationBarrier, in_optimizer_step
-from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.loop import Mutex, runs_event_loop
 from aiockpt.runtime.memory import available_bytes
+from aiockpt.runtime.promise import Promise, SavePromise
 from aiockpt.runtime.rhythm import Leisure, Rhythm
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.state.shards import ShardedState
@@ -65,8 +66,8 @@ class Destination(Protocol):
         """Say whether any tier takes *step*."""
         ...
 
-    def prepare(self, future: SaveFuture) -> None:
-        """Give *future* a stage for each tier, when it is registered."""
+    def prepare(self, promise: SavePromise) -> None:
+        """Give *promise* a stage for each tier, when it is registered."""
 
     def announce(self, ticket: Ticket) -> None:
         """Hear that *ticket* is planned, and copied next; on the thread that copies."""
@@ -78,7 +79,7 @@ class Destination(Protocol):
     async def tidy(self, result: SaveResult) -> None:
         """Clean up where a save was committed."""
 
-    def give_up(self, future: SaveFuture) -> None:
+    def give_up(self, promise: SavePromise) -> None:
         """End a save that nobody waits for any more. Any thread."""
 
     async def close(self, patience_s: float) -> None:
@@ -98,15 +99,15 @@ class Launcher:
         self._devices = Devices(engine.accelerator)
         self._calls = Mutex()  # around what a call finds out of the state and of other saves; never around a wait
         self._calling = False
-        self._saves: list[SaveFuture] = []
+        self._saves: list[SavePromise] = []
         self._copying = Limiter("snapshot", 1)
-        self._last_copy: Stage[None] | None = None
+        self._last_copy: Promise[None] | None = None
         self._rhythm = Rhythm(engine.now_ns)
 
     @property
-    def in_flight(self) -> Sequence[SaveFuture]:
+    def in_flight(self) -> Sequence[SavePromise]:
         """The saves that have not ended."""
-        return [future for future in self._saves if not future.done()]
+        return [promise for promise in self._saves if not promise.is_settled]
 
     def launch(
         self,
@@ -143,7 +144,7 @@ class Launcher:
         metrics: Mapping[str, float | torch.Tensor],
         user: object,
         selection: Selection,
-    ) -> SaveFuture | tuple[Ticket, Sequence[Stage[Any]] | None]:
+    ) -> SaveFuture | tuple[Ticket, Sequence[Promise[Any]] | None]:
         """Capture the state, or skip the save. Return what its copy must wait for, where the caller is to make it."""
         options = self._engine.options
         turn = self._engine.next_turn(check_step(step))
@@ -162,14 +163,14 @@ class Launcher:
             call = Call(
                 step=step, metrics=_plain_metrics(metrics), user=_plain_json(user), turn=turn, begun_ns=begun_ns
             )
-            before = [stage for stage in (self._must_end_first(), self._must_be_copied_first()) if stage]
+            before = [point for point in (self._must_end_first(), self._must_be_copied_first()) if point]
             capture, elsewhere = self._capture(state, selection, snapshot, waits=bool(before) or turn is not None)
             ticket = Ticket(self._engine, call, capture)
             ticket.on_torn = self._stillness.distrust
         except BaseException as error:
             self._engine.renounce(turn, error)
             raise
-        self._tiers.prepare(ticket.future)
+        self._tiers.prepare(ticket.promise)
         if not elsewhere:
             return ticket, before
         self._register(ticket, before)
@@ -207,18 +208,18 @@ class Launcher:
         for device in devices:
             self._engine.pool.pin_with(self._engine.accelerator.lane(device))
 
-    def _register(self, ticket: Ticket, before: Sequence[Stage[Any]]) -> None:
+    def _register(self, ticket: Ticket, before: Sequence[Promise[Any]]) -> None:
         """Have the optimizers, and later saves, wait for a copy that is made elsewhere, and begin it."""
         try:
-            self._saves.append(ticket.future)
+            self._saves.append(ticket.promise)
             self._last_copy = ticket.copied
             leisure = self._leisure() if ticket.snapshot == "lazy" else None
             ticket.let_go(leisure)  # before the barrier has it: who waits there ends the leisure
             if ticket.snapshot == "device":
-                ticket.future._snapshotted._resolve(None)
+                ticket.promise.snapshotted.resolve(None)
             else:
                 on_step = None if leisure is None else leisure.stepped
-                self._barrier.guard(ticket.future, ticket.stop, ticket.enqueued, on_step, ticket.look_again)
+                self._barrier.guard(ticket.promise, ticket.stop, ticket.enqueued, on_step, ticket.look_again)
             if before:
                 self._engine.loop.submit(self._copy_later, before, ticket)
             else:
@@ -227,14 +228,14 @@ class Launcher:
             self._refuse(ticket, error)
             raise
 
-    def _copy_here(self, ticket: Ticket, before: Sequence[Stage[Any]]) -> None:
+    def _copy_here(self, ticket: Ticket, before: Sequence[Promise[Any]]) -> None:
         """Copy the state on the caller's thread, after what comes *before*. Interrupted anywhere, the save ends.
 
         What others did, ranks, the storage or a writer process, is raised only where ``on_error`` says so.
         """
         try:
-            for stage in before:
-                stage._wait_anyway(self._engine.options.deadlines.close_s)
+            for point in before:
+                point.wait_anyway(self._engine.options.deadlines.close_s)
             self._begin(ticket)
             ticket.copy()
         except BaseException as error:
@@ -247,10 +248,10 @@ class Launcher:
                 self._engine.renounce(ticket.turn, error)
             raise
 
-    async def _copy_later(self, before: Sequence[Stage[Any]], ticket: Ticket) -> None:
+    async def _copy_later(self, before: Sequence[Promise[Any]], ticket: Ticket) -> None:
         """Wait for what must come first: here, for workers that wait would be missed by those that write."""
-        for stage in before:
-            await stage._settled_within(self._engine.options.deadlines.close_s)
+        for point in before:
+            await point.settled_within(self._engine.options.deadlines.close_s)
         await run_blocking(self._copying, self._copy_elsewhere, ticket)
 
     def _copy_elsewhere(self, ticket: Ticket) -> None:
@@ -275,8 +276,8 @@ class Launcher:
         ticket.begun = True
         self._engine.loop.submit(self._run, ticket)
         with self._calls:
-            if ticket.future not in self._saves:
-                self._saves.append(ticket.future)
+            if ticket.promise not in self._saves:
+                self._saves.append(ticket.promise)
 
     async def _run(self, ticket: Ticket) -> None:
         async with open_tasks() as tasks:
@@ -295,7 +296,7 @@ class Launcher:
         A first copy into untouched memory is so slow that writers give slabs back before new ones are made: it ends with
         a handful, and without this every later save would pay for some more (measured: 5 × a plain copy, not 1.2 ×).
         """
-        await ticket.copied._settled()
+        await ticket.copied.settled()
         if ticket.took_whole:
             try:
                 await run_blocking(self._engine.state_work, self._engine.pool.warm_up, ticket.plan.window_count)
@@ -318,23 +319,23 @@ class Launcher:
         self._saves = list(self.in_flight)
         return len(self._saves) >= self._engine.options.max_in_flight
 
-    def _must_end_first(self) -> SaveFuture | None:
+    def _must_end_first(self) -> SavePromise | None:
         """Return the save that must end before a new one may begin, so that at most ``max_in_flight`` run."""
         return self._saves[-self._engine.options.max_in_flight] if self._is_full() else None
 
-    def _must_be_copied_first(self) -> Stage[None] | None:
+    def _must_be_copied_first(self) -> Promise[None] | None:
         """Return the snapshot that is being copied."""
         last = self._last_copy
-        return None if last is None or last.done() else last
+        return None if last is None or last.is_settled else last
 
     def _skip(self, step: int, turn: Turn | None, reason: str) -> SaveFuture:
-        future = SaveFuture(step)
+        promise = SavePromise(step)
         skipped = SaveSkippedError(f"step {step} was not saved: {reason}")
         self._engine.renounce(turn, skipped)
-        future._fail(skipped)
+        promise.fail(skipped)
         event = SaveSkipped(at_ns=self._engine.now_ns(), step=step, reason=reason)
         self._engine.loop.call_soon(self._engine.emit, event)
-        return future
+        return SaveFuture(promise)
 
     def walk(self, state: Mapping[str, Any], selection: Selection = ALL) -> ShardedState:
         """Return what *state* holds of what *selection* chooses; on the caller's thread."""

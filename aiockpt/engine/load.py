@@ -15,10 +15,10 @@ from aiockpt.engine.find import Skipped, candidates, note_skipped, other_copies
 from aiockpt.errors import CorruptionError, NoValidCheckpointError, RankFailedError, StateMismatchError
 from aiockpt.events import Loaded
 from aiockpt.format.manifest import Manifest
+from aiockpt.futures import LoadResult
 from aiockpt.pipeline.fetch import Fetcher
 from aiockpt.pipeline.place import Places
 from aiockpt.planning.weights import has_weights_only
-from aiockpt.runtime.future import LoadResult
 from aiockpt.runtime.limits import run_blocking
 from aiockpt.state.shards import TensorShard
 

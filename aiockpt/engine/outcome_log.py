@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from aiockpt.runtime.future import LoadResult, SaveResult
+from aiockpt.futures import LoadResult, SaveResult
 from aiockpt.runtime.ranks import Ranks
 from aiockpt.units import size
 

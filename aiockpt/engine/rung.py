@@ -41,15 +41,16 @@ from aiockpt.errors import (
 )
 from aiockpt.events import Promoted, PromotionFailed
 from aiockpt.format.manifest import FileEntry
+from aiockpt.futures import SaveResult
 from aiockpt.options import Tier
 from aiockpt.pipeline.content import Cargo, load_cargo
 from aiockpt.pipeline.copy import Windows, copied_files, copy_files, copy_step
 from aiockpt.pipeline.discover import StepCopy, find_copy
 from aiockpt.pipeline.manifests import read_manifest
-from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
 from aiockpt.runtime.limits import Pace
 from aiockpt.runtime.meeting import StoreLostError
 from aiockpt.runtime.progress import note_progress, told_of_progress
+from aiockpt.runtime.promise import Promise
 
 logger = logging.getLogger("aiockpt")
 
@@ -110,7 +111,7 @@ class _Waiting(msgspec.Struct):
     """A step that waits for a tier, and the tiers that keep it for that."""
 
     climb: Climb
-    stage: Stage[SaveResult]
+    stage: Promise[SaveResult]
     held: tuple[int, ...]
 
 
@@ -164,7 +165,7 @@ class Rung:
         """Whether a step that is here is committed."""
         return self.durable and self.tier.full
 
-    async def enqueue(self, climb: Climb, stage: Stage[SaveResult]) -> None:
+    async def enqueue(self, climb: Climb, stage: Promise[SaveResult]) -> None:
         """Have *climb* copied here in the background."""
         held = tuple(number for number in climb.copies if self._holders[number].backend.traits.durable)
         for number in held:
@@ -215,7 +216,7 @@ class Rung:
                 await self._give_up(0, error)
             else:
                 left = self._leave(0)
-                left.stage._resolve(result)
+                left.stage.resolve(result)
                 await self._thin_memory(left)
                 if self.engine.ranks.rank == 0:
                     await self._by_deadline("what is to be deleted", partial(keep.tidy, self.engine, result))
@@ -280,7 +281,7 @@ class Rung:
             manifest = copies[min(copies)].manifest
             size = sum(file.size for file in manifest.files)
             result = SaveResult(manifest.step, manifest.id, manifest.generation, size, seconds=0.0)
-            stage: Stage[SaveResult] = Stage(f"step {manifest.step}, in {self.url}")
+            stage: Promise[SaveResult] = Promise(f"step {manifest.step}, in {self.url}")
             await self.enqueue(Climb(result, copies, self.engine.now_ns(), alone=True), stage)
 
     async def close(self) -> None:
@@ -455,15 +456,13 @@ class Rung:
                 await anyio.sleep(LOOK_S)
 
     async def _give_up(self, index: int, error: Exception, *, logged: bool = False) -> None:
-        left, engine = self._leave(index), self.engine
+        left = self._leave(index)
         self._tell_failure(left.climb, error, final=True, logged=logged)
-        left.stage._fail(error)
+        left.stage.fail(error)
         if callable(self.tier.on_error):
             self._call(self.tier.on_error, error)
         elif self.tier.on_error == "raise":
-            failed = SaveFuture(left.climb.step)
-            failed._fail(error)
-            engine.failed.append(failed)
+            self.engine.tell_given_up(left.climb.step, error)
         await self._tell_ranks(left.climb, Arrived(failure=str(error), final=True))
         await self._thin_memory(left)
 

@@ -19,10 +19,10 @@ from aiockpt.events import BytesWritten, Committed, DataWritten, SaveSkipped, Sa
 from aiockpt.format.checksum import digest128
 from aiockpt.format.manifest import FileEntry, Manifest, Receipt
 from aiockpt.format.names import data_path, step_id
+from aiockpt.futures import SaveResult
 from aiockpt.pipeline.collect import Garbage, collect
 from aiockpt.pipeline.commit import Attempt, cast_vote, commit
 from aiockpt.pipeline.discover import StepEntry, look_at, newest_manifest
-from aiockpt.runtime.future import SaveResult
 from aiockpt.runtime.tasks import open_tasks
 
 logger = logging.getLogger("aiockpt")
@@ -153,7 +153,7 @@ async def write_files(engine: Engine, ticket: Ticket, nonce: str) -> tuple[FileE
     async with open_tasks() as tasks:
         for index in range(len(ticket.plan.files)):
             tasks.start_soon(write, index)
-    await ticket.copied._settled()  # small files may be durable before the thread that copied has said that it is done
+    await ticket.copied.settled()  # small files may be durable before the thread that copied has said that it is done
     return tuple(entries[index] for index in range(len(entries)))
 
 
@@ -167,7 +167,7 @@ async def vote(engine: Engine, ticket: Ticket, attempt: Attempt, files: tuple[Fi
     receipt = _receipt(engine, ticket, attempt, files)
     ticket.voting = True
     await cast_vote(engine.backend, receipt)
-    ticket.future._reach(ticket.future._written)
+    ticket.promise.reach(ticket.promise.written)
     seconds = engine.since_s(ticket.begun_ns)
     engine.emit(DataWritten(at_ns=engine.now_ns(), step=ticket.step, bytes=ticket.plan.file_bytes, seconds=seconds))
     return receipt

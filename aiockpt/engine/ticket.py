@@ -13,12 +13,13 @@ from aiockpt.engine.context import Engine
 from aiockpt.engine.sharing import Turn
 from aiockpt.errors import SaveCancelledError, TornSnapshotError
 from aiockpt.events import SaveFailed, SnapshotTaken
+from aiockpt.futures import SaveFuture, SaveResult
 from aiockpt.options import Snapshot
 from aiockpt.pipeline.upload import Handover
 from aiockpt.planning.save import SavePlan, Window
 from aiockpt.runtime.accelerator import Mark
-from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
 from aiockpt.runtime.loop import Mutex
+from aiockpt.runtime.promise import Promise, SavePromise
 from aiockpt.runtime.rhythm import Leisure
 from aiockpt.runtime.slabs import Slab
 from aiockpt.state.shards import ShardedState
@@ -72,6 +73,7 @@ class Ticket:
     """One save, registered on the caller's thread. `prepare` plans it; then it may run, and be copied.
 
     Attributes:
+        promise: what the engine settles; *future* is what the caller holds of it.
         number: of the save, in the order of the calls.
         nonce: of the attempt; None where whoever begins it makes one.
         turn: which save it is among those of all ranks; None for a process that saves alone.
@@ -80,7 +82,7 @@ class Ticket:
         snapshot: how it is copied: in the call, lazily, or from a copy on the devices.
         enqueued: when nothing is left to copy but what devices do by themselves: the marks behind that.
         copied: when the slabs have all of it, or it has failed; for one that is copied from a copy, later than its
-            future's *snapshotted*.
+            promise's *snapshotted*.
         begun: whether it runs, or will: then it tells the other ranks itself what goes wrong.
         confirm: awaited right before this rank's vote; raises TornSnapshotError when the state changed while it was copied.
         agreed: whether `prepare` had to plan with other ranks.
@@ -112,12 +114,13 @@ class Ticket:
         self.begun = False
         self.agreed = False
         self.voting = False
-        self.future = SaveFuture(call.step)
-        self.copied: Stage[None] = Stage(f"copy of step {call.step}")
-        self.enqueued: Stage[Sequence[Mark]] = Stage(f"copies of step {call.step}, enqueued")
-        self.future._snapshotted._inner.add_done_callback(lambda _: self.enqueued._resolve(()))
-        self.future._inner.add_done_callback(lambda _: self.copied._resolve(None))
-        self.future._snapshotted._on_told = self.look_again
+        self.promise = SavePromise(call.step)
+        self.future = SaveFuture(self.promise)
+        self.copied: Promise[None] = Promise(f"copy of step {call.step}")
+        self.enqueued: Promise[Sequence[Mark]] = Promise(f"copies of step {call.step}, enqueued")
+        self.promise.snapshotted.when_settled(lambda: self.enqueued.resolve(()))
+        self.promise.when_settled(lambda: self.copied.resolve(None))
+        self.promise.snapshotted.on_told = self.look_again
         self.metrics = dict(call.metrics)
         self.user = call.user
         self.slabs = []
@@ -125,12 +128,12 @@ class Ticket:
         self._engine = engine
         self._stopped_by: BaseException | None = None
         self._scope: anyio.CancelScope | None = None
-        self.future._cancel = self.cancel
+        self.promise.cancel_work = self.cancel
 
     @property
     def step(self) -> int:
         """The step that is saved."""
-        return self.future.step
+        return self.promise.step
 
     def prepare(self) -> None:
         """Plan the save; with other ranks where this rank does not know yet what to write.
@@ -161,8 +164,8 @@ class Ticket:
             self._witness = None
         if self._stopped_by is None:
             self._engine.loop.call_soon(self._engine.emit, self._taken(copied_from_ns))
-            self.future._snapshotted._resolve(None)
-            self.copied._resolve(None)  # last: what is written waits for it, so that all is told in order
+            self.promise.snapshotted.resolve(None)
+            self.copied.resolve(None)  # last: what is written waits for it, so that all is told in order
 
     def _run_program(self) -> None:
         passing = self.snapshot == "device"
@@ -180,7 +183,7 @@ class Ticket:
                 check=self._compare,
                 check_copied=self._witness is not None,
                 after=self._capture.after,
-                enqueued=self.enqueued._resolve,
+                enqueued=self.enqueued.resolve,
             )
         finally:
             if passing:
@@ -234,8 +237,8 @@ class Ticket:
         self._pause_s = self._engine.since_s(self.begun_ns)
         self._leisure = leisure
         if leisure is not None:
-            for stage in (self.future._snapshotted, self.copied, self.enqueued):
-                stage._on_wait = leisure.end
+            for point in (self.promise.snapshotted, self.copied, self.enqueued):
+                point.on_wait = leisure.end
 
     @property
     def took_whole(self) -> bool:
@@ -310,7 +313,7 @@ class Ticket:
             for handover in self.slabs:
                 handover.close()
         if result is not None:
-            self.future._resolve(result)
+            self.promise.resolve(result)
         else:
             self._fail(self._stopped_by or failure)
         return result
@@ -320,7 +323,7 @@ class Ticket:
             self._fail(error)
 
     def _fail(self, error: BaseException | None) -> None:
-        if self.future.done():
+        if self.promise.is_settled:
             return
         error = error or SaveCancelledError(f"the save of step {self.step} was cancelled with its event loop")
         self._stopped_by = error
@@ -332,7 +335,7 @@ class Ticket:
             engine.failed.append(self.future)
             logger.error("the save of step %d failed: %r", self.step, error)
         engine.emit(SaveFailed(at_ns=engine.now_ns(), step=self.step, error=repr(error), seconds=seconds))
-        self.future._fail(error)
+        self.promise.fail(error)
 
 
 def _make_witness(state: ShardedState) -> Witness:

@@ -28,12 +28,13 @@ from aiockpt.engine.traces import Traces, hear_or_find
 from aiockpt.errors import CheckpointError, SaveSkippedError
 from aiockpt.events import PromotionFailed
 from aiockpt.format.names import step_id
+from aiockpt.futures import SaveResult
 from aiockpt.options import Retention, Tier
 from aiockpt.pipeline.discover import StepCopy
 from aiockpt.pipeline.manifests import read_manifest
-from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
 from aiockpt.runtime.limits import Pace
 from aiockpt.runtime.meeting import StoreLostError
+from aiockpt.runtime.promise import Promise, SavePromise
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend
 
@@ -79,19 +80,19 @@ class Tiers:
         """Say whether any tier takes *step*."""
         return any(rung.tier.takes(step) for rung in self._rungs)
 
-    def prepare(self, future: SaveFuture) -> None:
-        """Give *future* a stage for each tier; that of a tier which does not take the step fails at once."""
+    def prepare(self, promise: SavePromise) -> None:
+        """Give *promise* a stage for each tier; that of a tier which does not take the step fails at once."""
         if len(self._rungs) == 1:
             return
         for rung in self._rungs:
-            stage: Stage[SaveResult] = Stage(f"save of step {future.step}, committed in {rung.url}")
-            if not rung.tier.takes(future.step):
-                stage._fail(SaveSkippedError(f"{rung.url} takes the steps that are multiples of {rung.tier.every}"))
-            future._tiers |= dict.fromkeys(rung.names, stage)
+            stage: Promise[SaveResult] = Promise(f"save of step {promise.step}, committed in {rung.url}")
+            if not rung.tier.takes(promise.step):
+                stage.fail(SaveSkippedError(f"{rung.url} takes the steps that are multiples of {rung.tier.every}"))
+            promise.tiers |= dict.fromkeys(rung.names, stage)
 
-    def stages(self, future: SaveFuture) -> list[Stage[SaveResult]]:
-        """Return those that `prepare` gave to *future*, the nearest tier's first."""
-        return [future._tiers[rung.url] for rung in self._rungs] if future._tiers else []
+    def stages(self, promise: SavePromise) -> list[Promise[SaveResult]]:
+        """Return those that `prepare` gave to *promise*, the nearest tier's first."""
+        return [promise.tiers[rung.url] for rung in self._rungs] if promise.tiers else []
 
     def announce(self, ticket: Ticket) -> None:
         """Hear that *ticket* is planned, and copied next; on the thread that copies. Here nothing has to be known before."""
@@ -213,31 +214,31 @@ class Tiers:
 
     async def _climb(self, first: Rung, ticket: Ticket, result: SaveResult) -> SaveResult:
         """Go on from the first tier: at once to a durable one, in the background to the others."""
-        future, engine = ticket.future, first.engine
+        promise, engine = ticket.promise, first.engine
         manifest = await read_manifest(engine.backend, result.id, result.generation)
         climb = Climb(result, {first.number: StepCopy(engine.backend, manifest)}, engine.now_ns())
-        stages = {rung.number: future._tiers[rung.url] for rung in self._rungs}
-        stages[first.number]._resolve(result)
+        stages = {rung.number: promise.tiers[rung.url] for rung in self._rungs}
+        stages[first.number].resolve(result)
         for rung in self._rungs[: first.number]:
-            stages[rung.number]._fail(SaveSkippedError(f"{rung.url} was passed over"))
+            stages[rung.number].fail(SaveSkippedError(f"{rung.url} was passed over"))
         above = [rung for rung in self._rungs[first.number + 1 :] if rung.tier.takes(ticket.step)]
         try:
             if not first.durable:
-                future._reach(future._in_memory)
+                promise.reach(promise.in_memory)
                 if any(rung.commits for rung in above):
                     result = await self._commit_durably(climb, above, stages)
                 if engine.ranks.rank == 0 and result is not climb.result:
                     await keep.tidy(engine, climb.result)
         finally:
             for rung in above:
-                if not stages[rung.number].done():
+                if not stages[rung.number].is_settled:
                     await rung.enqueue(climb, stages[rung.number])
             for rung in self._rungs[first.number + 1 :]:
                 rung.look_back()
         return result
 
     async def _commit_durably(
-        self, climb: Climb, above: Sequence[Rung], stages: dict[int, Stage[SaveResult]]
+        self, climb: Climb, above: Sequence[Rung], stages: dict[int, Promise[SaveResult]]
     ) -> SaveResult:
         """Copy *climb* to the first durable tier that takes it now."""
         failure: CheckpointError | None = None
@@ -250,7 +251,7 @@ class Tiers:
                 logger.warning("%s did not take step %d: %s", rung.url, climb.step, error)
                 failure = failure or error
                 continue
-            stages[rung.number]._resolve(result)
+            stages[rung.number].resolve(result)
             return result
         assert failure is not None
         raise failure
@@ -259,9 +260,9 @@ class Tiers:
         """Clean up in the tier where a save was committed."""
         await keep.tidy(next(engine for engine in self.engines if engine.backend.url == result.url), result)
 
-    def give_up(self, future: SaveFuture) -> None:
+    def give_up(self, promise: SavePromise) -> None:
         """End a save that nobody waits for any more."""
-        future.cancel()
+        promise.cancel()
 
     async def close(self, patience_s: float) -> None:
         """Wait until every tier has, or has given up, what waits for it, and close all. Failures are not tried again."""

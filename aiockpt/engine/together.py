@@ -49,10 +49,10 @@ from aiockpt.errors import (
 )
 from aiockpt.format.manifest import FileEntry
 from aiockpt.format.names import data_path, failure_key, receipt_key, step_id
+from aiockpt.futures import SaveResult
 from aiockpt.pipeline.commit import Attempt, claim, wait_votes
 from aiockpt.pipeline.discover import look_at, votes_to_finish
 from aiockpt.pipeline.votes import ranks_that_voted
-from aiockpt.runtime.future import SaveResult
 from aiockpt.runtime.meeting import StoreLostError, name_ranks
 from aiockpt.runtime.waiting import Waiting
 

@@ -21,10 +21,10 @@ from aiockpt.redaction import redact
 if TYPE_CHECKING:
     from aiockpt.checkpointer import Checkpointer
     from aiockpt.engine.load import Filled, LoadRequest
+    from aiockpt.futures import LoadResult
     from aiockpt.options import Tier
     from aiockpt.prove.recorder import Recorder
     from aiockpt.prove.training import Training
-    from aiockpt.runtime.future import LoadResult
     from aiockpt.runtime.ranks import Ranks
     from aiockpt.runtime.world import World
     from aiockpt.storage.backend import Backend

@@ -35,8 +35,8 @@ from torch.utils.hooks import RemovableHandle
 
 from aiockpt.errors import StorageTimeoutError, UsageError
 from aiockpt.runtime.accelerator import Mark
-from aiockpt.runtime.future import SaveFuture, Stage
 from aiockpt.runtime.loop import refuse_in_event_loop, refuse_on_loop_thread
+from aiockpt.runtime.promise import Promise, SavePromise
 
 MOST_UNSTEPPED = 4
 """Saves whose next step is waited for, the newest: some programs step no optimizer of torch at all."""
@@ -49,9 +49,9 @@ class Guarded(msgspec.Struct, eq=False):
     """A snapshot that is being copied: whose, how to fail it when its copy is stuck, the marks of what is left to devices,
     once nothing else is, and what compares it with the state from then on."""
 
-    save: SaveFuture
+    save: SavePromise
     give_up: GiveUp
-    enqueued: Stage[Sequence[Mark]]
+    enqueued: Promise[Sequence[Mark]]
     look_again: Callable[[], object]
 
 
@@ -69,17 +69,17 @@ class MutationBarrier:
         self._on_waited = on_waited
         self._pid = os.getpid()
         self._lock = Lock()
-        self._copying: dict[Stage[None], Guarded] = {}
-        self._unsure: dict[Stage[None], Guarded] = {}
+        self._copying: dict[Promise[None], Guarded] = {}
+        self._unsure: dict[Promise[None], Guarded] = {}
         self._unstepped: tuple[Callable[[], object], ...] = ()
         self._mutating = 0
         _register(self)
 
     def guard(
         self,
-        save: SaveFuture,
+        save: SavePromise,
         give_up: GiveUp,
-        enqueued: Stage[Sequence[Mark]],
+        enqueued: Promise[Sequence[Mark]],
         on_step: Callable[[], object] | None = None,
         look_again: Callable[[], object] = lambda: None,
     ) -> None:
@@ -95,9 +95,19 @@ class MutationBarrier:
         if on_step is not None:
             with self._lock:
                 self._unstepped = (*self._unstepped, on_step)[-MOST_UNSTEPPED:]
-        snapshotted = save.snapshotted()
+        snapshotted = save.snapshotted
         self._copying[snapshotted] = self._unsure[snapshotted] = Guarded(save, give_up, enqueued, look_again)
-        snapshotted._inner.add_done_callback(lambda _: self._copying.pop(snapshotted, None))
+        snapshotted.when_settled(lambda: self._copying.pop(snapshotted, None))
+
+    @property
+    def copying(self) -> list[Guarded]:
+        """The snapshots that are being copied."""
+        return list(self._copying.values())
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is of this process, and no forked child's copy of its parent's."""
+        return self._pid == os.getpid()
 
     def count_mutating(self, more: int) -> None:
         """Count who is changing the state by hand."""
@@ -117,50 +127,57 @@ class MutationBarrier:
         Raises:
             BlockingCallError: on a loop thread of ours, which copies depend on.
         """
-        for barrier, snapshotted, guarded in _all_copying():
+        for barrier, guarded in _all_copying():
             refuse_on_loop_thread("waiting for a snapshot")
-            began_s = time.perf_counter()
-            snapshotted._wait_anyway(barrier._timeout_s)
-            barrier._waited(guarded, snapshotted, time.perf_counter() - began_s)
+            barrier.wait_for(guarded, guarded.save.snapshotted)
         _look_again()
 
     async def wait_async(self) -> None:
         """The same, for event loops."""
-        for barrier, snapshotted, guarded in _all_copying():
-            began_s = time.perf_counter()
-            await snapshotted._settled_within(barrier._timeout_s)
-            barrier._waited(guarded, snapshotted, time.perf_counter() - began_s)
+        for barrier, guarded in _all_copying():
+            await barrier.wait_for_async(guarded)
         _look_again()
+
+    def wait_for(self, guarded: Guarded, point: Promise[Any]) -> None:
+        """Block until *point* of one snapshot is reached, or the time is over."""
+        began_s = time.perf_counter()
+        point.wait_anyway(self._timeout_s)
+        self._end_wait(guarded, point, time.perf_counter() - began_s)
+
+    async def wait_for_async(self, guarded: Guarded) -> None:
+        """Wait until one snapshot is copied, or the time is over."""
+        began_s = time.perf_counter()
+        await guarded.save.snapshotted.settled_within(self._timeout_s)
+        self._end_wait(guarded, guarded.save.snapshotted, time.perf_counter() - began_s)
 
     def order_step(self) -> None:
         """Let no optimizer step that the calling thread begins now overtake a copy; block only for what is not enqueued."""
-        self._tell_step()
-        for guarded in list(self._copying.values()):
+        self.tell_step()
+        for guarded in self.copying:
             refuse_on_loop_thread("an optimizer's step while a snapshot is being copied")
-            began_s = time.perf_counter()
-            guarded.enqueued._wait_anyway(self._timeout_s)
-            self._waited(guarded, guarded.enqueued, time.perf_counter() - began_s)
-            if guarded.enqueued.done():
-                for mark in guarded.enqueued.result():
+            self.wait_for(guarded, guarded.enqueued)
+            if guarded.enqueued.is_settled:
+                for mark in guarded.enqueued.value:
                     mark.order_before_compute()
         self.look_again()
 
     def look_again(self) -> None:
         """Let what is copied be compared once more, on a thread of the program."""
         for snapshotted, guarded in list(self._unsure.items()):
-            if guarded.enqueued.done():
+            if guarded.enqueued.is_settled:
                 guarded.look_again()
                 self._unsure.pop(snapshotted, None)  # now: another thread that comes here must not go on before that
 
-    def _tell_step(self) -> None:
+    def tell_step(self) -> None:
+        """Say that the state is about to change."""
         if self._unstepped:
             with self._lock:
                 told, self._unstepped = self._unstepped, ()
             for on_step in told:
                 on_step()
 
-    def _waited(self, guarded: Guarded, awaited: Stage[Any], seconds: float) -> None:
-        if not awaited.done():
+    def _end_wait(self, guarded: Guarded, awaited: Promise[Any], seconds: float) -> None:
+        if not awaited.is_settled:
             guarded.give_up(
                 StorageTimeoutError(f"the snapshot was not copied within {self._timeout_s:g} s; it is given up")
             )
@@ -200,7 +217,7 @@ def _living() -> Iterator[MutationBarrier]:
     """Yield the barriers of this process; those of its parent are not a forked child's."""
     for known in _barriers:
         barrier = known()
-        if barrier is not None and barrier._pid == os.getpid():
+        if barrier is not None and barrier.is_ours:
             yield barrier
 
 
@@ -209,14 +226,14 @@ def _before_step(*_: Any) -> None:
         barrier.order_step()
 
 
-def _all_copying() -> Iterator[tuple[MutationBarrier, Stage[None], Guarded]]:
+def _all_copying() -> Iterator[tuple[MutationBarrier, Guarded]]:
     """Yield what is being copied in this process; say first that the state is about to change."""
     ours = list(_living())
     for barrier in ours:
-        barrier._tell_step()
+        barrier.tell_step()
     for barrier in ours:
-        for snapshotted, guarded in list(barrier._copying.items()):
-            yield barrier, snapshotted, guarded
+        for guarded in barrier.copying:
+            yield barrier, guarded
 
 
 def _look_again() -> None:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from aiockpt.engine.ticket import Ticket
 from aiockpt.errors import WriterLostError
+from aiockpt.futures import SaveResult
 from aiockpt.planning.save import SavePlan, Window
-from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
+from aiockpt.runtime.promise import Promise, SavePromise
 from aiockpt.runtime.slabs import Slab, SlabPool
 from aiockpt.worker.failures import unpack
 from aiockpt.worker.messages import Filled, Order, Plan, Reached, Save, Settled, Tidied, TierSettled, encode, strip_plan
@@ -34,7 +35,7 @@ class Connection:
         self.lent: dict[int, Slab] = {}
         self.broken: Exception | None = None
         self.left_alone = False
-        self.buried: Stage[None] = Stage("the end of a writer process")
+        self.buried: Promise[None] = Promise("the end of a writer process")
         self._lost = False
         self._plan = ""
 
@@ -128,48 +129,48 @@ class Errand:
         self,
         connection: Connection,
         save: Save,
-        future: SaveFuture,
-        stages: Sequence[Stage[SaveResult]],
+        promise: SavePromise,
+        stages: Sequence[Promise[SaveResult]],
         look_again: Callable[[], BaseException | None] = lambda: None,
     ) -> None:
         step = self.step = save.step
         self.nonce = save.nonce
         self.connection = connection
         self.stages = stages
-        self.answer: Stage[SaveResult] = Stage(f"save of step {step}, in the writer")
-        self.tidied: Stage[None] = Stage(f"save of step {step}, tidied")
+        self.answer: Promise[SaveResult] = Promise(f"save of step {step}, in the writer")
+        self.tidied: Promise[None] = Promise(f"save of step {step}, tidied")
         self.orphaned = False
         self.look_again = look_again
-        self._future = future
+        self._promise = promise
 
     @property
     def is_committed(self) -> bool:
         """Whether the writer has committed it."""
-        return self.answer.done() and self.answer.exception(0) is None
+        return self.answer.is_settled and self.answer.error is None
 
     @property
     def unsettled(self) -> list[int]:
         """The farther tiers that nothing is known of."""
-        return [number for number, stage in enumerate(self.stages) if number and not stage.done()]
+        return [number for number, stage in enumerate(self.stages) if number and not stage.is_settled]
 
     @property
     def ended(self) -> bool:
         """Whether nothing more will be heard of it."""
-        return self.tidied.done() and all(stage.done() for stage in self.stages)
+        return self.tidied.is_settled and all(stage.is_settled for stage in self.stages)
 
     def hear(self, answer: Reached | TierSettled | Settled | Tidied) -> None:
         """Settle what the writer says is settled."""
         match answer:
             case Reached(stage="written"):
-                self._future._reach(self._future._written)
+                self._promise.reach(self._promise.written)
             case Reached():
-                self._future._reach(self._future._in_memory)
+                self._promise.reach(self._promise.in_memory)
             case TierSettled():
                 _settle(self.stages[answer.tier], answer)
             case Settled():
                 _settle(self.answer, answer)
             case Tidied():
-                self.tidied._resolve(None)
+                self.tidied.resolve(None)
 
     def fail(self, error: Exception) -> None:
         """Settle the rest: the writer is gone.
@@ -177,15 +178,15 @@ class Errand:
         The tiers of a save that has no outcome yet fail with it. (One that was never sent is given to the next writer.)
         """
         self.orphaned = not self.connection.left_alone
-        if self.answer.done():
+        if self.answer.is_settled:
             for stage in self.stages:
-                stage._fail(error)
-        self.answer._fail(error)
-        self.tidied._resolve(None)
+                stage.fail(error)
+        self.answer.fail(error)
+        self.tidied.resolve(None)
 
 
-def _settle(stage: Stage[SaveResult], answer: TierSettled | Settled) -> None:
+def _settle(stage: Promise[SaveResult], answer: TierSettled | Settled) -> None:
     if answer.result is not None:
-        stage._resolve(answer.result)
+        stage.resolve(answer.result)
     elif answer.failure is not None:
-        stage._fail(unpack(answer.failure))
+        stage.fail(unpack(answer.failure))

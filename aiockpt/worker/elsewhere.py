@@ -20,9 +20,10 @@ from aiockpt.engine.save import emit_start
 from aiockpt.engine.ticket import Ticket
 from aiockpt.engine.tiers import Tiers
 from aiockpt.errors import CheckpointError
+from aiockpt.futures import SaveResult
 from aiockpt.options import Tier
-from aiockpt.runtime.future import SaveFuture, SaveResult
 from aiockpt.runtime.limits import Limiter, run_blocking
+from aiockpt.runtime.promise import SavePromise
 from aiockpt.runtime.relay import ask
 from aiockpt.runtime.shared_memory import SharedMemory
 from aiockpt.worker.connection import Connection, Errand
@@ -90,9 +91,9 @@ class Elsewhere:
         """Say whether any tier takes *step*."""
         return self._tiers.takes(step)
 
-    def prepare(self, future: SaveFuture) -> None:
-        """Give *future* a stage for each tier."""
-        self._tiers.prepare(future)
+    def prepare(self, promise: SavePromise) -> None:
+        """Give *promise* a stage for each tier."""
+        self._tiers.prepare(promise)
 
     # ------------------------------------------------------------------ saves
 
@@ -112,7 +113,7 @@ class Elsewhere:
             self._begin(engine.loop.submit(self._replace, self._connection).result(), save, ticket)
 
     def _begin(self, connection: Connection, save: Save, ticket: Ticket) -> None:
-        errand = Errand(connection, save, ticket.future, self._tiers.stages(ticket.future), ticket.look_again)
+        errand = Errand(connection, save, ticket.promise, self._tiers.stages(ticket.promise), ticket.look_again)
         self._errands[ticket.number] = self._begun[ticket.number] = errand
         ticket.hand_over = connection.takes_windows(ticket, self._engine.pool)
         connection.begin(save, ticket.plan)
@@ -151,28 +152,28 @@ class Elsewhere:
         async with taking_part(self._tiers, ticket, errand):
             try:
                 await agree(engine, ticket)
-                await errand.answer._settled()
+                await errand.answer.settled()
             except anyio.get_cancelled_exc_class() as cancelled:
                 with anyio.CancelScope(shield=True):
                     await self._tell(errand.connection, Cancel(ticket.number, pack(ticket.why(cancelled))))
-                    await errand.answer._settled_within(engine.options.deadlines.commit_s)
+                    await errand.answer.settled_within(engine.options.deadlines.commit_s)
                 if not errand.is_committed:
                     raise
             finally:
                 engine.busy_attempts.discard(ticket.nonce or "")
-            return errand.answer.result(0)
+            return errand.answer.value
 
     async def tidy(self, result: SaveResult) -> None:
         """Wait until the writer has cleaned up after the save of this very *result*."""
         async with self._engine.cleaning:
             for errand in list(self._errands.values()):
-                if errand.is_committed and errand.answer.result(0) is result:
-                    await errand.tidied._settled()
+                if errand.is_committed and errand.answer.value is result:
+                    await errand.tidied.settled()
 
-    def give_up(self, future: SaveFuture) -> None:
+    def give_up(self, promise: SavePromise) -> None:
         """End a save that nobody waits for any more, unless the writer finishes it alone."""
-        if not future.snapshotted().done():
-            future.cancel()
+        if not promise.snapshotted.is_settled:
+            promise.cancel()
 
     async def close(self, patience_s: float) -> None:
         """Have the writer finish, wait for its end, and close what this process reads from."""
@@ -180,12 +181,12 @@ class Elsewhere:
         for errand in list(self._errands.values()):
             errand.look_again()  # the writer does not ask any more
         await self._tell(connection, Close())
-        await connection.buried._settled_within(patience_s)
-        if not connection.buried.done():
+        await connection.buried.settled_within(patience_s)
+        if not connection.buried.is_settled:
             logger.warning("%r still writes after %g s; it goes on without this process", connection, patience_s)
             connection.left_alone = True
             connection.process.hang_up()
-            await connection.buried._settled_within(END_S)
+            await connection.buried.settled_within(END_S)
         await self._tiers.close(patience_s)
 
     async def _tell(self, connection: Connection, order: Order) -> None:
@@ -207,7 +208,7 @@ class Elsewhere:
         async with self._replacing:
             if self._connection is dead:
                 dead.process.hang_up()
-                await dead.buried._settled()
+                await dead.buried.settled()
                 self._connection = await run_blocking(self._talking, self._start)
         return self._connection
 
@@ -239,7 +240,7 @@ class Elsewhere:
                 errand.fail(connection.death())
                 del self._errands[number]
         process.close()
-        connection.buried._resolve(None)
+        connection.buried.resolve(None)
         for errand, tiers in copies:
             await self._tiers.tell_lost(errand.step, errand.nonce, tiers, connection.death())
 
@@ -286,9 +287,7 @@ class Elsewhere:
         error = unpack(told.failure)
         on_error = None if told.tier is None else self._given[told.tier].on_error
         if not callable(on_error):
-            failed = SaveFuture(told.step)
-            failed._fail(error)
-            self._engine.failed.append(failed)
+            self._engine.tell_given_up(told.step, error)
             return
         try:
             on_error(error)

@@ -12,10 +12,10 @@ import msgspec
 
 from aiockpt import events
 from aiockpt.engine.sharing import Turn
+from aiockpt.futures import SaveResult
 from aiockpt.options import IO, Content, Deadlines, OnExists, Retention
 from aiockpt.planning.save import FilePlan, SavePlan, Window
 from aiockpt.redaction import redact
-from aiockpt.runtime.future import SaveResult
 from aiockpt.runtime.relay import Question, Reply
 from aiockpt.worker.failures import Failure
 

@@ -22,12 +22,13 @@ from aiockpt.engine.context import Engine
 from aiockpt.engine.ticket import Ticket
 from aiockpt.engine.tiers import Tiers
 from aiockpt.events import Event, SaveFailed, SaveStarted
+from aiockpt.futures import SaveResult
 from aiockpt.options import Options, Tier
 from aiockpt.planning.save import SavePlan
 from aiockpt.runtime.channel import Poster, Receiver
-from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.loop import LoopThread
+from aiockpt.runtime.promise import Promise
 from aiockpt.runtime.ranks import Ranks
 from aiockpt.runtime.relay import RelayedStore
 from aiockpt.runtime.tasks import open_tasks
@@ -128,7 +129,8 @@ class Service:
         self._store = RelayedStore(lambda number, question: loop.call_soon(post, Asked(number, question)))
         ranks = Ranks(hello.rank, hello.world_size, self._store)
         self._engine = Engine(backends[0], loop, options, [Teller(post)], world, ranks, lender=self._slabs)
-        self._engine.failed = _Failures(post)
+        self._engine.failed = deque(maxlen=0)  # a save tells of itself
+        self._engine.tell_given_up = lambda step, error: post(GaveUp(step, None, pack(error)))
         tiers = [_tier_of(order, number, post) for number, order in enumerate(hello.tiers)]
         self._tiers = Tiers(tiers, self._engine, backends)
         self._tiers.note_seen(hello.seen)
@@ -183,7 +185,7 @@ class Service:
                     self._saves[order.number].ticket.stop(unpack(order.why))
             case Confirmed():
                 if order.number in self._saves:
-                    self._saves[order.number].confirmed._resolve(None)
+                    self._saves[order.number].confirmed.resolve(None)
             case Replied():
                 self._store.hear(order.number, order.reply)
 
@@ -197,11 +199,11 @@ class Service:
     async def _write(self, writing: Writing) -> None:
         """Write one save, and clean up after it."""
         ticket = writing.ticket
-        self._tiers.prepare(ticket.future)
+        self._tiers.prepare(ticket.promise)
         self._tell_stages(ticket)
         try:
             result = await ticket.run(self._tiers.save)
-            error = ticket.future.exception(0)
+            error = ticket.promise.error
             self._post(Settled(ticket.number, result, None if error is None else pack(error)))
             if result is not None and not result.existed and self._engine.ranks.rank == 0:
                 await self._tidy(result)
@@ -217,22 +219,22 @@ class Service:
 
     def _tell_stages(self, ticket: Ticket) -> None:
         """Have the trainer told of what *ticket* reaches."""
-        future, number = ticket.future, ticket.number
-        _when_reached(future.written(), lambda: self._post(Reached(number, "written")))
-        _when_reached(future.in_memory(), lambda: self._post(Reached(number, "in_memory")))
-        for tier, stage in enumerate(self._tiers.stages(future)):
-            stage._inner.add_done_callback(partial(self._tell_tier, number, tier, stage))
+        promise, number = ticket.promise, ticket.number
+        _when_reached(promise.written, lambda: self._post(Reached(number, "written")))
+        _when_reached(promise.in_memory, lambda: self._post(Reached(number, "in_memory")))
+        for tier, stage in enumerate(self._tiers.stages(promise)):
+            stage.when_settled(partial(self._tell_tier, number, tier, stage))
 
-    def _tell_tier(self, number: int, tier: int, stage: Stage[SaveResult], _: object) -> None:
-        error = stage._inner.exception()
+    def _tell_tier(self, number: int, tier: int, stage: Promise[SaveResult]) -> None:
+        error = stage.error
         if error is None:
-            self._post(TierSettled(number, tier, result=stage._inner.result()))
+            self._post(TierSettled(number, tier, result=stage.value))
         else:
             self._post(TierSettled(number, tier, failure=pack(error)))
 
 
-def _when_reached(stage: Stage[None], tell: Callable[[], object]) -> None:
-    stage._inner.add_done_callback(lambda done: None if done.exception() else tell())
+def _when_reached(stage: Promise[None], tell: Callable[[], object]) -> None:
+    stage.when_settled(lambda: None if stage.error else tell())
 
 
 class Teller:
@@ -245,18 +247,6 @@ class Teller:
         """Send *event*."""
         if not isinstance(event, SaveStarted | SaveFailed):
             self._post(Happened(cast(AnyEvent, event)))
-
-
-class _Failures(deque[SaveFuture]):
-    """Where the engine puts what the next call is to raise: a save has told of itself, a tier that gave one up has not."""
-
-    def __init__(self, post: Post) -> None:
-        super().__init__()
-        self._post = post
-
-    def append(self, future: SaveFuture) -> None:
-        if future._cancel is None and (error := future.exception(0)) is not None:
-            self._post(GaveUp(future.step, None, pack(error)))
 
 
 def _tier_of(order: TierOrder, number: int, post: Post) -> Tier:

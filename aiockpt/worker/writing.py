@@ -10,7 +10,7 @@ from aiockpt.engine.ticket import Call, Capture, Ticket
 from aiockpt.errors import WriterLostError
 from aiockpt.pipeline.upload import Handover
 from aiockpt.planning.save import SavePlan, Window
-from aiockpt.runtime.future import Stage
+from aiockpt.runtime.promise import Promise
 from aiockpt.runtime.shared_memory import map_shared
 from aiockpt.runtime.slabs import Slab
 from aiockpt.state.shards import ShardedState
@@ -48,7 +48,7 @@ class Writing:
         self.ticket.agreed = True  # by the trainer, which says so to the others
         self.ticket.number = order.number
         self.ticket.nonce = order.nonce
-        self.confirmed: Stage[None] = Stage(f"the trainer's word for step {order.step}")
+        self.confirmed: Promise[None] = Promise(f"the trainer's word for step {order.step}")
         if order.unsure:
             self.ticket.confirm = self._ask
         self._post = post
@@ -60,9 +60,9 @@ class Writing:
 
     async def _ask(self) -> None:
         """Wait for the trainer's word. It tells of a torn snapshot by a `Cancel`."""
-        if not self.confirmed.done():
+        if not self.confirmed.is_settled:
             self._post(Written(self.ticket.number))
-            await self.confirmed._settled()
+            await self.confirmed.settled()
 
     def arrive(self, number: int, slab: Slab) -> None:
         """Take in a full slab."""
@@ -73,7 +73,7 @@ class Writing:
 
     def _note_if_complete(self) -> None:
         if not self._missing:
-            self.ticket.copied._resolve(None)
+            self.ticket.copied.resolve(None)
 
     def go_on_if_complete(self) -> None:
         """Stop when windows are missing: the trainer has ended, and they will not come, nor will its word.
@@ -82,7 +82,7 @@ class Writing:
         without leave, would be all that its second look could have found.
         """
         step = self.ticket.step
-        self.confirmed._resolve(None)
+        self.confirmed.resolve(None)
         if self._missing:
             logger.warning("the trainer ended before the snapshot of step %d was complete: nothing of it is kept", step)
             self.ticket.stop(WriterLostError(f"the trainer ended before the snapshot of step {step} was complete"))

@@ -22,8 +22,9 @@ from aiockpt.cli.main import main
 from aiockpt.cli.show import SpeedColumn
 from aiockpt.cli.survey import find_unfinished
 from aiockpt.format.manifest import decode_manifest, decode_receipt, encode_manifest, encode_receipt
+from aiockpt.futures import Future
 from aiockpt.pipeline.discover import StepEntry
-from aiockpt.runtime.future import Future
+from aiockpt.runtime.promise import Promise
 from tests.cli.small_checkpoints import Command, data_file, flip, manifest, save, snapshot_of, uncommit
 
 ATTEMPT = "a-00112233aabb"
@@ -627,8 +628,9 @@ def test_an_interrupted_wait_cancels_the_work() -> None:
             raise KeyboardInterrupt
 
     cancelled: list[bool] = []
-    future = Interrupted("verify")
-    future._cancel = lambda: cancelled.append(True)
+    promise: Promise[None] = Promise("verify")
+    promise.cancel_work = lambda: cancelled.append(True)
+    future = Interrupted(promise)
     with pytest.raises(KeyboardInterrupt):
         finish(future)
     assert cancelled == [True]

@@ -27,8 +27,8 @@ from aiockpt.errors import (
     StorageFullError,
     UsageError,
 )
+from aiockpt.futures import Future
 from aiockpt.options import Options
-from aiockpt.runtime.future import Future
 from aiockpt.runtime.world import Files
 from aiockpt.storage.backend import Space
 from aiockpt.testing.faults import Fault, FaultyBackend, FaultyFiles

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from aiockpt.runtime.future import Stage
+from aiockpt.runtime.promise import Promise
 
 
 class CopyGate:
@@ -22,15 +22,15 @@ class CopyGate:
     @contextmanager
     def open_for_who_waits(self, after_s: float = 0.0) -> Iterator[None]:
         """Be opened by the thread that has to block until a stage is settled, so many seconds after it began to."""
-        wait = Stage._wait_anyway
+        wait = Promise.wait_anyway
 
-        def open_and_wait(stage: Stage[Any], timeout_s: float) -> None:
-            if not stage.done():
+        def open_and_wait(promise: Promise[Any], timeout_s: float | None) -> bool:
+            if not promise.is_settled:
                 threading.Timer(after_s, self.open.set).start()
-            wait(stage, timeout_s)
+            return wait(promise, timeout_s)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Stage, "_wait_anyway", open_and_wait)
+            patch.setattr(Promise, "wait_anyway", open_and_wait)
             yield
         self.open.set()  # where nobody had to
 

@@ -241,7 +241,8 @@ class Held:
         assert gate.reached.wait(30)
         begin(self.weight)
         gate.open.set()
-        until(self.save.snapshotted()._inner.done, "the end of the copy")  # asked in the back of those who compare
+        snapshotted = self.save._save.snapshotted  # asked in the back of those who compare
+        until(lambda: snapshotted.is_settled, "the end of the copy")
 
 
 @pytest.mark.parametrize("ends", [False, True])

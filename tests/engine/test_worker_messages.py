@@ -21,9 +21,10 @@ import torch
 from aiockpt import errors, events
 from aiockpt.adapters.native import StateWalker
 from aiockpt.errors import CheckpointError, StorageError
+from aiockpt.futures import SaveResult
 from aiockpt.planning.save import plan_save
 from aiockpt.runtime.channel import Poster, Receiver, Sender
-from aiockpt.runtime.future import SaveFuture, SaveResult, Stage
+from aiockpt.runtime.promise import Promise, SavePromise
 from aiockpt.runtime.relay import RelayedStore
 from aiockpt.runtime.slabs import SlabPool
 from aiockpt.worker.connection import Connection, Errand
@@ -114,15 +115,15 @@ def test_a_plan_arrives_with_the_same_windows_and_entries() -> None:
 def test_a_save_that_its_writer_never_had_may_be_given_to_the_next_one() -> None:
     result = SaveResult(step=1, id="step-00000001", generation=1, bytes=0, seconds=0.0)
     for committed in (False, True):
-        far: Stage[SaveResult] = Stage("far")
-        errand = Errand(cast(Connection, SimpleNamespace(left_alone=committed)), save_order(1), SaveFuture(1), [far])
+        far: Promise[SaveResult] = Promise("far")
+        errand = Errand(cast(Connection, SimpleNamespace(left_alone=committed)), save_order(1), SavePromise(1), [far])
         if committed:
             errand.hear(Settled(1, result))
         errand.fail(errors.WriterLostError("gone"))
-        assert far.done() == committed
+        assert far.is_settled == committed
         assert errand.is_committed == committed
         assert errand.orphaned != committed  # a writer that was left alone may still be at it
-        assert errand.tidied.done()
+        assert errand.tidied.is_settled
 
 
 # ------------------------------------------------------------------ frames

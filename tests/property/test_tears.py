@@ -37,7 +37,7 @@ from aiockpt.testing.twin_accelerator import TwinAccelerator
 from tests.example_counts import examples
 from tests.gates import Gate
 from tests.property.tensor_changes import MAKE, by_data, counters_of, like, local, set_counters
-from tests.seams import compare_nothing, hold_up_copies, is_compared, is_stopped
+from tests.seams import compare_nothing, hold_up_copies, is_compared, is_stopped, promise_of
 from tests.watch import until
 
 ELEMENTS = 16 * 1024
@@ -212,7 +212,11 @@ class Bench:
     def _change(self, state: State, save: aiockpt.SaveFuture, what: Try) -> bool:
         """Make the change at its moment; return whether the copy was under way."""
         gates, tensor = self.gates, state.tensors[what.victim]
-        copied = save.snapshotted()._inner.done
+        snapshotted = promise_of(save).snapshotted  # asked in the back of those who compare
+
+        def copied() -> bool:
+            return snapshotted.is_settled
+
         if what.moment == "after":
             if self.mode == "lazy on a device":  # the lanes have all of it, and have done nothing yet
                 until(lambda: is_compared(save), "all copies enqueued")

@@ -17,8 +17,8 @@ import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.engine.read_once import Terms, Wants
 from aiockpt.errors import CorruptionError, RankFailedError, RankTimeoutError
+from aiockpt.futures import LoadResult
 from aiockpt.planning.exchange import Span
-from aiockpt.runtime.future import LoadResult
 from aiockpt.runtime.peers import Message, Peers
 from aiockpt.runtime.world import World
 from aiockpt.testing.faults import Fault, FaultyBackend, flip_bit

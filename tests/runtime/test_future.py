@@ -12,7 +12,8 @@ import pytest
 import trio
 
 from aiockpt.errors import BlockingCallError, SaveCancelledError
-from aiockpt.runtime.future import Future, LoadFuture, SaveFuture, SaveResult, Stage
+from aiockpt.futures import Future, LoadFuture, SaveFuture, SaveResult
+from aiockpt.runtime.promise import LoadPromise, Promise, SavePromise
 
 RESULT = SaveResult(step=3, id="step-00000003", generation=1, bytes=10, seconds=0.1)
 
@@ -27,8 +28,18 @@ def _stage(save: SaveFuture) -> str:
     return save.stage  # behind a function: type checkers take a property for constant
 
 
-def _waited(load: LoadFuture[int]) -> bool:
+def _waited(load: LoadPromise[int]) -> bool:
     return load.waited_for
+
+
+def begin_save(step: int) -> tuple[SavePromise, SaveFuture]:
+    promise = SavePromise(step)
+    return promise, SaveFuture(promise)
+
+
+def begin_load() -> tuple[LoadPromise[int], LoadFuture[int]]:
+    promise: LoadPromise[int] = LoadPromise("x")
+    return promise, LoadFuture(promise)
 
 
 def _told(save: SaveFuture) -> bool:
@@ -36,22 +47,23 @@ def _told(save: SaveFuture) -> bool:
 
 
 def test_the_stages_settle_in_order() -> None:
-    save = SaveFuture(3)
+    promise, save = begin_save(3)
     assert _stage(save) == "started"
-    save._snapshotted._resolve(None)
+    promise.snapshotted.resolve(None)
     assert (_stage(save), save.snapshotted().done(), save.written().done()) == ("snapshotted", True, False)
-    save._written._resolve(None)
+    promise.written.resolve(None)
     assert _stage(save) == "written"
-    save._resolve(RESULT)
+    promise.resolve(RESULT)
     assert (_stage(save), save.result(), save.committed().result()) == ("committed", RESULT, RESULT)
-    assert "committed" in repr(SaveFuture(1).committed()) or "started" in repr(SaveFuture(1))
+    assert "committed" in repr(save)
+    assert "started" in repr(begin_save(1)[1])
 
 
 def test_a_failure_fails_every_stage_that_was_not_reached() -> None:
-    save = SaveFuture(3)
-    save._snapshotted._resolve(None)
+    promise, save = begin_save(3)
+    promise.snapshotted.resolve(None)
     assert not _told(save)
-    save._fail(OSError("disk"))
+    promise.fail(OSError("disk"))
     save.snapshotted().result()
     with pytest.raises(OSError, match="disk"):
         save.written().result()
@@ -61,11 +73,11 @@ def test_a_failure_fails_every_stage_that_was_not_reached() -> None:
 
 
 def test_a_stage_settles_only_once() -> None:
-    stage: Stage[int] = Stage("x")
-    stage._resolve(1)
-    stage._fail(OSError())
-    stage._resolve(2)
-    assert stage.result() == 1
+    promise: Promise[int] = Promise("x")
+    promise.resolve(1)
+    promise.fail(OSError())
+    promise.resolve(2)
+    assert Future(promise).result() == 1
 
 
 class SettledMeanwhile(concurrent.futures.Future[int]):
@@ -80,39 +92,39 @@ class SettledMeanwhile(concurrent.futures.Future[int]):
         super().set_exception(exception)
 
 
-@pytest.mark.parametrize("settle", [lambda stage: stage._resolve(1), lambda stage: stage._fail(OSError())])
+@pytest.mark.parametrize("settle", [lambda promise: promise.resolve(1), lambda promise: promise.fail(OSError())])
 def test_of_two_threads_that_settle_a_stage_at_once_the_later_one_changes_nothing(
-    settle: Callable[[Stage[int]], object],
+    settle: Callable[[Promise[int]], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that copies says that it is done while the loop says that the save has failed."""
-    stage: Stage[int] = Stage("x")
-    stage._inner = SettledMeanwhile()
-    settle(stage)
-    assert stage.result() == 7
+    monkeypatch.setattr(concurrent.futures, "Future", SettledMeanwhile)
+    promise: Promise[int] = Promise("x")
+    settle(promise)
+    assert Future(promise).result() == 7
 
 
 def test_result_waits_for_another_thread_and_times_out_by_name() -> None:
-    save = SaveFuture(7)
+    promise, save = begin_save(7)
     with pytest.raises(TimeoutError, match=r"save of step 7.*the work goes on"):
         save.result(0.01)
-    thread = _later(lambda: save._resolve(RESULT))
+    thread = _later(lambda: promise.resolve(RESULT))
     assert save.result(10) == RESULT
     thread.join()
 
 
 async def test_it_can_be_awaited_on_asyncio() -> None:
-    save = SaveFuture(3)
-    thread = _later(lambda: save._resolve(RESULT))
+    promise, save = begin_save(3)
+    thread = _later(lambda: promise.resolve(RESULT))
     assert await save == RESULT
     assert await save == RESULT
     thread.join()
 
 
 def test_it_can_be_awaited_on_trio() -> None:
-    save = SaveFuture(3)
+    promise, save = begin_save(3)
 
     async def main() -> SaveResult:
-        thread = _later(lambda: save._resolve(RESULT))
+        thread = _later(lambda: promise.resolve(RESULT))
         result = await save
         thread.join()
         return result
@@ -121,9 +133,9 @@ def test_it_can_be_awaited_on_trio() -> None:
 
 
 async def test_a_cancelled_wait_leaves_the_work_running() -> None:
-    save = SaveFuture(3)
+    promise, save = begin_save(3)
     cancelled: list[bool] = []
-    save._cancel = lambda: cancelled.append(True)
+    promise.cancel_work = lambda: cancelled.append(True)
 
     async def wait() -> None:
         await save
@@ -135,12 +147,12 @@ async def test_a_cancelled_wait_leaves_the_work_running() -> None:
         await waiter
     assert not save.done()
     assert not cancelled
-    save._resolve(RESULT)
+    promise.resolve(RESULT)
     assert await save == RESULT
 
 
 def test_a_loop_that_is_gone_is_not_woken() -> None:
-    save = SaveFuture(3)
+    promise, save = begin_save(3)
 
     async def wait_briefly() -> None:
         with anyio.move_on_after(0.01):
@@ -148,61 +160,62 @@ def test_a_loop_that_is_gone_is_not_woken() -> None:
 
     asyncio.run(wait_briefly())
     trio.run(wait_briefly)
-    save._resolve(RESULT)
+    promise.resolve(RESULT)
 
 
 async def test_a_blocking_wait_on_a_thread_with_a_loop_is_refused_until_it_is_done() -> None:
-    save = SaveFuture(3)
+    promise, save = begin_save(3)
     with pytest.raises(BlockingCallError, match=r"waiting for the save of step 3 would block .*: await the future$"):
         save.result()
-    save._resolve(RESULT)
+    promise.resolve(RESULT)
     assert save.result() == RESULT
 
 
 def test_only_cancel_cancels() -> None:
-    save = SaveFuture(3)
+    promise, save = begin_save(3)
     asked: list[bool] = []
-    save._cancel = lambda: asked.append(True)
+    promise.cancel_work = lambda: asked.append(True)
     assert save.cancel()
-    save._fail(SaveCancelledError("x"))
+    promise.fail(SaveCancelledError("x"))
     assert save.cancelled()
     assert not save.cancel()
     assert asked == [True]
 
 
 def test_callbacks_get_the_future() -> None:
-    future: Future[int] = Future("x")
+    promise: Promise[int] = Promise("x")
+    future = Future(promise)
     seen: list[object] = []
     future.add_done_callback(seen.append)
-    future._resolve(1)
+    promise.resolve(1)
     future.add_done_callback(seen.append)
     assert seen == [future, future]
 
 
 def test_objects_are_filled_once_by_the_first_waiter_on_its_thread() -> None:
-    load: LoadFuture[int] = LoadFuture("x")
+    promise, load = begin_load()
     threads: list[str] = []
-    load._finish = lambda: threads.append(threading.current_thread().name)
-    load._resolve(5)
-    assert not _waited(load)
+    promise.on_finish = lambda: threads.append(threading.current_thread().name)
+    promise.resolve(5)
+    assert not _waited(promise)
     waiters = [threading.Thread(target=load.result, name=f"waiter-{n}") for n in range(4)]
     for waiter in waiters:
         waiter.start()
     for waiter in waiters:
         waiter.join()
-    assert _waited(load)
+    assert _waited(promise)
     assert len(threads) == 1
     assert threads[0].startswith("waiter-")
 
 
 def test_an_error_while_filling_objects_is_raised_again_by_the_next_waiter() -> None:
-    load: LoadFuture[int] = LoadFuture("x")
+    promise, load = begin_load()
 
     def fail() -> None:
         raise ValueError("bad state")
 
-    load._finish = fail
-    load._resolve(5)
+    promise.on_finish = fail
+    promise.resolve(5)
     for _ in range(2):
         with pytest.raises(ValueError, match="bad state"):
             load.result()

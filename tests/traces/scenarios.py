@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.errors import CheckpointError
+from aiockpt.runtime.promise import Promise
 from aiockpt.runtime.world import Files, OsFiles, World
 from aiockpt.storage.backend import Backend
 from aiockpt.testing.faults import Fault, FaultyBackend, FaultyFiles
@@ -29,6 +31,7 @@ from aiockpt.testing.virtual_time import run_virtually
 from tests.file_surgery import content, paths
 from tests.inline_process import Process
 from tests.ranks.crew import Crew
+from tests.seams import promise_of
 from tests.traces.trace import Trace
 
 State = dict[str, Any]
@@ -72,10 +75,10 @@ class Stage:
         """Save, with each stage in the trace, and wait until it is committed."""
         future = process.ckpt.save(step, state, **options)
         self.trace.mark(f"save {step} returned")
-        for stage in ("snapshotted", "written", "in_memory"):
-            getattr(future, stage)()._inner.add_done_callback(
-                lambda inner, stage=stage: self.trace.mark(f"{stage} {step}{_wrong(inner.exception())}")
-            )
+        promise = promise_of(future)
+        points = {"snapshotted": promise.snapshotted, "written": promise.written, "in_memory": promise.in_memory}
+        for stage, point in points.items():
+            point.when_settled(partial(self._note_end, f"{stage} {step}", point))
         future.add_done_callback(lambda done: self.trace.mark(f"settled {step}{_wrong(done.exception())}"))
         try:
             result = await future
@@ -83,6 +86,9 @@ class Stage:
             return future
         self.trace.mark(f"saved {result.step} generation {result.generation} existed {result.existed} {result.url}")
         return future
+
+    def _note_end(self, what: str, point: Promise[None]) -> None:
+        self.trace.mark(f"{what}{_wrong(point.error)}")
 
     async def load(self, process: Process, state: State, step: int | None = None, **options: Any) -> None:
         """Load, and have what came of it in the trace."""

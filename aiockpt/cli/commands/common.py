@@ -17,7 +17,7 @@ from aiockpt.format.names import parse_step
 
 if TYPE_CHECKING:
     from aiockpt.checkpointer import Checkpointer
-    from aiockpt.runtime.future import Future
+    from aiockpt.futures import Future
 
 T = TypeVar("T")
 

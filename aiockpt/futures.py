@@ -1,0 +1,261 @@
+"""What callers hold: futures of saves, loads and other operations, and the results that they give.
+
+Each can be awaited from any event loop (asyncio, trio), waited for with ``.result(timeout)``, given callbacks, or ignored.
+Waiting never owns the work: a wait that is cancelled or timed out leaves the save running; only ``.cancel()`` cancels. The
+side that settles them is `aiockpt.runtime.promise`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from typing import Any, Generic, Literal, TypeVar
+
+import msgspec
+
+from aiockpt.errors import BlockingCallError, SaveCancelledError, UsageError
+from aiockpt.runtime.loop import refuse_in_event_loop
+from aiockpt.runtime.promise import LoadPromise, Promise, SavePromise
+
+T = TypeVar("T")
+
+
+class SaveResult(msgspec.Struct, frozen=True):
+    """A committed checkpoint: what ``await save`` returns.
+
+    Attributes:
+        step, id, generation: which one; *id* is its folder below the root.
+        bytes: bytes of the data files that this rank wrote.
+        seconds: from the call of ``save()`` to *committed*.
+        existed: True when the step was committed before and ``on_exists="skip"`` left it.
+        url: the place.
+        durable: whether it outlives this host; a memory tier's copy does not.
+    """
+
+    step: int
+    id: str
+    generation: int
+    bytes: int
+    seconds: float
+    existed: bool = False
+    url: str = ""
+    durable: bool = True
+
+
+class LoadResult(msgspec.Struct, frozen=True):
+    """A checkpoint that was loaded: what ``await load`` returns.
+
+    Attributes:
+        step, id, generation: which one.
+        bytes: bytes of tensors that were filled; *read_bytes* were read from storage for it, *received_bytes* came from
+            other ranks of the ``load_group``, which had read them.
+        seconds: from the call to the last verified block.
+        skipped: (step id, reason) of newer steps that were not taken.
+        url: the place it was read from. (Single blocks that were bad there may have come from another tier.)
+        missing, unexpected: names that the checkpoint lacks, and that nobody wanted (``strict=False``).
+        differences: in words, what the load removed (plain values that only the state had) or replaced because it could
+            not be filled; and with ``strict=False`` all that did not fit and was left as it was.
+        left_out: names of the state that stay as they are, because they were left out of the checkpoint when it was saved
+            (``save(…, only=…, exclude=…)``).
+    """
+
+    step: int
+    id: str
+    generation: int
+    bytes: int
+    read_bytes: int
+    seconds: float
+    received_bytes: int = 0
+    skipped: tuple[tuple[str, str], ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    differences: tuple[str, ...] = ()
+    url: str = ""
+    left_out: tuple[str, ...] = ()
+
+
+class Stage(Generic[T]):
+    """A point that the work reaches once, with a value, or never, with an error."""
+
+    _reached = "done"
+
+    def __init__(self, promise: Promise[T]) -> None:
+        self._promise = promise
+
+    def done(self) -> bool:
+        """Say whether the point was reached or the work has failed."""
+        done = self._promise.is_settled
+        if done:
+            self._promise.look_again()
+        return done
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait up to *timeout* seconds (None: for ever) and return the value, or raise what went wrong.
+
+        Raises:
+            TimeoutError: it was not reached in time; the work goes on.
+            BlockingCallError: this thread runs an event loop; ``await`` the future instead.
+        """
+        self._wait_here(timeout)
+        return self._value()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait up to *timeout* seconds and return what went wrong, or None."""
+        self._wait_here(timeout)
+        self._promise.told = True
+        return self._promise.error or self._promise.look_again()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._wait().__await__()
+
+    def _wait_here(self, timeout: float | None) -> None:
+        promise = self._promise
+        if promise.is_settled:
+            return
+        promise.hurry()
+        refuse_in_event_loop(f"waiting for the {promise.what}", "await the future")
+        if not promise.wait_anyway(timeout):
+            raise TimeoutError(f"{promise.what}: not reached within {timeout} s; the work goes on")
+
+    async def _wait(self) -> T:
+        self._promise.hurry()
+        await self._promise.settled()
+        return self._value()
+
+    def _value(self) -> T:
+        return self._promise.tell()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._promise.what}: {self._progress()}>"
+
+    def _progress(self) -> str:
+        if not self._promise.is_settled:
+            return "pending"
+        error = self._promise.error
+        return self._reached if error is None else f"failed, {error!r}"
+
+
+class Future(Stage[T]):
+    """The outcome of one operation."""
+
+    def add_done_callback(self, callback: Callable[[Future[T]], object]) -> None:
+        """Call *callback* with this future when it is done, on the engine's thread, or at once when it is done already."""
+        self._promise.when_settled(lambda: callback(self))
+
+    def cancel(self) -> bool:
+        """Ask the work to stop, from any thread; return False when it is done already."""
+        return not self.done() and self._promise.cancel()
+
+    def cancelled(self) -> bool:
+        """Say whether the work ended because of ``cancel()``."""
+        return self.done() and isinstance(self._promise.error, SaveCancelledError | asyncio.CancelledError)
+
+
+class SaveFuture(Future[SaveResult]):
+    """One save, through ``snapshotted`` → ``written`` → ``committed``. Awaiting the future means *committed*.
+
+    Attributes:
+        step: the step that is saved.
+    """
+
+    _reached = "committed"
+
+    def __init__(self, promise: SavePromise) -> None:
+        super().__init__(promise)
+        self.step = promise.step
+        self._save = promise
+
+    def snapshotted(self) -> Stage[None]:
+        """The tensors have been copied and may change. Nothing is promised about the disk."""
+        return Stage(self._save.snapshotted)
+
+    def written(self) -> Stage[None]:
+        """This rank's data files and its receipt are flushed; the checkpoint is not visible yet."""
+        return Stage(self._save.written)
+
+    def in_memory(self) -> Stage[None]:
+        """The checkpoint is whole in the memory tier, and would survive this process. Without one: it is committed."""
+        return Stage(self._save.in_memory)
+
+    def committed(self, tier: object = None) -> Stage[SaveResult]:
+        """The checkpoint is durable and visible: for None the same as the future itself, else in that *tier*.
+
+        Args:
+            tier: its path or URL, as it was given or as the backend writes it; or the backend.
+
+        Raises:
+            UsageError: the checkpointer has no such tier.
+            SaveSkippedError (through the stage): the tier does not take this step.
+        """
+        if tier is None:
+            return self
+        name, tiers = str(getattr(tier, "url", tier)), self._save.tiers
+        if name not in tiers:
+            have = ", ".join(tiers) or "none: give Checkpointer([Tier(…), …])"
+            raise UsageError(f"{name!r} is not a tier of this checkpointer; it has {have}")
+        return Stage(tiers[name])
+
+    @property
+    def delivered(self) -> bool:
+        """Whether somebody has taken the outcome, or was told of the failure by a stage; then nobody is told again."""
+        return self._save.delivered
+
+    @property
+    def stage(self) -> Literal["started", "snapshotted", "written", "committed", "failed"]:
+        """How far it is."""
+        if not self.done() and not self._save.written.is_settled:
+            self.snapshotted().done()  # who hears of that may change the state
+        return self._stage()
+
+    def _stage(self) -> Literal["started", "snapshotted", "written", "committed", "failed"]:
+        """The same for people, who change nothing."""
+        if self._save.is_settled:
+            return "committed" if self._save.error is None else "failed"
+        if self._save.written.is_settled:
+            return "written"
+        return "snapshotted" if self._save.snapshotted.is_settled else "started"
+
+    def _progress(self) -> str:
+        return super()._progress() if self._save.is_settled else self._stage()
+
+
+class LoadFuture(Future[T]):
+    """One load. Worker threads fill the tensors; objects are filled by whoever waits first, on that very thread.
+
+    (Schedulers, lazily created optimizer state and plain values are Python objects of the training program: they must
+    not change under its feet.) Until somebody waits, the load is not complete: the engine's next call says so.
+    """
+
+    def __init__(self, promise: LoadPromise[T]) -> None:
+        super().__init__(promise)
+        self._load = promise
+
+    def _wait_here(self, timeout: float | None) -> None:
+        try:
+            super()._wait_here(timeout)
+        except BlockingCallError:
+            self._load.refused = True
+            raise
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait up to *timeout* seconds and return what went wrong; None when the tensors are filled, objects not yet."""
+        error = super().exception(timeout)
+        self._load.waited_for |= error is not None
+        return error
+
+    def _value(self) -> T:
+        self._load.waited_for = True
+        if not self._load.has_failed:
+            agreed = self._load.finish()
+            if agreed is not None:
+                Stage(agreed).result()
+        return self._load.tell()
+
+    async def _wait(self) -> T:
+        self._load.waited_for = True
+        self._load.hurry()
+        await self._load.settled()
+        agreed = None if self._load.has_failed else self._load.finish()
+        if agreed is not None:  # other ranks may need this very loop to get there
+            await agreed.settled()
+        return self._value()

@@ -1,0 +1,276 @@
+"""The side of a future that the engine holds: a promise is resolved or failed once, and knows who waits.
+
+Callers hold the futures of `aiockpt.futures`, each of which looks at one promise. Guarantees:
+
+- A promise is settled once; a second attempt, on whatever thread, changes nothing.
+- What engine code waits for here (`Promise.settled`, `Promise.wait_anyway`) takes nothing from the promise: only a caller
+  who asks a future for its value, or its error, has been told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import anyio
+
+from aiockpt.errors import SaveCancelledError
+
+if TYPE_CHECKING:
+    from aiockpt.futures import SaveResult
+
+T = TypeVar("T")
+
+
+def _do_nothing() -> None:
+    """Nobody minds."""
+
+
+def _find_nothing() -> None:
+    """What was reached was reached."""
+
+
+class Promise(Generic[T]):
+    """A point that some work reaches once, with a value, or never, with an error. Thread-safe.
+
+    Attributes:
+        what: the point, in words.
+        told: whether a caller has taken the value or the error.
+        on_wait: called whenever somebody begins to wait for it, on the thread that waits.
+        on_told: called whenever a caller is about to hear that it was reached; returns what went wrong all the same.
+        cancel_work: asks the work to stop; None where it cannot be stopped, or has not begun.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.told = False
+        self.on_wait: Callable[[], object] = _do_nothing
+        self.on_told: Callable[[], BaseException | None] = _find_nothing
+        self.cancel_work: Callable[[], object] | None = None
+        self._inner: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._late_error: BaseException | None = None
+
+    # ------------------------------------------------------------------ settling
+
+    def resolve(self, value: T) -> None:
+        """Note that the point is reached."""
+        with suppress(concurrent.futures.InvalidStateError):  # settled already, perhaps by another thread this instant
+            self._inner.set_result(value)
+
+    def fail(self, error: BaseException) -> None:
+        """Note that it never will be."""
+        with suppress(concurrent.futures.InvalidStateError):
+            self._inner.set_exception(error)
+
+    def follow(self, running: concurrent.futures.Future[T]) -> None:
+        """Be settled with the outcome of work that is *running*, and cancel that when a caller cancels."""
+        self.cancel_work = running.cancel
+
+        def settle(_: object) -> None:
+            if running.cancelled():
+                self.fail(SaveCancelledError(f"{self.what} was cancelled"))
+            elif (error := running.exception()) is not None:
+                self.fail(error)
+            else:
+                self.resolve(running.result())
+
+        running.add_done_callback(settle)
+
+    def when_settled(self, callback: Callable[[], object]) -> None:
+        """Call *callback* when it is settled, on the thread that settles it; at once when it is."""
+        self._inner.add_done_callback(lambda _: callback())
+
+    def cancel(self) -> bool:
+        """Ask the work to stop, from any thread; return False when it is settled already."""
+        if self.is_settled:
+            return False
+        if self.cancel_work is not None:
+            self.cancel_work()
+        return True
+
+    # ------------------------------------------------------------------ looking, for the engine
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the point was reached or never will be."""
+        return self._inner.done()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What it failed with; None while it is not settled, and when it was reached."""
+        return self._inner.exception() if self._inner.done() else None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it failed, or was found afterwards not to hold."""
+        return self._inner.done() and (self._inner.exception() or self._late_error) is not None
+
+    @property
+    def value(self) -> T:
+        """What it was resolved with; of one that is settled. Raises its error."""
+        return self._inner.result(0)
+
+    # ------------------------------------------------------------------ waiting
+
+    async def settled(self) -> None:
+        """Wait until it is settled, take nothing from it, and hurry nobody. In any event loop."""
+        if not self._inner.done():
+            reached = anyio.Event()
+            wake = _waker(reached)
+            self._inner.add_done_callback(lambda _: wake())
+            await reached.wait()
+
+    async def settled_within(self, seconds: float) -> None:
+        """Wait until it is settled, or *seconds* have passed."""
+        self.hurry()
+        with anyio.move_on_after(seconds):
+            await self.settled()
+
+    def wait_anyway(self, timeout_s: float | None) -> bool:
+        """Block until it is settled, even on a thread with an event loop; say whether it is.
+
+        For the barrier, whose copy runs elsewhere; and for futures, which have refused such threads before.
+        """
+        self.hurry()
+        return bool(concurrent.futures.wait([self._inner], timeout_s).done)
+
+    def hurry(self) -> None:
+        """Say that somebody waits now."""
+        if not self._inner.done():
+            self.on_wait()
+
+    # ------------------------------------------------------------------ telling, for futures
+
+    def look_again(self) -> BaseException | None:
+        """Return what went wrong although the point was reached."""
+        self._late_error = self._late_error or self.on_told()
+        return self._late_error
+
+    def tell(self) -> T:
+        """Return the value to a caller, or raise what went wrong."""
+        self.told = True
+        value, error = self._inner.result(), self.look_again()
+        if error is not None:
+            raise error
+        return value
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.what}: {'settled' if self.is_settled else 'pending'}>"
+
+
+def _waker(reached: anyio.Event) -> Callable[[], None]:
+    """Return a function that sets *reached* from any thread, whatever kind of loop is running here."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        import trio
+
+        token = trio.lowlevel.current_trio_token()
+
+        def wake_trio() -> None:
+            with suppress(trio.RunFinishedError):  # the loop that waited is gone; nobody is left to wake
+                token.run_sync_soon(reached.set)
+
+        return wake_trio
+
+    def wake() -> None:
+        with suppress(RuntimeError):  # the loop that waited is closed; nobody is left to wake
+            loop.call_soon_threadsafe(reached.set)
+
+    return wake
+
+
+class SavePromise(Promise["SaveResult"]):
+    """The promise of one save, which goes through ``snapshotted`` → ``written`` → ``in_memory`` → ``committed``.
+
+    It is resolved when the save is committed.
+
+    Attributes:
+        step: the step that is saved.
+        snapshotted, written, in_memory: the points on the way.
+        tiers: one for each place, by every name that it has; none where there is one place only.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"save of step {step}")
+        self.step = step
+        self.snapshotted: Promise[None] = Promise(f"save of step {step}, snapshotted")
+        self.written: Promise[None] = Promise(f"save of step {step}, written")
+        self.in_memory: Promise[None] = Promise(f"save of step {step}, in memory")
+        self.tiers: dict[str, Promise[SaveResult]] = {}
+
+    @property
+    def delivered(self) -> bool:
+        """Whether a caller has taken the outcome, or was told of the failure at a point on the way."""
+        points: list[Promise[Any]] = [self.snapshotted, self.written, self.in_memory, *self.tiers.values()]
+        return self.told or any(point.told and point.has_failed for point in points)
+
+    def fail(self, error: BaseException) -> None:
+        """Note that the save failed: whatever was not reached never will be."""
+        points: list[Promise[Any]] = [self.snapshotted, self.written, self.in_memory, *self.tiers.values()]
+        for point in points:
+            point.fail(error)
+        super().fail(error)
+
+    def reach(self, point: Promise[None]) -> None:
+        """Resolve *point*, and before it those that come first: what tells of them may be late."""
+        for one in (self.snapshotted, self.written, self.in_memory):
+            one.resolve(None)
+            if one is point:
+                return
+
+    def resolve(self, value: SaveResult) -> None:
+        """Note that the save is committed."""
+        self.reach(self.in_memory)
+        super().resolve(value)
+
+
+class LoadPromise(Promise[T]):
+    """The promise of one load: resolved when the tensors are filled. Objects are filled by `finish`.
+
+    Attributes:
+        on_finish: fills the objects, and returns the result then; None where there is nothing to fill.
+        agree: has all ranks know how that went here; returns the promise that they have heard. None where none must.
+        waited_for: whether a caller has waited for it to the end.
+        refused: whether a caller tried to inside an event loop; the next load then takes its place.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.on_finish: Callable[[], T | None] | None = None
+        self.agree: Callable[[Exception | None], Promise[None]] | None = None
+        self.waited_for = False
+        self.refused = False
+        self._finished: T | None = None
+        self._agreed: Promise[None] | None = None
+        self._finishing = Lock()
+
+    def finish(self) -> Promise[None] | None:
+        """Fill the objects, once, on the thread of whoever waits first.
+
+        Returns:
+            What is settled when the other ranks have done so too, where they must agree.
+        """
+        with self._finishing:
+            if self.on_finish is None:
+                return self._agreed
+            error: Exception | None = None
+            try:
+                self._finished = self.on_finish()
+            except Exception as raised:
+                if self.agree is None:
+                    raise
+                error = raised
+            self.on_finish = None
+            if self.agree is not None:
+                self._agreed = self.agree(error)
+            return self._agreed
+
+    def tell(self) -> T:
+        """Return the result to a caller, with what the objects added to it."""
+        value = super().tell()
+        return value if self._finished is None else self._finished
