@@ -36,13 +36,15 @@ FOLDERS = (
     "runtime",
     "ranks",
     "property",
+    "cli",
+    "convert",
 )
 KILLERS = (
     *(f"tests/{folder}" for folder in FOLDERS),
     *(f"tests/backends/test_{name}.py" for name in ("local", "local_faults", "local_root", "power_cuts", "in_order")),
     "tests/backends/test_conformance.py",
 )
-"""The tests that may kill a mutant. Those of other backends, of the commands and of the examples are not among them."""
+"""The tests that may kill a mutant. Those of other backends, of trainings and of the examples are not among them."""
 BUDGET_S = 90.0
 """What the tests of one mutant may take, by the seconds that they took when the map was made."""
 _PARTS = "AIOCKPT_COVERING_PARTS"
