@@ -126,6 +126,25 @@ def test_a_piece_that_two_ranks_hold_is_taken_from_the_lowest() -> None:
     assert list(merged(votes).tensors["matrix"].pieces) == list(plainly(votes).tensors["matrix"].pieces)
 
 
+def test_pieces_of_unlike_sizes_that_two_ranks_hold_are_taken_once() -> None:
+    """The sizes are no offsets of other pieces, as they are in a grid: what mixes the two up is seen."""
+    votes = grid(3)
+    boxes = [((0,), (4,)), ((4,), (5,)), ((0,), (4,))]
+    votes = [
+        replace(
+            vote,
+            tensors={
+                **vote.tensors,
+                "matrix": TensorEntry("U8", (9,), (Piece(0, 4096, 4096 + size[0], offsets, size),)),
+                "vector": TensorEntry("U8", (3,), (Piece(0, 4156, 4157, (rank,), (1,)),)),
+            },
+        )
+        for rank, (vote, (offsets, size)) in enumerate(zip(votes, boxes, strict=True))
+    ]
+    assert list(merged(votes).tensors["matrix"].pieces) == list(plainly(votes).tensors["matrix"].pieces)
+    assert [piece.file for piece in merged(votes).tensors["matrix"].pieces] == [0, 1]
+
+
 def test_one_number_above_four_bytes_widens_its_column_and_loses_none() -> None:
     votes = grid()
     far = 2**32 + 4096
