@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from aiockpt.adapters.overlaps import separate
 from aiockpt.errors import StateMismatchError
+from aiockpt.state.shards import TensorShard
 from tests.adapters.test_nested_states import resume
 
 Views = Callable[[torch.Tensor], dict[str, Any]]
@@ -65,3 +67,12 @@ def test_inference_tensors_that_overlap_are_filled() -> None:
         found = {"a": base[:4], "b": base[2:]}
     resume({"a": source[:4], "b": source[2:]}, found)
     assert base.tolist() == source.tolist()
+
+
+def test_what_overlaps_is_read_on_its_own_device_whatever_the_default_is() -> None:
+    base = torch.zeros(12)
+    shards = [TensorShard(name, "F32", (8,), (), view) for name, view in (("a", base[:8]), ("b", base[4:]))]
+    with torch.device("meta"):
+        apart, _ = separate(shards, "step 1")
+    assert [shard.data.device.type for shard in apart] == ["cpu", "cpu"]
+    assert all(shard.data.untyped_storage().data_ptr() != base.data_ptr() for shard in apart)

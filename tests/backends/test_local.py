@@ -47,8 +47,10 @@ async def test_a_link_in_the_place_of_an_object_is_not_followed(tmp_path: Path, 
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "link").symlink_to(tmp_path / "secret")
     backend = LocalBackend(tmp_path / "root")
-    with pytest.raises(StorageError, match="symbolic link"):
+    with pytest.raises(StorageError, match="symbolic link") as caught:
         await (backend.get("link", 10) if verb == "get" else getattr(backend, verb)("link"))
+    assert caught.value.key == "link"
+    assert caught.value.damaged, "the next older step is taken"
 
 
 async def test_a_link_in_the_place_of_a_folder_is_not_followed_by_any_verb(tmp_path: Path) -> None:
