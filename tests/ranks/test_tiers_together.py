@@ -21,6 +21,7 @@ from aiockpt.errors import RankFailedError, StateMismatchError, UsageError, Writ
 from aiockpt.format.names import parse_attempt
 from aiockpt.testing.faults import Fault, FaultyBackend
 from aiockpt.testing.recording import RecordingBackend
+from tests.gates import Around, Gate
 from tests.ranks.crew import Crew
 from tests.ranks.test_saving_together import equal, loaded, replicated
 
@@ -53,6 +54,25 @@ def test_every_rank_copies_its_own_files(tmp_path: Path) -> None:
     for rank, backend in enumerate(far):
         created = [done.key.rpartition("/")[2] for done in backend.operations if done.verb == "create"]
         assert created == [f"r{rank:05d}-0000.safetensors"]
+
+
+def test_rank_0_waits_for_a_rank_that_copies_later(tmp_path: Path) -> None:
+    later = Gate(LocalBackend(str(tmp_path / "far")), "create")
+    created: list[str] = []
+    looks: list[str] = []
+
+    async def watch(verb: str, key: str) -> None:
+        if verb == "create":
+            created.append(key.rpartition("/")[2])
+        elif created and verb in {"list", "stat"}:
+            looks.append(key)
+        if len(created) > 1 or len(looks) > 5:
+            later.open_up()
+
+    first = Around(LocalBackend(str(tmp_path / "far")), before=watch)
+    with Crew(2, lambda rank: [tmp_path / "near", later if rank else first]) as crew:
+        crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).committed(f"file://{tmp_path}/far").result(30))
+    assert created == ["r00000-0000.safetensors"]
 
 
 def test_rank_0_copies_what_another_rank_could_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
