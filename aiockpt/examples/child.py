@@ -19,19 +19,8 @@ import msgspec
 import torch
 from torch import distributed
 
-from aiockpt.events import (
-    BarrierWaited,
-    BytesWritten,
-    Committed,
-    DataWritten,
-    Event,
-    Loaded,
-    RolledForward,
-    SaveFailed,
-    SaveStarted,
-    SnapshotTaken,
-    StepSkipped,
-)
+from aiockpt import events
+from aiockpt.events import BytesWritten, DataWritten, Event, SnapshotTaken
 from aiockpt.examples import train_async, train_elastic, train_sync
 from aiockpt.examples.gpt import GPTSize
 
@@ -73,8 +62,8 @@ class StepDone(Event, frozen=True, tag=True):
 
 
 Told = (
-    StepDone | SaveStarted | SnapshotTaken | BarrierWaited | BytesWritten | DataWritten | Committed | SaveFailed
-    | Loaded | StepSkipped | RolledForward
+    StepDone | events.SaveStarted | SnapshotTaken | events.BarrierWaited | BytesWritten | DataWritten | events.Committed
+    | events.SaveFailed | events.Loaded | events.StepSkipped | events.RolledForward
 )  # fmt: skip
 
 
@@ -102,19 +91,16 @@ class DieInSave:
     """Kills this process, as a power cut would, once the state is snapshotted and some of it is written."""
 
     def __init__(self, step: int, die: Callable[[], object] = lambda: os.kill(os.getpid(), signal.SIGKILL)) -> None:
-        self._step = step
-        self._die = die
-        self._snapshotted = False
-        self._written = False
+        self._step, self._die = step, die
+        self._snapshotted = self._written = False
 
     def on_event(self, event: Event) -> None:
         """Die when the save of the step is half-way."""
-        if event.step != self._step:
-            return
-        self._snapshotted |= isinstance(event, SnapshotTaken)
-        self._written |= isinstance(event, BytesWritten | DataWritten)
-        if self._snapshotted and self._written:
-            self._die()
+        if event.step == self._step:
+            self._snapshotted |= isinstance(event, SnapshotTaken)
+            self._written |= isinstance(event, BytesWritten | DataWritten)
+            if self._snapshotted and self._written:
+                self._die()
 
 
 def run(job: Job) -> None:

@@ -134,7 +134,7 @@ def _run(console: Console, options: DemoOptions, folder: Path, doomed: int) -> i
     doing_harm = msgspec.structs.replace(saving, die_in_save_of=doomed)
     again = options.steps - doomed + options.every - 1  # the newest committed save is the one before, as a rule
     phases = {"reference": options.steps, "killed": doomed + 1, "resumed": again, DISK: 0}
-    with open_display(console, phases, plain=options.plain or options.json) as display:
+    with Display(console, phases, plain=options.plain or options.json) as display:
         reference = run_phase(display, quiet, "reference", folder)[0]
         killed = run_phase(display, doing_harm, "killed", folder)[0]
         check_uncommitted(folder / CHECKPOINTS, doomed)
@@ -144,11 +144,6 @@ def _run(console: Console, options: DemoOptions, folder: Path, doomed: int) -> i
         cost = account(reference, [killed, resumed], measure_disk(folder, recovery["save_bytes"]))
         display.finish(f"{speed(cost['disk_bytes_per_s'])} by a plain writer, nothing else running")
     return conclude(console, options, recovery, cost)
-
-
-def open_display(console: Console, phases: dict[str, int], *, plain: bool) -> Display:
-    """Return the display of these phases: live on a terminal, unless lines are wanted."""
-    return Display(console, phases, live=console.is_terminal and not plain)
 
 
 def run_phase(display: Display, job: Job, name: str, folder: Path) -> dict[int, Record]:

@@ -41,17 +41,28 @@ def about(seconds: float) -> str:
 
 
 class _Phase(ProgressColumn):
+    """A bar and the first line of the text, the others below; of a phase that has ended the text alone."""
+
     def render(self, task: Task) -> RenderableType:
-        text = Text(task.fields["text"])
-        return text if task.finished or not task.total else Group(ProgressBar(task.total, task.completed, 24), text)
+        if task.finished or not task.total:
+            return Text(task.fields["text"])
+        first, *others = task.fields["text"].split("\n")
+        bar = Table.grid(padding=(0, 2))
+        bar.add_row(ProgressBar(task.total, task.completed, 24), first)
+        return Group(bar, *map(Text, others))
 
 
 class Display(Progress):
-    """Shows the phases of a demo one after the other; *phases* says how many steps each is going to take, if any."""
+    """Shows the phases of a demo one after the other; *phases* says how many steps each is going to take, if any.
 
-    def __init__(self, console: Console, phases: Mapping[str, int], *, live: bool) -> None:
+    Redrawn in place on a terminal; *plain*, and elsewhere, a line now and then.
+    """
+
+    def __init__(self, console: Console, phases: Mapping[str, int], *, plain: bool) -> None:
         columns = (SpinnerColumn(finished_text="[green]✓"), TextColumn("{task.description}"), _Phase())
-        super().__init__(*columns, console=console, disable=not live, speed_estimate_period=3600)
+        super().__init__(
+            *columns, console=console, disable=plain or not console.is_terminal, speed_estimate_period=3600
+        )
         self._all = self.add_task("", total=sum(phases.values()), visible=False)
         self._rows = {
             name: self.add_task(name, total=steps or None, text="", visible=False) for name, steps in phases.items()
@@ -102,7 +113,7 @@ class Display(Progress):
 
 def table_of(headings: Iterable[str], rows: Iterable[Iterable[RenderableType]], left: str = "") -> Table:
     """Return a table whose columns, but for the one called *left*, are aligned at the right."""
-    table = Table(box=None, padding=(0, 2, 0, 1), header_style="bold")
+    table = Table(box=None, padding=(0, 2, 0, 0 if left else 1), header_style="bold")
     for heading in headings:
         table.add_column(heading, justify="left" if heading == left else "right")
     for row in rows:

@@ -26,11 +26,10 @@ from aiockpt.examples.demo import (
     EXACT,
     check_uncommitted,
     direct,
-    open_display,
     run_phase,
     tell,
 )
-from aiockpt.examples.display import table_of
+from aiockpt.examples.display import Display, table_of
 from aiockpt.examples.figures import Figures
 from aiockpt.examples.spawn import DemoError, Record
 from aiockpt.examples.train_elastic import SMALL_SIZE
@@ -88,7 +87,7 @@ def _run(console: Console, folder: Path, steps: int, every: int, *, plain: bool)
     ends = [int(phase.until * steps) // every * every for phase in PHASES]
     begins = [0, *(end - every + 1 for end in ends)]
     taken = {phase.name: end - begin + 1 for phase, begin, end in zip(PHASES, begins, ends, strict=False)}
-    with open_display(console, {REFERENCE.name: steps, **taken}, plain=plain) as display:
+    with Display(console, {REFERENCE.name: steps, **taken}, plain=plain) as display:
 
         def run(phase: Phase, url: Path, every: int | None, dies_in: int | None) -> dict[int, Record]:
             job = Job(

@@ -101,6 +101,13 @@ def test_a_process_does_not_outlive_a_director_that_is_interrupted(tmp_path: Pat
         run_job(job, "endless", tmp_path, interrupt)
 
 
+def test_a_process_that_tells_nothing_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aiockpt.examples.spawn.SILENCE_S", 0)
+    job = Job(url=str(tmp_path / "x"), size=TINY, steps=10**9, every=None)
+    with pytest.raises(DemoError, match="it told nothing for 0 s and was ended"):
+        run_job(job, "silent", tmp_path, lambda record, told: None)
+
+
 def test_a_save_that_was_committed_before_the_kill_shows_nothing(tmp_path: Path) -> None:
     step = tmp_path / "step-00000004"
     (step / "a-3f9c21d07b44").mkdir(parents=True)

@@ -78,7 +78,7 @@ def printed(console: Console) -> str:
 
 def test_the_live_display_shows_loss_pause_bytes_speed_saves_in_flight_and_the_time_left_in_80_columns() -> None:
     console, record, now_s = terminal(), Record(), itertools.count()
-    with Display(console, {"first": 40, "second": 20}, live=True) as display:
+    with Display(console, {"first": 40, "second": 20}, plain=False) as display:
         display.get_time = lambda: float(next(now_s))
         display.begin("first")
         for told in (*[STORY[0]] * ENOUGH_STEPS, *STORY):
@@ -86,7 +86,15 @@ def test_the_live_display_shows_loss_pause_bytes_speed_saves_in_flight_and_the_t
             display.show(record, told, 40)
         display.refresh()
         display.finish("all is well")
-    for expected in ("step  20/40", "loss 2.2500", "pause 3.1 ms", "37.2 MiB", "953.7 MiB/s", "1 in flight", " to go"):
+    for expected in (
+        "  step  20/40",
+        "loss 2.2500",
+        "pause 3.1 ms",
+        "37.2 MiB",
+        "953.7 MiB/s",
+        "1 in flight",
+        " to go",
+    ):
         assert expected in printed(console)
     assert "✓ first all is well" in printed(console)
     without_escapes = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", printed(console))
@@ -95,7 +103,7 @@ def test_the_live_display_shows_loss_pause_bytes_speed_saves_in_flight_and_the_t
 
 def test_the_plain_display_prints_a_few_lines_a_phase_and_the_time_left_without_escape_sequences() -> None:
     console, record = Console(file=io.StringIO(), width=200), Record()
-    with Display(console, {"first": 60, "second": 20}, live=False) as display:
+    with Display(console, {"first": 60, "second": 20}, plain=True) as display:
         display.get_time = lambda: 10.0 * len(record[StepDone])
         display.begin("first")
         steps = [msgspec.structs.replace(STORY[0], step=step) for step in range(11, 20)]
@@ -116,7 +124,7 @@ def test_the_plain_display_prints_a_few_lines_a_phase_and_the_time_left_without_
 
 def test_steps_that_a_phase_did_not_take_are_not_to_come() -> None:
     now_s, record = itertools.count(), Record()
-    with Display(Console(file=io.StringIO()), {"first": 40, "second": 20}, live=False) as display:
+    with Display(Console(file=io.StringIO()), {"first": 40, "second": 20}, plain=True) as display:
         display.get_time = lambda: float(next(now_s))
         display.begin("first")
         for _ in range(10):

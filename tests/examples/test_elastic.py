@@ -52,6 +52,14 @@ def test_the_demo_ends_with_a_verdict_and_says_what_needed_and_read_mean() -> No
     assert "bit by bit on the ranks of the reference, and within 2e-07 on others" in verdict([FIRST, LAST])
 
 
+def test_the_table_of_the_demo_fits_into_80_columns() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    conclude(console, [FIRST, LAST], as_json=False)
+    assert isinstance(console.file, io.StringIO)
+    assert "ranks  resumed from" in console.file.getvalue()
+    assert "loss beside the reference" in console.file.getvalue()
+
+
 def test_losses_that_differ_are_the_verdict() -> None:
     status, text = printed([FIRST, LAST | {"difference": 0.5, "passed": False}])
     assert status == DIFFERENT

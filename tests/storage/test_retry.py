@@ -221,6 +221,27 @@ def test_a_call_that_moves_bytes_has_longer() -> None:
         place.run(main)
 
 
+def test_a_limit_and_an_announced_size_are_no_bytes_that_take_time() -> None:
+    place = Place(policy=RetryPolicy(deadline_s=10, slowest_bytes_per_s=1))
+    place.client.inner = FaultyBackend(MemoryBackend(), [Fault(do="hang", times=None)])
+    began_ns = place.world.clock.now_ns
+    for call in (lambda: place.backend.get("a", 1000), lambda: place.backend.create("a", 1000)):
+        with pytest.raises(StorageTimeoutError, match="within 10 s"):
+            place.run(call)
+    assert (place.world.clock.now_ns - began_ns) / 1e9 == pytest.approx(20, abs=0.01)
+
+
+def test_a_secret_that_a_library_quotes_stays_in_no_error() -> None:
+    error = StorageThrottledError("busy")
+    error.__cause__ = ValueError("GET https://user:hunter2@place/a?X-Amz-Signature=0123abcd")
+    _, backend, world = failing(error, RetryPolicy(attempts=2))
+    with pytest.raises(StorageThrottledError) as caught:
+        run_virtually(lambda: backend.stat("a"), world.clock)
+    assert "GET https://" in str(caught.value.__cause__)
+    assert "hunter2" not in str(caught.value.__cause__)
+    assert "0123abcd" not in str(caught.value.__cause__)
+
+
 def test_a_cancelled_call_waits_no_longer_and_asks_no_more() -> None:
     inner, backend, world = failing(StorageThrottledError("busy"), RetryPolicy(throttled_first_wait_s=1e6))
 
@@ -565,6 +586,25 @@ def test_a_place_that_is_down_is_left_alone_for_a_while_and_then_asked_once() ->
         await place.backend.put("b", b"")
 
     place.run(main)
+
+
+def test_what_is_held_is_released_also_where_a_place_is_down() -> None:
+    world = simulated_world()
+    recording = RecordingBackend(FaultyBackend(MemoryBackend(), [Fault(do="fail", verb="stat", error=errno.EAGAIN)]))
+    backend = Retrying(recording, RetryPolicy(attempts=1, failures_to_open=1), world=world)
+
+    async def main() -> None:
+        await backend.put("a", DATA)
+        reader, upload = await backend.open("a"), await backend.create("b", 1)
+        with pytest.raises(StorageError):
+            await backend.stat("a")
+        assert backend.statistics().breaker == "open"
+        await upload.abort()
+        await reader.close()
+        await backend.close()
+
+    run_virtually(main, world.clock)
+    assert [done.verb for done in recording.operations][-3:] == ["upload.abort", "reader.close", "close"]
 
 
 def test_an_answer_in_between_keeps_it_closed() -> None:
