@@ -126,3 +126,15 @@ def test_a_state_of_another_shape_is_held_anew() -> None:
         state = {"some": [torch.full((size,), float(size))], "t": torch.ones(1)}
         held = stillness.hold(walker.walk(state), state, trusting=False, reuse=True).tensors
         assert [tuple(shard.data.shape) for shard in held if shard.name == "some[0]"] == [(size,)]
+
+
+@pytest.mark.parametrize("late", [torch.full((2,), 3.0), aiockpt.RNG()], ids=["a tensor", "an object"])
+def test_what_comes_into_a_list_of_plain_values_between_two_walks_is_found(late: Any) -> None:
+    log: list[Any] = [1.0]
+    state, walker = {"model": nn.Linear(2, 2), "log": log}, StateWalker()
+    walker.walk(state)
+    log.append(late)
+    found, anew = walker.walk(state), StateWalker().walk(state)
+    assert found.structure == anew.structure
+    assert found.values == anew.values
+    assert [shard.name for shard in found.tensors] == [shard.name for shard in anew.tensors]

@@ -11,7 +11,8 @@ from aiockpt.errors import ManifestError, UsageError
 from aiockpt.format.checksum import ALGORITHM
 from aiockpt.format.manifest import FileEntry, Manifest, Piece, TensorEntry
 from aiockpt.format.validate import check_manifest
-from aiockpt.planning.weights import WeightsPlan, has_weights_only, plan_weights, weights_attempt
+from aiockpt.planning.save import WEIGHTS
+from aiockpt.planning.weights import WeightsPlan, has_weights_only, plan_weights, thin_manifest, weights_attempt
 
 ATTEMPT, BLOCK = "0123456789ab", 4096
 
@@ -115,3 +116,11 @@ def test_a_damaged_tree_is_refused_by_name(items: Any) -> None:
 def test_a_mark_of_another_kind_means_nothing() -> None:
     odd = msgspec.structs.replace(whole(), state={"content": ["weights"]})
     assert not has_weights_only(odd)
+
+
+def test_files_that_hold_weights_and_other_things_are_kept_as_they_are() -> None:
+    """The weights are in two files, and only one of them is said to hold weights."""
+    first, second = whole().files
+    mixed = msgspec.structs.replace(whole(), files=(msgspec.structs.replace(first, kind=WEIGHTS), second))
+    with pytest.raises(UsageError, match="files hold weights and other things together"):
+        thin_manifest(mixed, 4, "w")
