@@ -55,6 +55,12 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
     assert not problems
 
 
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_path_that_a_page_names_is_there(page: Path) -> None:
+    named = re.findall(r"`((?:tests|benchmarks|aiockpt|docs)/[\w./-]+)`", prose(page))
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_a_citation_of_what_is_not_there_is_found() -> None:
     assert CITATION.findall("see docs/format.md#gone, and (docs/nothing.md).") == [
         "docs/format.md#gone",
