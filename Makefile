@@ -79,7 +79,7 @@ docs: $(BIN)/.installed-docs
 
 bench: $(BIN)/.installed-dev
 	$(BIN)/python -m benchmarks run --size $(SIZE) --repeat $(REPEAT) --out $(BENCH_OUT) $(ARGS)
-	$(BIN)/python -m benchmarks table benchmarks/results/*.json
+	$(BIN)/python -m benchmarks table
 
 # atheris has wheels for some interpreters only: without it all kinds but guided-decoders run.
 campaign: $(BIN)/.installed-dev

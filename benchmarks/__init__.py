@@ -1,6 +1,7 @@
-"""What does a checkpoint cost a training run, here, beside the incumbents and the machine's own floor?
+"""What a checkpoint costs a training run, here, beside the incumbents and the machine's own floor.
 
-Run ``python -m benchmarks run`` and ``python -m benchmarks table`` from the checkout; README.md beside this file says
-what each scenario answers and what its figures do not show. The modules, in the order in which a run meets them:
-``run`` (visits, one subprocess each) · ``state`` · ``contenders`` · ``scenarios`` · ``floors`` · ``report`` · ``table``.
+``python -m benchmarks list`` says what can be asked; README.md beside this file says what each figure does not show. The
+modules, in the order in which a run meets them: ``scenarios`` (the table: questions, contenders, floors, sizes) · ``runner``
+(rounds of visits, one subprocess each) · ``visit`` · ``measure`` (what is timed) · ``contenders`` and ``clients`` (who) ·
+``report`` (the JSON) · ``columns``, ``targets`` and ``table`` (what a reader sees).
 """

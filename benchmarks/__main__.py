@@ -1,15 +1,24 @@
-"""The command ``python -m benchmarks``: run the scenarios, or write the table of what was run."""
+"""The command ``python -m benchmarks``: ``list`` the questions, ``run`` some, ``table`` what was run."""
 
 from __future__ import annotations
 
-import argparse
 import re
+import signal
 import sys
 from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
+import typer
+from rich.console import Console
+from rich.markdown import Markdown
 
-CHECKOUT = Path(__file__).resolve().parents[1]
+from benchmarks import columns, report, runner, table
+from benchmarks.scenarios import MAIN, SCENARIOS, Scenario
+from benchmarks.visit import Turn, perform
+
+app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+FOLDER = runner.CHECKOUT / "benchmarks"
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -17,80 +26,128 @@ def size(text: str) -> int:
     """Return the bytes that *text* means, for example ``2GiB``."""
     match = re.fullmatch(r"(\d+)\s*(KiB|MiB|GiB|)", text)
     if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: write it as 256MiB or 2GiB")
+        raise typer.BadParameter(f"{text!r} is no size: write it as 256MiB or 2GiB")
     return int(match[1]) * _UNITS[match[2]]
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    top = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    commands = top.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", help="measure, and write the samples to a JSON file")
-    run.add_argument("--size", type=size, default=1 << 30, help="of the state, for example 256MiB (default: 1GiB)")
-    run.add_argument("--repeat", type=int, default=5, help="rounds; in each, everyone runs once (default: 5)")
-    run.add_argument("--repetitions", type=int, default=3, help="timed saves or loads in a visit (default: 3)")
-    run.add_argument("--scenario", action="append", default=[], help="only this one; may be given again")
-    run.add_argument("--contender", action="append", default=[], help="only this one, and the floors; again for more")
-    run.add_argument("--out", type=Path, help="the JSON file to write (default: none)")
-    run.add_argument("--work", type=Path, default=CHECKOUT / ".bench", help="where to save to; the disk that is meant")
-    run.add_argument("--smoke", action="store_true", help="16 MiB, once, everything: shows that it runs, no figures")
-    table = commands.add_parser("table", help="write the tables of result files into benchmarks/README.md")
-    table.add_argument("results", type=Path, nargs="+")
-    table.add_argument("--readme", type=Path, default=CHECKOUT / "benchmarks" / "README.md")
-    visit = commands.add_parser("visit", help="(internal) carry out one visit in this process")
-    visit.add_argument("order", type=Path)
-    visit.add_argument("answer", type=Path)
-    return top
+def chosen(names: list[str], sets: list[str], contenders: list[str]) -> dict[str, dict[str, Any]]:
+    """Return scenario → the settings that *sets* gives it, in the types of the table.
+
+    Raises:
+        typer.BadParameter: a scenario, a contender or a setting that none has.
+    """
+    for name in names:
+        if name not in SCENARIOS:
+            raise typer.BadParameter(f"{name!r} is none of: {', '.join(SCENARIOS)}")
+    some = [SCENARIOS[name] for name in names]
+    known = {name for scenario in some for name in (*scenario.contenders, *scenario.floors)}
+    if unknown := set(contenders) - known:
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: none of: {', '.join(sorted(known))}")
+    found: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for given in sets:
+        setting, equals, text = given.partition("=")
+        having = [scenario for scenario in some if setting in scenario.settings]
+        if not having or not equals:
+            known = {setting for scenario in some for setting in scenario.settings}
+            raise typer.BadParameter(f"{given!r}: give NAME=VALUE; the names are {', '.join(sorted(known)) or 'none'}")
+        for scenario in having:
+            found[scenario.name][setting] = _parse(scenario, setting, text)
+    return found
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    from benchmarks import report, run, table
-    from benchmarks.contenders import CONTENDERS
-    from benchmarks.scenarios import SCENARIOS
+def _parse(scenario: Scenario, setting: str, text: str) -> Any:
+    default = scenario.settings[setting]
+    try:
+        if isinstance(default, tuple):
+            kind: Any = type(default[0]) if default else str
+            return tuple(kind(part) for part in text.split(","))
+        return size(text) if isinstance(default, int) else type(default)(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{setting}={text}: {error}") from None
 
-    unknown = (set(arguments.scenario) - set(SCENARIOS)) | (set(arguments.contender) - set(CONTENDERS))
-    if unknown:
-        known = [*SCENARIOS, *CONTENDERS]
-        print(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}", file=sys.stderr)
-        return 2
-    plan = run.Plan(
-        size_bytes=16 << 20 if arguments.smoke else arguments.size,
-        rounds=1 if arguments.smoke else arguments.repeat,
-        repetitions=1 if arguments.smoke else arguments.repetitions,
-        scenarios=tuple(arguments.scenario or SCENARIOS),
-        only=tuple(arguments.contender),
-        work=arguments.work,
-        together=arguments.smoke,
+
+def show(text: str) -> None:
+    """Print Markdown: drawn at a terminal, as it is to whatever else reads it."""
+    if sys.stdout.isatty():
+        Console().print(Markdown(text))
+    else:
+        print(text)
+
+
+@app.command("list")
+def list_scenarios() -> None:
+    """Say what can be asked, of whom, and what that needs."""
+    rows = ["| scenario | question | contenders | floors | size | needs |", "| --- | --- | --- | --- | --- | --- |"]
+    for one in SCENARIOS.values():
+        floors = [*one.floors, *(name for name in one.contenders if name.startswith(("floor", "raw")))]
+        names = [name for name in one.contenders if name not in floors]
+        shown = columns.size(one.size_bytes) if one.size_bytes else "–"
+        needs = ", ".join(filter(None, [one.needs, *(f"--set {name}=" for name in one.settings)]))
+        rows.append(f"| {one.name} | {one.question} | {' · '.join(names)} | {' · '.join(floors)} | {shown} | {needs} |")
+    show("\n".join(rows))
+
+
+@app.command()
+def run(
+    scenarios: Annotated[list[str] | None, typer.Argument(help="What to ask (default: the main comparison).")] = None,
+    size_bytes: Annotated[
+        int | None, typer.Option("--size", parser=size, metavar="SIZE", help="Of the state, for example 256MiB.")
+    ] = None,
+    repeat: Annotated[int | None, typer.Option(min=1, help="Rounds; in each, everyone runs once.")] = None,
+    repetitions: Annotated[int | None, typer.Option(min=1, help="Timed, in one visit.")] = None,
+    contender: Annotated[list[str] | None, typer.Option(help="Only this one, and the floors; again for more.")] = None,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Of the scenario's own settings.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The JSON file to write.")] = None,
+    work: Annotated[Path, typer.Option(help="Where to save to; the disk that is meant.")] = runner.CHECKOUT / ".bench",
+    smoke: Annotated[bool, typer.Option("--smoke", help="Small and once: shows that it runs, no figures.")] = False,
+) -> None:
+    """Measure, print the tables, and write the samples to a JSON file."""
+    names = scenarios or list(MAIN)
+    settings = chosen(names, sets or [], contender or [])
+    some = [SCENARIOS[name] for name in names]
+    sizes = {one.size_bytes for one in some}
+    if size_bytes is None and len(sizes) > 1 and not smoke:
+        raise typer.BadParameter("these are measured at different sizes: give one with --size, or run them one by one")
+    plan = runner.Plan(
+        scenarios=tuple(names),
+        size_bytes=size_bytes if size_bytes is not None or smoke else sizes.pop(),
+        rounds=repeat or (1 if smoke else max(one.rounds for one in some)),
+        repetitions=repetitions or (1 if smoke else max(one.repetitions for one in some)),
+        only=tuple(contender or ()),
+        settings=settings,
+        work=work,
+        smoke=smoke,
     )
-    result = run.run(plan)
-    if arguments.out:
-        report.write(result, arguments.out)
-    print(table.render(result))
+    result = runner.run(plan, lambda so_far: report.write(so_far, out) if out else None)
+    show(table.render(result))
     for failure in result.failures:
         print(f"failed: {failure}", file=sys.stderr)
-    return 1 if result.failures else 0
+    if result.failures or not result.results:
+        raise typer.Exit(1 if result.failures else 2)
 
 
-def _table(arguments: argparse.Namespace) -> int:
-    from benchmarks import report, table
-
-    table.write([report.read(path) for path in arguments.results], arguments.readme)
-    return 0
-
-
-def _visit(arguments: argparse.Namespace) -> int:
-    from benchmarks.visit import Visit, perform
-
-    order = msgspec.json.decode(arguments.order.read_bytes(), type=Visit)
-    arguments.answer.write_bytes(msgspec.json.encode(perform(order)))
-    return 0
+@app.command("table")
+def write_table(
+    results: Annotated[
+        list[Path] | None, typer.Argument(help="Print the tables of these (default: write all).")
+    ] = None,
+) -> None:
+    """Write the tables of all results into README.md, or print those of some files."""
+    if results:
+        show("\n".join(table.render(report.read(path)) for path in results))
+    else:
+        table.write(FOLDER / "README.md", FOLDER / "results")
 
 
-def main() -> int:
-    """Run the command that the arguments name and return its exit status."""
-    arguments = parser().parse_args()
-    return {"run": _run, "table": _table, "visit": _visit}[arguments.command](arguments)
+@app.command(hidden=True)
+def visit(order: Path, answer: Path) -> None:
+    """Carry out one visit in this process, for `benchmarks.runner`."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # servers are ended on the way out
+    turns = msgspec.json.decode(order.read_bytes(), type=list[Turn])
+    answer.write_bytes(msgspec.json.encode(perform(turns)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    app(prog_name="python -m benchmarks")

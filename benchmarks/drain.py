@@ -1,9 +1,10 @@
-"""How fast can an S3 client be, with no store in the way? A server that throws away what it gets and sends zeros.
+"""A server that throws away what it gets and sends zeros: how fast an S3 client can be with no store in the way.
 
-It speaks as much S3 as a client needs to put, get and head objects and to make them of parts; it keeps names and sizes
-only, checks no signature, and uses little of the processor, so that what is measured is the client.
+It speaks as much S3 as a client needs to put, get and head objects and to make them of parts, and as a checkpoint needs to
+be committed: it keeps small objects, and says that every folder is empty. Of large ones it keeps names and sizes. It checks
+no signature, and uses little of the processor, so that what is measured is the client.
 
-    with draining() as endpoint_url: …
+    with draining() as (endpoint_url, pid): …
 
 It is another process: ``python -m benchmarks.drain`` prints its endpoint and serves until killed; over TLS when it is
 given a certificate and its key (`authority` makes them).
@@ -23,15 +24,17 @@ from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 _WINDOW_BYTES = 4 << 20
+_SMALL_BYTES = 1 << 16
 _ZEROS = memoryview(bytes(_WINDOW_BYTES))
-_STARTED = "<InitiateMultipartUploadResult><UploadId>drain</UploadId></InitiateMultipartUploadResult>"
-_COMPLETED = "<CompleteMultipartUploadResult><ETag>&quot;0&quot;</ETag></CompleteMultipartUploadResult>"
-_TAKEN = "<Error><Code>PreconditionFailed</Code></Error>"
-_ABSENT = "<Error><Code>NoSuchKey</Code></Error>"
+_STARTED = b"<InitiateMultipartUploadResult><UploadId>drain</UploadId></InitiateMultipartUploadResult>"
+_COMPLETED = b"<CompleteMultipartUploadResult><ETag>&quot;0&quot;</ETag></CompleteMultipartUploadResult>"
+_EMPTY = b"<ListBucketResult><KeyCount>0</KeyCount><IsTruncated>false</IsTruncated></ListBucketResult>"
+_TAKEN = b"<Error><Code>PreconditionFailed</Code></Error>"
+_ABSENT = b"<Error><Code>NoSuchKey</Code></Error>"
 
 
 class Drain(socketserver.ThreadingTCPServer):
-    """The server: sizes of objects, and of the parts of those that are being made, by path."""
+    """The server: sizes of objects, what is small, and the parts of those that are being made, by path."""
 
     allow_reuse_address = True
     daemon_threads = True
@@ -41,6 +44,7 @@ class Drain(socketserver.ThreadingTCPServer):
         super().__init__(("127.0.0.1", 0), Connection)
         self.tls: ssl.SSLContext | None = None
         self.sizes: dict[str, int] = {}
+        self.small: dict[str, bytes] = {}
         self.parts: dict[str, dict[str, int]] = {}
 
     def get_request(self) -> tuple[socket.socket, object]:
@@ -65,8 +69,8 @@ class Connection(socketserver.StreamRequestHandler):
             while line := self.rfile.readline():
                 method, target, _ = line.decode("latin-1").split(" ", 2)
                 headers = self._headers()
-                self._drain(int(headers.get("content-length", 0)), headers, sink)
-                self._answer(method, target, headers)
+                body = self._take(headers, sink)
+                self._answer(method, target, headers, body)
         except (ConnectionError, ssl.SSLError):
             return
 
@@ -77,17 +81,24 @@ class Connection(socketserver.StreamRequestHandler):
             found[name.lower()] = value.strip()
         return found
 
-    def _drain(self, size: int, headers: Mapping[str, str], sink: memoryview) -> None:
+    def _take(self, headers: Mapping[str, str], sink: memoryview) -> bytes | None:
+        """Take the body of a request; return it where it is small and comes in one piece."""
+        size = int(headers.get("content-length", 0))
         if headers.get("expect", "").lower() == "100-continue":
             self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if headers.get("transfer-encoding", "") == "chunked":
             while count := int(self.rfile.readline().split(b";")[0], 16):
-                self._drain(count, {}, sink)
+                self._drain(count, sink)
                 self.rfile.readline()
             while self.rfile.readline().strip():
                 pass
-        if not size:
-            return
+        elif size <= _SMALL_BYTES and "x-amz-decoded-content-length" not in headers:
+            return self.rfile.read(size)
+        else:
+            self._drain(size, sink)
+        return None
+
+    def _drain(self, size: int, sink: memoryview) -> None:
         left = size - len(self.rfile.read(min(size, len(self.rfile.peek()))))  # type: ignore[attr-defined]
         while left:
             count = self.connection.recv_into(sink[: min(left, len(sink))])
@@ -95,7 +106,7 @@ class Connection(socketserver.StreamRequestHandler):
                 raise ConnectionResetError
             left -= count
 
-    def _answer(self, method: str, target: str, headers: Mapping[str, str]) -> None:
+    def _answer(self, method: str, target: str, headers: Mapping[str, str], body: bytes | None) -> None:
         path, query = unquote(urlsplit(target).path), parse_qs(urlsplit(target).query, keep_blank_values=True)
         size = int(headers.get("x-amz-decoded-content-length", headers.get("content-length", 0)))
         if method == "PUT" and "partNumber" in query:
@@ -104,6 +115,8 @@ class Connection(socketserver.StreamRequestHandler):
         elif method == "PUT":
             taken = "if-none-match" in headers and path in self.server.sizes
             self.server.sizes.setdefault(path, size)
+            if body is not None:
+                self.server.small.setdefault(path, body)
             self._send(412, _TAKEN) if taken else self._send(200)
         elif method == "POST" and "uploads" in query:
             self._send(200, _STARTED)
@@ -112,27 +125,32 @@ class Connection(socketserver.StreamRequestHandler):
             self._send(200, _COMPLETED)
         elif method == "DELETE":
             self.server.sizes.pop(path, None)
+            self.server.small.pop(path, None)
             self._send(204)
+        elif method == "GET" and "list-type" in query:
+            self._send(200, _EMPTY)
         elif path not in self.server.sizes:
-            self._send(404, _ABSENT if method == "GET" else "")
+            self._send(404, _ABSENT if method == "GET" else b"")
         else:
-            self._send_zeros(method, self.server.sizes[path], headers.get("range", ""))
+            self._send_object(method, path, headers.get("range", ""))
 
-    def _send(self, status: int, body: str = "") -> None:
-        self.wfile.write(
-            f'HTTP/1.1 {status} Answer\r\nContent-Length: {len(body)}\r\nETag: "0"\r\n\r\n{body}'.encode("latin-1")
-        )
+    def _send(self, status: int, body: bytes = b"", more: str = "", size: int | None = None) -> None:
+        length = len(body) if size is None else size
+        head = f'HTTP/1.1 {status} Answer\r\nContent-Length: {length}\r\nETag: "0"\r\n{more}\r\n'
+        self.wfile.write(head.encode("latin-1") + body)
 
-    def _send_zeros(self, method: str, size: int, wanted: str) -> None:
-        start, end, status, said = 0, size - 1, 200, ""
+    def _send_object(self, method: str, path: str, wanted: str) -> None:
+        """Send what was kept, or zeros; the range that is *wanted*, or all."""
+        size, kept = self.server.sizes[path], self.server.small.get(path)
+        start, end, status, said = 0, size - 1, 200, "Last-Modified: Thu, 01 Jan 1970 00:00:00 GMT\r\n"
         if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", wanted):
             start, end = int(asked[1]), min(int(asked[2] or end), end)
-            status, said = 206, f"Content-Range: bytes {start}-{end}/{size}\r\n"
+            status, said = 206, f"Content-Range: bytes {start}-{end}/{size}\r\n{said}"
         left = end - start + 1
-        self.wfile.write(
-            f'HTTP/1.1 {status} Answer\r\nContent-Length: {left}\r\nETag: "0"\r\n{said}'
-            "Last-Modified: Thu, 01 Jan 1970 00:00:00 GMT\r\n\r\n".encode("latin-1")
-        )
+        if method == "GET" and kept is not None:
+            self._send(status, kept[start : end + 1], said)
+            return
+        self._send(status, more=said, size=left)
         while left and method == "GET":
             count = min(left, _WINDOW_BYTES)
             self.connection.sendall(_ZEROS[:count])
@@ -160,13 +178,13 @@ def authority(folder: Path) -> tuple[Path, Path, Path]:
 
 
 @contextmanager
-def draining(certificate: Path | None = None, key: Path | None = None) -> Iterator[str]:
-    """Run the server for the length of the block, over TLS with a *certificate*; yield its endpoint."""
+def draining(certificate: Path | None = None, key: Path | None = None) -> Iterator[tuple[str, int]]:
+    """Run the server for the length of the block, over TLS with a *certificate*; yield its endpoint and its process."""
     command = [sys.executable, "-m", "benchmarks.drain", *(map(str, (certificate, key)) if certificate else ())]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            yield process.stdout.readline().strip()
+            yield process.stdout.readline().strip(), process.pid
         finally:
             process.kill()
 

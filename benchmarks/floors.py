@@ -1,4 +1,4 @@
-"""How fast could it be? What the same machine does with the same bytes when nothing but the bytes is moved.
+"""What the same machine does with the same bytes when nothing but the bytes is moved: how fast it could be.
 
 Guarantees:
 
@@ -13,7 +13,7 @@ import errno
 import mmap
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +22,7 @@ import torch
 from benchmarks import state as states
 from benchmarks.pages import MIB
 
+Buffer = mmap.mmap | memoryview
 ALIGNMENT_BYTES = 4096
 DIRECT_CHUNK_BYTES = 16 * MIB
 DIRECT_THREADS = 4
@@ -78,18 +79,22 @@ def supports_direct_io(folder: Path) -> bool:
 
 
 @contextmanager
-def opened(path: Path, flags: int) -> Iterator[int]:
-    """Open *path* with ``O_DIRECT`` where its file system can, buffered otherwise; yield the descriptor."""
-    direct = os.O_DIRECT if supports_direct_io(path.parent) else 0
-    descriptor = os.open(path, flags | direct, 0o644)
+def opened(path: Path, flags: int, direct: bool | None = None) -> Iterator[int]:
+    """Open *path* with ``O_DIRECT`` where its file system can, buffered otherwise; yield the descriptor.
+
+    Args:
+        direct: what is known of the file system; None tries it.
+    """
+    direct = supports_direct_io(path.parent) if direct is None else direct
+    descriptor = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o644)
     try:
         yield descriptor
     finally:
         os.close(descriptor)
 
 
-def _in_chunks(
-    pool: ThreadPoolExecutor | None, memory: mmap.mmap, chunk_bytes: int, move: Callable[[memoryview, int], int]
+def in_chunks(
+    pool: ThreadPoolExecutor | None, memory: Buffer, chunk_bytes: int, move: Callable[[memoryview, int], int]
 ) -> None:
     """Move all of *memory* in chunks, on the threads of *pool* or on this one; a short transfer is an error."""
     view = memoryview(memory)
@@ -105,42 +110,23 @@ def _in_chunks(
         pass
 
 
-def write_direct(pool: ThreadPoolExecutor | None, path: Path, memory: mmap.mmap) -> None:
+def write_direct(pool: ThreadPoolExecutor | None, path: Path, memory: Buffer, direct: bool | None = None) -> None:
     """Write *memory* to a new file at *path* past the page cache, and ``fdatasync`` it."""
-    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
-        _in_chunks(pool, memory, DIRECT_CHUNK_BYTES, lambda part, start: os.pwrite(descriptor, part, start))
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, direct) as descriptor:
+        in_chunks(pool, memory, DIRECT_CHUNK_BYTES, lambda part, start: os.pwrite(descriptor, part, start))
         os.fdatasync(descriptor)
 
 
-def read_direct(pool: ThreadPoolExecutor, path: Path, memory: mmap.mmap) -> None:
-    """Fill *memory* from *path* past the page cache."""
-    with opened(path, os.O_RDONLY) as descriptor:
-        _in_chunks(pool, memory, DIRECT_CHUNK_BYTES, lambda part, start: os.preadv(descriptor, [part], start))
+def read_direct(
+    pool: ThreadPoolExecutor, path: Path, memory: Buffer, direct: bool | None = None, offset: int = 0
+) -> None:
+    """Fill *memory* from *path*, from byte *offset* on, past the page cache."""
+    with opened(path, os.O_RDONLY, direct) as descriptor:
+        in_chunks(pool, memory, DIRECT_CHUNK_BYTES, lambda part, at: os.preadv(descriptor, [part], offset + at))
 
 
-def read_warm(pool: ThreadPoolExecutor, path: Path, memory: mmap.mmap, chunk_bytes: int) -> None:
+def read_warm(pool: ThreadPoolExecutor, path: Path, memory: Buffer, chunk_bytes: int) -> None:
     """Fill *memory* from *path* through the page cache."""
     with path.open("rb", buffering=0) as file:
         descriptor = file.fileno()
-        _in_chunks(pool, memory, chunk_bytes, lambda part, start: os.preadv(descriptor, [part], start))
-
-
-class RawSaver:
-    """The least that a background save can do: copy into warm memory, then one plain thread writes past the cache.
-
-    It is no checkpoint: nothing can be loaded from it. It shows what the copy and the disk alone take from training.
-    """
-
-    def __init__(self, folder: Path, state: states.State) -> None:
-        self._folder = folder
-        self._memory = aligned_buffer(states.size_bytes(state))
-        self._thread = ThreadPoolExecutor(1)
-
-    def save(self, step: int, state: states.State) -> Future[None]:
-        """Copy *state*, start to write it, and return the future of the write."""
-        copy_by_memmove(state, self._memory)
-        return self.write(step)
-
-    def write(self, step: int) -> Future[None]:
-        """Start to write what is in memory, with no copy at all."""
-        return self._thread.submit(write_direct, None, self._folder / f"raw-{step}", self._memory)
+        in_chunks(pool, memory, chunk_bytes, lambda part, start: os.preadv(descriptor, [part], start))

@@ -1,16 +1,18 @@
-"""How is a run written down? One JSON file: the machine, the state, and every sample of every metric."""
+"""What a run leaves: one JSON file with the machine, the settings, and every sample of every metric."""
 
 from __future__ import annotations
 
+import re
 import statistics
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from benchmarks.machine import Machine
 
 Samples = dict[str, list[float]]
-"""Metric name → one value for each repetition; the unit is the end of the name (``_s``, ``_bytes``)."""
+"""Metric name → one value for each repetition; the unit is the end of the name (``_s``, ``_bytes``, ``_fraction``)."""
 
 
 class Metric(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -22,40 +24,51 @@ class Metric(msgspec.Struct, frozen=True, omit_defaults=True):
     bytes_per_s: float | None = None
 
 
-class Report(msgspec.Struct, frozen=True):
+Rows = dict[str, dict[str, Metric]]
+"""Row (a contender, or a contender at one size) → metric name → samples."""
+
+
+class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     """One run.
 
     Attributes:
-        results: scenario → participant → metric name (its end is the unit) → samples.
-        unavailable: participant → why it did not take part.
+        machine: None of a run that was simulated.
+        results: scenario → row → metric.
+        unavailable: contender → why it did not take part.
         failures: one sentence for each visit that failed; a run with one is not to be believed.
+        settings: scenario → what it was run with, besides the size and the repetitions.
+        notes: scenario → what it has to say in words.
     """
 
-    machine: Machine
+    machine: Machine | None
     state_bytes: int
     rounds: int
     repetitions: int
-    results: dict[str, dict[str, dict[str, Metric]]]
+    results: dict[str, Rows]
     unavailable: dict[str, str]
     failures: list[str]
+    settings: dict[str, dict[str, Any]] = {}
+    notes: dict[str, list[str]] = {}
 
 
-MOVES_THE_STATE = ("pause", "durable", "cold", "warm_s", "memmove", "torch_copy", "direct", "preadv")
+_MOVES_THE_STATE = re.compile(
+    r"(pause|durable|cold|memmove|torch_copy|direct_|preadv).*_s|(warm|put|get|pinned_copy)_s"
+)
 
 
 def summarise(samples: Samples, state_bytes: int) -> dict[str, Metric]:
     """Return metric name → samples with their minimum, median and, for a move of the whole state, its speed."""
-    return {name: _metric(name, values, state_bytes) for name, values in samples.items()}
+    return {name: _metric(name, values, state_bytes) for name, values in samples.items() if values}
 
 
 def _metric(name: str, values: list[float], state_bytes: int) -> Metric:
     median = statistics.median(values)
-    moves = name.endswith("_s") and name.startswith(MOVES_THE_STATE) and median > 0
+    moves = state_bytes and _MOVES_THE_STATE.fullmatch(name) and median > 0
     return Metric(values, min(values), median, state_bytes / median if moves else None)
 
 
 def write(report: msgspec.Struct, path: Path) -> None:
-    """Write *report*, of this or any other benchmark, to *path*, readable by a person."""
+    """Write *report* to *path*, readable by a person."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 

@@ -1,140 +1,324 @@
-"""What is done and timed? One function for each question, run in a contender's own process.
+"""The table of scenarios: the question of each, what measures it, who takes part and how, the floors, and the sizes.
 
-Guarantees:
-
-- What was saved is loaded again and compared by digest, outside the clock; a difference fails the visit.
-- A load is "cold" or "warm" only when the page cache was probed and says so.
-- Durations start right before the call and end when the checkpoint is durable, or the tensors are filled.
+A contender is data: its name, and (``module:class``, arguments) of what saves and loads, or moves bytes, in this scenario.
+How figures are shown is in `benchmarks.columns`, what was promised of them in `benchmarks.targets`.
 """
 
 from __future__ import annotations
 
-import gc
-import os
-import time
-from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
-from benchmarks import machine, pages, training
-from benchmarks import state as states
-from benchmarks.contenders import Contender
-from benchmarks.report import Samples
-from benchmarks.state import State
+import msgspec
+
+from benchmarks.pages import MIB
+
+Spec = tuple[str, dict[str, Any]]
+GIB = 1 << 30
 
 
-def timed(work: Callable[[], object]) -> float:
-    """Return the seconds that *work* takes, with the collector's debts paid and nothing left to write beforehand."""
-    gc.collect()
-    os.sync()
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """One question.
+
+    Attributes:
+        measure: ``module:function`` that carries out a turn.
+        contenders: name → what it is. A floor that saves as a contender does is one, named so.
+        floors: name → ``module:function`` that does nothing but move the same bytes.
+        size_bytes: of the state, unless the command says otherwise; 0 where the settings say what is measured.
+        rounds: in each everyone runs once, *repetitions* times.
+        paired: contenders take turns within one process, which they are compared in; else each has its own.
+        always: those without whom a paired comparison says nothing.
+        settings: what ``--set`` may change; *smoke* are those of a run that shows that it runs.
+        simulated: nothing of this machine is measured, or one thread's processor time alone.
+        needs: packages, or programs, that not everybody has.
+    """
+
+    name: str
+    question: str
+    measure: str
+    contenders: dict[str, Spec]
+    floors: dict[str, str] = {}
+    size_bytes: int = GIB
+    smoke_bytes: int = 16 * MIB
+    rounds: int = 1
+    repetitions: int = 3
+    paired: bool = False
+    always: tuple[str, ...] = ()
+    settings: dict[str, Any] = {}
+    smoke: dict[str, Any] = {}
+    simulated: bool = False
+    deadline_s: float = 900.0
+    needs: str = ""
 
 
-def _save_once(contender: Contender, step: int, state: State) -> tuple[float, float]:
-    """Save and return the seconds until the state may change, and until the checkpoint is durable."""
-    states.stamp(state, step)
-    paused_s = 0.0
-
-    def save() -> None:
-        nonlocal paused_s
-        start = time.perf_counter()
-        pending = contender.save(step, state)
-        paused_s = time.perf_counter() - start
-        pending.wait()
-
-    durable_s = timed(save)
-    return paused_s, durable_s
+def _ours(**options: Any) -> Spec:
+    return "contenders.ours:Aiockpt", options
 
 
-def _check(contender: Contender, step: int, state: State) -> None:
-    """Fail unless *step* loads as what *state* is now."""
-    expected = states.digests(state)
-    states.clear(state)
-    contender.load(step, state)
-    _compare(state, expected)
+def _dcp(kind: str, **options: Any) -> Spec:
+    return f"contenders.dcp:{kind}", options
 
 
-def _compare(state: State, expected: dict[str, str]) -> None:
-    loaded = states.digests(state)
-    wrong = [name for name in expected if loaded[name] != expected[name]]
-    if wrong:
-        raise RuntimeError(f"{len(wrong)} of {len(expected)} tensors differ from what was saved, {wrong[0]!r} first")
-
-
-def save(contender: Contender, state: State, folder: Path, repetitions: int) -> Samples:
-    """Pause and time to durable: of the first save of a process, and of those after it."""
-    contender.open(folder, state)
-    first = _save_once(contender, 1, state)
-    later = [_save_once(contender, 2 + index, state) for index in range(repetitions)]
-    _check(contender, 1 + repetitions, state)
-    contender.close()
-    return {
-        "pause_first_s": [first[0]],
-        "durable_first_s": [first[1]],
-        "pause_s": [paused_s for paused_s, _ in later],
-        "durable_s": [durable_s for _, durable_s in later],
-    }
-
-
-def warmed(contender: Contender, state: State, folder: Path, repetitions: int) -> Samples:
-    """Pause and time to durable of the first save after ``warm_up``."""
-    contender.open(folder, state)
-    warm_up_s = timed(lambda: contender.warm_up(state))
-    paused_s, durable_s = _save_once(contender, 1, state)
-    _check(contender, 1, state)
-    contender.close()
-    return {"warm_up_s": [warm_up_s], "pause_warmed_s": [paused_s], "durable_warmed_s": [durable_s]}
-
-
-def load(contender: Contender, state: State, folder: Path, repetitions: int) -> Samples:
-    """Seconds to fill the job's tensors, from the disk and from the page cache."""
-    contender.open(folder, state)
-    _save_once(contender, 1, state)
-    expected = states.digests(state)
-
-    def load_once(prepare: Callable[[Path], float]) -> float:
-        states.clear(state)
-        prepare(contender.location(1))
-        seconds = timed(lambda: contender.load(1, state))
-        _compare(state, expected)
-        return seconds
-
-    cold = [load_once(pages.drop) for _ in range(repetitions)]
-    warm = [load_once(pages.warm) for _ in range(repetitions)]
-    contender.close()
-    return {"cold_s": cold, "warm_s": warm}
-
-
-def train(contender: Contender, state: State, folder: Path, repetitions: int) -> Samples:
-    """What saves take from a training loop; the first save, which warms the contender up, is not counted."""
-    step = training.small_step()
-    contender.open(folder, state)
-    _save_once(contender, 1, state)
-    seen = [
-        training.measure_save(step, lambda index=index: contender.save(2 + index, state))  # type: ignore[misc]
-        for index in range(repetitions)
-    ]
-    contender.close()
-    return {name: [getattr(one, name) for one in seen] for name in training.Slowdown.__struct_fields__}
-
-
-def memory(contender: Contender, state: State, folder: Path, repetitions: int) -> Samples:
-    """What this process takes before its first save; the parent watches the peak from outside (`benchmarks.run`)."""
-    gc.collect()
-    before_bytes = machine.memory_bytes(os.getpid())
-    contender.open(folder, state)
-    for index in range(1 + repetitions):
-        _save_once(contender, 1 + index, state)
-    budget_bytes = contender.budget_bytes()
-    contender.close()
-    return {"before_bytes": [before_bytes], **({} if budget_bytes is None else {"budget_bytes": [budget_bytes]})}
-
-
-SCENARIOS: dict[str, Callable[[Contender, State, Path, int], Samples]] = {
-    "memory": memory,
-    "save": save,
-    "warmed": warmed,
-    "load": load,
-    "train": train,
+_LIBRARIES: dict[str, Spec] = {
+    "aiockpt": _ours(),
+    "dcp-save": _dcp("Save"),
+    "dcp-save-4-threads": _dcp("Save", threads=4),
+    "dcp-async-thread": _dcp("AsyncSave"),
+    "dcp-async-thread-kept-stager": _dcp("AsyncSave", keep_stager=True),
+    "dcp-async-process": _dcp("AsyncSave", process=True),
+    "dcp-async-process-kept-stager": _dcp("AsyncSave", process=True, keep_stager=True),
+    "torch-save": ("contenders.one_file:TorchSave", {}),
+    "safetensors": ("contenders.one_file:Safetensors", {}),
 }
+_NOTHING: Spec = ("contenders.raw:Nothing", {})
+
+_S3_CLIENTS: dict[str, Spec] = {
+    "aiockpt": ("clients.ours:Aiockpt", {}),
+    "aiockpt, retrying": ("clients.ours:Aiockpt", {"retrying": True}),
+    "aiobotocore": ("clients.aiobotocore_client:Aiobotocore", {}),
+    "boto3": ("clients.boto3_client:Boto3", {}),
+    "obstore": ("clients.obstore_client:Obstore", {}),
+    "obstore, unsigned payload": ("clients.obstore_client:Obstore", {"unsigned": True}),
+    "s3torchconnector": ("clients.s3torch_client:S3Torch", {}),
+    "floor: http.client": ("clients.http_client:HttpClient", {}),
+}
+_HDFS_CLIENTS: dict[str, Spec] = {
+    **{name: _S3_CLIENTS[name] for name in ("aiockpt", "aiockpt, retrying")},
+    "hdfs-native": ("clients.hdfs_client:HdfsNative", {}),
+}
+
+
+def _main(name: str, question: str, contenders: dict[str, Spec], floors: dict[str, str]) -> Scenario:
+    return Scenario(
+        name=name,
+        question=question,
+        measure=f"measure.saving:{name}",
+        contenders=contenders,
+        floors={name: f"contenders.floors:{function}" for name, function in floors.items()},
+        rounds=5,
+        needs="safetensors",
+    )
+
+
+def _clients(name: str, server: str, against: str, contenders: dict[str, Spec], needs: str) -> Scenario:
+    return Scenario(
+        name=name,
+        question=f"What does a storage client cost, against {against}?",
+        measure="measure.clients:clients",
+        contenders=contenders,
+        size_bytes=256 * MIB,
+        rounds=3,
+        repetitions=2,
+        settings={"server": server, "part": 16 * MIB, "in_flight": 8, "small": 4096, "small_count": 200},
+        smoke={"part": 8 * MIB, "small_count": 8},
+        deadline_s=300.0,
+        needs=needs,
+    )
+
+
+def _tensors(name: str, question: str) -> Scenario:
+    return Scenario(
+        name=name,
+        question=question,
+        measure=f"measure.calls:{name}",
+        contenders={"aiockpt": _ours()},
+        size_bytes=0,
+        smoke_bytes=0,
+        repetitions=100,
+        settings={"tensors": (100, 1000, 10_000)},
+        smoke={"tensors": (8, 40)},
+    )
+
+
+_CLIENT_LIBRARIES = "aiobotocore boto3 obstore s3torchconnector"
+_ALL = (
+    _main("memory", "How much memory beside the state?", _LIBRARIES, {}),
+    _main(
+        "save",
+        "How long is training held, and when is the checkpoint safe?",
+        _LIBRARIES,
+        {"floor: memcpy": "memcpy", "floor: O_DIRECT write": "direct_write"},
+    ),
+    _main("warmed", "Is the first save as cheap, after `warm_up`?", {"aiockpt": _ours()}, {}),
+    _main(
+        "load",
+        "How long until the job's own tensors are filled?",
+        _LIBRARIES,
+        {"floor: O_DIRECT read": "direct_read", "floor: warm preadv": "warm_read"},
+    ),
+    _main(
+        "train",
+        "What do saves take from a training loop of many small operations?",
+        {"floor: memcpy + raw writer": ("contenders.raw:RawWriter", {"copies": True}), **_LIBRARIES},
+        {},
+    ),
+    Scenario(
+        name="ranks",
+        question="What do saving and loading cost when several ranks do it together?",
+        measure="measure.ranks:ranks",
+        contenders={
+            "aiockpt": ("measure.rank:Ours", {}),
+            "dcp": ("measure.rank:DcpSave", {}),
+            "dcp-async": ("measure.rank:DcpAsyncSave", {}),
+            "floor": ("measure.rank:Floor", {}),
+        },
+        smoke_bytes=24 * MIB,
+        rounds=2,
+        deadline_s=3600.0,
+    ),
+    Scenario(
+        name="replicas",
+        question="What does it save that ranks which want the same bytes read them once?",
+        measure="measure.ranks:replicas",
+        contenders=dict.fromkeys(("each alone", "load_group"), ("measure.rank:Ours", {})),
+        smoke_bytes=24 * MIB,
+        rounds=2,
+        paired=True,
+        settings={"storage_bytes_s": 0.4e9},
+        deadline_s=3600.0,
+    ),
+    Scenario(
+        name="every",
+        question="What does a checkpoint of every iteration cost a real training loop?",
+        measure="measure.every:every",
+        contenders={
+            "none": _NOTHING,
+            "aiockpt lazy": _ours(newest=True, snapshot="lazy"),
+            "aiockpt lazy, process": _ours(newest=True, snapshot="lazy", worker="process"),
+            "aiockpt eager": _ours(newest=True, snapshot="eager"),
+            "dcp async": _dcp("AsyncSaveEveryStep"),
+        },
+        size_bytes=256 * MIB,
+        smoke_bytes=12 * MIB,
+        repetitions=5,
+        paired=True,
+        always=("none",),
+        settings={"batch": 256, "steps": 10},
+        smoke={"batch": 4, "steps": 2},
+        deadline_s=3600.0,
+    ),
+    Scenario(
+        name="beside",
+        question="What does a lazy save take from forward and backward, beside a thread that only writes?",
+        measure="measure.beside:beside",
+        contenders={
+            "none": _NOTHING,
+            "raw writer": ("contenders.raw:RawWriter", {"copies": False}),
+            "copying writer": ("contenders.raw:CopyingWriter", {}),
+            "aiockpt lazy": _ours(newest=True, snapshot="lazy", immutable=True, worker="thread"),
+            "aiockpt lazy, process": _ours(newest=True, snapshot="lazy", immutable=True, worker="process"),
+        },
+        size_bytes=512 * MIB,
+        smoke_bytes=4 * MIB,
+        repetitions=20,
+        paired=True,
+        always=("none", "raw writer"),
+        deadline_s=3600.0,
+    ),
+    _tensors("calls", "How long does the call of a lazy save hold training, by the number of tensors?"),
+    _tensors("watching", "What does it cost to see changes of what is copied later?"),
+    Scenario(
+        name="promotion",
+        question="What does copying a checkpoint to a farther tier take from training?",
+        measure="measure.promotion:promotion",
+        contenders={
+            "none": ("none", {}),
+            "folder": ("folder", {"keep": 1}),
+            "folder, no limit": ("folder", {"keep": 1, "bandwidth": None}),
+            "bucket": ("drain", {}),
+            "bucket, no limit": ("drain", {"bandwidth": None}),
+            "bucket, weights": ("drain", {"content": "weights"}),
+            "SeaweedFS here": ("seaweed", {"keep": 1}),
+        },
+        size_bytes=512 * MIB,
+        smoke_bytes=8 * MIB,
+        repetitions=5,
+        paired=True,
+        settings={"quiet_s": 1.0},
+        smoke={"quiet_s": 0.1},
+        deadline_s=3600.0,
+        needs="SeaweedFS",
+    ),
+    _clients("clients", "drain", "a server that only drains", _S3_CLIENTS, _CLIENT_LIBRARIES),
+    _clients("clients-tls", "tls", "the same over TLS", _S3_CLIENTS, f"{_CLIENT_LIBRARIES} openssl"),
+    _clients("clients-seaweed", "seaweed", "a real S3 on this machine", _S3_CLIENTS, f"{_CLIENT_LIBRARIES} SeaweedFS"),
+    _clients("clients-hdfs", "hdfs", "a real HDFS on this machine", _HDFS_CLIENTS, "hdfs-native, Java"),
+    Scenario(
+        name="streaming",
+        question="Is a checkpoint streamed to S3 and back, and in how much memory?",
+        measure="measure.streaming:streaming",
+        contenders={"aiockpt": _ours()},
+        size_bytes=4 * GIB,
+        smoke_bytes=64 * MIB,
+        repetitions=1,
+        settings={"pool": 256 * MIB, "url": ""},
+        smoke={"pool": 32 * MIB},
+        deadline_s=3600.0,
+        needs="SeaweedFS",
+    ),
+    Scenario(
+        name="device",
+        question="What does saving from a GPU take from training?",
+        measure="measure.device:device",
+        contenders={"aiockpt": _ours()},
+        smoke_bytes=MIB,
+        repetitions=5,
+        settings={"twin": 0},
+        smoke={"twin": 1},
+        needs="a GPU",
+    ),
+    Scenario(
+        name="planning",
+        question="What does planning cost when there are many ranks?",
+        measure="measure.planning:planning",
+        contenders={"HSDP": ("HSDP", {}), "FSDP": ("FSDP", {})},
+        size_bytes=0,
+        smoke_bytes=0,
+        repetitions=1,
+        paired=True,
+        settings={"ranks": (10, 100, 1000, 10_000), "tensors": 1000},
+        smoke={"ranks": (2, 8), "tensors": 10},
+        deadline_s=3600.0,
+    ),
+    Scenario(
+        name="gathering",
+        question="How long do ten thousand ranks take from the last vote to the commit?",
+        measure="measure.gathering:gathering",
+        contenders=dict.fromkeys(("flat", "tree", "tree, 1 % of the gatherers die"), ("", {})),
+        size_bytes=0,
+        smoke_bytes=0,
+        repetitions=1,
+        paired=True,
+        settings={"ranks": (10, 100, 1000, 10_000), "latency_ms": (5.0, 20.0, 50.0)},
+        smoke={"ranks": (10, 300), "latency_ms": (20.0,)},
+        simulated=True,
+        deadline_s=7200.0,
+    ),
+    Scenario(
+        name="exchanges",
+        question="How long until all ranks know what to write at their first save?",
+        measure="measure.gathering:exchanges",
+        contenders={"aiockpt": _ours()},
+        size_bytes=0,
+        smoke_bytes=0,
+        repetitions=1,
+        settings={"ranks": (10, 100, 1000)},
+        smoke={"ranks": (10, 50)},
+        simulated=True,
+    ),
+    Scenario(
+        name="cadence",
+        question="Does `aiockpt.Cadence` save at the right moments?",
+        measure="measure.cadence:cadence",
+        contenders={"aiockpt": _ours()},
+        size_bytes=0,
+        smoke_bytes=0,
+        repetitions=1,
+        settings={"seeds": (1, 2, 3), "kinds": (), "hours": 0},
+        smoke={"seeds": (1,), "kinds": ("many failures",), "hours": 2},
+        simulated=True,
+        deadline_s=3600.0,
+    ),
+)
+SCENARIOS = {scenario.name: scenario for scenario in _ALL}
+MAIN = ("memory", "save", "warmed", "load", "train")
+"""What is run when no scenario is named: the main comparison."""

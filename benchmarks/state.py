@@ -1,4 +1,4 @@
-"""What is saved? A training state as an LLM job has it: bf16 parameters, fp32 masters and Adam moments.
+"""What is saved: a training state as an LLM job has it, bf16 parameters, fp32 masters and Adam moments.
 
 Guarantees:
 
@@ -95,6 +95,14 @@ def fill(state: State, loaded: State) -> None:
 def digests(state: State) -> dict[str, str]:
     """Return a digest of the bytes of each leaf, to compare a loaded state with the saved one without a second copy."""
     return {name: xxhash.xxh3_64_hexdigest(_memory(tensor)) for name, tensor in leaves(state)}
+
+
+def compare(state: State, expected: dict[str, str]) -> None:
+    """Raise RuntimeError unless the digests of *state* are those *expected*."""
+    found = digests(state)
+    wrong = [name for name in expected if found[name] != expected[name]]
+    if wrong:
+        raise RuntimeError(f"{len(wrong)} of {len(expected)} tensors differ from what was saved, {wrong[0]!r} first")
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:

@@ -1,77 +1,74 @@
-"""Who does what in one process? A visit: an order, carried out in a subprocess, and its outcome."""
+"""What one process does: a visit, which is one or more turns, carried out in a subprocess, and its outcome."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
 
 import msgspec
 
-from benchmarks import state as states
-from benchmarks.contenders import CONTENDERS, make, taking_part
-from benchmarks.floor_scenarios import FLOORS, FLOORS_OF
 from benchmarks.report import Samples
-from benchmarks.scenarios import SCENARIOS
-from benchmarks.state import State
 
 
-class Turn(msgspec.Struct, frozen=True):
-    """One participant in one scenario."""
-
-    scenario: str
-    participant: str
-
-
-class Visit(msgspec.Struct, frozen=True):
-    """What one subprocess does: *turns*, with a state of *size_bytes*, below *folder*.
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """Some contenders in one scenario: one alone, or all that the scenario compares within one process.
 
     Attributes:
-        repetitions: timed saves or loads of one turn, after the first.
+        folder: an empty folder below which the turn writes.
+        repetitions: timed saves or loads, after the first.
+        settings: those of the scenario, by name.
+        number: of the round.
     """
 
-    turns: tuple[Turn, ...]
+    scenario: str
+    contenders: tuple[str, ...]
     size_bytes: int
     folder: str
     repetitions: int
+    settings: dict[str, Any] = {}
+    number: int = 0
 
 
-class Outcome(msgspec.Struct, frozen=True):
-    """What came of a visit: the samples of each turn, and participant → why it is not available here."""
+class Outcome(msgspec.Struct):
+    """What came of a visit.
 
-    samples: list[tuple[Turn, Samples]]
-    unavailable: dict[str, str]
+    Attributes:
+        samples: (scenario, row) and its samples.
+        unavailable: contender → why it is not available here.
+        notes: scenario → what it has to say in words.
+    """
 
+    samples: list[tuple[str, str, Samples]] = msgspec.field(default_factory=list)
+    unavailable: dict[str, str] = msgspec.field(default_factory=dict)
+    notes: dict[str, list[str]] = msgspec.field(default_factory=dict)
 
-def perform(visit: Visit) -> Outcome:
-    """Carry out *visit* in this process."""
-    names = dict.fromkeys(turn.participant for turn in visit.turns)
-    unavailable = {name: reason for name in names if (reason := _unavailable(name))}
-    state = states.build(visit.size_bytes)
-    samples = []
-    for index, turn in enumerate(visit.turns):
-        if turn.participant not in unavailable:
-            folder = Path(visit.folder) / str(index)
-            folder.mkdir(parents=True)
-            samples.append((turn, _take(turn, state, folder, visit.repetitions)))
-    return Outcome(samples, unavailable)
+    def add(self, turn: Turn, row: str, samples: Samples) -> None:
+        """Count the samples of one row in."""
+        self.samples.append((turn.scenario, row, samples))
 
-
-def _unavailable(name: str) -> str | None:
-    """Import the library of *name*, before memory is measured; return why that cannot be, or None."""
-    try:
-        if name in CONTENDERS:
-            make(name)
-    except ImportError as error:
-        return str(error)
-    return None
+    def note(self, turn: Turn, text: str) -> None:
+        """Say *text* below the tables, once."""
+        said = self.notes.setdefault(turn.scenario, [])
+        if text not in said:
+            said.append(text)
 
 
-def _take(turn: Turn, state: State, folder: Path, repetitions: int) -> Samples:
-    floor = FLOORS.get(turn.participant)
-    if floor:
-        return floor(state, folder, repetitions)
-    return SCENARIOS[turn.scenario](make(turn.participant), state, folder, repetitions)
+Measure = Callable[[Turn, Outcome], None]
 
 
-def participants(scenario: str) -> tuple[str, ...]:
-    """Return who takes part in *scenario*, floors first."""
-    return (*FLOORS_OF[scenario], *taking_part(scenario))
+def resolve(name: str) -> Any:
+    """Import what *name*, ``module:attribute`` below this package, means."""
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(f"benchmarks.{module}"), attribute)
+
+
+def perform(turns: list[Turn]) -> Outcome:
+    """Carry out *turns* in this process, one after the other."""
+    from benchmarks.scenarios import SCENARIOS
+
+    outcome = Outcome()
+    for turn in turns:
+        measure: Measure = resolve(SCENARIOS[turn.scenario].measure)
+        measure(turn, outcome)
+    return outcome

@@ -154,7 +154,7 @@ class JointPlan:
     async def _survey(self, save: Round, waiting: Waiting) -> dict[int, Intent]:
         """Return the notes of all ranks. The first rank to ask reads them, and the others read what it found.
 
-        (If each of 10,000 read 10,000 notes, the store would need a quarter of an hour: `benchmarks.gathering`.)
+        (If each of 10,000 read 10,000 notes, the store would need a quarter of an hour: `benchmarks.measure.gathering`.)
         """
         meeting, what = self._meeting, f"{save.call} (every rank must call it)"
         keys = {rank: save.key("intent", rank) for rank in range(meeting.world_size)}

@@ -10,7 +10,7 @@ What ranks want travels as notes (`aiockpt.engine.load_notes`), the bytes over a
 A group is used when one is given, and only then. Making one here would be a collective call that nobody asked for, and
 one that hangs where gloo is told the wrong network interface. On one host it does not win: 4 replicas of 192 MiB on 2
 cores took 0.47 s from the disk and 0.25 s from the page cache, each alone, and 0.46 s and 0.44 s with a group. From a
-storage that gives 0.4 GB/s to all of them it was 2.1 s alone and 0.67 s with a group (``python -m benchmarks.ranks``).
+storage that gives 0.4 GB/s to all of them it was 2.1 s alone and 0.67 s with a group (``benchmarks run replicas``).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Two levels, of about √N each: whoever gathers reads the receipts of its group, rank 0 reads one object a group. So at
 10,000 ranks no process reads more than 128 + 79 of them. A third level would spare reads that run 32 at once anyway, and
-cost a write, a wake-up and a listing in line (`python -m benchmarks.gathering` shows what is waited for).
+cost a write, a wake-up and a listing in line (`python -m benchmarks run gathering` shows what is waited for).
 
 Pure; the same on every rank, because it follows from the size of the world alone. A group's object names its ranks, so
 that a reader needs none of this.

@@ -1,4 +1,4 @@
-"""Who is measured? One small class for each way to save and load, all behind one contract.
+"""Who is measured: one small class for each way to save and load, all behind one contract.
 
 Guarantees:
 
@@ -7,19 +7,20 @@ Guarantees:
 - Defaults are the library's own; a contender with other settings says so in its name.
 - A library is imported only in the process that measures it.
 
-``torch_checkpointing``, ``torchsnapshot`` and the others of the field are not here: they need another torch, or a GPU.
+Which of them takes part in what, and with which options, is data: `benchmarks.scenarios`. ``torch_checkpointing``,
+``torchsnapshot`` and the others of the field are not here: they need another torch, or a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # which imports torch: half the time of a visit to a storage client
     from benchmarks.state import State
+    from benchmarks.visit import Outcome, Turn
 
 DEADLINE_S = 600.0
 
@@ -37,83 +38,81 @@ class Pending:
     wait: Callable[[], object]
 
 
-class Contender(Protocol):
-    """One way to checkpoint. Used by one thread, in a process of its own: open, saves and loads, close."""
+class Contender:
+    """One way to checkpoint. Used by one thread, in a process of its own: open, saves and loads, close.
+
+    What a library has nothing to say to is answered here.
+    """
+
+    checks = True
+    """Whether it can load what it saved; a floor cannot."""
+    folder: Path
+    read_bytes = 0
+    """Of the last load, by its own word."""
 
     def open(self, folder: Path, state: State) -> None:
         """Get ready to save *state* below *folder*, an empty folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
 
     def warm_up(self, state: State) -> None:
         """Allocate ahead what the first save needs, where the library knows how to."""
+        raise NotImplementedError("only aiockpt has a warm-up")
 
     def save(self, step: int, state: State) -> Pending:
         """Save; return when *state* may change again."""
-        ...
+        raise NotImplementedError
 
     def load(self, step: int, state: State) -> None:
         """Fill the tensors of *state* with those of *step*."""
+        raise NotImplementedError("a floor is no checkpoint")
 
     def location(self, step: int) -> Path:
         """Return the file or folder that holds *step*, for the page cache's sake."""
-        ...
+        return self.folder / f"step-{step}"
 
     def budget_bytes(self) -> int | None:
         """Return the memory beyond the state that the library says it takes; None when it says nothing."""
+        return None
+
+    def loop_cpu_s(self) -> float | None:
+        """Return the processor seconds so far of a thread that needs the interpreter's lock; None without one."""
+        return None
+
+    def take_waits(self) -> list[float]:
+        """Return how long optimizers were held since the last call."""
+        return []
+
+    def settle(self) -> None:
+        """Return when nothing of earlier saves is under way, what they delete included."""
 
     def close(self) -> None:
         """Release everything."""
 
 
-class Base:
-    """A folder, and the answers of a library that has nothing to say."""
+def make(spec: tuple[str, dict[str, Any]]) -> Any:
+    """Import what a contender needs, and return a new one.
 
-    folder: Path
-
-    def open(self, folder: Path, state: State) -> None:
-        """Remember *folder*."""
-        self.folder = folder
-
-    def warm_up(self, state: State) -> None:
-        """Refuse: only aiockpt has a warm-up."""
-        raise NotImplementedError("only aiockpt has a warm-up")
-
-    def budget_bytes(self) -> int | None:
-        """Say nothing."""
-        return None
-
-    def close(self) -> None:
-        """Have nothing to release."""
-
-
-CONTENDERS = {
-    "aiockpt": ("ours", "Aiockpt"),
-    "dcp-save": ("dcp", "Save"),
-    "dcp-save-4-threads": ("dcp", "SaveWithThreads"),
-    "dcp-async-thread": ("dcp", "AsyncThread"),
-    "dcp-async-thread-kept-stager": ("dcp", "AsyncThreadKeptStager"),
-    "dcp-async-process": ("dcp", "AsyncProcess"),
-    "dcp-async-process-kept-stager": ("dcp", "AsyncProcessKeptStager"),
-    "torch-save": ("torch_save", "TorchSave"),
-    "safetensors": ("safetensors_file", "Safetensors"),
-}
-"""Name → module below `benchmarks.contenders` and class in it."""
-
-
-ONLY = {"warmed": ("aiockpt",)}
-"""Who alone takes part in a scenario."""
-
-
-def taking_part(scenario: str) -> tuple[str, ...]:
-    """Return the contenders of *scenario*."""
-    return ONLY.get(scenario) or tuple(CONTENDERS)
-
-
-def make(name: str) -> Contender:
-    """Import what contender *name* needs and return a new one.
+    Args:
+        spec: ``module:class`` below `benchmarks`, and the arguments.
 
     Raises:
         ImportError: its library is not installed.
     """
-    module, kind = CONTENDERS[name]
-    made: Contender = getattr(import_module(f"{__name__}.{module}"), kind)()
-    return made
+    from benchmarks.visit import resolve
+
+    place, options = spec
+    return resolve(place)(**options)
+
+
+def try_make(turn: Turn, name: str, outcome: Outcome) -> Any:
+    """Return contender *name* of *turn*'s scenario; None, and say why in *outcome*, where its library is not here."""
+    from benchmarks.scenarios import SCENARIOS
+
+    try:
+        return make(SCENARIOS[turn.scenario].contenders[name])
+    except ImportError as error:
+        if (error.name or "").startswith(("benchmarks", "aiockpt")):
+            raise
+        outcome.unavailable[name] = str(error)
+        return None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import shutil
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
@@ -14,108 +15,99 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
 from benchmarks import pages
-from benchmarks.contenders import DEADLINE_S, Base, Pending
+from benchmarks.contenders import DEADLINE_S, Contender, Pending
 from benchmarks.state import State
 
 
-class _Dcp(Base):
-    """`torch.distributed.checkpoint`; its files are flushed by itself, its folders by us."""
+class _Dcp(Contender):
+    """Its files are flushed by itself, its folders by us. It joins the process group, or makes one of one."""
 
     def open(self, folder: Path, state: State) -> None:
         super().open(folder, state)
-        timeout = datetime.timedelta(seconds=DEADLINE_S)
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        self._alone = not dist.is_initialized()
+        if self._alone:
+            timeout = datetime.timedelta(seconds=DEADLINE_S)
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timeout)
 
     def load(self, step: int, state: State) -> None:
         load(state, checkpoint_id=self.location(step))
 
-    def location(self, step: int) -> Path:
-        return self.folder / f"step-{step}"
-
     def close(self) -> None:
-        dist.destroy_process_group()
+        if self._alone:
+            dist.destroy_process_group()
 
-    def _blocking(self, step: int) -> Pending:
+
+class Save(_Dcp):
+    """``dcp.save``: by its defaults, or with so many writer *threads*."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        self._threads = threads
+
+    def save(self, step: int, state: State) -> Pending:
+        if self._threads is None:
+            save(state, checkpoint_id=self.location(step))
+        else:
+            save(state, storage_writer=FileSystemWriter(self.location(step), thread_count=self._threads))
         return Pending(lambda: True, lambda: pages.sync_folders(self.location(step)))
 
-    def _background(self, step: int, future: Any) -> Pending:
+
+class AsyncSave(_Dcp):
+    """``dcp.async_save``: by its defaults it copies into new memory, and a thread writes.
+
+    Args:
+        process: with the process executor.
+        keep_stager: at its best here: a stager that is kept, so that its memory is warm from the second save on. For a
+            thread it copies on the calling thread; for a process into shared memory, on a thread of its own.
+    """
+
+    def __init__(self, *, process: bool = False, keep_stager: bool = False) -> None:
+        self._process = process
+        self._keep_stager = keep_stager
+        self._options: dict[str, Any] = {}
+        if process:
+            self._options["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
+
+    def open(self, folder: Path, state: State) -> None:
+        super().open(folder, state)
+        if self._keep_stager:
+            self._options["async_stager"] = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=False,
+                    use_non_blocking_copy=False,
+                    use_shared_memory=self._process,
+                    use_async_staging=self._process,
+                )
+            )
+
+    def save(self, step: int, state: State) -> Pending:
+        future: Any = async_save(state, checkpoint_id=self.location(step), **self._options)
+        if self._keep_stager and self._process:  # the state may change when the copy is done
+            future.staging_completion.result(DEADLINE_S)
+            future = future.upload_completion
+
         def wait() -> None:
             future.result(DEADLINE_S)
             pages.sync_folders(self.location(step))
 
         return Pending(future.done, wait)
 
-
-class Save(_Dcp):
-    """``dcp.save``, defaults."""
-
-    def save(self, step: int, state: State) -> Pending:
-        save(state, checkpoint_id=self.location(step))
-        return self._blocking(step)
-
-
-class SaveWithThreads(_Dcp):
-    """``dcp.save`` at its best here: four writer threads."""
-
-    def save(self, step: int, state: State) -> Pending:
-        save(state, storage_writer=FileSystemWriter(self.location(step), thread_count=4))
-        return self._blocking(step)
-
-
-class AsyncThread(_Dcp):
-    """``dcp.async_save``, defaults: it copies into new memory, a thread writes."""
-
-    def save(self, step: int, state: State) -> Pending:
-        return self._background(step, async_save(state, checkpoint_id=self.location(step)))
-
-
-class AsyncProcess(_Dcp):
-    """``dcp.async_save`` with the process executor, all else by default."""
-
-    def save(self, step: int, state: State) -> Pending:
-        future = async_save(
-            state, checkpoint_id=self.location(step), async_checkpointer_type=AsyncCheckpointerType.PROCESS
-        )
-        return self._background(step, future)
-
-
-class _KeptStager(_Dcp):
-    """`dcp.async_save` at its best: a stager that is kept, so that its memory is warm from the second save on."""
-
-    options: ClassVar[dict[str, bool]]
-
-    def open(self, folder: Path, state: State) -> None:
-        super().open(folder, state)
-        self._stager = DefaultStager(
-            StagingOptions(use_pinned_memory=False, use_non_blocking_copy=False, **self.options)
-        )
-
     def close(self) -> None:
-        self._stager.close()
+        if self._keep_stager:
+            self._options["async_stager"].close()
         super().close()
 
 
-class AsyncThreadKeptStager(_KeptStager):
-    """Thread executor, stager kept, copy on the calling thread."""
+class AsyncSaveEveryStep(AsyncSave):
+    """``async_save`` of a model and an optimizer; it waits for the save before, whose folder is then removed."""
 
-    options: ClassVar = {"use_shared_memory": False, "use_async_staging": False}
-
-    def save(self, step: int, state: State) -> Pending:
-        future = async_save(state, checkpoint_id=self.location(step), async_stager=self._stager)
-        return self._background(step, future)
-
-
-class AsyncProcessKeptStager(_KeptStager):
-    """Process executor, stager kept in shared memory, copy on a thread; the state may change when that is done."""
-
-    options: ClassVar = {"use_shared_memory": True, "use_async_staging": True}
+    _before: Pending | None = None
+    _last: Path | None = None
 
     def save(self, step: int, state: State) -> Pending:
-        response: Any = async_save(
-            state,
-            checkpoint_id=self.location(step),
-            async_stager=self._stager,
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-        )
-        response.staging_completion.result(DEADLINE_S)
-        return self._background(step, response.upload_completion)
+        if self._before is not None:
+            self._before.wait()
+        if self._last is not None:
+            shutil.rmtree(self._last, ignore_errors=True)
+        self._last = self.location(step)
+        self._before = super().save(step, {name: part.state_dict() for name, part in state.items()})
+        return self._before

@@ -1,21 +1,22 @@
-"""What have the libraries in common that write one file? They flush nothing, so it is flushed here."""
+"""Libraries that write one file: ``torch.save`` and safetensors. They flush nothing, so it is flushed here."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from benchmarks import pages
-from benchmarks.contenders import Base, Pending
+from benchmarks import state as states
+from benchmarks.contenders import Contender, Pending
+from benchmarks.state import State
 
 
-class OneFile(Base):
-    """A library that writes one file and flushes nothing."""
-
-    suffix: str
-
+class _OneFile(Contender):
     def location(self, step: int) -> Path:
-        """Return the file of *step*."""
-        return self.folder / f"step-{step}.{self.suffix}"
+        return self.folder / f"step-{step}.file"
 
     def unflushed(self, step: int) -> Pending:
         """Return the rest of a save whose file is written but not flushed."""
@@ -25,3 +26,30 @@ class OneFile(Base):
             pages.sync(self.folder)
 
         return Pending(lambda: True, wait)
+
+
+class TorchSave(_OneFile):
+    """``torch.save``, then ``fsync``; ``torch.load(weights_only=True)``, then copy into the tensors."""
+
+    def save(self, step: int, state: State) -> Pending:
+        torch.save(state, self.location(step))
+        return self.unflushed(step)
+
+    def load(self, step: int, state: State) -> None:
+        states.fill(state, torch.load(self.location(step), weights_only=True))
+
+
+class Safetensors(_OneFile):
+    """``safetensors.torch.save_file``, then ``fsync``; ``load_file``, then copy into the tensors."""
+
+    def __init__(self) -> None:
+        self._library: Any = import_module("safetensors.torch")
+
+    def save(self, step: int, state: State) -> Pending:
+        self._library.save_file(dict(states.leaves(state)), self.location(step))
+        return self.unflushed(step)
+
+    def load(self, step: int, state: State) -> None:
+        loaded = self._library.load_file(self.location(step))
+        for name, tensor in states.leaves(state):
+            tensor.copy_(loaded[name])

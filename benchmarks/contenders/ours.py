@@ -1,40 +1,79 @@
-"""aiockpt as its users have it: the public names, all defaults."""
+"""aiockpt as its users have it: the public names, all defaults but those that the contender's name says."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import aiockpt
-from benchmarks.contenders import DEADLINE_S, Base, Pending
+from aiockpt.events import BarrierWaited, Event
+from benchmarks.contenders import DEADLINE_S, Contender, Pending
 from benchmarks.state import State
 
 
-class Aiockpt(Base):
-    """aiockpt through its public names, all defaults."""
+class Aiockpt(Contender):
+    """aiockpt through its public names.
+
+    Args:
+        newest: keep the newest checkpoint only.
+        immutable: say of the state that nothing changes it but what an optimizer's step is a barrier for.
+        options: of the checkpointer.
+    """
+
+    def __init__(self, *, newest: bool = False, immutable: bool = False, **options: Any) -> None:
+        self._options = options
+        self._immutable = immutable
+        if newest:
+            self._options["retention"] = aiockpt.Retention(last=1)
+        self._waits_s: list[float] = []
 
     def open(self, folder: Path, state: State) -> None:
         super().open(folder, state)
-        self._checkpointer = aiockpt.Checkpointer(str(folder))
-        self._checkpointer.__enter__()
+        if self._immutable:
+            self._options["immutable"] = list(state)
+        if self._options.get("snapshot") == "lazy":
+            self._options["observers"] = [self]
+        self.checkpointer = aiockpt.Checkpointer(self.place(folder), **self._options)
+        self.checkpointer.__enter__()
+
+    def place(self, folder: Path) -> Any:
+        """Return where the checkpoints go."""
+        return str(folder)
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, BarrierWaited):
+            self._waits_s.append(event.seconds)
 
     def warm_up(self, state: State) -> None:
-        self._checkpointer.warm_up(state).result(DEADLINE_S)
+        self.checkpointer.warm_up(state).result(DEADLINE_S)
 
     def save(self, step: int, state: State) -> Pending:
-        saving = self._checkpointer.save(step, state)
-        saving.snapshotted().result(0)  # an eager save has its snapshot when it returns
+        saving = self.checkpointer.save(step, state)
+        if "snapshot" not in self._options:
+            saving.snapshotted().result(0)  # an eager save has its snapshot when it returns
         return Pending(saving.done, lambda: saving.result(DEADLINE_S))
 
     def load(self, step: int, state: State) -> None:
-        loaded = self._checkpointer.load(state).result(DEADLINE_S)
+        loaded = self.checkpointer.load(state).result(DEADLINE_S)
         if loaded is None or loaded.step != step:
             raise RuntimeError(f"loaded {loaded!r}, wanted step {step}")
+        self.read_bytes = loaded.read_bytes
 
     def location(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
     def budget_bytes(self) -> int:
-        return int(self._checkpointer.statistics().pool.ceiling_bytes)
+        return int(self.checkpointer.statistics().pool.ceiling_bytes)
+
+    def loop_cpu_s(self) -> float:
+        return self.checkpointer._engine.loop.cpu_s()
+
+    def take_waits(self) -> list[float]:
+        waits_s, self._waits_s = self._waits_s, []
+        return waits_s
+
+    def settle(self) -> None:
+        self.checkpointer.wait()
 
     def close(self) -> None:
-        self._checkpointer.__exit__(None, None, None)
+        self.checkpointer.__exit__(None, None, None)

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import floors, pages, report, state, targets, training
+from benchmarks import columns, floors, pages, report, state, targets
 from benchmarks.contenders import Pending
 from benchmarks.machine import Machine
+from benchmarks.measure.saving import SAVING_STEPS, slow_down
 
 MIB = 1 << 20
 MACHINE = Machine("cpu", 2, 1 << 30, "6.0", "ext4", True, "3.11", "2.13", "2026-01-01")
@@ -98,23 +99,35 @@ def test_time_lost_counts_the_call_and_slower_steps() -> None:
         saving = True
         return Pending(lambda: True, lambda: None)
 
-    seen = training.measure_save(step, save, clock=lambda: clock)
-    assert seen.lost_s == pytest.approx(0.5 + 0.002 * training.SAVING_STEPS)
-    assert seen.quiet_p50_s == pytest.approx(0.001)
-    assert seen.saving_p99_s == pytest.approx(0.003)
+    seen = slow_down(step, save, clock=lambda: clock)
+    assert seen["lost_s"] == pytest.approx(0.5 + 0.002 * SAVING_STEPS)
+    assert seen["quiet_p50_s"] == pytest.approx(0.001)
+    assert seen["saving_p99_s"] == pytest.approx(0.003)
 
 
 def test_a_target_is_judged_by_medians_in_the_direction_it_names() -> None:
     loads = {"floor: warm preadv": {"preadv_1_mib_s": [2.0], "preadv_8_mib_s": [1.0, 1.0, 9.0]}}
     seen = report_of({"load": {**loads, "aiockpt": {"warm_s": [1.4, 1.4, 7.0]}, "dcp-save": {"warm_s": [6.0]}}})
-    floor, rival = (target for target in targets.TARGETS if target.question == "load, warm")
+    floor, rival = (target for target in targets.MAIN if target.question == "load, warm")
     ratio = floor.ratios(seen)
     assert ratio is not None
     assert ratio[0] == pytest.approx(1.4)
-    assert floor.met(1.5)
-    assert not floor.met(1.51)
+    assert [floor.verdict(one) for one in (1.5, 1.51)] == ["met", "**missed**"]
     ratio = rival.ratios(seen)
     assert ratio is not None
     assert ratio[0] == pytest.approx(6.0 / 1.4)
-    assert rival.met(5.0)
-    assert not rival.met(4.99)
+    assert [rival.verdict(one) for one in (5.0, 4.99)] == ["met", "**missed**"]
+
+
+def test_a_client_is_compared_with_the_best_that_is_neither_ours_nor_a_floor() -> None:
+    rows = {"aiockpt": [3.0], "aiockpt, retrying": [1.0], "b": [4.0, 4.0], "c": [5.0], "floor: d": [2.0]}
+    seen = report_of({"clients": {name: {"put_s": values} for name, values in rows.items()}})
+    best = targets.find(seen, "clients/*/put_s")
+    assert best is not None
+    assert best.median == 4.0
+
+
+def test_a_ratio_of_medians_has_an_interval_and_none_beside_what_lost_nothing() -> None:
+    raw = [0.1, 0.2, 0.3]
+    assert columns.ratio_interval([0.2, 0.4, 0.6], raw).startswith("2.0 × (")
+    assert columns.ratio_interval(raw, [-0.1, -0.1, 0.1]).startswith("– (")

@@ -1,4 +1,4 @@
-"""A run in simulated time: what `benchmarks.cadence` simulates, without failures unless a test wants them."""
+"""A run in simulated time: what `benchmarks.measure.cadence` simulates, without failures unless a test wants them."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ from typing import Any
 
 from aiockpt.cadence import Cadence
 from aiockpt.events import Event
-from benchmarks.cadence import Run, Scenario
+from benchmarks.measure.cadence import Kind, Run
 
 
 class Watched(Run):
     """A run whose events can be read afterwards, and what the interval was at each save."""
 
-    def __init__(
-        self, seed: int = 0, *, max_overhead: float = 0.03, mttf: float | None = None, **scenario: Any
-    ) -> None:
-        settings = {"name": "test", "step_s": 1.0, "pause_s": 0.1, "write_s": 1.0, "failing": False, "hours": 1.0}
+    def __init__(self, seed: int = 0, *, max_overhead: float = 0.03, mttf: float | None = None, **kind: Any) -> None:
+        settings = {"step_s": 1.0, "pause_s": 0.1, "write_s": 1.0, "failing": False, "hours": 1.0}
         self.events: list[Event] = []
         self.intervals: list[tuple[int, str]] = []
         super().__init__(
-            Scenario(**{**settings, **scenario}), lambda clock: Cadence(max_overhead, mttf=mttf, clock=clock), seed
+            Kind(**{**settings, **kind}), lambda clock: Cadence(max_overhead, mttf=mttf, clock=clock), seed
         )
 
     @property

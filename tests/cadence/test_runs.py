@@ -97,7 +97,7 @@ def test_a_cost_that_rises_is_followed_within_three_saves() -> None:
     run = Watched(pause_s=0.1, noise=0.0, hours=0.3)
     run.go()
     before = run.cadence.interval.steps
-    run.scenario = msgspec.structs.replace(run.scenario, pause_s=1.0, hours=1.0)
+    run.kind = msgspec.structs.replace(run.kind, pause_s=1.0, hours=1.0)
     saves = len(run.saved)
     run.go()
     assert before == pytest.approx(0.1 / 0.03, abs=1)
@@ -110,14 +110,14 @@ def test_one_accident_of_the_storage_is_paid_back_and_does_not_end_all_saving() 
     run = Watched(pause_s=0.1, noise=0.0, hours=0.2)
     run.go()
     usual = run.gaps()[-1]
-    run.scenario = msgspec.structs.replace(run.scenario, pause_s=600.0)
+    run.kind = msgspec.structs.replace(run.kind, pause_s=600.0)
     run.save()
     run.step += 1
     run.train()
     assert not run.cadence.due(run.step)
     assert "blocked far more than usual" in run.cadence.explain()
     saves = len(run.saved)
-    run.scenario = msgspec.structs.replace(run.scenario, pause_s=0.1, hours=0.6)
+    run.kind = msgspec.structs.replace(run.kind, pause_s=0.1, hours=0.6)
     run.step += 1
     run.go()
     gap = run.gaps()[saves - 1]

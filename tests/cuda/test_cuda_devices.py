@@ -225,6 +225,18 @@ assert not torch._C._cuda_hasPrimaryContext(0)
 
 @pytest.mark.timeout(300)
 def test_the_benchmark_runs_here(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.device", "--size", "64MiB", "--repeat", "1", "--work", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "run",
+        "device",
+        "--size",
+        "64MiB",
+        "--repetitions",
+        "1",
+        "--work",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

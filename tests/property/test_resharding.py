@@ -24,7 +24,7 @@ from aiockpt.planning.save import HEADER, SavePlan, plan_save
 from aiockpt.planning.spread import Part, holdings_of, spread
 from aiockpt.state.geometry import Box, flat_range_boxes
 from aiockpt.state.shards import ShardedState, TensorShard, digest_structure
-from benchmarks.planning import planned_receipt
+from benchmarks.measure.planning import planned_receipt
 from tests.example_counts import examples
 from tests.paper import written_files
 

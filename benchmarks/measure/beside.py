@@ -1,0 +1,114 @@
+"""What a lazy save takes from forward and backward: steps beside it, and steps beside a thread that only writes.
+
+Steps of half a millisecond on one thread (`benchmarks.steps`, the kind that suffers most) run for an *interval* between two
+optimizer steps that is more than twice as long as writing takes, so no optimizer ever waits for a copy. A save begins with
+the interval; the rest of it is quiet. *Time lost* is what the steps from the call until the bytes are durable, and the 300
+after them (old checkpoints are deleted then), took longer than as many quiet ones of the same interval and of the one
+before. Ways take turns, in another order each time.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks import state as states
+from benchmarks.contenders import Contender, try_make
+from benchmarks.contenders.raw import Nothing, RawWriter
+from benchmarks.measure.saving import check
+from benchmarks.report import Samples
+from benchmarks.state import State
+from benchmarks.steps import percentile, run_steps, seconds, small_step
+from benchmarks.visit import Outcome, Turn
+
+AFTER = 300
+"""Steps counted behind a durable save."""
+ROOM = 2.2
+"""The interval, of the time that the raw writer needs."""
+WARM = 2
+"""Rounds that are not counted."""
+
+
+class _Loop:
+    """Intervals of small steps that end with an optimizer's."""
+
+    def __init__(self, state: State, work: Path) -> None:
+        self._state = state
+        self._step = small_step(optimizes=False)
+        self._optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        self._saved = 0
+        quiet_s = statistics.median(self._run(1000))
+        raw = RawWriter(copies=False)
+        raw.open(work, state)
+        writing_s = max(seconds(lambda: raw.save(0, state).wait()) for _ in range(3))
+        self.steps = AFTER + round(ROOM * writing_s / quiet_s)
+        self._before = self._run(AFTER)
+
+    def _run(self, count: int) -> list[float]:
+        return run_steps(self._step, lambda done: done >= count)
+
+    def interval(self, way: Contender) -> dict[str, float]:
+        """Run one interval, a save at its beginning."""
+        os.sync()
+        self._optimizer.step()
+        self._saved += 1
+        begun_s = time.perf_counter()
+        saving = way.save(self._saved, self._state)
+        called_s = time.perf_counter() - begun_s
+        if isinstance(way, Nothing):
+            beside = self._run(self.steps // 2)
+        else:
+            beside = run_steps(self._step, lambda count: count >= AFTER and saving.done())
+        durable_s = time.perf_counter() - begun_s
+        saving.wait()
+        behind = self._run(AFTER)
+        rest = self._run(max(AFTER, self.steps - len(beside) - len(behind)))
+        quiet = [*self._before, *rest]
+        self._before = rest
+        counted = len(beside) + len(behind)
+        return {
+            "lost_s": called_s + sum(beside) + sum(behind) - counted * statistics.fmean(quiet),
+            "durable_s": durable_s,
+            "steps_count": counted,
+            "quiet_p50_s": percentile(quiet, 0.5),
+            "beside_p50_s": percentile(beside, 0.5),
+            "beside_p99_s": percentile(beside, 0.99),
+            "slowed_ratio": percentile(beside, 0.5) / percentile(quiet, 0.5),
+        }
+
+    def check(self, way: Contender) -> None:
+        """Fail unless what the way saves now loads as it is."""
+        self._saved += 1
+        way.save(self._saved, self._state).wait()
+        check(way, self._saved, self._state)
+
+
+def beside(turn: Turn, outcome: Outcome) -> None:
+    """Measure intervals, ways in turn."""
+    state, work = states.build(turn.size_bytes), Path(turn.folder)
+    ways: dict[str, Contender] = {name: made for name in turn.contenders if (made := try_make(turn, name, outcome))}
+    for number, way in enumerate(ways.values()):
+        way.open(work / str(number), state)
+    loop = _Loop(state, work)
+    outcome.note(turn, f"{loop.steps} steps between two optimizer steps.")
+    samples: dict[str, Samples] = {name: {} for name in ways}
+    for done in range(WARM + turn.repetitions):
+        for name in _rotated(list(ways), done):
+            found = loop.interval(ways[name])
+            for metric, value in found.items() if done >= WARM else ():
+                samples[name].setdefault(metric, []).append(value)
+    for name, way in ways.items():
+        if way.checks:
+            loop.check(way)
+        way.close()
+        outcome.add(turn, name, samples[name])
+
+
+def _rotated(names: Sequence[str], by: int) -> list[str]:
+    first = by % len(names)
+    return [*names[first:], *names[:first]]

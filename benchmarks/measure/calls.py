@@ -1,0 +1,134 @@
+"""How long the call of a lazy save holds training, by the number of tensors; and what it costs to see changes.
+
+A state of many small tensors (parameters, both Adam moments and step counts), saved lazily again and again; three optimizer
+steps between two saves leave the caches as training leaves them. The next save is called when the last one is durable, so
+nothing waits for anything, and what is timed is Python and memory alone. The last save is loaded and compared.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import aiockpt
+from aiockpt.pipeline.version_check import VersionCheck, VersionNotes
+from aiockpt.state.shards import TensorShard
+from benchmarks.report import Samples
+from benchmarks.steps import seconds
+from benchmarks.visit import Outcome, Turn
+
+ELEMENTS = 1024
+"""Of a parameter: enough to be a tensor like others, too few for its copy to matter."""
+TENSORS_OF_A_PARAMETER = 4
+
+
+class Training:
+    """A model of *tensors* small tensors with its optimizer's."""
+
+    def __init__(self, tensors: int) -> None:
+        count = max(1, tensors // TENSORS_OF_A_PARAMETER)
+        self.model = nn.ParameterList(nn.Parameter(torch.randn(ELEMENTS)) for _ in range(count))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        for parameter in self.model:
+            parameter.grad = torch.randn_like(parameter)
+        self.optimizer.step()
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "step": 0}
+
+    def train(self) -> None:
+        """Leave the caches as training leaves them."""
+        for _ in range(3):
+            self.optimizer.step()
+
+
+@contextmanager
+def _saving(work: Path) -> Iterator[tuple[aiockpt.Checkpointer, Callable[[int, Training], float]]]:
+    """Yield a checkpointer, and what trains, saves, waits, and returns how long the call was."""
+    with aiockpt.Checkpointer(work, retention=aiockpt.Retention(last=1), snapshot="lazy") as ckpt:
+
+        def save(step: int, training: Training) -> float:
+            training.train()
+            begun_s = time.perf_counter()
+            saving = ckpt.save(step, training.state)
+            call_s = time.perf_counter() - begun_s
+            saving.result(60)
+            ckpt.wait()
+            return call_s
+
+        yield ckpt, save
+
+
+def _check(ckpt: aiockpt.Checkpointer, training: Training) -> None:
+    expected = [parameter.detach().clone() for parameter in training.model]
+    training.train()
+    ckpt.load(training.state).result(60)
+    if not all(map(torch.equal, training.model, expected)):
+        raise RuntimeError("what was loaded is not what was saved")
+
+
+def calls(turn: Turn, outcome: Outcome) -> None:
+    """The call: of a structure never seen, then of a known one; the look at whether anything has moved; the loop thread."""
+    for tensors in turn.settings["tensors"]:
+        training = Training(tensors)
+        samples: Samples = {"first_call_s": [], "call_s": [], "walk_s": [], "loop_s": []}
+        with _saving(Path(turn.folder) / str(tensors)) as (ckpt, save):
+            walk, loop = ckpt._launcher.walk, ckpt._engine.loop
+            samples["first_call_s"].append(save(0, training))
+            save(1, training)
+            for step in range(turn.repetitions):
+                busy_s = loop.cpu_s()
+                samples["call_s"].append(save(2 + step, training))
+                samples["loop_s"].append(loop.cpu_s() - busy_s)
+                training.train()
+                samples["walk_s"].append(seconds(lambda: walk(training.state)))  # noqa: B023  called at once
+            save(2 + turn.repetitions, training)
+            _check(ckpt, training)
+        outcome.add(turn, f"{tensors:,} tensors", samples)
+
+
+class _TimedNotes(VersionNotes):
+    """Notes of version counters, timed; or nothing at all, where *on* is False."""
+
+    on = True
+    took_s = 0.0
+
+    def note(self, shards: Sequence[TensorShard]) -> VersionCheck | None:
+        begun_s = time.perf_counter()
+        noted = super().note(shards) if self.on else None
+        self.took_s = time.perf_counter() - begun_s
+        return noted
+
+
+def watching(turn: Turn, outcome: Outcome) -> None:
+    """The call, watched and not, in turn; the note alone; the second comparison, from memory and from the caches."""
+    for tensors in turn.settings["tensors"]:
+        training = Training(tensors)
+        samples: Samples = {"call_watched_s": [], "call_s": [], "note_s": [], "hook_s": [], "hook_again_s": []}
+        with _saving(Path(turn.folder) / str(tensors)) as (ckpt, save):
+            notes = _TimedNotes(ckpt._engine.accelerator)
+            ckpt._launcher._versions = notes
+            for step in range(2 * turn.repetitions + 3):
+                notes.on = step % 2 == 1
+                call_s = save(step, training)
+                if step < 3:
+                    continue
+                samples["call_watched_s" if notes.on else "call_s"].append(call_s)
+                if notes.on:
+                    samples["note_s"].append(notes.took_s)
+                    for name, value in zip(("hook_s", "hook_again_s"), _time_hooks(ckpt, training), strict=True):
+                        samples[name].append(value)
+            _check(ckpt, training)
+        outcome.add(turn, f"{tensors:,} tensors", samples)
+
+
+def _time_hooks(ckpt: aiockpt.Checkpointer, training: Training) -> list[float]:
+    """Return how long the second comparison takes after a pass over all parameters, and again with warm caches."""
+    check = VersionNotes(ckpt._engine.accelerator).note(ckpt._launcher._stillness.in_place)
+    assert check is not None
+    torch.autograd.backward([parameter.square().sum() for parameter in training.model])
+    return [seconds(check.check_again) for _ in range(2)]
