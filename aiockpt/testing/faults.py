@@ -15,9 +15,9 @@ import itertools
 import mmap
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import anyio
 import msgspec
@@ -26,8 +26,9 @@ from aiockpt.errors import UsageError, from_os_error
 from aiockpt.runtime.world import Files
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.forwarding import Call, Forwarding
+from aiockpt.testing.forwarding_files import FilesCall, ForwardingFiles
+from aiockpt.testing.recording import FLUSHES
 
-T = TypeVar("T")
 _PAGE_BYTES = 4096
 
 Action = Literal["fail", "lose_answer", "hang", "flip", "short", "kill"]
@@ -166,7 +167,7 @@ class _LosesOnFailedFlush(Protocol):
     def mark_clean(self, fd: int) -> None: ...
 
 
-class FaultyFiles:
+class FaultyFiles(ForwardingFiles):
     """*inner*, failing by *faults*. Any thread.
 
     Attributes:
@@ -176,117 +177,45 @@ class FaultyFiles:
     ACTIONS: frozenset[Action] = frozenset({"fail", "lose_answer", "flip", "short", "kill"})
 
     def __init__(self, inner: Files, faults: Sequence[Fault] = ()) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.schedule = Schedule(faults, self.ACTIONS)
-        self._paths: dict[int, str] = {}
 
     @property
     def call_count(self) -> int:
         return self.schedule.call_count
 
-    def _call(self, verb: str, name: str, call: Callable[[], T]) -> T:
-        fault = self.schedule.due(verb, name)
-        if fault is None or fault.do in ("flip", "short"):
+    def forward(self, call: FilesCall) -> Any:
+        """Make *call*, with what the fault that is due for it does to it; link and rename are known by their target."""
+        name = call.arguments[1] if call.verb in ("link", "rename") else call.path
+        fault = self.schedule.due(call.verb, name)
+        if fault is None:
             return call()
-        if fault.do == "lose_answer":
-            call()
+        if fault.do in ("flip", "short"):
+            return _transfer(call, fault)
+        if fault.do == "lose_answer" or call.verb == "close":  # Linux frees the number also when a close fails
+            answer = call()
+            if call.verb == "open":
+                self.inner.close(answer)  # the file that was created is left, never a descriptor that nobody knows
+        elif call.verb in FLUSHES and isinstance(self.inner, _LosesOnFailedFlush):
+            self.inner.mark_clean(call.arguments[0])
         raise _os_error(fault, name)
 
-    def open(self, path: str, flags: int, mode: int = 0o644) -> int:
-        """Open *path*; of a lost answer the file that was created is left, never a descriptor that nobody knows."""
-        fault = self.schedule.due("open", path)
-        if fault is not None and fault.do == "fail":
-            raise _os_error(fault, path)
-        fd = self.inner.open(path, flags, mode)
-        if fault is not None and fault.do == "lose_answer":
-            self.inner.close(fd)
-            raise _os_error(fault, path)
-        self._paths[fd] = path
-        return fd
 
-    def close(self, fd: int) -> None:
-        """Close *fd*, also when a fault says that this failed: Linux frees the number in any case."""
-        fault = self.schedule.due("close", self._paths.pop(fd, "?"))
-        self.inner.close(fd)
-        if fault is not None and fault.do in ("fail", "lose_answer"):
-            raise _os_error(fault, "close")
-
-    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
-        fault = self.schedule.due("pwrite", self._path(fd))
-        if fault is None:
-            return self.inner.pwrite(fd, data, offset)
-        if fault.do == "short":
-            return self.inner.pwrite(fd, data[: _half(data.nbytes)], offset)
-        if fault.do == "flip":
-            return self.inner.pwrite(fd, _flipped(data, fault.bit), offset)
-        if fault.do == "lose_answer":
-            self.inner.pwrite(fd, data, offset)
-        raise _os_error(fault, self._path(fd))
-
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
-        fault = self.schedule.due("preadv", self._path(fd))
-        if fault is None:
-            return self.inner.preadv(fd, buffers, offset, flags)
-        if fault.do == "short":
-            return self.inner.preadv(fd, [buffers[0][: _half(buffers[0].nbytes)]], offset, flags)
-        if fault.do == "flip":
-            count = self.inner.preadv(fd, buffers, offset, flags)
-            flip_bit(buffers[0][:count], fault.bit)
+def _transfer(call: FilesCall, fault: Fault) -> Any:
+    """Make *call* with half of its bytes, or with a bit of them flipped; one that moves none as it is."""
+    match call.verb, call.arguments, fault.do:
+        case "pwrite", (fd, data, offset), "short":
+            return call(fd, data[: _half(data.nbytes)], offset)
+        case "pwrite", (fd, data, offset), _:
+            return call(fd, _flipped(data, fault.bit), offset)
+        case "preadv", (fd, [first, *_], offset, flags), "short":
+            return call(fd, [first[: _half(first.nbytes)]], offset, flags)
+        case "preadv", (_, [first, *_], _, _), _:
+            count = call()
+            flip_bit(first[:count], fault.bit)
             return count
-        raise _os_error(fault, self._path(fd))
-
-    def fallocate(self, fd: int, offset: int, size: int) -> None:
-        self._call("fallocate", self._path(fd), lambda: self.inner.fallocate(fd, offset, size))
-
-    def fadvise(self, fd: int, offset: int, size: int, advice: int) -> None:
-        self._call("fadvise", self._path(fd), lambda: self.inner.fadvise(fd, offset, size, advice))
-
-    def fdatasync(self, fd: int) -> None:
-        self._flush("fdatasync", fd, self.inner.fdatasync)
-
-    def fsync(self, fd: int) -> None:
-        self._flush("fsync", fd, self.inner.fsync)
-
-    def fstat(self, fd: int) -> os.stat_result:
-        return self._call("fstat", self._path(fd), lambda: self.inner.fstat(fd))
-
-    def lstat(self, path: str) -> os.stat_result:
-        return self._call("lstat", path, lambda: self.inner.lstat(path))
-
-    def mkdir(self, path: str) -> None:
-        self._call("mkdir", path, lambda: self.inner.mkdir(path))
-
-    def rmdir(self, path: str) -> None:
-        self._call("rmdir", path, lambda: self.inner.rmdir(path))
-
-    def link(self, source: str, target: str) -> None:
-        self._call("link", target, lambda: self.inner.link(source, target))
-
-    def rename(self, source: str, target: str) -> None:
-        self._call("rename", target, lambda: self.inner.rename(source, target))
-
-    def unlink(self, path: str) -> None:
-        self._call("unlink", path, lambda: self.inner.unlink(path))
-
-    def listdir(self, path: str) -> list[str]:
-        return self._call("listdir", path, lambda: self.inner.listdir(path))
-
-    def statvfs(self, path: str) -> os.statvfs_result:
-        return self._call("statvfs", path, lambda: self.inner.statvfs(path))
-
-    def _path(self, fd: int) -> str:
-        return self._paths.get(fd, "?")
-
-    def _flush(self, verb: str, fd: int, flush: Callable[[int], None]) -> None:
-        fault = self.schedule.due(verb, self._path(fd))
-        if fault is None or fault.do in ("flip", "short"):
-            flush(fd)
-            return
-        if fault.do == "lose_answer":
-            flush(fd)
-        elif isinstance(self.inner, _LosesOnFailedFlush):
-            self.inner.mark_clean(fd)
-        raise _os_error(fault, self._path(fd))
+        case _:
+            return call()
 
 
 def _half(size_bytes: int) -> int:

@@ -10,8 +10,6 @@ Guarantees:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -20,6 +18,7 @@ from aiockpt.runtime.world import Files
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.forwarding import Call as BackendCall
 from aiockpt.storage.forwarding import Forwarding
+from aiockpt.testing.forwarding_files import FilesCall, ForwardingFiles
 
 
 class Operation(msgspec.Struct, frozen=True):
@@ -104,94 +103,40 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.verb} {self.path}" + (f" → {self.target}" if self.target else "")
 
 
-class RecordingFiles:
+_LOOKS = frozenset({"preadv", "fadvise", "fstat", "lstat", "listdir", "statvfs"})
+
+
+class RecordingFiles(ForwardingFiles):
     """*inner*, with every call that is not a mere look in `calls`, oldest first. Any thread."""
 
     def __init__(self, inner: Files) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.calls: list[Call] = []
-        self._paths: dict[int, str] = {}
 
-    @contextmanager
-    def _note(self, call: Call) -> Iterator[None]:
+    def forward(self, call: FilesCall) -> Any:
+        """Make *call*, and write it down when it has returned or raised, unless it only looks."""
+        if call.verb in _LOOKS:
+            return call()
+        facts: dict[str, Any] = {"verb": call.verb, "path": call.path}
+        match call.verb, call.arguments:
+            case "open", (_, flags, _):
+                facts["flags"] = flags
+            case "pwrite", (fd, _, offset):
+                facts |= {"fd": fd, "offset": offset}
+            case "fallocate", (fd, offset, size):
+                facts |= {"fd": fd, "offset": offset, "size": size}
+            case "link" | "rename", (_, target):
+                facts["target"] = target
+            case _, (int() as fd,):
+                facts["fd"] = fd
         try:
-            yield
+            answer = call()
         except OSError as error:
-            self.calls.append(msgspec.structs.replace(call, error=error.errno or -1))
+            self.calls.append(Call(**facts, error=error.errno or -1))
             raise
-        self.calls.append(call)
-
-    def open(self, path: str, flags: int, mode: int = 0o644) -> int:
-        try:
-            fd = self.inner.open(path, flags, mode)
-        except OSError as error:
-            self.calls.append(Call(verb="open", path=path, flags=flags, error=error.errno or -1))
-            raise
-        self._paths[fd] = path
-        self.calls.append(Call(verb="open", path=path, fd=fd, flags=flags))
-        return fd
-
-    def close(self, fd: int) -> None:
-        # Before the call: once it is closed, another thread may get the same number.
-        with self._note(Call(verb="close", path=self._paths.pop(fd, "?"), fd=fd)):
-            self.inner.close(fd)
-
-    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
-        path = self._paths.get(fd, "?")
-        try:
-            count = self.inner.pwrite(fd, data, offset)
-        except OSError as error:
-            self.calls.append(Call(verb="pwrite", path=path, fd=fd, offset=offset, error=error.errno or -1))
-            raise
-        self.calls.append(Call(verb="pwrite", path=path, fd=fd, offset=offset, data=bytes(data[:count])))
-        return count
-
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
-        return self.inner.preadv(fd, buffers, offset, flags)
-
-    def fallocate(self, fd: int, offset: int, size: int) -> None:
-        with self._note(Call(verb="fallocate", path=self._paths.get(fd, "?"), fd=fd, offset=offset, size=size)):
-            self.inner.fallocate(fd, offset, size)
-
-    def fadvise(self, fd: int, offset: int, size: int, advice: int) -> None:
-        self.inner.fadvise(fd, offset, size, advice)
-
-    def fdatasync(self, fd: int) -> None:
-        with self._note(Call(verb="fdatasync", path=self._paths.get(fd, "?"), fd=fd)):
-            self.inner.fdatasync(fd)
-
-    def fsync(self, fd: int) -> None:
-        with self._note(Call(verb="fsync", path=self._paths.get(fd, "?"), fd=fd)):
-            self.inner.fsync(fd)
-
-    def fstat(self, fd: int) -> os.stat_result:
-        return self.inner.fstat(fd)
-
-    def lstat(self, path: str) -> os.stat_result:
-        return self.inner.lstat(path)
-
-    def mkdir(self, path: str) -> None:
-        with self._note(Call(verb="mkdir", path=path)):
-            self.inner.mkdir(path)
-
-    def rmdir(self, path: str) -> None:
-        with self._note(Call(verb="rmdir", path=path)):
-            self.inner.rmdir(path)
-
-    def link(self, source: str, target: str) -> None:
-        with self._note(Call(verb="link", path=source, target=target)):
-            self.inner.link(source, target)
-
-    def rename(self, source: str, target: str) -> None:
-        with self._note(Call(verb="rename", path=source, target=target)):
-            self.inner.rename(source, target)
-
-    def unlink(self, path: str) -> None:
-        with self._note(Call(verb="unlink", path=path)):
-            self.inner.unlink(path)
-
-    def listdir(self, path: str) -> list[str]:
-        return self.inner.listdir(path)
-
-    def statvfs(self, path: str) -> os.statvfs_result:
-        return self.inner.statvfs(path)
+        if call.verb == "open":
+            facts["fd"] = answer
+        if call.verb == "pwrite":
+            facts["data"] = bytes(call.arguments[1][:answer])
+        self.calls.append(Call(**facts))
+        return answer
