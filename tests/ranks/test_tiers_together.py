@@ -18,12 +18,14 @@ from aiockpt.engine import visibility
 from aiockpt.engine.rung import MOST_WAITING
 from aiockpt.engine.tiers import Tiers
 from aiockpt.errors import RankFailedError, StateMismatchError, UsageError, WriterLostError
+from aiockpt.events import PromotionFailed
 from aiockpt.format.names import parse_attempt
 from aiockpt.testing.faults import Fault, FaultyBackend
 from aiockpt.testing.recording import RecordingBackend
 from tests.gates import Around, Gate
 from tests.ranks.crew import Crew
 from tests.ranks.test_saving_together import equal, loaded, replicated
+from tests.watch import Watch
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -85,6 +87,19 @@ def test_rank_0_copies_what_another_rank_could_not(tmp_path: Path, monkeypatch: 
     with Crew(2, tiers) as crew:
         crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).result(30))
     assert equal(loaded(tmp_path / "far", replicated(1)), replicated(1))
+
+
+def test_the_others_hear_at_once_that_rank_0_could_not_commit_a_copy(tmp_path: Path) -> None:
+    """They try again with it, where they would have waited for the deadline of the tier."""
+    watch = Watch()
+
+    def tiers(rank: int) -> list[Any]:
+        once = [] if rank else [Fault(do="fail", verb="put_new", match="*MANIFEST*")]
+        return [tmp_path / "near", FaultyBackend(LocalBackend(str(tmp_path / "far")), once)]
+
+    with Crew(2, tiers, observers=[watch]) as crew:
+        crew.on_all(lambda rank, ckpt: ckpt.save(1, replicated(1)).committed(f"file://{tmp_path}/far").result(30))
+    assert any("rank 0 could not commit step 1" in event.error for event in watch.of(PromotionFailed))
 
 
 def test_a_copy_that_is_there_is_not_told_as_lost_though_its_writer_died_before_it_could_say_so(tmp_path: Path) -> None:
