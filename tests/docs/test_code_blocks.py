@@ -263,6 +263,16 @@ def test_every_command_on_a_page_exists_with_its_options() -> None:
     assert {"aiockpt", "make"} <= known
 
 
+def test_every_module_that_a_page_says_to_run_is_there() -> None:
+    named = {
+        name
+        for page in pages()
+        for name in re.findall(r"python -m ((?:aiockpt|benchmarks|tests)[\w.]*\w)", page.read_text())
+    }
+    assert {name for name in named if importlib.util.find_spec(name) is None} == set()
+    assert named
+
+
 def test_the_table_of_the_guide_lists_every_command() -> None:
     group: Any = typer.main.get_command(app)
     listed = re.findall(r"^\| `(\w+)[^|]*` \|", (DOCS / "guide/commandline.md").read_text(), re.MULTILINE)
