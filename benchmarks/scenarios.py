@@ -129,6 +129,7 @@ def _tensors(name: str, question: str) -> Scenario:
     )
 
 
+_COMPUTED: Any = {"size_bytes": 0, "smoke_bytes": 0, "repetitions": 1}
 _CLIENT_LIBRARIES = "aiobotocore boto3 obstore s3torchconnector"
 _ALL = (
     _main("memory", "How much memory beside the state?", _LIBRARIES, {}),
@@ -271,9 +272,7 @@ _ALL = (
         question="What does planning cost when there are many ranks?",
         measure="measure.planning:planning",
         contenders={"HSDP": ("HSDP", {}), "FSDP": ("FSDP", {})},
-        size_bytes=0,
-        smoke_bytes=0,
-        repetitions=1,
+        **_COMPUTED,
         paired=True,
         settings={"ranks": (10, 100, 1000, 10_000), "tensors": 1000},
         smoke={"ranks": (2, 8), "tensors": 10},
@@ -284,9 +283,7 @@ _ALL = (
         question="How long do ten thousand ranks take from the last vote to the commit?",
         measure="measure.gathering:gathering",
         contenders=dict.fromkeys(("flat", "tree", "tree, 1 % of the gatherers die"), ("", {})),
-        size_bytes=0,
-        smoke_bytes=0,
-        repetitions=1,
+        **_COMPUTED,
         paired=True,
         settings={"ranks": (10, 100, 1000, 10_000), "latency_ms": (5.0, 20.0, 50.0)},
         smoke={"ranks": (10, 300), "latency_ms": (20.0,)},
@@ -298,9 +295,7 @@ _ALL = (
         question="How long until all ranks know what to write at their first save?",
         measure="measure.gathering:exchanges",
         contenders={"aiockpt": _ours()},
-        size_bytes=0,
-        smoke_bytes=0,
-        repetitions=1,
+        **_COMPUTED,
         settings={"ranks": (10, 100, 1000)},
         smoke={"ranks": (10, 50)},
         simulated=True,
@@ -310,9 +305,7 @@ _ALL = (
         question="Does `aiockpt.Cadence` save at the right moments?",
         measure="measure.cadence:cadence",
         contenders={"aiockpt": _ours()},
-        size_bytes=0,
-        smoke_bytes=0,
-        repetitions=1,
+        **_COMPUTED,
         settings={"seeds": (1, 2, 3), "kinds": (), "hours": 0},
         smoke={"seeds": (1,), "kinds": ("many failures",), "hours": 2},
         simulated=True,
