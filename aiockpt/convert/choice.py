@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 
 from aiockpt.convert.casting import cast_code
-from aiockpt.convert.layout import Weight
+from aiockpt.convert.folder_layout import Weight
 from aiockpt.errors import UnsupportedStateError, UsageError
 from aiockpt.format.dtypes import is_native
 from aiockpt.format.manifest import Manifest

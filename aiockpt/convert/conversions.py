@@ -11,9 +11,9 @@ import torch
 
 from aiockpt.checkpointer import Checkpointer, Place
 from aiockpt.convert.casting import parse_dtype
+from aiockpt.convert.folder_layout import SHARD_BYTES
 from aiockpt.convert.inbound import Request as _InboundRequest
 from aiockpt.convert.inbound import convert_folder
-from aiockpt.convert.layout import SHARD_BYTES
 from aiockpt.convert.outbound import Request as _OutboundRequest
 from aiockpt.convert.outbound import convert_step
 from aiockpt.convert.source import SUFFIX

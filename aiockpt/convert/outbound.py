@@ -11,7 +11,7 @@ import torch
 
 from aiockpt.convert.casting import Cast, cast_all, torch_dtype
 from aiockpt.convert.choice import Chosen, choose_weights
-from aiockpt.convert.layout import FilePlan, Layout, plan_folder
+from aiockpt.convert.folder_layout import FilePlan, Layout, plan_folder
 from aiockpt.convert.publish import check_target, open_target
 from aiockpt.convert.slices import Slices
 from aiockpt.engine.context import Engine

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 import msgspec
 
 from aiockpt.backends.local import LocalBackend
-from aiockpt.convert.layout import INDEX_NAME, SINGLE_NAME, decode_index
+from aiockpt.convert.folder_layout import INDEX_NAME, SINGLE_NAME, decode_index
 from aiockpt.errors import CorruptionError, ObjectNotFoundError, UsageError
 from aiockpt.format.safetensors import MAX_HEADER_BYTES, Header, decode_header
 from aiockpt.runtime.limits import Limiter, run_blocking

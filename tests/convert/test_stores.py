@@ -11,7 +11,7 @@ import pytest
 
 import aiockpt
 from aiockpt.backends.memory import MemoryBackend
-from aiockpt.convert.layout import INDEX_NAME
+from aiockpt.convert.folder_layout import INDEX_NAME
 from aiockpt.errors import CorruptionError, ObjectExistsError
 from aiockpt.storage.open import open_backend
 from tests.convert.small_models import all_same, export, load_folder, save_model, take_in

@@ -15,7 +15,7 @@ import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.convert import Converted, to_hugging_face
-from aiockpt.convert.layout import INDEX_NAME, SINGLE_NAME, decode_index
+from aiockpt.convert.folder_layout import INDEX_NAME, SINGLE_NAME, decode_index
 from aiockpt.convert.outbound import Request, convert_step
 from aiockpt.engine.context import Engine
 from aiockpt.errors import (
