@@ -151,11 +151,11 @@ async def _flipping(call: Call, bit: int) -> Any:
         case "reader.read", (offset, into, seen):
             await call(offset, into)
             flip_bit(next((view for view in into if view.nbytes), memoryview(b"")), bit)
-            for view in into if seen is not None else ():
+            for view in into if seen else ():
                 seen(view)  # what is hashed is what was flipped, as with a bit that flipped on the disk
             return None
         case "upload.write", (offset, [first, *others] as runs, seen):
-            for run in runs if seen is not None else ():
+            for run in runs if seen else ():
                 seen(run)  # flipped on the way to the storage: whoever looks sees what was meant
             return await call(offset, [_flipped(first, bit), *others])
         case _:

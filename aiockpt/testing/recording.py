@@ -117,11 +117,12 @@ class RecordingFiles(ForwardingFiles):
         """Make *call*, and write it down when it has returned or raised, unless it only looks."""
         if call.verb in _LOOKS:
             return call()
+        sent: Any = b""
         facts: dict[str, Any] = {"verb": call.verb, "path": call.path}
         match call.verb, call.arguments:
             case "open", (_, flags, _):
                 facts["flags"] = flags
-            case "pwrite", (fd, _, offset):
+            case "pwrite", (fd, sent, offset):
                 facts |= {"fd": fd, "offset": offset}
             case "fallocate", (fd, offset, size):
                 facts |= {"fd": fd, "offset": offset, "size": size}
@@ -137,6 +138,6 @@ class RecordingFiles(ForwardingFiles):
         if call.verb == "open":
             facts["fd"] = answer
         if call.verb == "pwrite":
-            facts["data"] = bytes(call.arguments[1][:answer])
+            facts["data"] = bytes(sent[:answer])
         self.calls.append(Call(**facts))
         return answer

@@ -185,7 +185,7 @@ class Grown(nn.Module):
         super().__init__()
         self.register_buffer("basis", torch.zeros(0))
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         self.basis = state_dict[prefix + "basis"]
 
 
