@@ -21,7 +21,7 @@ import torch
 import aiockpt
 from aiockpt.errors import StateMismatchError
 from aiockpt.options import Snapshot
-from aiockpt.testing.state_model import at, facts_of, first_difference, identities, ties_of
+from aiockpt.testing.state_model import at, facts_of, first_difference, identities, layout_of, ties_of
 from aiockpt.testing.states import MAPPINGS, SEQUENCES, Blueprint, build, draw_blueprint
 from tests.campaigns.campaign import Campaign, Outcomes
 
@@ -118,14 +118,19 @@ def _kind(value: Any) -> Any:
 
 
 def none_templates(saved: Saved, dice: random.Random) -> None:
-    """Where the program holds None, whatever was saved is made."""
+    """Where the program holds None, whatever was saved is made, and its tensors lie in memory as they did."""
     here = saved.fresh()
-    blueprint = saved.blueprint
+    blueprint, made = saved.blueprint, set[str]()
     for key, item in zip(blueprint.keys, blueprint.items, strict=True):
         if not _has_objects(item) and dice.random() < 0.6:
             here[key] = None
+            made.add(key)
     result = loaded(saved.ckpt.load(here).result(WAIT_S))
     saved.check(here)
+    for path, one in identities(saved.state):
+        if path and path[0] in made and isinstance(one, torch.Tensor) and not any(path in tie for tie in saved.ties):
+            wanted, found = layout_of(one), layout_of(at(here, path))
+            assert wanted in (None, found), f"{path}: axes lie in memory as {found}, not {wanted}"
     assert not result.missing, result.missing
     assert not result.unexpected, result.unexpected
 
