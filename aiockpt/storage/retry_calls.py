@@ -6,11 +6,12 @@ Guarantees:
 - No attempt is made that would begin after the deadline, and none after an error that says it is final.
 - Time and jitter come from the world: a test that leaps through time waits for nothing.
 - Whoever has something else to go on with can be told of failures as they come (`told_of_failures`), and give up sooner.
+
+The loop itself is tenacity's.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -20,6 +21,7 @@ from typing import TypeVar
 
 import anyio
 import msgspec
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception
 
 from aiockpt.errors import StorageError, StorageTimeoutError
 from aiockpt.events import StorageRetried
@@ -77,8 +79,8 @@ class Caller:
     """Makes the calls of one backend, its readers and its uploads."""
 
     def __init__(self, url: str, policy: RetryPolicy, world: World) -> None:
-        self._policy = policy
-        self._clock = world.clock
+        self.policy = policy
+        self.clock = world.clock
         self.listeners: list[OnRetry] = []
         self._token = world.token
         self._breaker = Breaker(url, failures_to_open=policy.failures_to_open, open_s=policy.open_s, clock=world.clock)
@@ -103,60 +105,32 @@ class Caller:
         Raises:
             StorageError: the last attempt's; or that the deadline passed, or that the place is down.
         """
-        began_ns = self._clock.monotonic_ns()
+        began_ns = self.clock.monotonic_ns()
         self._calls += 1
         try:
             with self._breaker.guard(key) as probe:
-                most, limit_s = 1 if probe else self._policy.attempts, self._policy.limit_s(size_bytes)
-                result = await self._try(verb, key, attempt, most, limit_s)
+                course = _Course(self, verb, key, self.policy.limit_s(size_bytes), 1 if probe else self.policy.attempts)
+                result = await course.run(attempt)
             note_progress()
             return result
         except StorageError:
             self._gave_up += 1
             raise
         finally:
-            self._longest_ns = max(self._longest_ns, self._clock.monotonic_ns() - began_ns)
+            self._longest_ns = max(self._longest_ns, self.clock.monotonic_ns() - began_ns)
 
-    async def _try(self, verb: str, key: str, attempt: Attempt[T], most: int, limit_s: float) -> T:
-        end_ns = self._clock.monotonic_ns() + round(limit_s * 1e9)
-        last: StorageError | None = None
-        refreshed = False
-        with anyio.move_on_after(limit_s):
-            for made in itertools.count(1):
-                self._attempts += 1
-                try:
-                    return await attempt(last is not None)
-                except StorageError as error:
-                    redact_error(error)  # a backend from elsewhere may have a library below it that quotes the URL
-                    last, kind = error, classify(error)
-                    self._failures[kind] += 1
-                    if not error.retryable or kind not in RETRIED or (kind == "auth" and refreshed):
-                        raise
-                    # the client fetches new credentials where they have expired; those are refused for good
-                    refreshed = refreshed or kind == "auth"
-                    wait_s = self._policy.wait_s(error, made, self._draw())
-                    if made >= most or self._clock.monotonic_ns() + round(wait_s * 1e9) >= end_ns:
-                        if made > 1:
-                            error.add_note(f"{verb} {key!r}: given up after {made} attempts")
-                        raise
-                    self._tell(verb, key, error, made, wait_s)
-                await anyio.sleep(wait_s)
-        raise StorageTimeoutError(
-            f"{verb} {key!r}: no answer within {limit_s:g} s; whether it took effect is unknown", key=key
-        ) from last
-
-    def _draw(self) -> float:
+    def draw(self) -> float:
         """Return a number from 0 to 1, at random."""
         return int.from_bytes(self._token(7), "big") / (1 << 56)
 
-    def _tell(self, verb: str, key: str, error: StorageError, made: int, wait_s: float) -> None:
+    def count_attempt(self) -> None:
+        self._attempts += 1
+
+    def count_failure(self, kind: ErrorClass) -> None:
+        self._failures[kind] += 1
+
+    def tell(self, event: StorageRetried) -> None:
         """Count a further attempt and tell everybody of it."""
-        on_failure = _on_failure.get()
-        if on_failure is not None:
-            on_failure(error, made)
-        event = StorageRetried(
-            at_ns=self._clock.monotonic_ns(), verb=verb, key=key, error=repr(error), attempt=made + 1, wait_s=wait_s
-        )
         self._retries += 1
         self._log(event)
         for listener in self.listeners:
@@ -186,4 +160,80 @@ class Caller:
             failures=dict(self._failures),
             longest_call_s=self._longest_ns / 1e9,
             breaker=self._breaker.state,
+        )
+
+
+class _Course:
+    """How one call goes; answers what tenacity asks after each attempt."""
+
+    def __init__(self, caller: Caller, verb: str, key: str, limit_s: float, attempts: int) -> None:
+        self._caller = caller
+        self._verb = verb
+        self._key = key
+        self._limit_s = limit_s
+        self._most_attempts = attempts
+        self._end_ns = caller.clock.monotonic_ns() + round(limit_s * 1e9)
+        self._refreshed = False
+        self._last: StorageError | None = None
+
+    async def run(self, attempt: Attempt[T]) -> T:
+        async def make() -> T:
+            self._caller.count_attempt()
+            return await attempt(self._last is not None)
+
+        # One for each call: tenacity keeps the course of a call in the object, where tasks at once would mix theirs up.
+        attempts = AsyncRetrying(
+            sleep=anyio.sleep,
+            retry=retry_if_exception(self._may_help),
+            wait=self._wait_s,
+            stop=self._is_over,
+            before_sleep=self._tell,
+            reraise=True,
+        )
+        with anyio.move_on_after(self._limit_s):
+            result: T = await attempts(make)
+            return result
+        raise StorageTimeoutError(
+            f"{self._verb} {self._key!r}: no answer within {self._limit_s:g} s; whether it took effect is unknown",
+            key=self._key,
+        ) from self._last
+
+    def _may_help(self, error: BaseException) -> bool:
+        """Say whether the same call may succeed after *error*."""
+        if not isinstance(error, StorageError):
+            return False
+        redact_error(error)  # a backend from elsewhere may have a library below it that quotes the URL
+        self._last = error
+        kind = classify(error)
+        self._caller.count_failure(kind)
+        if kind == "auth":  # the client fetches new credentials where they have expired; those are refused for good
+            tried, self._refreshed = self._refreshed, True
+            return error.retryable and not tried
+        return error.retryable and kind in RETRIED
+
+    def _wait_s(self, state: RetryCallState) -> float:
+        assert self._last is not None
+        return self._caller.policy.wait_s(self._last, state.attempt_number, self._caller.draw())
+
+    def _is_over(self, state: RetryCallState) -> bool:
+        """Say whether to give up: after the last attempt, or where the next would begin after the deadline."""
+        began_ns = self._caller.clock.monotonic_ns() + round(state.upcoming_sleep * 1e9)
+        over = state.attempt_number >= self._most_attempts or began_ns >= self._end_ns
+        if over and self._last is not None and state.attempt_number > 1:
+            self._last.add_note(f"{self._verb} {self._key!r}: given up after {state.attempt_number} attempts")
+        return over
+
+    def _tell(self, state: RetryCallState) -> None:
+        on_failure = _on_failure.get()
+        if on_failure is not None and self._last is not None:
+            on_failure(self._last, state.attempt_number)
+        self._caller.tell(
+            StorageRetried(
+                at_ns=self._caller.clock.monotonic_ns(),
+                verb=self._verb,
+                key=self._key,
+                error=repr(self._last),
+                attempt=state.attempt_number + 1,
+                wait_s=state.upcoming_sleep,
+            )
         )
