@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +39,7 @@ from aiockpt.testing.faults import Fault, FaultyBackend
 from aiockpt.testing.simulation import SimulatedClock
 from tests.engine.copy_gate import CopyGate
 from tests.example_counts import examples
+from tests.seams import promise_of
 from tests.watch import Watch, until
 
 SMALL = aiockpt.IO(pool_bytes=64 * 1024, slab_bytes=64 * 1024, block_bytes=64 * 1024, read_bytes=64 * 1024)
@@ -328,8 +330,10 @@ def test_the_stages_come_in_order_though_the_thread_that_copies_is_late_to_say_s
     with aiockpt.Checkpointer(tmp_path, observers=[seen], worker=worker, io=SMALL) as ckpt:
         ckpt.save(6, {"x": torch.arange(10)}).result(30)  # a writer process needs seconds to start
         save = ckpt.save(7, {"x": torch.arange(10)}, snapshot="lazy")
-        for name in ("snapshotted", "written", "committed"):
-            getattr(save, name)()._inner.add_done_callback(lambda _, name=name: reached.append(name))
+        promise = promise_of(save)
+        points = {"snapshotted": promise.snapshotted, "written": promise.written, "committed": promise}
+        for name, point in points.items():
+            point.when_settled(partial(reached.append, name))
         save.result(30)
     assert reached == ["snapshotted", "written", "committed"]
     if worker == "thread":
