@@ -112,10 +112,11 @@ def identities(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 def layout_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """Return the axes of more than one element as they lie in memory, slowest first; None of a tensor with gaps."""
-    axes = sorted((axis for axis, size in enumerate(tensor.shape) if size > 1), key=lambda axis: -tensor.stride(axis))
+    strides = tensor.stride()
+    axes = sorted((axis for axis, size in enumerate(tensor.shape) if size > 1), key=lambda axis: -strides[axis])
     elements = 1
     for axis in reversed(axes):
-        if tensor.stride(axis) != elements:
+        if strides[axis] != elements:
             return None
         elements *= tensor.shape[axis]
     return tuple(axes)

@@ -33,6 +33,7 @@ from aiockpt.events import BarrierWaited, Committed, DataWritten, SaveSkipped, S
 from aiockpt.options import MIB
 from aiockpt.pipeline import snapshot as copying
 from aiockpt.runtime import barrier
+from aiockpt.runtime.promise import Promise
 from aiockpt.runtime.slabs import SlabPool
 from aiockpt.runtime.world import World
 from aiockpt.testing.faults import Fault, FaultyBackend
@@ -326,12 +327,16 @@ def test_the_stages_come_in_order_though_the_thread_that_copies_is_late_to_say_s
         time.sleep(0.3)  # the files are durable long before
 
     monkeypatch.setattr(copying.CopyProgram, "run", copy_and_linger)
-    seen, reached = Watch(), []
+    seen, reached = Watch(), list[str]()
     with aiockpt.Checkpointer(tmp_path, observers=[seen], worker=worker, io=SMALL) as ckpt:
         ckpt.save(6, {"x": torch.arange(10)}).result(30)  # a writer process needs seconds to start
         save = ckpt.save(7, {"x": torch.arange(10)}, snapshot="lazy")
         promise = promise_of(save)
-        points = {"snapshotted": promise.snapshotted, "written": promise.written, "committed": promise}
+        points: dict[str, Promise[Any]] = {
+            "snapshotted": promise.snapshotted,
+            "written": promise.written,
+            "committed": promise,
+        }
         for name, point in points.items():
             point.when_settled(partial(reached.append, name))
         save.result(30)
