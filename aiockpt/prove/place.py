@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import anyio
@@ -19,7 +19,8 @@ import xxhash
 from aiockpt.format.names import parse_step
 from aiockpt.prove.recorder import Recorder
 from aiockpt.redaction import redact
-from aiockpt.storage.backend import Backend, Listing, Reader, Seen, Space, Stat, Traits, Upload
+from aiockpt.storage.backend import Backend, Traits
+from aiockpt.storage.forwarding import Call, Forwarding
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 
@@ -37,11 +38,11 @@ def scratch_of(place: Path, url: str) -> Path:
     return place / xxhash.xxh3_64(url.encode()).hexdigest()
 
 
-class ScratchBackend:
+class ScratchBackend(Forwarding):
     """*inner*, called *url*, whose changes the *recorder* hears of before they are made."""
 
     def __init__(self, inner: Backend, url: str, recorder: Recorder) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._url = redact(url)
         self._recorder = recorder
 
@@ -51,64 +52,18 @@ class ScratchBackend:
 
     @property
     def traits(self) -> Traits:
-        return msgspec.structs.replace(self._inner.traits, durable=True)
+        return msgspec.structs.replace(self.inner.traits, durable=True)
 
-    async def _changing(self, key: str) -> None:
-        await self._recorder.storage_call(parse_step(key.partition("/")[0]), anyio.sleep)
-
-    async def put(self, key: str, data: bytes) -> None:
-        await self._changing(key)
-        await self._inner.put(key, data)
-
-    async def put_new(self, key: str, data: bytes) -> None:
-        await self._changing(key)
-        await self._inner.put_new(key, data)
-
-    async def get(self, key: str, max_bytes: int) -> bytes:
-        return await self._inner.get(key, max_bytes)
-
-    async def open(self, key: str) -> Reader:
-        return await self._inner.open(key)
-
-    async def create(self, key: str, size: int) -> Upload:
-        await self._changing(key)
-        return _ScratchUpload(await self._inner.create(key, size), key, self)
-
-    async def stat(self, key: str) -> Stat:
-        return await self._inner.stat(key)
-
-    async def list(self, prefix: str) -> Listing:
-        return await self._inner.list(prefix)
-
-    async def delete(self, keys: Sequence[str]) -> None:
-        await self._recorder.storage_call(None, anyio.sleep)
-        await self._inner.delete(keys)
-
-    async def space(self) -> Space:
-        return await self._inner.space()
-
-    async def close(self) -> None:
-        await self._inner.close()
+    async def forward(self, call: Call) -> Any:
+        """Make *call*; where it changes something the recorder hears of it first, with the step that it is for."""
+        if call.verb in _CHANGES:
+            step = None if call.verb == "delete" else parse_step(call.key.partition("/")[0])
+            await self._recorder.storage_call(step, anyio.sleep)
+        return await call()
 
     def __repr__(self) -> str:
-        return f"<ScratchBackend {self._url!r} in {self._inner!r}>"
+        return f"<ScratchBackend {self._url!r} in {self.inner!r}>"
 
 
-class _ScratchUpload:
-    """A data file whose writes the recorder hears of."""
-
-    def __init__(self, inner: Upload, key: str, backend: ScratchBackend) -> None:
-        self._inner = inner
-        self._key = key
-        self._backend = backend
-
-    async def write(self, offset: int, runs: Sequence[memoryview], seen: Seen | None = None) -> None:
-        await self._backend._changing(self._key)
-        await self._inner.write(offset, runs, seen)
-
-    async def finish(self) -> None:
-        await self._backend._changing(self._key)
-        await self._inner.finish()
-
-    async def abort(self) -> None:
-        await self._inner.abort()
+_CHANGES = frozenset({"put", "put_new", "create", "delete", "upload.write", "upload.finish"})
+"""The verbs after which a process that is killed leaves something else behind than before."""

@@ -115,10 +115,8 @@ async def get(session: aiohttp.ClientSession, url: str, into: Sequence[memoryvie
     return sink
 
 
-@pytest.mark.parametrize("cuts", [(), (1,), (100_000, 100_001, 2 << 20)])
-async def test_a_body_lands_in_the_buffers_and_the_connection_is_used_again(
-    served: Served, url: str, opened: list[bool], cuts: Sequence[int]
-) -> None:
+async def get_three_times(url: str, cuts: Sequence[int]) -> None:
+    """Get the body into buffers that are *cuts* of one memory, three times in one session, and compare it."""
     async with aiohttp.ClientSession() as session:
         for _ in range(3):
             memory = memoryview(bytearray(SIZE))
@@ -126,6 +124,13 @@ async def test_a_body_lands_in_the_buffers_and_the_connection_is_used_again(
             sink = await get(session, url, [memory[a:b] for a, b in itertools.pairwise(edges)])
             assert memory == BODY
             assert sink.came_bytes == SIZE
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (100_000, 100_001, 2 << 20)])
+async def test_a_body_lands_in_the_buffers_and_the_connection_is_used_again(
+    served: Served, url: str, opened: list[bool], cuts: Sequence[int]
+) -> None:
+    await get_three_times(url, cuts)
     assert len(set(served.connections)) == 1
     assert opened == [True] * 3
 
@@ -209,13 +214,7 @@ async def test_what_is_encrypted_is_decrypted_into_the_buffers_and_the_connectio
     served: Served, opened: list[bool], filled: list[object], certificate: ssl.SSLContext, cuts: Sequence[int]
 ) -> None:
     async for url in _run(served, certificate):
-        async with aiohttp.ClientSession() as session:
-            for _ in range(3):
-                memory = memoryview(bytearray(SIZE))
-                edges = [0, *cuts, SIZE]
-                sink = await get(session, url, [memory[a:b] for a, b in itertools.pairwise(edges)])
-                assert memory == BODY
-                assert sink.came_bytes == SIZE
+        await get_three_times(url, cuts)
     assert len(set(served.connections)) == 1
     assert opened == [False] * 3
     assert len(filled) == 3
