@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from aiockpt.adapters.stream import StreamLoader
     from aiockpt.cadence import Cadence
     from aiockpt.checkpointer import Checkpointer
-    from aiockpt.engine.keep import Copied, Description, Pruned, StepInfo, TensorInfo, Verified
+    from aiockpt.engine.maintenance import Copied, Description, Pruned, StepInfo, TensorInfo, Verified
     from aiockpt.errors import (
         BackgroundSaveError,
         BlockingCallError,
@@ -124,7 +124,7 @@ _HOMES = (
     "aiockpt.adapters.sampler",
     "aiockpt.adapters.stream",
     "aiockpt.adapters.selection",
-    "aiockpt.engine.keep",
+    "aiockpt.engine.maintenance",
     "aiockpt.checkpointer",
 )
 """Where the names live, those that cost least to import first."""

@@ -21,22 +21,21 @@ import torch
 
 from aiockpt.adapters.selection import Trainable, make_selection
 from aiockpt.cadence import Cadence
-from aiockpt.engine import keep
+from aiockpt.engine import maintenance
 from aiockpt.engine.context import Engine
-from aiockpt.engine.ending import Ending
+from aiockpt.engine.coordinator import WARM_UP
 from aiockpt.engine.failures import raise_failures, report_failures, undelivered
-from aiockpt.engine.keep import Copied, Description, Pruned, StepInfo, Verified
-from aiockpt.engine.launch import Destination, Launcher, check_step
 from aiockpt.engine.load import Filled, LoadRequest, load
-from aiockpt.engine.load_together import LoadTogether
+from aiockpt.engine.maintenance import Copied, Description, Pruned, StepInfo, Verified
 from aiockpt.engine.outcome_log import log_loaded
 from aiockpt.engine.read import read
-from aiockpt.engine.sharing import TELL_DEADLINE_S, WARM_UP
-from aiockpt.engine.tiers import Tiers
+from aiockpt.engine.shutdown import Shutdown
+from aiockpt.engine.submit import Destination, Submitter, check_step
 from aiockpt.errors import BackgroundSaveError, UsageError
-from aiockpt.events import BarrierWaited, Companion, Observer
+from aiockpt.events import BackgroundTask, BarrierWaited, Observer
 from aiockpt.futures import Future, LoadFuture, LoadResult, SaveFuture
 from aiockpt.keywords import asks_what_was_meant, refuse_value
+from aiockpt.lazy.barrier import Mutating, MutationBarrier
 from aiockpt.options import (
     IO,
     Deadlines,
@@ -52,11 +51,12 @@ from aiockpt.options import (
     check_tiers,
 )
 from aiockpt.prove.probe import find_probe
-from aiockpt.runtime.barrier import Mutating, MutationBarrier
-from aiockpt.runtime.companion import accompany
+from aiockpt.ranks.coordinator import TELL_DEADLINE_S
+from aiockpt.ranks.load import RankLoads
+from aiockpt.ranks.peers import find_peers
+from aiockpt.runtime.background import run_background
 from aiockpt.runtime.limits import LimiterStatistics, run_blocking
 from aiockpt.runtime.loop import LoopThread, refuse_in_event_loop, refuse_on_loop_thread, runs_event_loop
-from aiockpt.runtime.peers import find_peers
 from aiockpt.runtime.promise import LoadPromise, Promise
 from aiockpt.runtime.ranks import Ranks, check_found, find_ranks
 from aiockpt.runtime.shared_memory import SharedMemory
@@ -64,8 +64,9 @@ from aiockpt.runtime.slabs import PoolStatistics
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
-from aiockpt.worker.elsewhere import Elsewhere
-from aiockpt.worker.orders import check_worker
+from aiockpt.tiers.tiers import Tiers
+from aiockpt.worker.client import WriterClient
+from aiockpt.worker.setup import check_worker
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -122,7 +123,7 @@ class Checkpointer:
             URL. Loading, listing and verifying stay here.
         io: how bytes move: pool, block and slab sizes, verification.
         deadlines: when a wait gives up.
-        observers: who is told of events (`aiockpt.events`), on the loop thread; a ``Companion`` has a task there too.
+        observers: who is told of events (`aiockpt.events`), on the loop thread; a ``BackgroundTask`` has a task there too.
         ranks: this process among those that save one state together; None asks ``torch.distributed``. With several, every
             rank makes the same calls: saves meet by their step, loads and ``warm_up`` by their number.
         load_group: a ``torch.distributed`` process group of gloo that nobody else uses. Its ranks read each block once and
@@ -205,22 +206,24 @@ class Checkpointer:
         self._loop = (world.make_loop or LoopThread)("aiockpt", self._drain_at_exit)
         try:
             self._engine = Engine(backends[0], self._loop, self._options, observers, world, ranks, memory=memory)
-            companions = [accompany(self._loop, observer) for observer in observers if isinstance(observer, Companion)]
+            companions = [
+                run_background(self._loop, observer) for observer in observers if isinstance(observer, BackgroundTask)
+            ]
             for cadence in (observer for observer in observers if isinstance(observer, Cadence)):
                 place = backends[0].url
                 companions.append(cadence.join(self._loop, ranks, place, world.clock, max_in_flight, deadlines.ranks_s))
             here = Tiers(tiers, self._engine, backends, working=memory is None)
-            self._tiers: Destination = here if memory is None else Elsewhere(here, tiers, memory)
+            self._tiers: Destination = here if memory is None else WriterClient(here, tiers, memory)
             companions.append(self._tell_closing)
             self._barrier = MutationBarrier(deadlines.slab_s, self._tell_waited)
-            self._launcher = Launcher(self._tiers, self._barrier)
-            sharing = self._engine.sharing
-            self._together = None if sharing is None else LoadTogether(self._engine, sharing, peers)
-            if sharing is not None:
-                sharing.joint.terms = _terms(tiers, self._options)
-                self._loop.submit(sharing.register)
+            self._launcher = Submitter(self._tiers, self._barrier)
+            coordinator = self._engine.coordinator
+            self._together = None if coordinator is None else RankLoads(self._engine, coordinator, peers)
+            if coordinator is not None:
+                coordinator.joint.terms = _terms(tiers, self._options)
+                self._loop.submit(coordinator.register)
             self._unclaimed: list[LoadPromise[LoadResult | None]] = []
-            self._ending = Ending(self._engine, self._launcher, self._tiers, self._barrier, companions)
+            self._ending = Shutdown(self._engine, self._launcher, self._tiers, self._barrier, companions)
         except BaseException:
             self._loop.discard()
             if memory is not None:
@@ -282,8 +285,10 @@ class Checkpointer:
     def warm_up(self, state: State) -> Future[None]:
         """Make the first save as cheap as the later ones: plan it, and fault the staging pool in, in the background."""
         self._check_call_of_ranks()
-        walked, turn = self._launcher.walk(state, self._selection), self._engine.next_turn(WARM_UP)
-        return self._operation("warm_up", run_blocking, self._engine.state_work, self._launcher.warm_up, walked, turn)
+        walked, save_round = self._launcher.walk(state, self._selection), self._engine.next_round(WARM_UP)
+        return self._operation(
+            "warm_up", run_blocking, self._engine.state_work, self._launcher.warm_up, walked, save_round
+        )
 
     def barrier(self) -> None:
         """Block until no snapshot is being copied, before you change the state by hand. Optimizers do it by themselves."""
@@ -356,7 +361,7 @@ class Checkpointer:
         )
         self._unclaimed.append(promise)
 
-        number = None if self._engine.sharing is None else self._engine.sharing.next_load()
+        number = None if self._engine.coordinator is None else self._engine.coordinator.next_load()
 
         async def run() -> LoadResult | None:
             for earlier in refused:
@@ -378,7 +383,7 @@ class Checkpointer:
         promise.follow(self._loop.submit(run))
         return LoadFuture(promise)
 
-    def _agree_applied(self, together: LoadTogether, number: int, error: Exception | None) -> Promise[None]:
+    def _agree_applied(self, together: RankLoads, number: int, error: Exception | None) -> Promise[None]:
         """Have all ranks know whether the objects of all took what was loaded."""
         promise: Promise[None] = Promise(f"end of load number {number}")
         promise.follow(self._loop.submit(together.agree_applied, number, error))
@@ -401,18 +406,18 @@ class Checkpointer:
 
     def describe(self, step: int | None = None) -> Future[Description]:
         """List what a step holds (the newest valid one for None), without reading data."""
-        return self._operation("describe", keep.describe, self._engine, _number(step))
+        return self._operation("describe", maintenance.describe, self._engine, _number(step))
 
     def steps(self) -> Future[tuple[StepInfo, ...]]:
         """List the committed steps, the newest first; damaged ones carry their problem.
 
         Retention deletes after a commit, in the background: for a moment there may be more than it keeps.
         """
-        return self._operation("steps", keep.steps, self._engine)
+        return self._operation("steps", maintenance.steps, self._engine)
 
     def latest(self) -> Future[int | None]:
         """Return the newest valid step; None when there is none."""
-        return self._operation("latest", keep.latest, self._engine)
+        return self._operation("latest", maintenance.latest, self._engine)
 
     def verify(self, step: int | None = None, *, on_read: Callable[[int], object] = _tell_nobody) -> Future[Verified]:
         """Read and compare every block of a step, and mark it as verified.
@@ -420,7 +425,7 @@ class Checkpointer:
         Args:
             on_read: told the bytes of each read, on the loop thread; for progress.
         """
-        return self._operation("verify", keep.verify, self._engine, _number(step), on_read)
+        return self._operation("verify", maintenance.verify, self._engine, _number(step), on_read)
 
     def copy(self, step: int | None, to: Place, *, on_copied: Callable[[int], object] = _tell_nobody) -> Future[Copied]:
         """Copy a step (the newest valid one for None) to another place, every block compared on the way.
@@ -436,7 +441,7 @@ class Checkpointer:
     async def _copy(self, step: int | None, to: Place, on_copied: Callable[[int], object]) -> Copied:
         target = open_backend(to, world=self._engine.world)
         try:
-            return await keep.copy(self._engine, step, target, on_copied)
+            return await maintenance.copy(self._engine, step, target, on_copied)
         finally:
             if target is not to:
                 await target.close()
@@ -448,12 +453,12 @@ class Checkpointer:
 
     def finish_commits(self) -> Future[tuple[StepInfo, ...]]:
         """Commit what dead jobs could not: every attempt with all its votes and no manifest. ``load`` does it by itself."""
-        return self._operation("finish_commits", keep.finish, self._engine)
+        return self._operation("finish_commits", maintenance.finish, self._engine)
 
     def delete(self, step: int) -> Future[None]:
         """Delete one step, manifests first."""
         step = check_step(step)
-        return self._operation(f"delete of step {step}", keep.delete, self._engine, step)
+        return self._operation(f"delete of step {step}", maintenance.delete, self._engine, step)
 
     # ------------------------------------------------------------------ the policy form
 
@@ -571,11 +576,11 @@ class Checkpointer:
         """Tell the other ranks, in the background, that this one makes no more calls; wait *wait_s* for that.
 
         Args:
-            failed: as of `Sharing.depart`.
+            failed: as of `RankCoordinator.depart`.
         """
-        sharing = self._engine.sharing
-        if sharing is not None and self._loop.usable:
-            telling = self._loop.submit(partial(sharing.depart, reason, failed=failed))
+        coordinator = self._engine.coordinator
+        if coordinator is not None and self._loop.usable:
+            telling = self._loop.submit(partial(coordinator.depart, reason, failed=failed))
             if wait_s:
                 with suppress(TimeoutError):
                     telling.result(wait_s)
@@ -655,4 +660,4 @@ def _number(step: object) -> int | None:
 
 async def _prune(engine: Engine, rules: Retention, dry_run: bool) -> Pruned:
     async with engine.cleaning:
-        return await keep.prune(engine, rules, dry_run=dry_run)
+        return await maintenance.prune(engine, rules, dry_run=dry_run)

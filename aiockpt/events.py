@@ -2,7 +2,7 @@
 
 Events are emitted on the engine's loop thread, in the order in which things happened to one save. An observer must be
 quick (hand longer work to a queue of its own); one that raises is reported once and never harms a save. One with work to
-do beside that, such as writing a file, is a `Companion`.
+do beside that, such as writing a file, is a `BackgroundTask`.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Observer(Protocol):
 
 
 @runtime_checkable
-class Companion(Observer, Protocol):
+class BackgroundTask(Observer, Protocol):
     """An observer with work of its own: the checkpointer runs it beside the engine, on the same loop.
 
     What goes wrong in it is logged and harms no save.

@@ -119,7 +119,7 @@ def may_be_thinned(
     """Return the steps of the current lineage that are *kept* and may have to be thinned, the newest first.
 
     Which of them are whole is not known here: the newest `Retention.optimizer` that are, and the newest verified of those,
-    stay so (`aiockpt.engine.keep`). One that is read or saved now is left for later, and so is a damaged one.
+    stay so (`aiockpt.engine.maintenance`). One that is read or saved now is left for later, and so is a damaged one.
     """
     if rules.optimizer is None:
         return []

@@ -27,8 +27,8 @@ import numpy as np
 from aiockpt.backends.local_handle import PAGE_BYTES, DirectMode, Handle
 from aiockpt.backends.local_tree import Tree, link_error, split_key
 from aiockpt.errors import ObjectNotFoundError, StorageError, UsageError
+from aiockpt.runtime.host_memory import map_pages
 from aiockpt.runtime.limits import Limiter, run_blocking
-from aiockpt.runtime.memory import map_pages
 from aiockpt.runtime.world import Files
 from aiockpt.storage.backend import Seen
 

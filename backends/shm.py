@@ -24,8 +24,8 @@ from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.local_reader import LocalReader
 from aiockpt.backends.local_upload import LocalUpload
 from aiockpt.errors import StorageAccessError, StorageError, StorageFullError, from_os_error
+from aiockpt.runtime.host_memory import available_bytes
 from aiockpt.runtime.limits import Limiter, run_blocking
-from aiockpt.runtime.memory import available_bytes
 from aiockpt.runtime.world import Files, World
 from aiockpt.storage.backend import Listing, Space, Stat, Traits, check_key
 

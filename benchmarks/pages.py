@@ -109,6 +109,10 @@ def warm(folder: Path, *, at_least: float = 0.99) -> float:
     return there
 
 
+GROWTH_READS = 16
+"""Of 64 MiB, after which the page cache must have grown by one of them, or it grows no more."""
+
+
 class Occupier:
     """Holds free memory with the page cache of a sparse file at *scratch*, all but *keep_free_bytes*.
 
@@ -127,9 +131,15 @@ class Occupier:
         self._buffer = bytearray(64 * MIB)
 
     def fill(self) -> None:
-        """Take what has become free since the last time."""
-        while _free_bytes() > self._keep_free_bytes and self._file.readinto(self._buffer):
-            pass
+        """Take what has become free since the last time, as far as the page cache may grow (a container may limit it)."""
+        before = _free_bytes()
+        while before > self._keep_free_bytes:
+            for _ in range(GROWTH_READS):
+                self._file.readinto(self._buffer)
+            after = _free_bytes()
+            if after > before - len(self._buffer):
+                return
+            before = after
 
     def close(self) -> None:
         """Give all of it back."""

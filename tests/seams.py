@@ -15,14 +15,14 @@ import pytest
 import aiockpt
 from aiockpt.adapters.native import StateWalker
 from aiockpt.engine.context import Engine
-from aiockpt.engine.ticket import Call, Capture, Ticket
-from aiockpt.engine.together import withdraw
+from aiockpt.engine.job import Call, Capture, SaveJob
 from aiockpt.format.names import step_id
+from aiockpt.lazy.version_check import VersionCheck
 from aiockpt.options import Options
 from aiockpt.pipeline import snapshot as copying
 from aiockpt.pipeline.collect import lease_key
 from aiockpt.pipeline.discover import StepEntry, look_at
-from aiockpt.pipeline.version_check import VersionCheck
+from aiockpt.ranks.save import abort_attempt
 from aiockpt.runtime.promise import SavePromise
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend
@@ -50,18 +50,18 @@ def hold_up_copies(
     monkeypatch: pytest.MonkeyPatch, before_window: Callable[[], object], before_compare: Callable[[], object]
 ) -> None:
     """Have each window of each copy wait for *before_window*, and the comparison after the last for *before_compare*."""
-    move, compare = copying._copy_beside, Ticket._compare
+    move, compare = copying._copy_beside, SaveJob._compare
 
     def copy_later(base: int, moves: Any, number: int) -> None:
         before_window()
         move(base, moves, number)
 
-    def compare_later(ticket: Ticket) -> None:
+    def compare_later(job: SaveJob) -> None:
         before_compare()
-        compare(ticket)
+        compare(job)
 
     monkeypatch.setattr(copying, "_copy_beside", copy_later)
-    monkeypatch.setattr(Ticket, "_compare", compare_later)
+    monkeypatch.setattr(SaveJob, "_compare", compare_later)
 
 
 def compare_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,17 +85,17 @@ def promise_of(save: aiockpt.SaveFuture) -> SavePromise:
     return save._save
 
 
-def _ticket_of(save: aiockpt.SaveFuture) -> Ticket:
-    ticket = getattr(promise_of(save).cancel_work, "__self__", None)
-    assert isinstance(ticket, Ticket)
-    return ticket
+def _ticket_of(save: aiockpt.SaveFuture) -> SaveJob:
+    job = getattr(promise_of(save).cancel_work, "__self__", None)
+    assert isinstance(job, SaveJob)
+    return job
 
 
 async def give_up_voted(backend: Backend, world: World, step: int, state: Mapping[str, Any]) -> None:
     """Give up, as a rank does that hears of another one's failure, the one attempt at *step* that is there."""
     engine = Engine(backend, InlineLoop("rank", lambda: None), Options(), (), world, aiockpt.Ranks())
-    ticket = Ticket(engine, Call(step=step), Capture(state=StateWalker().walk(state)))
-    ticket.prepare()
+    job = SaveJob(engine, Call(step=step), Capture(state=StateWalker().walk(state)))
+    job.prepare()
     (attempt,) = (await look_at(backend, step_id(step))).attempts
-    await withdraw([engine], ticket, attempt, RuntimeError("a rank has failed"), untold=None)
-    ticket.cancel()
+    await abort_attempt([engine], job, attempt, RuntimeError("a rank has failed"), untold=None)
+    job.cancel()

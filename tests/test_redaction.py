@@ -22,7 +22,7 @@ from aiockpt.events import Event
 from aiockpt.options import Options
 from aiockpt.redaction import hide, hide_options, redact, redact_error
 from aiockpt.storage.open import open_backend
-from aiockpt.worker.orders import compose_hello
+from aiockpt.worker.setup import compose_setup
 
 
 @pytest.fixture(autouse=True)
@@ -172,7 +172,7 @@ def test_a_checkpointer_shows_its_url_without_the_password_and_uses_it_with(
     shown += ["".join(traceback.format_exception(caught.value)), *told.events, caplog.text]
     shown += [
         aiockpt.Tier(URL),
-        compose_hello([aiockpt.Tier(URL)], Options(), aiockpt.Ranks(0, 1, None)),
+        compose_setup([aiockpt.Tier(URL)], Options(), aiockpt.Ranks(0, 1, None)),
     ]
     assert vault.opened_with == URL
     for each in shown:
@@ -190,7 +190,7 @@ def test_tiers_are_called_by_what_was_given_and_shown_without_it(vault: type[_Va
 
 
 def test_a_tier_without_the_other_has_the_true_url_for_the_writer_process() -> None:
-    hello = compose_hello([aiockpt.Tier(URL)], Options(), aiockpt.Ranks(0, 1, None))
+    hello = compose_setup([aiockpt.Tier(URL)], Options(), aiockpt.Ranks(0, 1, None))
     assert b"pw-of-mine" in msgspec.json.encode(
         hello
     )  # which goes through a socket, not into the arguments or environment

@@ -33,7 +33,7 @@ from aiockpt.adapters.composites import (
     take_apart,
 )
 from aiockpt.adapters.dtensors import boxes_of, is_dtensor, local_of
-from aiockpt.adapters.intake import Intake
+from aiockpt.adapters.matcher import Matcher
 from aiockpt.adapters.tensors import dtype_code, is_plain
 from aiockpt.errors import StateMismatchError
 from aiockpt.format.names import join_name
@@ -42,7 +42,7 @@ from aiockpt.state.tree import TAG, Node, Path, damaged
 Thunk = Callable[[], Any]
 
 
-def ask_composite(path: Path, live: Any, node: Node, intake: Intake) -> Thunk | None:
+def ask_composite(path: Path, live: Any, node: Node, matcher: Matcher) -> Thunk | None:
     """Ask for what the composite tensor of *node* is made of; return what gives it in a step: *live* itself, filled.
 
     Args:
@@ -52,52 +52,52 @@ def ask_composite(path: Path, live: Any, node: Node, intake: Intake) -> Thunk | 
         None, and a note, where it does not fit.
     """
     if not isinstance(live, torch.Tensor):
-        return intake.value(path, node)
+        return matcher.value(path, node)
     if not is_composite(live) or is_dtensor(live) is not (node[TAG] == SPREAD):
-        intake.mismatch(path, f"{_here(live)} in the state, {_there(node)} in the checkpoint")
+        matcher.mismatch(path, f"{_here(live)} in the state, {_there(node)} in the checkpoint")
         return None
     if is_dtensor(live):
-        return _ask_spread(path, live, node, intake)
-    return _ask_one(path, live, read_written(node, path), intake)
+        return _ask_spread(path, live, node, matcher)
+    return _ask_one(path, live, read_written(node, path), matcher)
 
 
-def ask_value(path: Path, live: Any, node: Node, intake: Intake, like: torch.Tensor) -> Thunk:
+def ask_value(path: Path, live: Any, node: Node, matcher: Matcher, like: torch.Tensor) -> Thunk:
     """Ask for a plain value, or for a composite tensor among plain values; return what gives it in a step.
 
     Args:
         like: the tensor whose state it is: a new one that is spread over ranks is spread like it.
     """
     if is_composite_node(node) and isinstance(live, torch.Tensor):
-        return ask_composite(path, live, node, intake) or (lambda: live)
+        return ask_composite(path, live, node, matcher) or (lambda: live)
     if is_composite_node(node) and node[TAG] == SPREAD and is_dtensor(like):
-        return _ask_new_spread(path, like, node, intake) or (lambda: live)
+        return _ask_new_spread(path, like, node, matcher) or (lambda: live)
     # As it was saved, type included: what is here now says nothing of what it has become (LBFGS's step size).
-    return intake.value(path, node, live, fresh=True)
+    return matcher.value(path, node, live, fresh=True)
 
 
-def load_composite(path: Path, live: torch.Tensor, node: Node, intake: Intake) -> None:
+def load_composite(path: Path, live: torch.Tensor, node: Node, matcher: Matcher) -> None:
     """Fill a composite tensor that has a name of its own, or one that was saved as such, by what the checkpoint has."""
-    if not intake.selects(path):
+    if not matcher.selects(path):
         return
     if is_composite_node(node):
-        filled = ask_composite(path, live, node, intake)
+        filled = ask_composite(path, live, node, matcher)
     elif type(node) is dict and node.get(TAG) == "codec":
-        filled = _ask_codec(path, live, node, intake)
+        filled = _ask_codec(path, live, node, matcher)
     else:
         filled = None
-        intake.mismatch(path, f"{_here(live)} in the state, another value in the checkpoint")
+        matcher.mismatch(path, f"{_here(live)} in the state, another value in the checkpoint")
     if filled is not None:
-        intake.later(filled)
+        matcher.later(filled)
 
 
-def _ask_codec(path: Path, live: torch.Tensor, node: Node, intake: Intake) -> Thunk:
-    value = intake.value(path, node, fresh=True)
+def _ask_codec(path: Path, live: torch.Tensor, node: Node, matcher: Matcher) -> Thunk:
+    value = matcher.value(path, node, fresh=True)
 
     def replace() -> None:
         made = value()
         if not isinstance(made, torch.Tensor) or not replace_content(live, made):
             raise StateMismatchError(
-                intake.where,
+                matcher.where,
                 [f"{join_name(path)}: what the codec {node['name']!r} made cannot take the place of {in_words(live)}"],
                 "The state is partly overwritten: build it anew.",
             )
@@ -115,15 +115,15 @@ def _there(node: Mapping[str, Any]) -> str:
     return f"one of {node.get('class')} ({node.get('kind')}, {node.get('dtype')})"
 
 
-def _find_part(path: Path, like: Any, node: Mapping[str, Any], intake: Intake) -> str | None:
+def _find_part(path: Path, like: Any, node: Mapping[str, Any], matcher: Matcher) -> str | None:
     """Return the key of the part of a spread tensor that this rank has of one like *like*; None, and a note, for none."""
-    intake.pass_over(path)
+    matcher.pass_over(path)
     key, parts = box_key(boxes_of(like, path)), node.get("parts")
     if type(parts) is not dict or not all(map(is_composite_node, parts.values())):
         raise damaged(path, "is not a tensor in parts that was ever saved")
     if key in parts and tuple(node.get("shape", ())) == tuple(like.shape):
         return key
-    intake.problem(
+    matcher.problem(
         f"{join_name(path)}: elements {key} of shape {tuple(like.shape)} are here, and the checkpoint has the parts "
         f"{', '.join(sorted(parts)) or 'of no rank'}: a tensor that is made of others is not cut anew; load it with the "
         "sharding that it was saved with"
@@ -131,23 +131,23 @@ def _find_part(path: Path, like: Any, node: Mapping[str, Any], intake: Intake) -
     return None
 
 
-def _ask_new_spread(path: Path, like: Any, node: Mapping[str, Any], intake: Intake) -> Thunk | None:
-    key = _find_part(path, like, node, intake) if boxes_of(like, path) else None
+def _ask_new_spread(path: Path, like: Any, node: Mapping[str, Any], matcher: Matcher) -> Thunk | None:
+    key = _find_part(path, like, node, matcher) if boxes_of(like, path) else None
     if key is None:
         return None
-    local = intake.value((*path, f"@{key}"), node["parts"][key])
+    local = matcher.value((*path, f"@{key}"), node["parts"][key])
     from torch.distributed.tensor import DTensor
 
     mesh, placements, shape, stride = like.device_mesh, like.placements, like.shape, like.stride()
     return lambda: DTensor.from_local(local(), mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def _ask_spread(path: Path, live: Any, node: Mapping[str, Any], intake: Intake) -> Thunk | None:
+def _ask_spread(path: Path, live: Any, node: Mapping[str, Any], matcher: Matcher) -> Thunk | None:
     if not boxes_of(live, path):
-        intake.pass_over(path)
+        matcher.pass_over(path)
         return lambda: live
-    key = _find_part(path, live, node, intake)
-    filled = key and ask_composite((*path, f"@{key}"), local_of(live), node["parts"][key], intake)
+    key = _find_part(path, live, node, matcher)
+    filled = key and ask_composite((*path, f"@{key}"), local_of(live), node["parts"][key], matcher)
     if not filled:
         return None
 
@@ -158,21 +158,21 @@ def _ask_spread(path: Path, live: Any, node: Mapping[str, Any], intake: Intake) 
     return fill
 
 
-def _ask_one(path: Path, live: Any, written: Written, intake: Intake) -> Thunk | None:
+def _ask_one(path: Path, live: Any, written: Written, matcher: Matcher) -> Thunk | None:
     here = take_apart(live)
-    problem = _misfit(live, here, written, path, intake)
+    problem = _misfit(live, here, written, path, matcher)
     if problem is not None:
-        intake.mismatch(path, problem)
+        matcher.mismatch(path, problem)
         return None
-    intake.rewrites(path)
-    if here.kind == SUBCLASS and _fill_in_place(path, here, written, intake):
+    matcher.rewrites(path)
+    if here.kind == SUBCLASS and _fill_in_place(path, here, written, matcher):
         return lambda: live
-    made = _ask_new(path, live, here, written, intake)
+    made = _ask_new(path, live, here, written, matcher)
 
     def replace() -> Any:
         if not replace_content(live, made()):
             raise StateMismatchError(
-                intake.where,
+                matcher.where,
                 [f"{join_name(path)}: {in_words(live)} is held by others and cannot become what was saved"],
                 "The state is partly overwritten: build it anew, without views or gradients of this tensor.",
             )
@@ -181,29 +181,29 @@ def _ask_one(path: Path, live: Any, written: Written, intake: Intake) -> Thunk |
     return replace
 
 
-def ask_new(path: Path, live: torch.Tensor, node: Node, intake: Intake) -> Thunk | None:
+def ask_new(path: Path, live: torch.Tensor, node: Node, matcher: Matcher) -> Thunk | None:
     """Ask for a new tensor, on the CPU, of the class of *live*, which keeps what it has; None, and a note, as above."""
     if not is_composite(live) or is_dtensor(live) or node[TAG] == SPREAD:
-        intake.mismatch(path, f"{_here(live)} in the state, {_there(node)} in the checkpoint")
+        matcher.mismatch(path, f"{_here(live)} in the state, {_there(node)} in the checkpoint")
         return None
     written, here = read_written(node, path), take_apart(live)
-    problem = _misfit(live, here, written, path, intake)
+    problem = _misfit(live, here, written, path, matcher)
     if problem is not None:
-        intake.mismatch(path, problem)
+        matcher.mismatch(path, problem)
         return None
-    return _ask_new(path, torch.empty(0), here, written, intake, type(live))
+    return _ask_new(path, torch.empty(0), here, written, matcher, type(live))
 
 
 def _ask_new(
-    path: Path, like: torch.Tensor, here: Parts, written: Written, intake: Intake, cls: type | None = None
+    path: Path, like: torch.Tensor, here: Parts, written: Written, matcher: Matcher, cls: type | None = None
 ) -> Thunk:
     cls = class_to_make(written, path, cls or type(like))
-    tensors = {key: _ask_part((*path, key), node, like, intake) for key, node in written.tensors.items()}
-    facts: Thunk = (lambda: here.facts) if written.shown is not None else intake.value((*path, FACTS), written.facts)
+    tensors = {key: _ask_part((*path, key), node, like, matcher) for key, node in written.tensors.items()}
+    facts: Thunk = (lambda: here.facts) if written.shown is not None else matcher.value((*path, FACTS), written.facts)
     return lambda: make(written, path, cls, {key: part() for key, part in tensors.items()}, facts())
 
 
-def _misfit(live: torch.Tensor, here: Parts, written: Written, path: Path, intake: Intake) -> str | None:
+def _misfit(live: torch.Tensor, here: Parts, written: Written, path: Path, matcher: Matcher) -> str | None:
     there = f"{written.cls} ({written.dtype}, shape {written.shape})"
     mine = f"{class_name(type(live))} ({live.dtype}, shape {tuple(live.shape)})"
     if (here.kind, tuple(live.shape), live.dtype) != (written.kind, written.shape, written.dtype):
@@ -212,12 +212,12 @@ def _misfit(live: torch.Tensor, here: Parts, written: Written, path: Path, intak
         return None
     if here.cls != written.cls:
         return f"{mine} in the state, {there} in the checkpoint"
-    known = intake.encode_facts(lambda encoder: write_facts(here, path, encoder))
+    known = matcher.encode_facts(lambda encoder: write_facts(here, path, encoder))
     saved = {SHOWN_FACTS: written.shown} if written.shown is not None else {FACTS: written.facts}
     return None if known == saved else f"{mine} knows {here.facts!r}, and other things in the checkpoint: {saved}"
 
 
-def _fill_in_place(path: Path, here: Parts, written: Written, intake: Intake) -> bool:
+def _fill_in_place(path: Path, here: Parts, written: Written, matcher: Matcher) -> bool:
     """Have the parts filled where they lie, if all of them fit; say whether."""
     if here.tensors.keys() != written.tensors.keys():
         return False
@@ -227,21 +227,21 @@ def _fill_in_place(path: Path, here: Parts, written: Written, intake: Intake) ->
             if not is_composite(inner):
                 return False
             continue
-        facts = intake.facts(written.tensors[key]["name"])
+        facts = matcher.facts(written.tensors[key]["name"])
         if not is_plain(inner) or facts != (dtype_code(inner.dtype), tuple(inner.shape)):
             return False
     for key, inner in here.tensors.items():
         if key not in nested:
-            intake.want((*path, key), inner, stored=written.tensors[key]["name"])
+            matcher.want((*path, key), inner, stored=written.tensors[key]["name"])
         else:
-            filled = ask_composite((*path, key), inner, written.tensors[key], intake)
+            filled = ask_composite((*path, key), inner, written.tensors[key], matcher)
             if filled is not None:
-                intake.later(filled)
+                matcher.later(filled)
     return True
 
 
-def _ask_part(path: Path, node: Node, like: torch.Tensor, intake: Intake) -> Thunk:
+def _ask_part(path: Path, node: Node, like: torch.Tensor, matcher: Matcher) -> Thunk:
     if is_composite_node(node):
-        return intake.value(path, node)
-    tensor = intake.fill(path, node["name"], None, like.device)
+        return matcher.value(path, node)
+    tensor = matcher.fill(path, node["name"], None, like.device)
     return lambda: tensor

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
-from aiockpt.adapters.intake import Intake
 from aiockpt.adapters.kinds import kind_of
-from aiockpt.adapters.match import DICTS, name_of_node, removed
+from aiockpt.adapters.matcher import Matcher
+from aiockpt.adapters.plain_values import DICTS, name_of_node, removed
 from aiockpt.adapters.stored import members_of
 from aiockpt.errors import UsageError, kind_in_words
 from aiockpt.format.names import join_name
@@ -45,33 +45,33 @@ def set_tuple(container: Any, key: Any, items: list[Any]) -> None:
         container[key] = tuple(items)
 
 
-def keys_only_here(container: Mapping[Any, Any], path: Path, intake: Intake) -> list[Any]:
+def keys_only_here(container: Mapping[Any, Any], path: Path, matcher: Matcher) -> list[Any]:
     """Return the keys of the plain values that the checkpoint's dict at *path* does not have."""
-    found = intake.find(path)
-    if found is None or name_of_node(found.node) not in DICTS or not intake.selects(path):
+    found = matcher.find(path)
+    if found is None or name_of_node(found.node) not in DICTS or not matcher.selects(path):
         return []
     plain = (key for key, value in container.items() if kind_of(value) == "value")
-    return [key for key in plain if intake.find((*path, key)) is None and not intake.stays((*path, key))]
+    return [key for key in plain if matcher.find((*path, key)) is None and not matcher.stays((*path, key))]
 
 
-def settle_dict(container: MutableMapping[Any, Any], gone: list[Any], path: Path, intake: Intake) -> None:
+def settle_dict(container: MutableMapping[Any, Any], gone: list[Any], path: Path, matcher: Matcher) -> None:
     """Make the plain part of the dict at *path* what was saved, once its parts are asked for.
 
     Args:
         gone: `keys_only_here`.
     """
-    found = intake.find(path)
-    if found is None or name_of_node(found.node) not in DICTS or not intake.selects(path):
+    found = matcher.find(path)
+    if found is None or name_of_node(found.node) not in DICTS or not matcher.selects(path):
         return
-    if (problem := intake.hold(container, found.node, path)) is not None:
-        intake.problem(f"{join_name(path)}: {problem}")
+    if (problem := matcher.hold(container, found.node, path)) is not None:
+        matcher.problem(f"{join_name(path)}: {problem}")
         return
     if gone:
-        intake.tell(removed(path, gone))
-        intake.later(lambda: [container.pop(key, None) for key in gone])
+        matcher.tell(removed(path, gone))
+        matcher.later(lambda: [container.pop(key, None) for key in gone])
     order = list(members_of(found.node))
-    intake.complete(path, found.node, set(container), lambda key, value: container.__setitem__(key, value()))
-    intake.later(lambda: _put_in_order(container, order), last=True)
+    matcher.complete(path, found.node, set(container), lambda key, value: container.__setitem__(key, value()))
+    matcher.later(lambda: _put_in_order(container, order), last=True)
 
 
 def _put_in_order(container: MutableMapping[Any, Any], order: list[Any]) -> None:

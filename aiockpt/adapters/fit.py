@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy as is_uninitialized
 
-from aiockpt.adapters.held import FlatRange, Held
+from aiockpt.adapters.local_shards import FlatRange, LocalShards
 from aiockpt.adapters.tensors import dtype_code, empty_like, is_lazy, local_tensors, overlaps_itself
 from aiockpt.errors import kind_in_words
 from aiockpt.format.dtypes import torch_name
@@ -26,7 +26,7 @@ def fits(live: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor | torch.
     return tuple(live.shape) == shape and all(map(_fillable, local_tensors(live)))
 
 
-def misfit(own_dtype: torch.dtype, held: Held, dtype: str, shape: tuple[int, ...]) -> str | None:
+def misfit(own_dtype: torch.dtype, held: LocalShards, dtype: str, shape: tuple[int, ...]) -> str | None:
     """Return in words why a tensor of *own_dtype* cannot be filled from one of code *dtype* and *shape*, or None."""
     if held.shape != shape:
         return f"shape {held.shape} in the state, {shape} in the checkpoint"

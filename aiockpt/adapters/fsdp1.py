@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from aiockpt.adapters.dtensors import part_of_spec
-from aiockpt.adapters.held import FlatRange
+from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.errors import kind_in_words
 from aiockpt.state.geometry import Box
 from aiockpt.state.tree import Path, refuse

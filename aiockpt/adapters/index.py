@@ -13,8 +13,8 @@ from torch import nn
 
 from aiockpt.adapters.fsdp1 import find_slices
 from aiockpt.adapters.fsdp2 import show_shards
-from aiockpt.adapters.held import FlatRange
 from aiockpt.adapters.kinds import kind_of, members
+from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.module import walk_modules
 from aiockpt.adapters.tensors import local_tensors, memory_key
 from aiockpt.errors import kind_in_words

@@ -71,7 +71,7 @@ class _Stateful(Protocol):
     def load_state_dict(self, state: Any) -> Any: ...
 
 
-class HeldState(msgspec.Struct, frozen=True):
+class FrozenState(msgspec.Struct, frozen=True):
     """The state of a loader at one batch, as plain values.
 
     Attributes:
@@ -129,7 +129,7 @@ class Loader(Generic[Batch]):
         self._reader = _find_reader(source)
         self._ahead_count = ahead_count
         self._prepare = prepare
-        self._handed_out: HeldState | None = None
+        self._handed_out: FrozenState | None = None
         self._iteration: object = None
         self._goes_on = False
         if self._reader is None and not isinstance(source, _Stateful):
@@ -161,7 +161,7 @@ class Loader(Generic[Batch]):
                 self._iteration = None
 
     def _give_all(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        taken: deque[tuple[Batch, HeldState | None]] = deque()
+        taken: deque[tuple[Batch, FrozenState | None]] = deque()
         for batch in batches:
             if isinstance(self._reader, Prefetched):
                 self._reader.hand_out()
@@ -175,14 +175,14 @@ class Loader(Generic[Batch]):
             self._reader.end_epoch()
         self._handed_out = None
 
-    def held(self) -> HeldState:
+    def held(self) -> FrozenState:
         """Return the state at the batch that was handed out last; no worker is asked, and none is waited for.
 
         What is not read ahead is read now: the source stands where training does. Otherwise it was kept with the batch.
         """
         held = self._handed_out or self._read()
         iterating = self._goes_on or self._iteration is not None
-        return HeldState(held.form, held.shared, {**held.own, "iterating": iterating})
+        return FrozenState(held.form, held.shared, {**held.own, "iterating": iterating})
 
     def misfit(self, form: Any, size: int, readers: Mapping[str, Any]) -> str | None:
         """Return why a saved state cannot go on here, or None.
@@ -190,7 +190,7 @@ class Loader(Generic[Batch]):
         Args:
             form: how it was saved.
             size: by how many data-parallel ranks.
-            readers: `HeldState.own` of each of them, by rank in decimal.
+            readers: `FrozenState.own` of each of them, by rank in decimal.
         """
         if sorted(readers) != sorted(map(str, range(size))):
             return f"the checkpoint has the state of the data-parallel ranks {sorted(readers)[:8]}, of {size}"
@@ -226,8 +226,8 @@ class Loader(Generic[Batch]):
         """Go on from a saved state.
 
         Args:
-            shared: as in `HeldState`.
-            owns: `HeldState.own` of the `needed_ranks`, in their order.
+            shared: as in `FrozenState`.
+            owns: `FrozenState.own` of the `needed_ranks`, in their order.
 
         Raises:
             UsageError: the state is not what `held` returns, or the source refuses it.
@@ -250,20 +250,20 @@ class Loader(Generic[Batch]):
         dealt = reshard([part for parts in saved for part in parts], self.size * count)
         return dealt[self.rank * count : (self.rank + 1) * count]
 
-    def _give(self, batch: Batch, state: HeldState | None) -> Batch:
+    def _give(self, batch: Batch, state: FrozenState | None) -> Batch:
         self._handed_out = state
         return batch
 
-    def _read(self) -> HeldState:
+    def _read(self) -> FrozenState:
         """Return the state of the source as it is."""
         if self._reader is not None:
             parts = self._reader.parts()
-            return HeldState("parts", parts[0].shared, {"parts": [write_part(part) for part in parts]})
+            return FrozenState("parts", parts[0].shared, {"parts": [write_part(part) for part in parts]})
         with torch.random.fork_rng(devices=[]):  # a StatefulDataLoader may begin its iteration to say where it is
             state = self._source.state_dict()  # type: ignore[attr-defined]  # checked when it was wrapped
         if self._ahead_count:
             state = copy.deepcopy(state)  # the source goes on and may change what it returned
-        return HeldState("whole", None, {"workers": _worker_count(self._source), "state": state})
+        return FrozenState("whole", None, {"workers": _worker_count(self._source), "state": state})
 
 
 def data_ranks(rank: int | None, size: int | None) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from aiockpt.adapters.composites import is_composite
 from aiockpt.adapters.fsdp1 import is_fsdp1
 from aiockpt.adapters.fsdp2 import is_own_hook
-from aiockpt.adapters.held import FlatRange
+from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.run import Run
 from aiockpt.adapters.selection import Choice
 from aiockpt.adapters.tensors import facts_of

@@ -26,8 +26,8 @@ from aiockpt.adapters.composite_nodes import is_composite_node
 from aiockpt.adapters.composite_target import ask_new, load_composite
 from aiockpt.adapters.composites import in_words, is_composite
 from aiockpt.adapters.fit import new_tensor
-from aiockpt.adapters.held import FlatRange
-from aiockpt.adapters.intake import Intake
+from aiockpt.adapters.local_shards import FlatRange
+from aiockpt.adapters.matcher import Matcher
 from aiockpt.adapters.module import (
     EXTRA,
     METADATA,
@@ -75,21 +75,21 @@ class _Source(msgspec.Struct, frozen=True):
     values: Mapping[str, Node]
     metadata: Mapping[str, Any] | None
 
-    def stored_name(self, path: Path, intake: Intake) -> str:
+    def stored_name(self, path: Path, matcher: Matcher) -> str:
         """Return what the leaf at *path* of the state is called in the checkpoint."""
         key = self.keys.get(below(self.path, path)) if self.keys else None
-        return intake.stored_name(path) if key is None else join_name((*split_name(self.name), key))
+        return matcher.stored_name(path) if key is None else join_name((*split_name(self.name), key))
 
 
-def _open_source(path: Path, intake: Intake) -> _Source:
-    name = intake.stored_name(path)
-    node = intake.find_tagged(path, "module")
+def _open_source(path: Path, matcher: Matcher) -> _Source:
+    name = matcher.stored_name(path)
+    node = matcher.find_tagged(path, "module")
     if node is not None:
         return _Source(path, name, {}, node.get("values", {}), node.get(METADATA, {}))
-    found = intake.find(path)
+    found = matcher.find(path)
     saved = {} if found is None else children(found.node)
     start = len(split_name(name))
-    below_it = (split_name(other)[start:] for other in intake.left_out_below(name))
+    below_it = (split_name(other)[start:] for other in matcher.left_out_below(name))
     all_keys = {**saved, **{str(parts[0]): None for parts in below_it if "." in str(parts[0])}}
     if not all_keys:
         return _Source(path, name, {}, {}, None)
@@ -113,33 +113,33 @@ def _is_tensor(node: Node) -> bool:
     return type(node) is dict and node.get(TAG) == "tensor"
 
 
-def load_module(module: nn.Module, path: Path, slices: Slices, intake: Intake) -> None:
+def load_module(module: nn.Module, path: Path, slices: Slices, matcher: Matcher) -> None:
     """Ask *intake* for all that a module holds."""
-    intake.claim(path)
-    source = _open_source(path, intake)
+    matcher.claim(path)
+    source = _open_source(path, matcher)
     for member_path, member, direct in walk_parts(module, path, lambda member: _fills_directly(member, slices)):
         if not direct:
-            _OwnLoad(member, member_path, source, intake).prepare()
+            _OwnLoad(member, member_path, source, matcher).prepare()
             continue
         for tensor_path, tensor in walk_tensors(member, member_path):
-            _load_tensor(tensor, tensor_path, slices(tensor), source, intake)
+            _load_tensor(tensor, tensor_path, slices(tensor), source, matcher)
         if has_extra(member):
-            _load_extra(member, member_path, source, intake)
+            _load_extra(member, member_path, source, matcher)
 
 
-def _load_tensor(tensor: torch.Tensor, path: Path, flat: FlatRange | None, source: _Source, intake: Intake) -> None:
+def _load_tensor(tensor: torch.Tensor, path: Path, flat: FlatRange | None, source: _Source, matcher: Matcher) -> None:
     key = below(source.path, path)
     if key in source.values:
-        load_composite(path, tensor, source.values[key], intake)
-        intake.leave(source.stored_name(path, intake))
+        load_composite(path, tensor, source.values[key], matcher)
+        matcher.leave(source.stored_name(path, matcher))
         return
-    name = source.stored_name(path, intake) if source.keys else None
+    name = source.stored_name(path, matcher) if source.keys else None
     if not is_composite(tensor):
-        intake.want(path, tensor, flat, stored=name)
-    elif intake.facts(name or intake.stored_name(path)) is not None:
-        intake.mismatch(path, f"{in_words(tensor)} in the state, an ordinary tensor in the checkpoint")
-    elif not intake.stays(path, tensor, stored=name):
-        intake.miss(path)
+        matcher.want(path, tensor, flat, stored=name)
+    elif matcher.facts(name or matcher.stored_name(path)) is not None:
+        matcher.mismatch(path, f"{in_words(tensor)} in the state, an ordinary tensor in the checkpoint")
+    elif not matcher.stays(path, tensor, stored=name):
+        matcher.miss(path)
 
 
 def _fills_directly(member: nn.Module, slices: Slices) -> bool:
@@ -149,40 +149,40 @@ def _fills_directly(member: nn.Module, slices: Slices) -> bool:
     return saves_directly(member) and any(slices(parameter) is not None for parameter in member.parameters())
 
 
-def _load_extra(member: nn.Module, path: Path, source: _Source, intake: Intake) -> None:
+def _load_extra(member: nn.Module, path: Path, source: _Source, matcher: Matcher) -> None:
     name = (*path, EXTRA)
-    if not intake.selects(name):
+    if not matcher.selects(name):
         return
     node = source.values.get(below(source.path, name))
     if node is None and below(source.path, name) not in source.values:
-        if not intake.stays(name, stored=source.stored_name(name, intake)):
-            intake.miss(name)
+        if not matcher.stays(name, stored=source.stored_name(name, matcher)):
+            matcher.miss(name)
         return
-    value = intake.value(name, node)
-    intake.leave(source.stored_name(name, intake))
+    value = matcher.value(name, node)
+    matcher.leave(source.stored_name(name, matcher))
 
     def apply() -> None:
-        with asking(member, path, intake.where):
+        with asking(member, path, matcher.where):
             member.set_extra_state(value())
 
-    intake.later(apply, may_refuse=True)
+    matcher.later(apply, may_refuse=True)
 
 
 class _OwnLoad:
     """One module that loads itself, being prepared: what is stored below its name, by the keys it knows."""
 
-    def __init__(self, member: nn.Module, path: Path, source: _Source, intake: Intake) -> None:
+    def __init__(self, member: nn.Module, path: Path, source: _Source, matcher: Matcher) -> None:
         self._bare = unwrap(member)
         self._path = path
         self._source = source
-        self._intake = intake
+        self._matcher = matcher
         self._tensors: dict[str, torch.Tensor] = {}
         self._values: dict[str, Callable[[], Any]] = {}
 
     def prepare(self) -> None:
         """Ask for all that is stored of it."""
-        intake = self._intake
-        if not intake.selects_whole(self._path, _WHOLE):
+        matcher = self._matcher
+        if not matcher.selects_whole(self._path, _WHOLE):
             return
         current, versions = own_state(self._bare, self._path)
         values = dict(self._stored_values())
@@ -194,7 +194,7 @@ class _OwnLoad:
         if current and not tensors and not values:
             for key in current:
                 if key not in stay:
-                    intake.miss(self._leaf(key))
+                    matcher.miss(self._leaf(key))
             return
         self._values |= {key: partial(self._current, key) for key in stay}
         made: dict[str, torch.Tensor] = {}
@@ -202,24 +202,24 @@ class _OwnLoad:
             self._want(key, name, current.get(key), made)
         for key, node in values.items():
             self._values[key] = self._ask_value(key, node, current.get(key))
-            intake.leave(self._source.stored_name(self._leaf(key), intake))
+            matcher.leave(self._source.stored_name(self._leaf(key), matcher))
         for key in current:
-            intake.rewrites(self._leaf(key))
-            if not intake.strict and key not in tensors and key not in values and key not in stay:
-                intake.miss(self._leaf(key))
+            matcher.rewrites(self._leaf(key))
+            if not matcher.strict and key not in tensors and key not in values and key not in stay:
+                matcher.miss(self._leaf(key))
         metadata = self._metadata(versions)
-        intake.later(lambda: self._apply(metadata), may_refuse=True)
+        matcher.later(lambda: self._apply(metadata), may_refuse=True)
 
     def _ask_value(self, key: str, node: Node, live: Any) -> Callable[[], Any]:
         leaf = self._leaf(key)
         if is_composite_node(node) and isinstance(live, torch.Tensor):
-            return ask_new(leaf, live, node, self._intake) or (lambda: live)
-        return self._intake.value(leaf, node, fresh=True)
+            return ask_new(leaf, live, node, self._matcher) or (lambda: live)
+        return self._matcher.value(leaf, node, fresh=True)
 
     def _stays(self, key: str, value: Any) -> bool:
         leaf = self._leaf(key)
         tensor = value if isinstance(value, torch.Tensor) else None
-        return self._intake.stays(leaf, tensor, stored=self._source.stored_name(leaf, self._intake))
+        return self._matcher.stays(leaf, tensor, stored=self._source.stored_name(leaf, self._matcher))
 
     def _current(self, key: str) -> Any:
         """Return what is there now of what was left out, so that the module gets all its keys."""
@@ -230,21 +230,21 @@ class _OwnLoad:
 
     def _stored_tensors(self, current: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """Yield the key and the name in the checkpoint of each tensor that is stored below the module's name."""
-        intake, source = self._intake, self._source
+        matcher, source = self._matcher, self._source
         prefix = below(source.path, self._path)
         if source.keys:
             for bare in source.keys:
                 key = bare.removeprefix(f"{prefix}.") if prefix else bare
-                name = source.stored_name((*source.path, *bare.split(".")), intake)
-                if (key != bare or not prefix) and intake.facts(name) is not None:
+                name = source.stored_name((*source.path, *bare.split(".")), matcher)
+                if (key != bare or not prefix) and matcher.facts(name) is not None:
                     yield key, name
             return
-        renamed = {intake.stored_name(self._leaf(key)): key for key in current}
-        root = intake.stored_name(self._path)
+        renamed = {matcher.stored_name(self._leaf(key)): key for key in current}
+        root = matcher.stored_name(self._path)
         start = len(split_name(root))
-        found = {name: ".".join(map(str, split_name(name)[start:])) for name in intake.names_below(root)}
+        found = {name: ".".join(map(str, split_name(name)[start:])) for name in matcher.names_below(root)}
         for name, key in {**found, **renamed}.items():
-            if intake.facts(name) is not None:
+            if matcher.facts(name) is not None:
                 yield key, name
 
     def _stored_values(self) -> Iterator[tuple[str, Node]]:
@@ -255,23 +255,23 @@ class _OwnLoad:
 
     def _want(self, key: str, name: str, live: Any, made: dict[str, torch.Tensor]) -> None:
         """Ask for one stored tensor: a new one on the CPU; one that is spread over ranks stays spread like what is here."""
-        intake, leaf = self._intake, self._leaf(key)
-        facts = intake.facts(name)
+        matcher, leaf = self._matcher, self._leaf(key)
+        facts = matcher.facts(name)
         assert facts is not None
         code, shape = facts
         if isinstance(live, torch.Tensor) and dtype_code(live.dtype) != code:
-            intake.leave(name)
+            matcher.leave(name)
             there = torch_name(code)
-            intake.problem(f"{join_name(leaf)}: {live.dtype} in the state, torch.{there} in the checkpoint")
+            matcher.problem(f"{join_name(leaf)}: {live.dtype} in the state, torch.{there} in the checkpoint")
             return
         if name not in made:
             like = live if is_spread(live) and tuple(live.shape) == shape else torch.device("cpu")
             dtype = getattr(torch, torch_name(code))
-            made[name] = new_tensor(shape, dtype, like, None, intake.axes_of(name))
-        if intake.want(leaf, made[name], stored=name):
+            made[name] = new_tensor(shape, dtype, like, None, matcher.axes_of(name))
+        if matcher.want(leaf, made[name], stored=name):
             self._tensors[key] = made[name]
             if is_plain(live) and tuple(live.shape) == shape:  # else the module gives it other memory
-                intake.share(leaf, live, name)
+                matcher.share(leaf, live, name)
 
     def _metadata(self, current: Mapping[str, Any]) -> dict[str, Any]:
         """Return what `Module._load_from_state_dict` is told of the versions that were saved.
@@ -299,8 +299,8 @@ class _OwnLoad:
         plain = plain_keys(bare, modules)
         metadata = modules | {plain.get(key, key): value for key, value in versions.items()}
         state._metadata = metadata  # type: ignore[attr-defined]
-        how = {"strict": self._intake.strict} if _takes_strict(bare) else {}
-        with asking(bare, self._path, self._intake.where):
+        how = {"strict": self._matcher.strict} if _takes_strict(bare) else {}
+        with asking(bare, self._path, self._matcher.where):
             bare.load_state_dict(state, **how)
 
 
@@ -313,23 +313,23 @@ def _takes_strict(module: nn.Module) -> bool:
     return any(one.name == "strict" or one.kind is one.VAR_KEYWORD for one in parameters)
 
 
-def load_saved_module(mapping: MutableMapping[str, Any], path: Path, intake: Intake, set_item: SetItem) -> None:
+def load_saved_module(mapping: MutableMapping[str, Any], path: Path, matcher: Matcher, set_item: SetItem) -> None:
     """Fill a ``module.state_dict()``, the dict at *path* of the state, from what was saved as a module.
 
     Args:
         set_item: sets one plain value of a dict, in place where it can.
     """
-    intake.claim(path)
-    node = intake.find_tagged(path, "module") or {}
-    values, root = node.get("values", {}), split_name(intake.stored_name(path))
+    matcher.claim(path)
+    node = matcher.find_tagged(path, "module") or {}
+    values, root = node.get("values", {}), split_name(matcher.stored_name(path))
     for key, value in mapping.items():
         leaf, bare = (*path, key), _bare_key(str(key), mapping)
         if bare in values and isinstance(value, torch.Tensor):
-            load_composite(leaf, value, values[bare], intake)
-        elif bare in values and intake.selects(leaf):
-            decode = intake.value(leaf, values[bare], value)
-            intake.later(lambda key=key, decode=decode: set_item(mapping, key, decode))  # type: ignore[misc]
+            load_composite(leaf, value, values[bare], matcher)
+        elif bare in values and matcher.selects(leaf):
+            decode = matcher.value(leaf, values[bare], value)
+            matcher.later(lambda key=key, decode=decode: set_item(mapping, key, decode))  # type: ignore[misc]
         elif bare not in values and isinstance(value, torch.Tensor):
-            intake.want(leaf, value, stored=join_name((*root, *bare.split("."))))
-        elif bare not in values and not intake.stays(leaf, stored=join_name((*root, *bare.split(".")))):
-            intake.miss(leaf)
+            matcher.want(leaf, value, stored=join_name((*root, *bare.split("."))))
+        elif bare not in values and not matcher.stays(leaf, stored=join_name((*root, *bare.split(".")))):
+            matcher.miss(leaf)

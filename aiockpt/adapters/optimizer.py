@@ -21,8 +21,8 @@ import torch
 from torch.optim import Optimizer
 
 from aiockpt.adapters.composites import has_own_bytes
-from aiockpt.adapters.held import FlatRange
 from aiockpt.adapters.index import Index
+from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.optimizer_forms import NAMES
 from aiockpt.adapters.optimizer_groups import class_name, default_keys
 from aiockpt.adapters.optimizer_parts import Form, Owner, Placed, StateParts, digest_of

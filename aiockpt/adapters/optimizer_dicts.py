@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from aiockpt.adapters.intake import Intake
+from aiockpt.adapters.matcher import Matcher
 from aiockpt.adapters.optimizer_forms import NAMES, Id, SavedOptimizer, is_form, pair_up, read_form, tensor_names
 from aiockpt.adapters.optimizer_groups import agreed_values, keys_misfit, state_keys
 from aiockpt.format.names import split_name
@@ -34,15 +34,15 @@ class _Template(msgspec.Struct, frozen=True):
         return any(type(one) is int for some in self.members for one in some)
 
 
-def node_for(here: object, path: Path, intake: Intake) -> Node | None:
+def node_for(here: object, path: Path, matcher: Matcher) -> Node | None:
     """Return the node to fill *here* with, where it and the checkpoint have an optimizer in two forms; else None.
 
     What does not fit is noted; the node is ``UNSET`` where nothing can be taken.
     """
-    found = intake.find(path) if is_form(here) else None
+    found = matcher.find(path) if is_form(here) else None
     if found is None:
         return None
-    saved, template = read_form(found.node, split_name(intake.stored_name(path))), _read_template(here)
+    saved, template = read_form(found.node, split_name(matcher.stored_name(path))), _read_template(here)
     if saved is None or template is None:
         return None
     same_form = _same_form(template, saved)
@@ -51,19 +51,19 @@ def node_for(here: object, path: Path, intake: Intake) -> Node | None:
     if misfit is None and same_form:
         return None
     if misfit is not None:
-        if intake.selects(path):
-            intake.mismatch(path, misfit)
+        if matcher.selects(path):
+            matcher.mismatch(path, misfit)
         return msgspec.UNSET
-    for problem in _differences(template, saved, pairs) if intake.selects(path) else ():
-        intake.mismatch(path, problem)
+    for problem in _differences(template, saved, pairs) if matcher.selects(path) else ():
+        matcher.mismatch(path, problem)
     groups = []
     for group, members in zip(template.groups, template.members, strict=True):
-        values, refused = agreed_values(saved, [pairs[one] for one in members if one in pairs], intake.same_tensor)
+        values, refused = agreed_values(saved, [pairs[one] for one in members if one in pairs], matcher.same_tensor)
         for problem in refused:
-            intake.mismatch(path, problem)
+            matcher.mismatch(path, problem)
         groups.append({**_own_values(group), **values})
     for name in tensor_names([list(group.values()) for group in saved.groups]):
-        intake.leave(name)
+        matcher.leave(name)
     states = {one: saved.state[there] for one, there in pairs.items() if there in saved.state}
     return (_write_flat if template.flat else _write)(template, groups, states)
 

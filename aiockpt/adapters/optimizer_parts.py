@@ -20,7 +20,7 @@ import torch
 
 from aiockpt.adapters.composites import has_own_bytes
 from aiockpt.adapters.dtensors import as_dtensor, is_dtensor, local_of, placements_of
-from aiockpt.adapters.held import FlatRange
+from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.tensors import bytes_of, is_spread
 from aiockpt.format.checksum import digest128
 from aiockpt.state.tree import Path

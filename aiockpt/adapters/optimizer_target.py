@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from aiockpt.adapters.composite_target import ask_value
 from aiockpt.adapters.dtensors import as_dtensor, dtensor_placed, is_dtensor, local_of
 from aiockpt.adapters.index import Index
-from aiockpt.adapters.intake import Intake
+from aiockpt.adapters.matcher import Matcher
 from aiockpt.adapters.optimizer import is_plain, name_members, state_path, view_plain
 from aiockpt.adapters.optimizer_forms import Id, SavedOptimizer, pair_up, read_form, tensor_names
 from aiockpt.adapters.optimizer_groups import agreed_values, class_misfit
@@ -37,16 +37,16 @@ Thunks = dict[Any, Callable[[], Any]]
 class Match:
     """An optimizer here, what a checkpoint says of one, and which parameter is which."""
 
-    def __init__(self, optimizer: Optimizer, path: Path, index: Index, saved: SavedOptimizer, intake: Intake) -> None:
+    def __init__(self, optimizer: Optimizer, path: Path, index: Index, saved: SavedOptimizer, matcher: Matcher) -> None:
         self.optimizer = optimizer
         self.keeper = keeper_of(optimizer, path)
         self.kept = kept_parameters(optimizer)
         self.path = path
         self.index = index
         self.saved = saved
-        self.intake = intake
+        self.matcher = matcher
         self.members = name_members(optimizer, path, index)
-        names = [[_dotted(split_name(intake.stored_name(owner))) for owner in some] for some in self.members]
+        names = [[_dotted(split_name(matcher.stored_name(owner))) for owner in some] for some in self.members]
         ids = pair_up(names, saved)
         self.ids: dict[Path, Id] = {
             owner: ids[name]
@@ -60,40 +60,40 @@ def _dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def load_optimizer(optimizer: Optimizer, path: Path, index: Index, intake: Intake) -> None:
+def load_optimizer(optimizer: Optimizer, path: Path, index: Index, matcher: Matcher) -> None:
     """Ask *intake* for all that an optimizer holds."""
-    intake.claim(path)
-    found = intake.find(path)
-    saved = None if found is None else read_form(found.node, split_name(intake.stored_name(path)))
+    matcher.claim(path)
+    found = matcher.find(path)
+    saved = None if found is None else read_form(found.node, split_name(matcher.stored_name(path)))
     if saved is None:
-        _load_own_form(optimizer, path, intake)
+        _load_own_form(optimizer, path, matcher)
         return
-    match = Match(optimizer, path, index, saved, intake)
+    match = Match(optimizer, path, index, saved, matcher)
     plain = is_plain(optimizer)
-    if not plain and not intake.selects_whole(path, "it has its own load_state_dict()"):
+    if not plain and not matcher.selects_whole(path, "it has its own load_state_dict()"):
         return
-    misfit = class_misfit(match.keeper, saved) if intake.touches(path) else None
+    misfit = class_misfit(match.keeper, saved) if matcher.touches(path) else None
     if misfit is not None:
         for place in _places(match):  # what ``only`` names is there, though nothing of it is loaded
-            intake.selects(place)
-        intake.mismatch(path, misfit)
+            matcher.selects(place)
+        matcher.mismatch(path, misfit)
         return
     groups, states = _want_groups(match), _want_states(match)
-    rest = None if saved.rest is None else intake.value((*path, "rest"), saved.rest, fresh=True)
+    rest = None if saved.rest is None else matcher.value((*path, "rest"), saved.rest, fresh=True)
     if plain:
-        whole = intake.selects(path)
+        whole = matcher.selects(path)
         if whole:
             _note_rewritten(match)
-        intake.later(lambda: _apply_plain(match, groups, states, rest, whole=whole))
+        matcher.later(lambda: _apply_plain(match, groups, states, rest, whole=whole))
     else:
-        intake.later(lambda: _apply_general(optimizer, groups, states, rest))
+        matcher.later(lambda: _apply_general(optimizer, groups, states, rest))
 
 
 def _note_rewritten(match: Match) -> None:
     """All the state that is there is filled or dropped, also what the checkpoint does not have."""
-    match.intake.rewrites(match.path)
+    match.matcher.rewrites(match.path)
     for place in _state_places(match):
-        match.intake.rewrites(place)
+        match.matcher.rewrites(place)
 
 
 def _state_places(match: Match) -> Iterator[Path]:
@@ -112,38 +112,38 @@ def _places(match: Match) -> Iterator[Path]:
     yield from _state_places(match)
 
 
-def _load_own_form(optimizer: Optimizer, path: Path, intake: Intake) -> None:
+def _load_own_form(optimizer: Optimizer, path: Path, matcher: Matcher) -> None:
     """Load an optimizer whose ``state_dict()`` had a form of its own."""
-    found = intake.find(path)
+    found = matcher.find(path)
     node = None if found is None else found.node
     if type(node) is not dict:
-        intake.miss(path)
-    elif intake.selects_whole(path, "it has its own load_state_dict()"):
+        matcher.miss(path)
+    elif matcher.selects_whole(path, "it has its own load_state_dict()"):
         if is_plain(optimizer):
-            intake.mismatch(path, "an optimizer in the state, something else in the checkpoint")
+            matcher.mismatch(path, "an optimizer in the state, something else in the checkpoint")
             return
         template = optimizer.state_dict() if may_spread() else None
-        value = intake.value(path, node.get("value") if node.get(TAG) == "stateful" else node, template, fresh=True)
-        intake.later(lambda: optimizer.load_state_dict(value()))
+        value = matcher.value(path, node.get("value") if node.get(TAG) == "stateful" else node, template, fresh=True)
+        matcher.later(lambda: optimizer.load_state_dict(value()))
 
 
 def _want_groups(match: Match) -> list[Thunks]:
     """Return what will set each group's values."""
-    intake, saved = match.intake, match.saved
+    matcher, saved = match.matcher, match.saved
     _leave_groups(match)
     wanted: list[Thunks] = []
     for number, (group, owners) in enumerate(zip(match.optimizer.param_groups, match.members, strict=True)):
         place = (*match.path, "groups", number)
         ids = [match.ids[owner] for owner in owners if owner in match.ids]
-        values, refused = agreed_values(saved, ids, intake.same_tensor)
-        if refused and intake.touches(place):
+        values, refused = agreed_values(saved, ids, matcher.same_tensor)
+        if refused and matcher.touches(place):
             for problem in refused:
-                intake.problem(f"{join_name(place)}: {problem}")
+                matcher.problem(f"{join_name(place)}: {problem}")
         wanted.append(
             {
-                key: intake.value((*place, key), node, group.get(key))
+                key: matcher.value((*place, key), node, group.get(key))
                 for key, node in values.items()
-                if intake.selects((*place, key))
+                if matcher.selects((*place, key))
             }
         )
     return wanted
@@ -151,33 +151,33 @@ def _want_groups(match: Match) -> list[Thunks]:
 
 def _leave_groups(match: Match) -> None:
     """What groups of the checkpoint say is known, whether a group here takes it or not; so is the state that is paired."""
-    intake, saved = match.intake, match.saved
+    matcher, saved = match.matcher, match.saved
     for name in tensor_names([list(group.values()) for group in saved.groups]):
-        intake.leave(name)
-    stored = split_name(intake.stored_name(match.path))
+        matcher.leave(name)
+    stored = split_name(matcher.stored_name(match.path))
     for place in saved.value_names(match.ids.values()):
-        intake.leave(join_name((*stored, *place)))
+        matcher.leave(join_name((*stored, *place)))
 
 
 def _want_states(match: Match) -> list[tuple[torch.Tensor, Thunks]]:
     """Return what will set each parameter's state; tensors that are there are filled in place, others are made."""
     found = []
     if match.saved.by_numbers and not match.ids:
-        match.intake.problem(f"{join_name(match.path)}: {_counts(match)}")
+        match.matcher.problem(f"{join_name(match.path)}: {_counts(match)}")
         return []
     for group, owners in zip(match.optimizer.param_groups, match.members, strict=True):
         for parameter, owner in zip(group["params"], owners, strict=True):
             if owner not in match.ids:
-                name = match.intake.stored_name(owner)
+                name = match.matcher.stored_name(owner)
                 why = f"the optimizer of the checkpoint has no parameter {name}"
-                match.intake.miss((*match.path, "state", *owner), why)
+                match.matcher.miss((*match.path, "state", *owner), why)
                 continue
             flat = match.index.slice_of(parameter)
             elsewhere = match.kept is not None and parameter not in match.kept
             if elsewhere or (flat is not None and flat.start == flat.end):
                 # What is here stays as it is: no step ever reaches it.
                 for name in tensor_names(match.saved.state.get(match.ids[owner], {})):
-                    match.intake.leave(name)
+                    match.matcher.leave(name)
             else:
                 found.append((parameter, _want_state(match, owner, Owner(parameter, flat), group)))
     return found
@@ -193,18 +193,18 @@ def _counts(match: Match) -> str:
 
 
 def _want_state(match: Match, path: Path, owner: Owner, group: Mapping[str, Any]) -> Thunks:
-    intake, live = match.intake, match.keeper.state.get(owner.parameter, {})
+    matcher, live = match.matcher, match.keeper.state.get(owner.parameter, {})
     thunks: Thunks = {}
     for key, node in match.saved.state.get(match.ids[path], {}).items():
         place = state_path(match.path, path, key)
         if type(node) is dict and node.get(TAG) == "tensor":
             like = device_for(owner.parameter, key, group)
-            beside = intake.stored_name(path)
+            beside = matcher.stored_name(path)
             tensor = _want_tensor(match, owner, match.ids[path], key, node["name"], place, live.get(key), like, beside)
             if tensor is not None:
                 thunks[key] = _returning(tensor)
-        elif intake.selects(place):
-            thunks[key] = ask_value(place, live.get(key), node, intake, owner.parameter)
+        elif matcher.selects(place):
+            thunks[key] = ask_value(place, live.get(key), node, matcher, owner.parameter)
     return thunks
 
 
@@ -219,24 +219,24 @@ def _want_tensor(
     like: torch.Tensor | torch.device,
     beside: str,
 ) -> torch.Tensor | None:
-    """Ask for one state tensor, of the parameter that the optimizer there calls *one*; see `Intake.fill`."""
-    intake, saved, parameter = match.intake, match.saved, owner.parameter
-    facts = intake.facts(name)
+    """Ask for one state tensor, of the parameter that the optimizer there calls *one*; see `Matcher.fill`."""
+    matcher, saved, parameter = match.matcher, match.saved, owner.parameter
+    facts = matcher.facts(name)
     if facts is None or not owner.is_spread:
-        return intake.fill(place, name, live, like, beside=beside)
+        return matcher.fill(place, name, live, like, beside=beside)
     form: Form = "part" if key in saved.part.get(one, ()) else "whole" if key in saved.whole.get(one, ()) else "like"
     match form_of(owner, live, form, facts[1]):
         case "part":
             spread = None if live is None else as_dtensor(live.detach(), parameter)
-            tensor = intake.fill(place, name, spread, parameter, beside=beside)
+            tensor = matcher.fill(place, name, spread, parameter, beside=beside)
             return live if tensor is spread is not None else local_of(tensor) if is_dtensor(tensor) else tensor
         case "whole":
-            return intake.fill(place, name, live, parameter.device)
+            return matcher.fill(place, name, live, parameter.device)
     placements = saved.spread.get(one, {}).get(key)
     if live is None and placements is not None and is_dtensor(parameter):
         dtype = getattr(torch, torch_name(facts[0]))
-        live = dtensor_placed(placements, parameter, facts[1], dtype, intake.axes_of(name))
-    return intake.fill(place, name, live, like, owner.flat, beside=beside)
+        live = dtensor_placed(placements, parameter, facts[1], dtype, matcher.axes_of(name))
+    return matcher.fill(place, name, live, like, owner.flat, beside=beside)
 
 
 def _returning(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -1,7 +1,7 @@
 """How does an object that the program holds become what was saved, without becoming another object?
 
 `refill` puts a decoded value into the one that is here, at every depth. It changes objects, so it comes after all is
-decoded; which values fit is settled before, by `aiockpt.adapters.match`, and the rules here are the same.
+decoded; which values fit is settled before, by `aiockpt.adapters.plain_values`, and the rules here are the same.
 
 Guarantee: what it returns equals what was saved; it is the object that is here wherever that can be filled.
 """

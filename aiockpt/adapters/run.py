@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from aiockpt.adapters.held import FlatRange
 from aiockpt.adapters.leaves import LeafWriter
+from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.tensors import Leaf, describe, is_spread, tensor_name
 from aiockpt.errors import kind_in_words
 from aiockpt.state.codecs import CodecRegistry

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
-from aiockpt.adapters.held import Held, Piece
+from aiockpt.adapters.local_shards import LocalShards, Piece
 from aiockpt.state.geometry import Box
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def is_sharded_tensor(tensor: object) -> TypeGuard[ShardedTensor]:
     return module is not None and isinstance(tensor, module.ShardedTensor)
 
 
-def hold_sharded_tensor(tensor: ShardedTensor) -> Held:
+def hold_sharded_tensor(tensor: ShardedTensor) -> LocalShards:
     """Return what this rank holds of *tensor*."""
     pieces = [
         Piece((Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)),), shard.tensor.detach())
@@ -32,4 +32,4 @@ def hold_sharded_tensor(tensor: ShardedTensor) -> Held:
     ]
     metadata = tensor.metadata()
     nothing = Piece((), torch.empty(0, dtype=metadata.tensor_properties.dtype))
-    return Held(tuple(metadata.size), tuple(pieces) or (nothing,))
+    return LocalShards(tuple(metadata.size), tuple(pieces) or (nothing,))

@@ -14,16 +14,16 @@ from aiockpt.adapters.composite_target import load_composite
 from aiockpt.adapters.composites import is_composite
 from aiockpt.adapters.containers import check_settable, keys_only_here, set_part, set_tuple, settle_dict
 from aiockpt.adapters.index import Index
-from aiockpt.adapters.intake import Intake, LoadTarget
 from aiockpt.adapters.kinds import kind_of, members, reads_data
 from aiockpt.adapters.leaves import read_plain_leaf
 from aiockpt.adapters.loader import Loader
-from aiockpt.adapters.match import name_of_node
+from aiockpt.adapters.matcher import LoadTarget, Matcher
 from aiockpt.adapters.module_target import load_module, load_saved_module
 from aiockpt.adapters.optimizer_dicts import node_for
 from aiockpt.adapters.optimizer_forms import pairs_of, read_node
 from aiockpt.adapters.optimizer_target import load_optimizer
 from aiockpt.adapters.own_optimizer import OwnOptimizer, of_this_rank
+from aiockpt.adapters.plain_values import name_of_node
 from aiockpt.adapters.refusal import asking
 from aiockpt.adapters.rename import Rename
 from aiockpt.adapters.rng import RNG, derive_state
@@ -64,7 +64,7 @@ def open_target(
         ManifestError: the checkpoint's tree of values is damaged.
         UsageError: ``only`` names nothing, or a codec is not registered.
     """
-    intake = Intake(
+    matcher = Matcher(
         stored,
         only=only,
         strict=strict,
@@ -72,162 +72,162 @@ def open_target(
         codecs=codecs or DEFAULT_CODECS,
         judge_unexpected=judge_unexpected,
     )
-    _load_parts(state, (), Index(state), intake)
-    return intake.finish()
+    _load_parts(state, (), Index(state), matcher)
+    return matcher.finish()
 
 
-def _load_parts(container: Any, path: Path, index: Index, intake: Intake, gone: Collection[Any] = ()) -> None:
+def _load_parts(container: Any, path: Path, index: Index, matcher: Matcher, gone: Collection[Any] = ()) -> None:
     """Ask for each part of a container; *gone* are keys of plain values that will be removed."""
     for key, value in members(container):
         # A part is something that `only` can name also when nothing is in it, as in a module without parameters.
-        intake.selects((*path, key))
-        if key not in gone and not (isinstance(container, list) and _stays(value, (*path, key), intake)):
-            _load_part(container, key, (*path, key), index, intake)
+        matcher.selects((*path, key))
+        if key not in gone and not (isinstance(container, list) and _stays(value, (*path, key), matcher)):
+            _load_part(container, key, (*path, key), index, matcher)
 
 
-def _stays(value: Any, path: Path, intake: Intake) -> bool:
+def _stays(value: Any, path: Path, matcher: Matcher) -> bool:
     """Say whether an item of a list was left out when the checkpoint was made; there is nothing at its place then."""
-    return intake.selects(path) and intake.stays(path, value if isinstance(value, torch.Tensor) else None)
+    return matcher.selects(path) and matcher.stays(path, value if isinstance(value, torch.Tensor) else None)
 
 
-def _load_part(container: Any, key: Any, path: Path, index: Index, intake: Intake) -> None:
+def _load_part(container: Any, key: Any, path: Path, index: Index, matcher: Matcher) -> None:
     value = container[key]
     match kind_of(value):
         case "module":
-            load_module(value, path, index.slice_of, intake)
+            load_module(value, path, index.slice_of, matcher)
         case "optimizer":
-            load_optimizer(value, path, index, intake)
+            load_optimizer(value, path, index, matcher)
         case "tensor":
-            _load_tensor(container, key, path, intake)
-        case "container" | "value" if _load_saved_object(container, key, path, intake):
+            _load_tensor(container, key, path, matcher)
+        case "container" | "value" if _load_saved_object(container, key, path, matcher):
             pass
         case "container":
-            _load_container(container, key, path, index, intake)
+            _load_container(container, key, path, index, matcher)
         case "loader":
-            _load_loader(value, path, intake)
+            _load_loader(value, path, matcher)
         case "per_rank":
-            _load_own(value, path, intake)
+            _load_own(value, path, matcher)
         case "stateful":
-            _load_stateful(value, path, intake)
+            _load_stateful(value, path, matcher)
         case "value":
-            _load_value(container, key, path, intake)
+            _load_value(container, key, path, matcher)
 
 
-def _load_container(outer: Any, key: Any, path: Path, index: Index, intake: Intake) -> None:
+def _load_container(outer: Any, key: Any, path: Path, index: Index, matcher: Matcher) -> None:
     container = outer[key]
-    intake.claim(path)
+    matcher.claim(path)
     if isinstance(container, MutableMapping):
-        gone = keys_only_here(container, path, intake)
-        _load_parts(container, path, index, intake, gone)
-        settle_dict(container, gone, path, intake)
+        gone = keys_only_here(container, path, matcher)
+        _load_parts(container, path, index, matcher, gone)
+        settle_dict(container, gone, path, matcher)
     elif isinstance(container, tuple):
         items = list(container)
-        _load_parts(items, path, index, intake)
-        intake.later(lambda: set_tuple(outer, key, items))
+        _load_parts(items, path, index, matcher)
+        matcher.later(lambda: set_tuple(outer, key, items))
     else:
-        _load_parts(container, path, index, intake)
+        _load_parts(container, path, index, matcher)
 
 
-def _load_tensor(container: Any, key: Any, path: Path, intake: Intake) -> None:
+def _load_tensor(container: Any, key: Any, path: Path, matcher: Matcher) -> None:
     """Load a bare tensor; a number that was saved in its place fits one without axes."""
-    found, tensor = intake.find(path), container[key]
+    found, tensor = matcher.find(path), container[key]
     if found is not None and (is_composite(tensor) or is_composite_node(found.node)):
-        load_composite(path, tensor, found.node, intake)
-        intake.leave(intake.stored_name(path))
+        load_composite(path, tensor, found.node, matcher)
+        matcher.leave(matcher.stored_name(path))
     elif is_composite(tensor):
-        intake.miss(path)
+        matcher.miss(path)
     elif found is None or name_of_node(found.node) in ("tensor", "numpy.ndarray"):
-        intake.want(path, tensor)
+        matcher.want(path, tensor)
     else:
-        _load_value(container, key, path, intake)
+        _load_value(container, key, path, matcher)
 
 
-def _load_stateful(value: Any, path: Path, intake: Intake) -> None:
+def _load_stateful(value: Any, path: Path, matcher: Matcher) -> None:
     """Load an object; the checkpoint may have what its ``state_dict()`` gave, saved as a plain dict."""
-    if not intake.selects_whole(path, "it has its own load_state_dict()"):
+    if not matcher.selects_whole(path, "it has its own load_state_dict()"):
         return
-    found = intake.find(path)
+    found = matcher.find(path)
     node: Any = None if found is None else found.node
     saved_by = None
     if type(node) is dict and node.get(TAG) == "stateful":
         saved_by, node = node.get("class"), node.get("value")
     elif pairs_of(node) is None:
-        intake.miss(path)
+        matcher.miss(path)
         return
     misfit = scheduler_misfit(value, saved_by, pairs_of(node) or ())
     if misfit is not None:
-        intake.mismatch(path, misfit)
+        matcher.mismatch(path, misfit)
         return
     template = give_state(value) if may_spread() else None
-    state = intake.value(path, node, template, fresh=True)
+    state = matcher.value(path, node, template, fresh=True)
 
     def apply() -> None:
-        with asking(value, path, intake.where):
+        with asking(value, path, matcher.where):
             take_state(value, state())
 
-    intake.later(apply, may_refuse=True)
+    matcher.later(apply, may_refuse=True)
 
 
-def _find_object(path: Path, kind: str, why_whole: str, intake: Intake) -> dict[str, Any] | None:
+def _find_object(path: Path, kind: str, why_whole: str, matcher: Matcher) -> dict[str, Any] | None:
     """Return the node of an object of *kind* that is to be loaded; None, and a note, where there is none."""
-    if not intake.selects_whole(path, why_whole):
+    if not matcher.selects_whole(path, why_whole):
         return None
-    node = intake.find_tagged(path, kind)
+    node = matcher.find_tagged(path, kind)
     if node is None:
-        intake.miss(path)
+        matcher.miss(path)
     return node
 
 
-def _load_own(value: Any, path: Path, intake: Intake) -> None:
+def _load_own(value: Any, path: Path, matcher: Matcher) -> None:
     """Load what belongs to this rank: an object, or the value that `per_rank` wraps."""
-    if not intake.selects_whole(path, "it belongs to one rank"):
+    if not matcher.selects_whole(path, "it belongs to one rank"):
         return
     holder = of_this_rank(value)
-    if reads_data(holder) and intake.world_changed:
-        intake.miss(
-            path, f"{intake.world_changed}; wrap it in aiockpt.Loader(...), so that no sample is lost or repeated"
+    if reads_data(holder) and matcher.world_changed:
+        matcher.miss(
+            path, f"{matcher.world_changed}; wrap it in aiockpt.Loader(...), so that no sample is lost or repeated"
         )
         return
-    found = intake.find_own(path)
-    if found is None and isinstance(holder, RNG) and _derive_random(holder, path, intake):
+    found = matcher.find_own(path)
+    if found is None and isinstance(holder, RNG) and _derive_random(holder, path, matcher):
         return
     if found is None:
-        intake.miss(path, _why_none(path, intake))
+        matcher.miss(path, _why_none(path, matcher))
         return
     if kind_of(holder) in ("stateful", "per_rank"):
-        state = intake.value(path, found.node)
+        state = matcher.value(path, found.node)
 
         def apply() -> None:
-            with asking(holder, path, intake.where):
+            with asking(holder, path, matcher.where):
                 holder.load_state_dict(state())
 
-        intake.later(apply, last=isinstance(holder, RNG), may_refuse=isinstance(holder, OwnOptimizer))
-    elif (own := intake.refill(path, holder, found.node)) is not None:
-        intake.later(lambda: setattr(value, "value", own()))
+        matcher.later(apply, last=isinstance(holder, RNG), may_refuse=isinstance(holder, OwnOptimizer))
+    elif (own := matcher.refill(path, holder, found.node)) is not None:
+        matcher.later(lambda: setattr(value, "value", own()))
 
 
-def _why_none(path: Path, intake: Intake) -> str | None:
+def _why_none(path: Path, matcher: Matcher) -> str | None:
     """Say why the checkpoint has nothing for this rank at *path* and what can be done; None where it has for no rank."""
-    if intake.find(path) is None:
+    if matcher.find(path) is None:
         return None
-    if intake.find_tagged(path, "per_rank") is None:
+    if matcher.find_tagged(path, "per_rank") is None:
         return "one value for all ranks in the checkpoint; load it without aiockpt.per_rank(...)"
-    changed = f" ({intake.world_changed})" if intake.world_changed else ""
+    changed = f" ({matcher.world_changed})" if matcher.world_changed else ""
     return f"this rank has none in the checkpoint{changed}; strict=False keeps what is here, only= leaves it out"
 
 
-def _derive_random(rng: RNG, path: Path, intake: Intake) -> bool:
+def _derive_random(rng: RNG, path: Path, matcher: Matcher) -> bool:
     """Give a rank that the checkpoint does not know random numbers of its own; return whether there is what from."""
-    found = intake.find_of_another(path)
+    found = matcher.find_of_another(path)
     if found is None:
         return False
-    state = intake.value(path, found.node)
-    intake.later(lambda: rng.load_state_dict(derive_state(state(), intake.rank, intake.step)), last=True)
+    state = matcher.value(path, found.node)
+    matcher.later(lambda: rng.load_state_dict(derive_state(state(), matcher.rank, matcher.step)), last=True)
     return True
 
 
-def _load_loader(loader: Loader[Any], path: Path, intake: Intake) -> None:
-    node = _find_object(path, "loader", "a loader goes on as a whole", intake)
+def _load_loader(loader: Loader[Any], path: Path, matcher: Matcher) -> None:
+    node = _find_object(path, "loader", "a loader goes on as a whole", matcher)
     if node is None:
         return
     try:
@@ -240,50 +240,50 @@ def _load_loader(loader: Loader[Any], path: Path, intake: Intake) -> None:
     except (KeyError, TypeError, ValueError) as error:
         raise damaged(path, f"is not the state of a loader ({error!r})") from error
     if (misfit := loader.misfit(form, size, readers)) is not None:
-        intake.mismatch(path, misfit)
+        matcher.mismatch(path, misfit)
         return
     needed = [str(rank) for rank in loader.needed_ranks(size)]
-    value = intake.value(path, {"shared": shared, "owns": [readers[rank] for rank in needed]})
-    intake.pass_over(path)
+    value = matcher.value(path, {"shared": shared, "owns": [readers[rank] for rank in needed]})
+    matcher.pass_over(path)
 
     def resume() -> None:
         saved = value()
         loader.resume(saved["shared"], saved["owns"])
 
-    intake.later(resume)
+    matcher.later(resume)
 
 
-def _load_value(container: Any, key: Any, path: Path, intake: Intake) -> None:
-    found = intake.find(path)
+def _load_value(container: Any, key: Any, path: Path, matcher: Matcher) -> None:
+    found = matcher.find(path)
     if found is not None:
-        _load_node(container, key, path, found.node, intake)
-    elif intake.selects_whole(path, "it is one plain value"):
-        intake.miss(path)
+        _load_node(container, key, path, found.node, matcher)
+    elif matcher.selects_whole(path, "it is one plain value"):
+        matcher.miss(path)
 
 
-def _load_saved_object(container: Any, key: Any, path: Path, intake: Intake) -> bool:
+def _load_saved_object(container: Any, key: Any, path: Path, matcher: Matcher) -> bool:
     """Load into a dict here what was saved as the object that gives such dicts; return whether that was saved."""
     here = container[key]
     if type(here) not in (dict, OrderedDict):
         return False
-    if intake.find_tagged(path, "module") is not None:
-        load_saved_module(here, path, intake, set_part)
+    if matcher.find_tagged(path, "module") is not None:
+        load_saved_module(here, path, matcher, set_part)
         return True
-    node = node_for(here, path, intake)
+    node = node_for(here, path, matcher)
     if node is None:
-        node = (intake.find_tagged(path, "stateful") or {}).get("value")
+        node = (matcher.find_tagged(path, "stateful") or {}).get("value")
     if node is not None and node is not msgspec.UNSET:
-        _load_node(container, key, path, node, intake)
+        _load_node(container, key, path, node, matcher)
     return node is not None
 
 
-def _load_node(container: Any, key: Any, path: Path, node: Any, intake: Intake) -> None:
-    if not intake.selects_whole(path, "it is one plain value"):
+def _load_node(container: Any, key: Any, path: Path, node: Any, matcher: Matcher) -> None:
+    if not matcher.selects_whole(path, "it is one plain value"):
         return
     check_settable(container, path)
-    value = intake.refill(path, container[key], node)
+    value = matcher.refill(path, container[key], node)
     if value is not None:
-        intake.later(lambda: set_part(container, key, value))
+        matcher.later(lambda: set_part(container, key, value))
 
 
 class TensorRef(msgspec.Struct, frozen=True):

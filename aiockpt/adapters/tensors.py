@@ -22,7 +22,7 @@ import torch
 from torch.nn.parameter import is_lazy as is_uninitialized
 
 from aiockpt.adapters.dtensors import empty_like_dtensor, hold_dtensor, is_dtensor, local_of
-from aiockpt.adapters.held import FlatRange, Held, Piece
+from aiockpt.adapters.local_shards import FlatRange, LocalShards, Piece
 from aiockpt.adapters.sharded_tensors import hold_sharded_tensor, is_sharded_tensor
 from aiockpt.errors import UsageError, kind_in_words
 from aiockpt.format.dtypes import from_torch_name
@@ -78,7 +78,7 @@ def describe(
     return Leaf(name, shards, tensor, _leaf_key(tensor, shards))
 
 
-def hold(tensor: torch.Tensor, path: Path, flat: FlatRange | None = None) -> Held:
+def hold(tensor: torch.Tensor, path: Path, flat: FlatRange | None = None) -> LocalShards:
     """Return what this rank holds of *tensor*; the arguments are those of `describe`.
 
     Raises:
@@ -91,7 +91,7 @@ def hold(tensor: torch.Tensor, path: Path, flat: FlatRange | None = None) -> Hel
     else:
         check_tensor(tensor, path)
         shape = tuple(tensor.shape)
-        return Held(shape, (Piece((Box.whole(shape),), tensor),)) if flat is None else flat.hold(tensor)
+        return LocalShards(shape, (Piece((Box.whole(shape),), tensor),)) if flat is None else flat.hold(tensor)
     for piece in held.pieces:
         check_tensor(piece.local, path)
     return held
@@ -110,7 +110,7 @@ def facts_of(tensor: torch.Tensor, flat: FlatRange | None = None) -> tuple[str, 
 def shards_of(
     name: str,
     code: str,
-    held: Held,
+    held: LocalShards,
     outer: torch.Tensor | None = None,
     may_differ: bool = False,
     axes: tuple[int, ...] | None = None,
@@ -122,7 +122,7 @@ def shards_of(
     )
 
 
-def _axes_of(tensor: torch.Tensor, held: Held, flat: FlatRange | None) -> tuple[int, ...] | None:
+def _axes_of(tensor: torch.Tensor, held: LocalShards, flat: FlatRange | None) -> tuple[int, ...] | None:
     """Return the order of the axes of the global tensor, told by what this rank has of it; None where it is their own.
 
     A slice of a flat parameter is 1-D: what was flattened had the order. A local tensor of a single row fits many orders;

@@ -34,7 +34,7 @@ from aiockpt.errors import RankTimeoutError, UsageError
 from aiockpt.events import Event
 from aiockpt.keywords import asks_what_was_meant, check_amount, refuse_value
 from aiockpt.runtime.loop import refuse_in_event_loop
-from aiockpt.runtime.meeting import Meeting
+from aiockpt.runtime.notes import NoteBoard
 from aiockpt.runtime.ranks import Ranks, find_ranks
 from aiockpt.runtime.world import Clock, Loop, OsClock
 
@@ -114,8 +114,8 @@ class Cadence:
         self._controller = Controller(Limits(self._limits.max_overhead, self._limits.mttf_s, in_flight))
         self._now_ns = (self._clock or clock).monotonic_ns
         if ranks.world_size > 1:
-            meeting = Meeting(ranks.store, f"{place}/cadence", ranks.rank, ranks.world_size)
-            self._channel = DecisionChannel(loop, meeting, deadline_s)
+            board = NoteBoard(ranks.store, f"{place}/cadence", ranks.rank, ranks.world_size)
+            self._channel = DecisionChannel(loop, board, deadline_s)
             self._notice_s = NOTICE_S + NOTICE_OF_A_RANK_S * ranks.world_size
         return self._end
 
@@ -294,16 +294,16 @@ class Schedule:
 
 
 class DecisionChannel:
-    """One rank's end of the notes about when to save (`aiockpt.runtime.meeting`). For the training thread.
+    """One rank's end of the notes about when to save (`aiockpt.runtime.notes`). For the training thread.
 
     Args:
         deadline_s: for rank 0, when a step is reached that it has not decided.
     """
 
-    def __init__(self, loop: Loop, meeting: Meeting, deadline_s: float) -> None:
-        self.is_leader = meeting.rank == 0
+    def __init__(self, loop: Loop, board: NoteBoard, deadline_s: float) -> None:
+        self.is_leader = board.rank == 0
         self._loop = loop
-        self._meeting = meeting
+        self._board = board
         self._deadline_s = deadline_s
         self._epoch = self._number = 0
         self._asked: Future[Note] | None = None
@@ -315,14 +315,14 @@ class DecisionChannel:
 
     def post(self, note: Note) -> None:
         """Leave the next note. Does not wait."""
-        self._meeting.begin()
+        self._board.begin()
         self._number += 1
-        self._loop.submit(self._meeting.post, self._key(self._number), note).add_done_callback(_log_failure)
+        self._loop.submit(self._board.post, self._key(self._number), note).add_done_callback(_log_failure)
 
     def prefetch(self) -> None:
         """Begin to look for the next note, unless that has begun. Does not wait."""
         if self._asked is None:
-            self._meeting.begin()
+            self._board.begin()
             self._asked = self._loop.submit(self._receive, self._key(self._number + 1))
 
     def poll(self) -> Note | None:
@@ -373,10 +373,10 @@ class DecisionChannel:
 
     async def _receive(self, key: str) -> Note:
         """Wait for a note; the last rank to read it removes it."""
-        meeting = self._meeting
-        note = await meeting.wait(key, Note, self._deadline_s, "whether to save the next steps")
-        if await meeting.arrive(f"{key}/readers") == meeting.world_size - 1:
-            await meeting.forget([key, f"{key}/readers"])
+        board = self._board
+        note = await board.wait(key, Note, self._deadline_s, "whether to save the next steps")
+        if await board.arrive(f"{key}/readers") == board.world_size - 1:
+            await board.forget([key, f"{key}/readers"])
         return note
 
     def _key(self, number: int) -> str:

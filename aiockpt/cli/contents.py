@@ -10,7 +10,7 @@ from rich.text import Text
 from aiockpt.adapters.stored import Stored
 from aiockpt.cli.leaf_values import read_values, shorten
 from aiockpt.cli.show import ago, columns, count, moment, natural_order, out, say, size, title
-from aiockpt.engine.keep import Description, TensorInfo
+from aiockpt.engine.maintenance import Description, TensorInfo
 from aiockpt.format.names import split_name
 
 ROWS = 60

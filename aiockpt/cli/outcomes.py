@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from aiockpt.cli.diff import Change
     from aiockpt.cli.doctor import Diagnosis
     from aiockpt.cli.survey import Unfinished
-    from aiockpt.engine.keep import Copied, Pruned
+    from aiockpt.engine.maintenance import Copied, Pruned
     from aiockpt.pipeline.removal import Removal
     from aiockpt.pipeline.steps import StepInfo
 

@@ -18,7 +18,7 @@ from aiockpt.options import IO
 from aiockpt.pipeline.collect import lease_key
 from aiockpt.pipeline.discover import StepEntry, newest_manifest
 from aiockpt.pipeline.fetch import Fetcher
-from aiockpt.pipeline.place import Places
+from aiockpt.pipeline.scatter import Places
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.runtime.world import World

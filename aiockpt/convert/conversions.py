@@ -18,7 +18,7 @@ from aiockpt.convert.outbound import Request as _OutboundRequest
 from aiockpt.convert.outbound import convert_step
 from aiockpt.convert.source import SUFFIX
 from aiockpt.engine.context import Engine
-from aiockpt.engine.launch import check_step
+from aiockpt.engine.submit import check_step
 from aiockpt.errors import UsageError
 from aiockpt.futures import Future
 from aiockpt.redaction import redact

@@ -16,10 +16,10 @@ from aiockpt.convert.casting import Cast, cast_all, cast_code, torch_dtype
 from aiockpt.convert.choice import parse_prefix
 from aiockpt.convert.source import Source, open_source
 from aiockpt.convert.streaming import write_file
-from aiockpt.engine import keep
+from aiockpt.engine import maintenance
 from aiockpt.engine.context import Engine
+from aiockpt.engine.job import Call, Capture, SaveJob
 from aiockpt.engine.save import check_space, committed, write_and_commit
-from aiockpt.engine.ticket import Call, Capture, Ticket
 from aiockpt.errors import StepExistsError, UsageError
 from aiockpt.format.checksum import BLOCK_BYTES
 from aiockpt.format.dtypes import itemsize
@@ -28,9 +28,9 @@ from aiockpt.format.names import data_path, join_name, step_id
 from aiockpt.pipeline.commit import Attempt
 from aiockpt.pipeline.copy import Windows
 from aiockpt.pipeline.discover import look_at
-from aiockpt.pipeline.place import byte_view
+from aiockpt.pipeline.scatter import byte_view
 from aiockpt.pipeline.serialize import BlockSums
-from aiockpt.planning.save import HEADER, WEIGHTS, Copy, FilePlan, Window
+from aiockpt.planning.write_plan import HEADER, WEIGHTS, Copy, FilePlan, Window
 from aiockpt.redaction import HIDDEN, redact
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.tasks import open_tasks
@@ -88,16 +88,16 @@ async def convert_folder(
     async with open_source(folder, request.only) as source:
         state = await run_blocking(engine.state_work, _describe, source, path, request)
         call = Call(step=request.step, user={"converted_from": _place_alone(folder.url)})
-        ticket = Ticket(engine, call, Capture(state=state))
-        ticket.plan = await run_blocking(engine.state_work, engine.plan, state)
-        planned = Inbound(source.files, state, join_name(path), ticket.plan.file_bytes, None)
-        await check_space(engine, ticket)
+        job = SaveJob(engine, call, Capture(state=state))
+        job.plan = await run_blocking(engine.state_work, engine.plan, state)
+        planned = Inbound(source.files, state, join_name(path), job.plan.file_bytes, None)
+        await check_space(engine, job)
         if request.dry_run:
             return planned
-        attempt = await engine.begin_attempt(entry, engine.token(6), ticket.number)
-        write = partial(_write_files, engine, ticket, attempt, source, folder, on_written)
-        manifest = await write_and_commit(engine, ticket, attempt, write)
-        await keep.tidy(engine, committed(engine, ticket, manifest.generation))
+        attempt = await engine.begin_attempt(entry, engine.token(6), job.number)
+        write = partial(_write_files, engine, job, attempt, source, folder, on_written)
+        manifest = await write_and_commit(engine, job, attempt, write)
+        await maintenance.clean_up(engine, committed(engine, job, manifest.generation))
     return msgspec.structs.replace(planned, manifest=manifest)
 
 
@@ -138,7 +138,7 @@ def _ties(source: Source, wanted: Mapping[str, str]) -> Iterator[tuple[str, str]
 
 async def _write_files(
     engine: Engine,
-    ticket: Ticket,
+    job: SaveJob,
     attempt: Attempt,
     source: Source,
     folder: Backend,
@@ -148,10 +148,10 @@ async def _write_files(
     reading = Limiter("folder reads", folder.traits.block_reads)
     block_bytes = engine.options.io.block_bytes or BLOCK_BYTES
     entries = []
-    for number, file in enumerate(ticket.plan.files):
+    for number, file in enumerate(job.plan.files):
         path = data_path(attempt.attempt, 0, number)
         sums = BlockSums(file.size, block_bytes)
-        filler = _Filler(engine, source, file, ticket.state.tensors, reading)
+        filler = _Filler(engine, source, file, job.state.tensors, reading)
         await write_file(
             engine.backend,
             f"{attempt.id}/{path}",

@@ -16,8 +16,8 @@ from aiockpt.engine.context import Engine
 from aiockpt.engine.find import other_copies
 from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.fetch import Fetcher
-from aiockpt.pipeline.place import Places
-from aiockpt.planning.load import GAP, BlockRead, Landing, plan_reads
+from aiockpt.pipeline.scatter import Places
+from aiockpt.planning.read_plan import GAP, BlockRead, Landing, plan_reads
 from aiockpt.runtime.limits import run_blocking
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.state.shards import TensorShard

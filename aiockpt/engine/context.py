@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from aiockpt.engine.coordinator import SaveRound
 from aiockpt.engine.lineage import Lineage
-from aiockpt.engine.sharing import PLAN_IN_CALL_S, Sharing, Turn, make_sharing
 from aiockpt.errors import CheckpointError
 from aiockpt.events import Event, Observer
 from aiockpt.format.checksum import BLOCK_BYTES
@@ -22,12 +22,13 @@ from aiockpt.pipeline.collect import lease_key
 from aiockpt.pipeline.commit import Attempt
 from aiockpt.pipeline.discover import Heads, StepEntry
 from aiockpt.pipeline.upload import Uploader
-from aiockpt.planning.holders import check_whole
-from aiockpt.planning.save import PAGE_BYTES, SavePlan, plan_save
+from aiockpt.planning.shard_map import check_whole
+from aiockpt.planning.write_plan import PAGE_BYTES, SavePlan, plan_save
+from aiockpt.ranks.coordinator import PLAN_IN_CALL_S, RankCoordinator, make_coordinator
 from aiockpt.runtime.accelerator import Accelerator
+from aiockpt.runtime.host_memory import Memory
 from aiockpt.runtime.limits import Limiter, Pace
-from aiockpt.runtime.meeting import StoreLostError
-from aiockpt.runtime.memory import Memory
+from aiockpt.runtime.notes import StoreLostError
 from aiockpt.runtime.promise import SavePromise
 from aiockpt.runtime.ranks import Ranks
 from aiockpt.runtime.slabs import Lender, SlabPool
@@ -83,7 +84,7 @@ class Engine:
         self.world = world
         self.ranks = ranks
         if nearer is None:
-            self.sharing = make_sharing(
+            self.coordinator = make_coordinator(
                 ranks,
                 backend.url,
                 options.deadlines.ranks_s,
@@ -101,7 +102,7 @@ class Engine:
             self.tiers: list[Engine] = []
         else:
             self.tiers = nearer.tiers
-            self.sharing, self.pool, self.lineage = nearer.sharing, nearer.pool, nearer.lineage
+            self.coordinator, self.pool, self.lineage = nearer.coordinator, nearer.pool, nearer.lineage
             self.lender, self.tell_given_up = nearer.lender, nearer.tell_given_up
             self.busy_attempts, self.failed, self._observers = nearer.busy_attempts, nearer.failed, nearer._observers
         self.tiers.append(self)
@@ -127,44 +128,44 @@ class Engine:
         promise.fail(error)
         self.failed.append(SaveFuture(promise))
 
-    def next_turn(self, step: int) -> Turn | None:
+    def next_round(self, step: int) -> SaveRound | None:
         """Return the turn of a save that begins now; None in a process that saves alone. Any thread."""
-        return None if self.sharing is None else self.sharing.next_turn(step)
+        return None if self.coordinator is None else self.coordinator.next_round(step)
 
-    def renounce(self, turn: Turn | None, error: BaseException) -> None:
+    def abort(self, save_round: SaveRound | None, error: BaseException) -> None:
         """Tell the other ranks, in the background, why this one takes no part in *turn*. Any thread."""
-        if turn is not None and self.sharing is not None:
-            self.loop.submit(self._renounce, self.sharing, turn, error)
+        if save_round is not None and self.coordinator is not None:
+            self.loop.submit(self._abort, self.coordinator, save_round, error)
 
     @staticmethod
-    async def _renounce(sharing: Sharing, turn: Turn, error: BaseException) -> None:
-        sharing.doubt()
-        await sharing.tell_failure(turn, error)
-        await sharing.leave(turn)
+    async def _abort(coordinator: RankCoordinator, save_round: SaveRound, error: BaseException) -> None:
+        coordinator.invalidate()
+        await coordinator.tell_failure(save_round, error)
+        await coordinator.leave(save_round)
 
-    def leave(self, turn: Turn | None) -> None:
+    def leave(self, save_round: SaveRound | None) -> None:
         """Tell the other ranks, in the background, that this one is done with *turn*. Any thread."""
-        if turn is not None and self.sharing is not None:
-            self.loop.submit(self.sharing.leave, turn)
+        if save_round is not None and self.coordinator is not None:
+            self.loop.submit(self.coordinator.leave, save_round)
 
-    def share(self, turn: Turn | None, state: ShardedState) -> tuple[ShardedState, bool]:
+    def share(self, save_round: SaveRound | None, state: ShardedState) -> tuple[ShardedState, bool]:
         """Return what this rank writes of *state*, and whether that had to be planned with others (then it waited).
 
         Any thread but the loop's.
         """
-        if self.sharing is None or turn is None:
+        if self.coordinator is None or save_round is None:
             return state, False
-        known = self.sharing.known(state)
+        known = self.coordinator.known(state)
         if known is not None:
             return known, False
-        return self.loop.submit(self.sharing.plan, turn, state).result()
+        return self.loop.submit(self.coordinator.plan, save_round, state).result()
 
     def plan(self, state: ShardedState) -> SavePlan:
         """Return the plan for *state*: the cached one while its structure is the same. Any thread."""
         cached = self._plan  # read once: several saves may be planned on several threads
         if cached is not None and cached[0] == state.structure:
             return cached[1]
-        if self.sharing is None:
+        if self.coordinator is None:
             check_whole(state)
         io = self.options.io
         plan = plan_save(
@@ -215,7 +216,7 @@ class Engine:
     @property
     def outlives_store(self) -> bool:
         """Whether saves go on here when the store where ranks meet is lost, as those of a writer process do."""
-        return self.sharing is not None and self.sharing.meeting.relayed
+        return self.coordinator is not None and self.coordinator.board.relayed
 
     def surviving_store(self) -> suppress:
         """End the block, where saves go on without the store, at the word that it is lost; elsewhere that is an error."""

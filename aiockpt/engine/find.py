@@ -18,9 +18,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import msgspec
 
-from aiockpt.engine.asking import ask_tiers
 from aiockpt.engine.context import Engine
-from aiockpt.engine.under_way import tell_of_newer
+from aiockpt.engine.tier_query import query_tiers
+from aiockpt.engine.unfinished import tell_of_newer
 from aiockpt.errors import (
     CheckpointError,
     CorruptionError,
@@ -35,7 +35,7 @@ from aiockpt.format.names import step_id
 from aiockpt.pipeline import newest
 from aiockpt.pipeline.commit import roll_forward
 from aiockpt.pipeline.discover import StepCopy, StepEntry, find_copy, look_at, scan
-from aiockpt.pipeline.instead import look_instead
+from aiockpt.pipeline.hints import look_instead
 from aiockpt.planning.weights import has_weights_only
 from aiockpt.storage.backend import Backend
 
@@ -167,7 +167,7 @@ async def _list_tiers(
     tiers: Sequence[Engine], list_one: Callable[[Engine], Awaitable[list[StepEntry]]]
 ) -> list[Listed]:
     """Return what *list_one* finds in each tier, newest first, and of one step the nearest first."""
-    answers, failure = await ask_tiers(tiers, list_one, LIST_PATIENCE_S, StorageError)
+    answers, failure = await query_tiers(tiers, list_one, LIST_PATIENCE_S, StorageError)
     listed = [Listed(tier, entry) for tier, entries in answers for entry in entries]
     if failure is not None and not listed:
         raise failure
@@ -255,5 +255,5 @@ async def other_copies(engine: Engine, manifest: Manifest) -> list[StepCopy]:
         return [StepCopy(tier.backend, found)] if found is not None and same else []
 
     others = [tier for tier in engine.tiers if tier is not engine]
-    answers, _ = await ask_tiers(others, look, COPY_PATIENCE_S, CheckpointError)
+    answers, _ = await query_tiers(others, look, COPY_PATIENCE_S, CheckpointError)
     return [copy for _, copies in answers for copy in copies]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import anyio
 
-from aiockpt.engine.patience import Patience
+from aiockpt.engine.timeout import QueryTimeout
 from aiockpt.errors import StorageError
 from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.commit import Attempt, begin
@@ -103,7 +103,7 @@ class Lineage:
             self._tell_of_others(place, entries, step)
 
         async def look_if_there(place: Backend) -> None:
-            wait = Patience()
+            wait = QueryTimeout()
             wait.limit(PATIENCE_S)
             try:
                 with wait.waiting():

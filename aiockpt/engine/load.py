@@ -17,7 +17,7 @@ from aiockpt.events import Loaded
 from aiockpt.format.manifest import Manifest
 from aiockpt.futures import LoadResult
 from aiockpt.pipeline.fetch import Fetcher
-from aiockpt.pipeline.place import Places
+from aiockpt.pipeline.scatter import Places
 from aiockpt.planning.weights import has_weights_only
 from aiockpt.runtime.limits import run_blocking
 from aiockpt.state.shards import TensorShard

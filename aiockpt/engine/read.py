@@ -6,7 +6,7 @@ import difflib
 
 import torch
 
-from aiockpt.adapters.match import objects_in
+from aiockpt.adapters.plain_values import objects_in
 from aiockpt.adapters.stored import find_node
 from aiockpt.engine.context import Engine
 from aiockpt.engine.find import find_manifest

@@ -1,6 +1,6 @@
 """How is a state saved? Begin an attempt, stream its files while the copy still runs, vote, commit.
 
-`save` is the story of a process that saves alone; `aiockpt.engine.together` tells it of many ranks, with the same steps.
+`save` is the story of a process that saves alone; `aiockpt.ranks.save` tells it of many ranks, with the same steps.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import anyio
 import msgspec
 
 from aiockpt.engine.context import Engine
-from aiockpt.engine.ticket import Ticket
+from aiockpt.engine.job import SaveJob
 from aiockpt.errors import CheckpointError, CommitTimeoutError, CorruptionError, StepExistsError, StorageFullError
 from aiockpt.events import BytesWritten, Committed, DataWritten, SaveSkipped, SaveStarted
 from aiockpt.format.checksum import digest128
@@ -33,37 +33,37 @@ RECORDS_BYTES, RECORD_BYTES = 256 << 10, 2 << 10
 """Room asked for beside the data before a save begins: folders, receipt and manifest, and what a tensor takes in them."""
 
 
-async def save(engine: Engine, ticket: Ticket) -> SaveResult:
+async def save(engine: Engine, job: SaveJob) -> SaveResult:
     """Save one state; when this returns it is committed.
 
     Raises:
         CommitConflictError, CommitTimeoutError, StepExistsError, StorageError: see `aiockpt.errors`. Nothing is visible
             then, but for a time-out, whose outcome the storage knows.
     """
-    emit_start(engine, ticket)
-    begun = await begin(engine, ticket, ticket.nonce or engine.token(6))
+    emit_start(engine, job)
+    begun = await begin(engine, job, job.nonce or engine.token(6))
     if isinstance(begun, SaveResult):
         return begun
-    manifest = await write_and_commit(engine, ticket, begun, partial(write_files, engine, ticket, begun.attempt))
-    return committed(engine, ticket, manifest.generation)
+    manifest = await write_and_commit(engine, job, begun, partial(write_files, engine, job, begun.attempt))
+    return committed(engine, job, manifest.generation)
 
 
-def emit_start(engine: Engine, ticket: Ticket) -> None:
+def emit_start(engine: Engine, job: SaveJob) -> None:
     """Tell observers what is saved."""
-    plan = ticket.plan
+    plan = job.plan
     engine.emit(
-        SaveStarted(at_ns=engine.now_ns(), step=ticket.step, bytes=plan.tensor_bytes, tensor_count=len(plan.tensors))
+        SaveStarted(at_ns=engine.now_ns(), step=job.step, bytes=plan.tensor_bytes, tensor_count=len(plan.tensors))
     )
 
 
-async def begin(engine: Engine, ticket: Ticket, nonce: str) -> Attempt | SaveResult:
+async def begin(engine: Engine, job: SaveJob, nonce: str) -> Attempt | SaveResult:
     """Return a new attempt of the name *nonce*, or what is there already, where the policy leaves it as it is."""
-    entry = await look_at(engine.backend, step_id(ticket.step))
+    entry = await look_at(engine.backend, step_id(job.step))
     existing = await _existing(engine, entry)
     if existing is not None:
-        return left_alone(engine, ticket, existing)
-    await check_space(engine, ticket)
-    return await engine.begin_attempt(entry, nonce, ticket.number)
+        return left_alone(engine, job, existing)
+    await check_space(engine, job)
+    return await engine.begin_attempt(entry, nonce, job.number)
 
 
 async def existing_save(engine: Engine, step: int) -> SaveResult | None:
@@ -96,35 +96,35 @@ async def _find_existing(engine: Engine, entry: StepEntry) -> Manifest | None:
     return manifest
 
 
-def left_alone(engine: Engine, ticket: Ticket, existing: SaveResult) -> SaveResult:
+def left_alone(engine: Engine, job: SaveJob, existing: SaveResult) -> SaveResult:
     """Return the result of a save that found its step committed, and tell observers of it."""
-    engine.emit(SaveSkipped(at_ns=engine.now_ns(), step=ticket.step, reason="committed already"))
-    return msgspec.structs.replace(existing, seconds=engine.since_s(ticket.begun_ns))
+    engine.emit(SaveSkipped(at_ns=engine.now_ns(), step=job.step, reason="committed already"))
+    return msgspec.structs.replace(existing, seconds=engine.since_s(job.begun_ns))
 
 
-def records_bytes(ticket: Ticket) -> int:
+def records_bytes(job: SaveJob) -> int:
     """Return the room to keep in reserve for the records of a save: little for a small state."""
-    return min(MOST_RECORDS_BYTES, RECORDS_BYTES + RECORD_BYTES * len(ticket.plan.tensors))
+    return min(MOST_RECORDS_BYTES, RECORDS_BYTES + RECORD_BYTES * len(job.plan.tensors))
 
 
-async def check_space(engine: Engine, ticket: Ticket) -> None:
+async def check_space(engine: Engine, job: SaveJob) -> None:
     free = (await engine.backend.space()).free_bytes
-    reserve = records_bytes(ticket)
-    needed = ticket.plan.file_bytes + reserve
+    reserve = records_bytes(job)
+    needed = job.plan.file_bytes + reserve
     if free is not None and free < needed:
         raise StorageFullError(
-            f"step {ticket.step} has {ticket.plan.file_bytes:,} bytes and keeps {reserve:,} in reserve for its "
+            f"step {job.step} has {job.plan.file_bytes:,} bytes and keeps {reserve:,} in reserve for its "
             f"records, {engine.backend.url} has {free:,} free: free space, or keep fewer steps (Retention)"
         )
 
 
 async def write_and_commit(
-    engine: Engine, ticket: Ticket, attempt: Attempt, write: Callable[[], Awaitable[tuple[FileEntry, ...]]]
+    engine: Engine, job: SaveJob, attempt: Attempt, write: Callable[[], Awaitable[tuple[FileEntry, ...]]]
 ) -> Manifest:
     """Have *write* make the data files durable, and commit them; on a failure before the vote remove what was written."""
     try:
         try:
-            receipt = await vote(engine, ticket, attempt, await write())
+            receipt = await vote(engine, job, attempt, await write())
         except BaseException:
             await _forget(engine, attempt)
             raise
@@ -133,61 +133,61 @@ async def write_and_commit(
         engine.busy_attempts.discard(attempt.attempt)
 
 
-async def write_files(engine: Engine, ticket: Ticket, nonce: str) -> tuple[FileEntry, ...]:
+async def write_files(engine: Engine, job: SaveJob, nonce: str) -> tuple[FileEntry, ...]:
     """Stream this rank's data files into the attempt *nonce*, the windows in the order in which the copy fills them."""
     entries: dict[int, FileEntry] = {}
 
     def on_written(size: int) -> None:
-        engine.emit(BytesWritten(at_ns=engine.now_ns(), step=ticket.step, bytes=size))
+        engine.emit(BytesWritten(at_ns=engine.now_ns(), step=job.step, bytes=size))
 
     async def write(index: int) -> None:
         entries[index] = await engine.uploader.write_file(
-            step_id(ticket.step),
+            step_id(job.step),
             data_path(nonce, engine.ranks.rank, index),
             engine.ranks.rank,
-            ticket.plan.files[index],
-            ticket.slabs[index],
+            job.plan.files[index],
+            job.slabs[index],
             on_written,
         )
 
     async with open_tasks() as tasks:
-        for index in range(len(ticket.plan.files)):
+        for index in range(len(job.plan.files)):
             tasks.start_soon(write, index)
-    await ticket.copied.settled()  # small files may be durable before the thread that copied has said that it is done
+    await job.copied.settled()  # small files may be durable before the thread that copied has said that it is done
     return tuple(entries[index] for index in range(len(entries)))
 
 
-async def vote(engine: Engine, ticket: Ticket, attempt: Attempt, files: tuple[FileEntry, ...]) -> Receipt:
+async def vote(engine: Engine, job: SaveJob, attempt: Attempt, files: tuple[FileEntry, ...]) -> Receipt:
     """Leave this rank's receipt: from here it has done its part.
 
     Raises:
         TornSnapshotError: the state changed while it was copied; no receipt was left.
     """
-    await ticket.confirm()
-    receipt = _receipt(engine, ticket, attempt, files)
-    ticket.voting = True
+    await job.confirm()
+    receipt = _receipt(engine, job, attempt, files)
+    job.voting = True
     await cast_vote(engine.backend, receipt)
-    ticket.promise.reach(ticket.promise.written)
-    seconds = engine.since_s(ticket.begun_ns)
-    engine.emit(DataWritten(at_ns=engine.now_ns(), step=ticket.step, bytes=ticket.plan.file_bytes, seconds=seconds))
+    job.promise.reach(job.promise.written)
+    seconds = engine.since_s(job.begun_ns)
+    engine.emit(DataWritten(at_ns=engine.now_ns(), step=job.step, bytes=job.plan.file_bytes, seconds=seconds))
     return receipt
 
 
-def _receipt(engine: Engine, ticket: Ticket, attempt: Attempt, files: tuple[FileEntry, ...]) -> Receipt:
-    state = ticket.state
+def _receipt(engine: Engine, job: SaveJob, attempt: Attempt, files: tuple[FileEntry, ...]) -> Receipt:
+    state = job.state
     return Receipt(
         **msgspec.structs.asdict(attempt),
         created_ns=engine.world.clock.time_ns(),
-        plan_digest=ticket.plan.digest,
+        plan_digest=job.plan.digest,
         scalars_digest=digest128(msgspec.json.encode(state.values)),
         files=files,
-        tensors=ticket.plan.tensors,
+        tensors=job.plan.tensors,
         alias=dict(state.alias),
         left_out=dict(state.left_out) or msgspec.UNSET,
         state=state.values,
         per_rank=state.per_rank,
-        metrics=ticket.metrics,
-        user=ticket.user,
+        metrics=job.metrics,
+        user=job.user,
     )
 
 
@@ -213,14 +213,14 @@ async def commit_votes(engine: Engine, attempt: Attempt, votes: Sequence[Receipt
     return manifest
 
 
-def committed(engine: Engine, ticket: Ticket, generation: int) -> SaveResult:
+def committed(engine: Engine, job: SaveJob, generation: int) -> SaveResult:
     """Return the result of a save that is committed, and tell observers of it."""
     result = SaveResult(
-        step=ticket.step,
-        id=step_id(ticket.step),
+        step=job.step,
+        id=step_id(job.step),
         generation=generation,
-        bytes=ticket.plan.file_bytes,
-        seconds=engine.since_s(ticket.begun_ns),
+        bytes=job.plan.file_bytes,
+        seconds=engine.since_s(job.begun_ns),
     )
     engine.emit(
         Committed(

@@ -29,8 +29,8 @@ from aiockpt.format.names import decision_key, manifest_key, receipt_key
 from aiockpt.format.parts import detach
 from aiockpt.pipeline.discover import StepEntry, votes_to_finish
 from aiockpt.pipeline.manifests import read_manifest
-from aiockpt.pipeline.votes import VoteReader
-from aiockpt.runtime.meeting import name_ranks
+from aiockpt.pipeline.receipts import ReceiptReader
+from aiockpt.runtime.notes import name_ranks
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.transfer import put_once, read_record
@@ -97,7 +97,7 @@ async def wait_votes(
     Raises:
         CommitTimeoutError: names the ranks without a receipt; the outcome is unknown.
     """
-    reader = VoteReader(backend, attempt.id, attempt.attempt, attempt.world_size)
+    reader = ReceiptReader(backend, attempt.id, attempt.attempt, attempt.world_size)
     reader.votes[own.rank] = own
     with anyio.move_on_after(deadline_s):
         while reader.missing:

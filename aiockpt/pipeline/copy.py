@@ -25,7 +25,7 @@ from aiockpt.format.manifest import FileEntry, Manifest
 from aiockpt.format.names import attempt_folder, attempt_prefix, copied_folder, copied_key, parse_copied
 from aiockpt.options import MIB
 from aiockpt.pipeline.commit import publish
-from aiockpt.pipeline.content import Cargo, VerifiedBlocks
+from aiockpt.pipeline.copy_source import CopySource, VerifiedBlocks
 from aiockpt.pipeline.discover import find_copy, look_at
 from aiockpt.pipeline.serialize import BlockSums
 from aiockpt.runtime.limits import Limiter, Pace, run_blocking
@@ -68,7 +68,7 @@ class Windows:
 
 
 async def copy_step(
-    cargo: Cargo,
+    source: CopySource,
     target: Backend,
     world: World,
     *,
@@ -79,8 +79,8 @@ async def copy_step(
     """Make a step durable and visible at *target*; return its manifest there. One that is there already is left as it is.
 
     Args:
-        cargo: what is copied; somebody keeps retention away from where it comes from.
-        windows: those that *cargo* was loaded for.
+        source: what is copied; somebody keeps retention away from where it comes from.
+        windows: those that *source* was loaded for.
         pace: how fast bytes go to the target.
         on_copied: told the bytes of each window, also of those that need not be moved any more.
 
@@ -89,21 +89,21 @@ async def copy_step(
         StorageError: the target, or every source, cannot be used.
         CommitConflictError: another save took the generation meanwhile; copying again finds the next one.
     """
-    there = await find_copy(target, cargo.id, cargo.attempt)
+    there = await find_copy(target, source.id, source.attempt)
     if there is not None:
         return there
     try:
-        files = await copy_files(cargo, target, world, windows=windows, pace=pace, on_copied=on_copied)
-        return await _publish(cargo, files, target, world)
+        files = await copy_files(source, target, world, windows=windows, pace=pace, on_copied=on_copied)
+        return await _publish(source, files, target, world)
     except CheckpointError:
-        there = await find_copy(target, cargo.id, cargo.attempt)
+        there = await find_copy(target, source.id, source.attempt)
         if there is None:
             raise
         return there  # another copier was faster, and has tidied up
 
 
 async def copy_files(
-    cargo: Cargo,
+    source: CopySource,
     target: Backend,
     world: World,
     *,
@@ -122,15 +122,15 @@ async def copy_files(
     Returns:
         Every file that is durable there, by its number.
     """
-    files = await copied_files(target, cargo)
+    files = await copied_files(target, source)
     async with open_tasks() as tasks:
 
         async def move(index: int) -> None:
-            mover = _FileMover(cargo, index, windows, pace, on_copied)
+            mover = _FileMover(source, index, windows, pace, on_copied)
             files[index] = await mover.move(target, world.token(4).hex())
-            await target.put(copied_key(cargo.id, cargo.attempt, index), msgspec.json.encode(files[index]))
+            await target.put(copied_key(source.id, source.attempt, index), msgspec.json.encode(files[index]))
 
-        for index, file in enumerate(cargo.files):
+        for index, file in enumerate(source.files):
             if index in files:
                 on_copied(file.size)
             elif only(file):
@@ -138,41 +138,41 @@ async def copy_files(
     return files
 
 
-async def _publish(cargo: Cargo, files: Mapping[int, FileEntry], target: Backend, world: World) -> Manifest:
+async def _publish(source: CopySource, files: Mapping[int, FileEntry], target: Backend, world: World) -> Manifest:
     """Commit at *target* a step whose *files* are durable there."""
-    entry = await look_at(target, cargo.id)
+    entry = await look_at(target, source.id)
     generation, write_id = max(entry.generations, default=0) + 1, world.token(16).hex()
-    in_order = [files[index] for index in range(len(cargo.files))]
-    new = await run_blocking(Limiter("copied manifest", 1), cargo.manifest, in_order, generation, write_id)
+    in_order = [files[index] for index in range(len(source.files))]
+    new = await run_blocking(Limiter("copied manifest", 1), source.manifest, in_order, generation, write_id)
     committed = await publish(target, new)
-    await _tidy(target, committed)
+    await _clean_up(target, committed)
     return committed
 
 
-async def copied_files(target: Backend, cargo: Cargo) -> dict[int, FileEntry]:
+async def copied_files(target: Backend, source: CopySource) -> dict[int, FileEntry]:
     """Return the data files that copies have made durable at *target*, by their numbers."""
     files: dict[int, FileEntry] = {}
-    for stat in (await target.list(copied_folder(cargo.id, cargo.attempt))).objects:
+    for stat in (await target.list(copied_folder(source.id, source.attempt))).objects:
         index = parse_copied(stat.key.rpartition("/")[2])
-        if index is None or index >= len(cargo.files):
+        if index is None or index >= len(source.files):
             continue
         try:
-            file = _read_mark(await read_record(target, stat.key), cargo, index)
-            if file is not None and (await target.stat(f"{cargo.id}/{file.p}")).size == file.size:
+            file = _read_mark(await read_record(target, stat.key), source, index)
+            if file is not None and (await target.stat(f"{source.id}/{file.p}")).size == file.size:
                 files[index] = file
         except CheckpointError:  # gone, or a mark that says nonsense
             continue
     return files
 
 
-def _read_mark(data: bytes, cargo: Cargo, index: int) -> FileEntry | None:
+def _read_mark(data: bytes, source: CopySource, index: int) -> FileEntry | None:
     """Return the file that a mark tells of; None when it cannot be file number *index*."""
-    wanted = cargo.files[index]
+    wanted = source.files[index]
     try:
         file = msgspec.json.decode(data, type=FileEntry)
     except (msgspec.DecodeError, UnicodeDecodeError):  # msgspec lets the second one through
         return None
-    if not file.p.startswith(f"{attempt_prefix(cargo.attempt)}/d/"):
+    if not file.p.startswith(f"{attempt_prefix(source.attempt)}/d/"):
         return None
     if wanted.digest:
         return msgspec.structs.replace(wanted, p=file.p) if file.digest == wanted.digest else None
@@ -181,7 +181,7 @@ def _read_mark(data: bytes, cargo: Cargo, index: int) -> FileEntry | None:
     return msgspec.structs.replace(wanted, p=file.p, sums=file.sums, digest=file.digest) if whole else None
 
 
-async def _tidy(target: Backend, committed: Manifest) -> None:
+async def _clean_up(target: Backend, committed: Manifest) -> None:
     """Remove the marks, and what copies that died or lost have left in the attempt."""
     named = {f"{committed.id}/{file.p}" for file in committed.files}
     folder = attempt_folder(committed.id, committed.attempt)
@@ -191,18 +191,18 @@ async def _tidy(target: Backend, committed: Manifest) -> None:
 
 
 class _FileMover:
-    """Moves one data file: number *index* of *cargo*."""
+    """Moves one data file: number *index* of *source*."""
 
     def __init__(
-        self, cargo: Cargo, index: int, windows: Windows, pace: Pace, on_copied: Callable[[int], object]
+        self, source: CopySource, index: int, windows: Windows, pace: Pace, on_copied: Callable[[int], object]
     ) -> None:
-        self._cargo = cargo
+        self._cargo = source
         self._index = index
-        self._file = cargo.files[index]
+        self._file = source.files[index]
         self._windows = windows
         self._pace = pace
         self._on_copied = on_copied
-        self._blocks = VerifiedBlocks(cargo.sources)
+        self._blocks = VerifiedBlocks(source.sources)
         self._sums = BlockSums(self._file.size, self._file.block)
 
     async def move(self, target: Backend, token: str) -> FileEntry:

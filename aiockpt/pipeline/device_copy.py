@@ -6,7 +6,7 @@ Guarantees:
 - Small tensors that are neighbours in the file travel together: gathered on the device, then moved as one. A move costs
   some microseconds to start however small it is, which is what 64 KiB take on their way.
 - What is not row-major is made so on the device, in the lane's order, with memory that is let go with its last window.
-- A run shares no memory on the device with another one. When a slab is full is told by marks: `aiockpt.pipeline.flights`.
+- A run shares no memory on the device with another one. When a slab is full is told by marks: `aiockpt.pipeline.in_flight`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import msgspec
 import torch
 
-from aiockpt.planning.save import Copy, SavePlan, Window
-from aiockpt.runtime.accelerator import Accelerator, Mark
+from aiockpt.planning.write_plan import Copy, SavePlan, Window
+from aiockpt.runtime.accelerator import Accelerator, DeviceEvent
 from aiockpt.runtime.slabs import Slab
 
 SMALL_BYTES = 64 << 10
@@ -75,7 +75,7 @@ class DeviceCopies:
             together = [run.size for run in part.runs if len(run.pieces) > 1]
             self.gathered_bytes[part.device] = max(self.gathered_bytes[part.device], *together, 0)
 
-    def begin(self, after: Iterable[tuple[torch.device, Mark]]) -> DeviceRun:
+    def begin(self, after: Iterable[tuple[torch.device, DeviceEvent]]) -> DeviceRun:
         """Return one run of them, all of it behind the marks of the devices' compute streams."""
         for device, mark in after:
             if device in self.lanes:
@@ -99,12 +99,12 @@ class DeviceRun:
             if copies.gathered_bytes[device]
         }
 
-    def enqueue(self, number: int, slab: Slab) -> Iterator[tuple[torch.device, Mark]]:
+    def enqueue(self, number: int, slab: Slab) -> Iterator[tuple[torch.device, DeviceEvent]]:
         """Let every device that has some of window *number* copy it into *slab*; yield the mark behind each."""
         for part in self._copies.windows[number]:
             yield part.device, self._enqueue(part, slab)
 
-    def _enqueue(self, part: _Part, slab: Slab) -> Mark:
+    def _enqueue(self, part: _Part, slab: Slab) -> DeviceEvent:
         lane, tensors = self._copies.lanes[part.device], self._copies.tensors
         self._made |= {number: lane.empty(tensors[number].nbytes) for number in part.begins}
         made = [(tensors[number], self._made[number]) for number in part.begins]

@@ -38,8 +38,8 @@ from aiockpt.format.names import (
     parse_verified,
 )
 from aiockpt.pipeline.manifests import read_head, read_manifest
-from aiockpt.pipeline.votes import READS_AT_ONCE, any_receipt
-from aiockpt.pipeline.votes import read_receipts as read_receipts
+from aiockpt.pipeline.receipts import READS_AT_ONCE, any_receipt
+from aiockpt.pipeline.receipts import read_receipts as read_receipts
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend, Listing, Stat
 from aiockpt.storage.transfer import RECORD_LIMIT_BYTES

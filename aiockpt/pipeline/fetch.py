@@ -26,7 +26,7 @@ from aiockpt.format.names import list_names
 from aiockpt.format.safetensors import MAX_HEADER_BYTES, decode_header
 from aiockpt.format.validate import check_header, pieces_by_file
 from aiockpt.pipeline.discover import StepCopy
-from aiockpt.planning.load import GAP, Landing, plan_reads
+from aiockpt.planning.read_plan import GAP, Landing, plan_reads
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend, Reader

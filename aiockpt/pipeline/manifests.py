@@ -19,7 +19,7 @@ from aiockpt.format.manifest import HEAD_BYTES, Head, Manifest, decode_head, dec
 from aiockpt.format.names import manifest_key
 from aiockpt.format.parts import attach, part_paths
 from aiockpt.format.validate import check_manifest
-from aiockpt.pipeline.votes import do_all
+from aiockpt.pipeline.receipts import do_all
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.transfer import read_record, read_start

@@ -22,15 +22,15 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
+from aiockpt.pipeline.address_check import Places
 from aiockpt.pipeline.device_copy import DeviceCopies, is_row_major, on_host
-from aiockpt.pipeline.flights import Deliver, Flights
-from aiockpt.pipeline.places import Places
-from aiockpt.planning.save import HEADER, Copy, FilePlan, SavePlan, Window
-from aiockpt.runtime.accelerator import Accelerator, Mark
-from aiockpt.runtime.rhythm import Leisure
+from aiockpt.pipeline.in_flight import Deliver, InFlightSlabs
+from aiockpt.planning.write_plan import HEADER, Copy, FilePlan, SavePlan, Window
+from aiockpt.runtime.accelerator import Accelerator, DeviceEvent
 from aiockpt.runtime.slabs import SlabPool
 from aiockpt.state.shards import TensorShard, are_same
 
@@ -46,6 +46,26 @@ Moves = list[tuple[int, int, int]]
 _held_memmove = ctypes.PyDLL(None).memmove  # PyDLL keeps the GIL, here for less than a window
 _held_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _held_memmove.restype = None
+
+
+class Throttle(Protocol):
+    """Says how many slabs a copy beside the running program fills, and when (`aiockpt.lazy.throttle`)."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether slabs for the whole state may have been wanted at once."""
+        ...
+
+    @property
+    def fills_more(self) -> bool:
+        """Whether the next slab belongs to the same batch, so that those that are full can wait for it."""
+        ...
+
+    def wait(self, left_bytes: int, timeout_s: float) -> None:
+        """Wait until a slab is worth filling, *left_bytes* being left to copy; *timeout_s* seconds at most."""
+
+    def copied(self, size_bytes: int, seconds: float) -> None:
+        """Note that a slab of *size_bytes* was filled in *seconds*."""
 
 
 class CopyProgram:
@@ -86,11 +106,11 @@ class CopyProgram:
         wanted: Callable[[], bool],
         timeout_s: float,
         beside: bool = False,
-        leisure: Leisure | None = None,
+        throttle: Throttle | None = None,
         check: Callable[[], object] = lambda: None,
         check_copied: bool = False,
-        after: Sequence[tuple[torch.device, Mark]] = (),
-        enqueued: Callable[[Sequence[Mark]], object] = lambda _: None,
+        after: Sequence[tuple[torch.device, DeviceEvent]] = (),
+        enqueued: Callable[[Sequence[DeviceEvent]], object] = lambda _: None,
     ) -> None:
         """Copy window after window into slabs of *pool*, and *deliver* each full one.
 
@@ -99,7 +119,7 @@ class CopyProgram:
 
         Args:
             beside: whether the program runs on meanwhile, and needs the GIL.
-            leisure: how many slabs it fills at once, and for how long; None fills as many as it gets.
+            throttle: how many slabs it fills at once, and for how long; None fills as many as it gets.
             check: called when all is copied, or enqueued on a device, before the last window is delivered; raises when the
                 copy is worth nothing.
             check_copied: whether devices must have copied before that, too.
@@ -113,12 +133,12 @@ class CopyProgram:
         """
         copy = _copy_beside if beside else _copy_fast
         on_devices = self._devices.begin(after)
-        last_marks: dict[torch.device, Mark] = {}
+        last_marks: dict[torch.device, DeviceEvent] = {}
         left_bytes = sum(window.size for window, _ in self._windows)
-        with Flights(pool, deliver, timeout_s) as flights:
+        with InFlightSlabs(pool, deliver, timeout_s) as flights:
             for number, (window, moves) in enumerate(self._windows):
-                if leisure is not None:
-                    leisure.wait(left_bytes, timeout_s)
+                if throttle is not None:
+                    throttle.wait(left_bytes, timeout_s)
                 if not wanted():
                     return
                 flight = flights.begin(window)
@@ -129,14 +149,14 @@ class CopyProgram:
                     last_marks[device] = mark
                 copy(flight.slab.address, moves, number)
                 left_bytes -= window.size
-                if leisure is not None and flights.fill(flight, anyway=not leisure.whole):
-                    leisure.copied(window.size, (time.perf_counter_ns() - began_ns) / 1e9)
+                if throttle is not None and flights.fill(flight, anyway=not throttle.whole):
+                    throttle.copied(window.size, (time.perf_counter_ns() - began_ns) / 1e9)
                 if not left_bytes:
                     if check_copied:
                         flights.wait()
                     self._places.check()
                     check()
-                if leisure is None or not leisure.fills_more or not left_bytes:
+                if throttle is None or not throttle.fills_more or not left_bytes:
                     flights.hand_on()
             if last_marks:
                 enqueued(list(last_marks.values()))

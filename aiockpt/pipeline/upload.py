@@ -16,7 +16,7 @@ import anyio
 
 from aiockpt.format.manifest import FileEntry
 from aiockpt.pipeline.serialize import BlockSums
-from aiockpt.planning.save import FilePlan, Window
+from aiockpt.planning.write_plan import FilePlan, Window
 from aiockpt.runtime.limits import Limiter, LimiterStatistics, Pace
 from aiockpt.runtime.slabs import Lender, Slab
 from aiockpt.runtime.tasks import open_tasks

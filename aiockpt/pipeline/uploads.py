@@ -18,12 +18,12 @@ import msgspec
 
 from aiockpt.errors import StorageError
 from aiockpt.format.names import parse_data
-from aiockpt.pipeline.votes import ranks_that_voted
+from aiockpt.pipeline.receipts import ranks_that_voted
 from aiockpt.storage.backend import Backend, UnfinishedUpload, keeps_uploads
 from aiockpt.storage.transfer import storage_now_ns
 
 
-class Leftovers(msgspec.Struct, frozen=True):
+class DeadUploads(msgspec.Struct, frozen=True):
     """The uploads that dead writers left.
 
     Attributes:
@@ -35,25 +35,25 @@ class Leftovers(msgspec.Struct, frozen=True):
     problem: str | None = None
 
 
-async def find_leftovers(backend: Backend, *, grace_s: float, nonce: str, busy: Collection[str]) -> Leftovers:
+async def find_leftovers(backend: Backend, *, grace_s: float, nonce: str, busy: Collection[str]) -> DeadUploads:
     """Return the uploads below the root that nobody will finish.
 
     Args:
         busy: attempts of this process that are under way.
     """
     if (store := keeps_uploads(backend)) is None:
-        return Leftovers()
+        return DeadUploads()
     try:
         ours = {upload: found for upload in await store.leftover_uploads() if (found := parse_data(upload.key))}
         if not ours:
-            return Leftovers()
+            return DeadUploads()
         before_ns = await storage_now_ns(backend, nonce) - grace_s * 1e9
         old = {upload: found for upload, found in ours.items() if upload.started_ns <= before_ns}
         attempts = {(step_id, attempt) for step_id, attempt, _ in old.values() if attempt not in busy}
         voted = {one: await ranks_that_voted(backend, *one) for one in sorted(attempts)}
     except StorageError as error:
-        return Leftovers(problem=f"unfinished uploads cannot be listed: {error}")
-    return Leftovers(
+        return DeadUploads(problem=f"unfinished uploads cannot be listed: {error}")
+    return DeadUploads(
         tuple(
             upload
             for upload, (step_id, attempt, rank) in old.items()
@@ -62,7 +62,7 @@ async def find_leftovers(backend: Backend, *, grace_s: float, nonce: str, busy: 
     )
 
 
-async def abort_leftovers(backend: Backend, found: Leftovers) -> Leftovers:
+async def abort_leftovers(backend: Backend, found: DeadUploads) -> DeadUploads:
     """Abort what was found; return what is aborted."""
     store = keeps_uploads(backend)
     if store is None or not found.uploads:
@@ -73,6 +73,6 @@ async def abort_leftovers(backend: Backend, found: Leftovers) -> Leftovers:
             await store.abort_uploads([upload])
         except StorageError as error:
             left = len(found.uploads) - len(done)
-            return Leftovers(tuple(done), f"{left} unfinished uploads cannot be aborted: {error}")
+            return DeadUploads(tuple(done), f"{left} unfinished uploads cannot be aborted: {error}")
         done.append(upload)
-    return Leftovers(tuple(done), found.problem)
+    return DeadUploads(tuple(done), found.problem)

@@ -20,7 +20,7 @@ from operator import attrgetter
 
 import msgspec
 
-from aiockpt.planning.load import Landing
+from aiockpt.planning.read_plan import Landing
 
 MIN_PARCEL_BYTES = 1 << 20
 """Smaller parcels cost more in messages than they gain in evenness."""
@@ -36,7 +36,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
     end: int
 
 
-class Parcel(msgspec.Struct, frozen=True):
+class SharedRange(msgspec.Struct, frozen=True):
     """What one rank reads and sends to others in one message. Ranks are numbers within the group.
 
     Attributes:
@@ -66,7 +66,7 @@ class Exchange(msgspec.Struct, frozen=True):
     """
 
     alone: tuple[tuple[Span, ...], ...]
-    rounds: tuple[tuple[Parcel, ...], ...]
+    rounds: tuple[tuple[SharedRange, ...], ...]
 
 
 def wanted_spans(passes: Iterable[Mapping[int, Sequence[Landing]]], files: Sequence[tuple[int, int]]) -> list[Span]:
@@ -100,11 +100,11 @@ def plan_exchange(wanted: Sequence[Sequence[Span]], blocks: Sequence[int], *, pa
     for takers, span in _meet(wanted):
         (alone[takers[0]] if len(takers) == 1 else shared.setdefault(takers, [])).append(span)
     loads = [sum(span.end - span.start for span in spans) for spans in alone]
-    reads: list[list[Parcel]] = [[] for _ in wanted]
+    reads: list[list[SharedRange]] = [[] for _ in wanted]
     for takers, spans in sorted(shared.items(), key=lambda item: (len(item[0]), item[0])):  # the least choice first
         for bundle in _bundles(spans, blocks, _parcel_bytes(takers, spans, parcel_bytes)):
             reader = min(takers, key=lambda rank: (loads[rank], rank))
-            parcel = Parcel(reader, takers, bundle)
+            parcel = SharedRange(reader, takers, bundle)
             loads[reader] += parcel.size_bytes
             reads[reader].append(parcel)
     return Exchange(tuple(map(tuple, alone)), tuple(_rounds(reads)))
@@ -164,7 +164,7 @@ def _bundles(spans: Iterable[Span], blocks: Sequence[int], most: int) -> Iterato
         yield tuple(bundle)
 
 
-def _rounds(reads: Sequence[Sequence[Parcel]]) -> Iterator[tuple[Parcel, ...]]:
+def _rounds(reads: Sequence[Sequence[SharedRange]]) -> Iterator[tuple[SharedRange, ...]]:
     """Let parcels of about one size travel together: a round takes as long as its largest."""
     queues = [sorted(parcels, key=attrgetter("size_bytes"), reverse=True) for parcels in reads]
     seen: set[int] = set()

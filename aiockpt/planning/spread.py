@@ -31,10 +31,10 @@ from aiockpt.errors import UsageError
 from aiockpt.format.checksum import BLOCK_BYTES
 from aiockpt.format.document import collector_paused
 from aiockpt.format.parts import MAX_TABLE_PIECES
-from aiockpt.planning.holders import Group, Holders, Holding, Ints, holdings_of, survey
+from aiockpt.planning.shard_map import Group, Ints, LocalBoxes, ShardMap, local_boxes_of, survey
 from aiockpt.state.geometry import Box
 
-__all__ = ["Holding", "Part", "holdings_of", "spread"]
+__all__ = ["LocalBoxes", "Part", "local_boxes_of", "spread"]
 
 LOWEST_RANK_BYTES = 64 << 20
 """Replicas that may differ, and that one rank may have to write beyond its share so that they are those of one rank."""
@@ -53,7 +53,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
     start: int
 
 
-def spread(holdings: Sequence[Sequence[Holding]], *, block_bytes: int = BLOCK_BYTES) -> list[tuple[Part, ...]]:
+def spread(holdings: Sequence[Sequence[LocalBoxes]], *, block_bytes: int = BLOCK_BYTES) -> list[tuple[Part, ...]]:
     """Return what each rank writes: one tuple for each rank, ordered by holding, then by start.
 
     Args:
@@ -68,7 +68,7 @@ def spread(holdings: Sequence[Sequence[Holding]], *, block_bytes: int = BLOCK_BY
         return _spread(holdings, block_bytes)
 
 
-def _spread(holdings: Sequence[Sequence[Holding]], block_bytes: int) -> list[tuple[Part, ...]]:
+def _spread(holdings: Sequence[Sequence[LocalBoxes]], block_bytes: int) -> list[tuple[Part, ...]]:
     holders = survey(holdings)
     parts: list[list[Part]] = [[] for _ in holdings]
     for rank, place in holders.empty:
@@ -95,7 +95,7 @@ def _spread(holdings: Sequence[Sequence[Holding]], block_bytes: int) -> list[tup
     return [tuple(sorted(some, key=attrgetter("holding", "start"))) for some in parts]
 
 
-def _give_all(holders: Holders, group: Group, into: list[Part]) -> None:
+def _give_all(holders: ShardMap, group: Group, into: list[Part]) -> None:
     rows = holders.first[group.boxes]
     places, starts = holders.holding[rows].tolist(), holders.start[rows].tolist()
     boxes = holders.boxes
@@ -118,7 +118,7 @@ class _Pool(msgspec.Struct, eq=False):
     quotas: Ints
 
 
-def _pools(holders: Holders, group: Group, block_bytes: int) -> list[_Pool]:
+def _pools(holders: ShardMap, group: Group, block_bytes: int) -> list[_Pool]:
     """Part what may come from any rank into boxes that may be cut and those that stay whole.
 
     The coarse come first, the fine even it out.
@@ -141,7 +141,7 @@ class _Unit(msgspec.Struct, eq=False):
     nbytes: int
 
 
-def _units(holders: Holders) -> list[_Unit]:
+def _units(holders: ShardMap) -> list[_Unit]:
     """Return all units that several ranks hold, in order of their groups and numbers."""
     units = []
     for group in holders.groups:
@@ -153,7 +153,7 @@ def _units(holders: Holders) -> list[_Unit]:
     return units
 
 
-def _give_units(holders: Holders, units: Sequence[_Unit], loads: Ints, parts: list[list[Part]]) -> None:
+def _give_units(holders: ShardMap, units: Sequence[_Unit], loads: Ints, parts: list[list[Part]]) -> None:
     """Give each unit to one of its holders: few bytes to the lowest, more to who has least, the largest first."""
     few = sum(unit.nbytes for unit in units) <= LOWEST_RANK_BYTES
     for unit in units if few else sorted(units, key=lambda unit: -unit.nbytes):
@@ -193,7 +193,7 @@ def _pour(total_bytes: int, ground: Ints) -> Ints:
     return depths
 
 
-def _cut(holders: Holders, pool: _Pool, excess: Ints, parts: list[list[Part]]) -> None:
+def _cut(holders: ShardMap, pool: _Pool, excess: Ints, parts: list[list[Part]]) -> None:
     """Lay the boxes of a pool end to end and cut the line where one holder's quota ends and the next begins."""
     ranks = pool.group.ranks
     quotas = _pour(pool.total_bytes, excess[ranks] - pool.quotas)
@@ -226,7 +226,7 @@ def _cutting_axis(box: Box) -> tuple[int, int]:
 
 
 def _give_rows(
-    holders: Holders, group: Group, box: int, holder: int, axis: int, rows: tuple[int, int], parts: list[list[Part]]
+    holders: ShardMap, group: Group, box: int, holder: int, axis: int, rows: tuple[int, int], parts: list[list[Part]]
 ) -> None:
     incidence = holders.first[box] + group.places[holder]
     whole, (row, stop) = holders.boxes[box], rows
@@ -241,7 +241,7 @@ def _give_rows(
     parts[group.ranks[holder]].append(Part(int(holders.holding[incidence]), part, start))
 
 
-def _hand_out(holders: Holders, pool: _Pool, excess: Ints, parts: list[list[Part]]) -> None:
+def _hand_out(holders: ShardMap, pool: _Pool, excess: Ints, parts: list[list[Part]]) -> None:
     """Give whole boxes, the largest first, each to the holder that is furthest from its quota (worst fit)."""
     group = pool.group
     given = (excess[group.ranks] - pool.quotas).tolist()

@@ -15,7 +15,7 @@ import msgspec
 
 from aiockpt.format.names import split_name
 from aiockpt.prove.records import AnyRecord, Ended, Labelled, Loaded, Place, Stepped, Told, View
-from aiockpt.prove.traces import Calendar, Key, keyed
+from aiockpt.prove.starts import Calendar, Key, keyed
 
 RESUME = "resume"
 """The row of how a script starts again at all."""

@@ -21,11 +21,11 @@ import torch
 
 from aiockpt.errors import UsageError
 from aiockpt.prove import probe
-from aiockpt.prove.job import Job, write_job
-from aiockpt.prove.process import TAIL_LINES
+from aiockpt.prove.assignment import Job, write_job
 from aiockpt.prove.recorder import Recorder, SimulatedKill
 from aiockpt.prove.records import AnyRecord
-from aiockpt.prove.traces import Start
+from aiockpt.prove.script_process import TAIL_LINES
+from aiockpt.prove.starts import Start
 from aiockpt.prove.training import Training
 
 

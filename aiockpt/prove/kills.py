@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from aiockpt.prove.job import Kill
+from aiockpt.prove.assignment import Kill
 from aiockpt.prove.records import Committed, Labelled, Stepped
-from aiockpt.prove.traces import Start
+from aiockpt.prove.starts import Start
 
 
 def draw_kills(straight: Start, count: int, seed: int) -> list[Kill]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from aiockpt.prove.job import VARIABLE
+from aiockpt.prove.assignment import VARIABLE
 from aiockpt.redaction import redact
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def find_probe(checkpointer: Checkpointer, ranks: Ranks, tiers: Sequence[Tier]) 
         enter(_open_session(ranks))
     if _session is None:
         return None
-    from aiockpt.prove.place import url_of
+    from aiockpt.prove.scratch import url_of
 
     urls = [url_of(tier.url) for tier in tiers]
     if set(urls) <= set(_session.recorder.job.as_is):
@@ -95,7 +95,7 @@ def find_probe(checkpointer: Checkpointer, ranks: Ranks, tiers: Sequence[Tier]) 
 
 
 def _open_session(ranks: Ranks) -> Session | None:
-    from aiockpt.prove.job import read_job
+    from aiockpt.prove.assignment import read_job
     from aiockpt.prove.recorder import FileWriter, Recorder, kill_this_process
     from aiockpt.prove.training import Training
 
@@ -131,7 +131,7 @@ class Probe:
         """
         from aiockpt.backends.local import LocalBackend
         from aiockpt.prove import records
-        from aiockpt.prove.place import ScratchBackend, scratch_of
+        from aiockpt.prove.scratch import ScratchBackend, scratch_of
         from aiockpt.storage.open import open_backend
 
         urls = self._urls

@@ -22,16 +22,16 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from aiockpt.errors import UsageError
+from aiockpt.prove.assignment import Job, Kill
 from aiockpt.prove.certificate import Certificate
 from aiockpt.prove.compare import RESUME, TRAINING, Comparison, Difference, Findings, Reference, saved_views
 from aiockpt.prove.inline import InlineRunner
-from aiockpt.prove.job import Job, Kill
 from aiockpt.prove.kills import draw_kills
-from aiockpt.prove.place import url_of
-from aiockpt.prove.process import ProcessRunner, Tick
 from aiockpt.prove.records import Begun, Ended, Loaded
 from aiockpt.prove.reshaped import compare_reshaped
-from aiockpt.prove.traces import Start
+from aiockpt.prove.scratch import url_of
+from aiockpt.prove.script_process import ProcessRunner, Tick
+from aiockpt.prove.starts import Start
 from aiockpt.prove.verdict import judge
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from aiockpt.errors import StorageError
 from aiockpt.events import Committed as CommittedEvent
 from aiockpt.events import Event
 from aiockpt.prove import records
-from aiockpt.prove.job import KILLED, Job
+from aiockpt.prove.assignment import KILLED, Job
 from aiockpt.prove.records import AnyRecord, encode
 from aiockpt.runtime.loop import Mutex
 

@@ -13,7 +13,7 @@ from statistics import fmean
 
 from aiockpt.prove.compare import DATA, LOSS, TRAINING, Difference, Findings, row_of
 from aiockpt.prove.records import Labelled, Loaded, Place, Stepped, View
-from aiockpt.prove.traces import Calendar, Start
+from aiockpt.prove.starts import Calendar, Start
 
 CLOSE = 1e-3
 """How far losses may be off, relatively, unless it is said; float32 sums in another order, amplified by some steps."""

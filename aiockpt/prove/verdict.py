@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from aiockpt.prove.certificate import Certificate, Outcome, RowResult, StartResult, Verdict
 from aiockpt.prove.compare import DATA, GRADIENTS, LOSS, RESUME, STEPS, TRAINING, WEIGHTS, Difference, Findings
 from aiockpt.prove.records import Labelled, Stepped
-from aiockpt.prove.traces import Calendar, Start
+from aiockpt.prove.starts import Calendar, Start
 
 if TYPE_CHECKING:
     from aiockpt.prove.proof import Proof, Runner

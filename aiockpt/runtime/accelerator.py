@@ -4,8 +4,8 @@ A device runs the work that it is given in *streams*, each in order, beside each
 program's own work is in its *compute stream*; copies of a snapshot are in a *lane*, a stream of ours. What is later than
 what is said with *marks*. Three orders make a snapshot right, and each has a test that fails without it:
 
-- the lane follows the compute stream as of the call (`Accelerator.now`, `Lane.follow`), or it copies too early;
-- the compute stream waits for the lane before an optimizer steps (`Mark.order_before_compute`);
+- the lane follows the compute stream as of the call (`Accelerator.now`, `DeviceStream.follow`), or it copies too early;
+- the compute stream waits for the lane before an optimizer steps (`DeviceEvent.order_before_compute`);
 - nobody reads or reuses the memory of a copy on the host before its mark is *done*.
 
 `aiockpt.runtime.cuda` is the real one, `aiockpt.testing.twin_accelerator` the twin that runs everything late.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Mark(Protocol):
+class DeviceEvent(Protocol):
     """A point in a stream. Any thread."""
 
     def done(self) -> bool:
@@ -48,10 +48,10 @@ class Pins(Protocol):
         ...
 
 
-class Lane(Pins, Protocol):
+class DeviceStream(Pins, Protocol):
     """A stream of our own on one device. Any thread."""
 
-    def follow(self, mark: Mark) -> None:
+    def follow(self, mark: DeviceEvent) -> None:
         """Put everything that is enqueued from now on behind *mark*."""
         ...
 
@@ -59,7 +59,7 @@ class Lane(Pins, Protocol):
         """Return uninitialised bytes on the device, for work of this lane alone; they may be dropped once it is enqueued."""
         ...
 
-    def enqueue(self, work: Callable[[], object]) -> Mark:
+    def enqueue(self, work: Callable[[], object]) -> DeviceEvent:
         """Let the device do what *work* calls of torch, after all that was enqueued before; return the mark behind it.
 
         When this raises, nothing of *work* is under way.
@@ -74,11 +74,11 @@ class Accelerator(Protocol):
         """Return where *tensor* is; None for host memory, and for devices that have no lanes."""
         ...
 
-    def lane(self, device: torch.device) -> Lane:
+    def lane(self, device: torch.device) -> DeviceStream:
         """Return the lane of *device*, always the same."""
         ...
 
-    def now(self, device: torch.device) -> Mark:
+    def now(self, device: torch.device) -> DeviceEvent:
         """Return the mark behind all that the calling thread's compute stream was given so far."""
         ...
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from aiockpt.runtime.accelerator import Mark
+from aiockpt.runtime.accelerator import DeviceEvent
 
 POLL_S = 0.0002
 """Between looks at an event: a window of 16 MiB takes about 0.5 ms on its way."""
@@ -32,7 +32,7 @@ RESERVE_BYTES = 512 << 20
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 
-class CudaMark:
+class CudaEvent:
     """An event that was recorded in a stream of *device*."""
 
     __slots__ = ("_device", "event")
@@ -60,7 +60,7 @@ class CudaMark:
                 torch.cuda.current_stream(self._device).wait_event(self.event)
 
 
-class CudaLane:
+class CudaStream:
     """A side stream of *device*."""
 
     def __init__(self, device: torch.device) -> None:
@@ -68,8 +68,8 @@ class CudaLane:
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def follow(self, mark: Mark) -> None:
-        assert isinstance(mark, CudaMark)
+    def follow(self, mark: DeviceEvent) -> None:
+        assert isinstance(mark, CudaEvent)
         with torch.cuda.device(self._device):
             self._stream.wait_event(mark.event)
 
@@ -77,14 +77,14 @@ class CudaLane:
         with self._current():  # the allocator gives the memory of a stream back to that stream, in its order
             return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
-    def enqueue(self, work: Callable[[], object]) -> CudaMark:
+    def enqueue(self, work: Callable[[], object]) -> CudaEvent:
         with self._current():
             try:
                 work()
             except BaseException:
                 self._stream.synchronize()
                 raise
-            return CudaMark(self._device, self._stream)
+            return CudaEvent(self._device, self._stream)
 
     @contextmanager
     def _current(self) -> Iterator[None]:
@@ -115,22 +115,22 @@ class Cuda:
 
     def __init__(self) -> None:
         self._making = Lock()
-        self._lanes: dict[torch.device, CudaLane] = {}
+        self._lanes: dict[torch.device, CudaStream] = {}
         self._lent_bytes: dict[torch.device, int] = {}
         self._training_bytes: dict[torch.device, int] = {}
 
     def device_of(self, tensor: torch.Tensor) -> torch.device | None:
         return tensor.device if tensor.is_cuda else None
 
-    def lane(self, device: torch.device) -> CudaLane:
+    def lane(self, device: torch.device) -> CudaStream:
         with self._making:
             if device not in self._lanes:
-                self._lanes[device] = CudaLane(device)
+                self._lanes[device] = CudaStream(device)
             return self._lanes[device]
 
-    def now(self, device: torch.device) -> CudaMark:
+    def now(self, device: torch.device) -> CudaEvent:
         with torch.cuda.device(device):
-            return CudaMark(device, torch.cuda.current_stream(device))
+            return CudaEvent(device, torch.cuda.current_stream(device))
 
     def clone(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         if into is None:

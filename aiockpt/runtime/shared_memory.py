@@ -17,7 +17,7 @@ import weakref
 from threading import Lock
 
 from aiockpt.errors import ClosedError
-from aiockpt.runtime.memory import Pages, advise, fault_in
+from aiockpt.runtime.host_memory import Pages, advise, fault_in
 
 HUGE_BYTES = 2 << 20
 _MADV_COLLAPSE = 25  # Linux 6.1; the mmap module does not name it

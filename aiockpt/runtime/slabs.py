@@ -4,8 +4,9 @@ The first touch of new memory is up to twenty times slower than a copy into warm
 are touched when they are made and never given back before ``close``. Guarantees:
 
 - The pool never holds more than its ceiling, and every slab it handed out comes back exactly once, in any order.
-- ``take`` waits, oldest first; a ticket takes one slab at a time and passes it on, so one slab is enough for any tensor.
-- Slabs are page-aligned and lie in huge pages where the system has them (`aiockpt.runtime.memory`): O_DIRECT takes them.
+- ``take`` waits, oldest first; a save takes one slab at a time and passes it on, so one slab is enough for any tensor.
+- Slabs are page-aligned and lie in huge pages where the system has them (`aiockpt.runtime.host_memory`): O_DIRECT takes
+  them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import msgspec
 
 from aiockpt.errors import ClosedError, StorageTimeoutError
 from aiockpt.runtime.accelerator import Pins
-from aiockpt.runtime.memory import Memory, Pages, PrivateMemory, address_of
+from aiockpt.runtime.host_memory import Memory, Pages, PrivateMemory, address_of
 from aiockpt.runtime.pinning import Pinning
 
 
@@ -150,10 +151,10 @@ class SlabPool:
 
     def _take(self, timeout_s: float) -> Slab:
         with self._changed:
-            turn = object()
-            self._turns.append(turn)
+            save_round = object()
+            self._turns.append(save_round)
             try:
-                if not self._changed.wait_for(lambda: self._may_take(turn), timeout_s):
+                if not self._changed.wait_for(lambda: self._may_take(save_round), timeout_s):
                     raise StorageTimeoutError(
                         f"no staging slab came free within {timeout_s:g} s ({self._used} in use): "
                         "the storage is slower than the saves. Save less often or give a larger IO(pool_bytes=…)."
@@ -166,7 +167,7 @@ class SlabPool:
                     return self._free.pop()
                 self._allocated += 1
             finally:
-                self._turns.remove(turn)
+                self._turns.remove(save_round)
                 self._changed.notify_all()
         try:
             return self._make()
@@ -190,8 +191,8 @@ class SlabPool:
             self._new.append(slab)
         return slab
 
-    def _may_take(self, turn: object) -> bool:
-        mine = self._turns[0] is turn
+    def _may_take(self, save_round: object) -> bool:
+        mine = self._turns[0] is save_round
         return self._closed or (mine and (bool(self._free) or self._allocated < self._ceiling))
 
     def wait(self, enough: Callable[[int], bool], timeout_s: float) -> bool:

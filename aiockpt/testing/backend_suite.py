@@ -206,8 +206,8 @@ class BackendSuite(DataFileTests):
 
     async def test_writers_and_deleters_of_one_folder_do_not_trip_over_each_other(self, backend: Backend) -> None:
         async def churn(worker: int) -> None:
-            for turn in range(5):
-                key = f"shared/deep/{worker}-{turn}"
+            for save_round in range(5):
+                key = f"shared/deep/{worker}-{save_round}"
                 await backend.put_new(key, b"new")
                 await backend.put(key, b"replaced")
                 assert await backend.get(key, 100) == b"replaced"

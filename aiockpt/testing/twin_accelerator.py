@@ -10,7 +10,7 @@ device has. So a missing order is no race that is won most of the time; it is wr
 - a `random.Random`: in between, another way with every seed.
 
 The program's own work is `TwinAccelerator.compute`, and queues up too. Or it is simply done, such as a real optimizer's
-step; then the twin is *immediate*: `Mark.order_before_compute` returns when that work may be done.
+step; then the twin is *immediate*: `DeviceEvent.order_before_compute` returns when that work may be done.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from typing import Literal
 import torch
 from torch import nn
 
-from aiockpt.runtime.accelerator import Mark
+from aiockpt.runtime.accelerator import DeviceEvent
 
 STUCK_S = 60.0
 Pace = Literal["late", "early"] | random.Random
 
 
-class TwinMark:
+class TwinEvent:
     """A point in a queue of the twin."""
 
     def __init__(self, twin: TwinAccelerator, stream: _Stream) -> None:
@@ -55,30 +55,30 @@ class _Stream:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.queue: deque[Callable[[], object] | TwinMark] = deque()
+        self.queue: deque[Callable[[], object] | TwinEvent] = deque()
 
-    def blocked_by(self) -> TwinMark | None:
+    def blocked_by(self) -> TwinEvent | None:
         head = self.queue[0]
-        return head if isinstance(head, TwinMark) and head.stream is not self and not head.reached else None
+        return head if isinstance(head, TwinEvent) and head.stream is not self and not head.reached else None
 
     def step(self) -> None:
         """Do one thing."""
         head = self.queue.popleft()
-        if not isinstance(head, TwinMark):
+        if not isinstance(head, TwinEvent):
             head()
         elif head.stream is self:
             head.reached = True
 
 
-class TwinLane:
+class TwinStream:
     """A lane of the twin."""
 
     def __init__(self, twin: TwinAccelerator, stream: _Stream) -> None:
         self._twin = twin
         self._stream = stream
 
-    def follow(self, mark: Mark) -> None:
-        assert isinstance(mark, TwinMark)
+    def follow(self, mark: DeviceEvent) -> None:
+        assert isinstance(mark, TwinEvent)
         self._twin._enqueue(self._stream, mark)
 
     def empty(self, size_bytes: int) -> torch.Tensor:
@@ -87,7 +87,7 @@ class TwinLane:
         weakref.finalize(memory, self._twin._count_scratch, -size_bytes).atexit = False
         return memory
 
-    def enqueue(self, work: Callable[[], object]) -> TwinMark:
+    def enqueue(self, work: Callable[[], object]) -> TwinEvent:
         return self._twin._enqueue(self._stream, work)
 
     def pin(self, address: int, size_bytes: int) -> None:
@@ -131,7 +131,7 @@ class TwinAccelerator:
         self._held = False
         self._changed = Condition()
         self._compute: dict[torch.device, _Stream] = {}
-        self._lanes: dict[torch.device, tuple[_Stream, TwinLane]] = {}
+        self._lanes: dict[torch.device, tuple[_Stream, TwinStream]] = {}
         self._homes: dict[int, tuple[torch.device, object]] = {}
 
     # what tests do
@@ -179,14 +179,14 @@ class TwinAccelerator:
         home = self._homes.get(tensor.untyped_storage().data_ptr())
         return None if home is None else home[0]
 
-    def lane(self, device: torch.device) -> TwinLane:
+    def lane(self, device: torch.device) -> TwinStream:
         with self._changed:
             if device not in self._lanes:
                 stream = _Stream(device)
-                self._lanes[device] = (stream, TwinLane(self, stream))
+                self._lanes[device] = (stream, TwinStream(self, stream))
             return self._lanes[device][1]
 
-    def now(self, device: torch.device) -> TwinMark:
+    def now(self, device: torch.device) -> TwinEvent:
         return self._mark(self._compute_stream(device))
 
     def clone(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
@@ -221,16 +221,16 @@ class TwinAccelerator:
     def _is_lane(self, stream: _Stream) -> bool:
         return stream is not self._compute.get(stream.device)
 
-    def _enqueue(self, stream: _Stream, item: Callable[[], object] | TwinMark) -> TwinMark:
+    def _enqueue(self, stream: _Stream, item: Callable[[], object] | TwinEvent) -> TwinEvent:
         with self._changed:
             stream.queue.append(item)
-            if self._is_lane(stream) and not isinstance(item, TwinMark):
+            if self._is_lane(stream) and not isinstance(item, TwinEvent):
                 self.work_count += 1
             return self._mark(stream)
 
-    def _mark(self, stream: _Stream) -> TwinMark:
+    def _mark(self, stream: _Stream) -> TwinEvent:
         with self._changed:
-            mark = TwinMark(self, stream)
+            mark = TwinEvent(self, stream)
             stream.queue.append(mark)
             self._play()
             return mark
@@ -255,7 +255,7 @@ class TwinAccelerator:
     def _able(self, stream: _Stream) -> bool:
         return bool(stream.queue) and stream.blocked_by() is None and not (self._held and self._is_lane(stream))
 
-    def _demand(self, mark: TwinMark) -> bool:
+    def _demand(self, mark: TwinEvent) -> bool:
         """Do what must be done to reach *mark*; return whether that was possible."""
         while not mark.reached:
             if self._held and self._is_lane(mark.stream):
@@ -273,17 +273,17 @@ class TwinAccelerator:
                 self._demand(blocking)
             stream.step()
 
-    def _looked(self, mark: TwinMark) -> bool:
+    def _looked(self, mark: TwinEvent) -> bool:
         with self._changed:
             self._play()
             return mark.reached
 
-    def _waited(self, mark: TwinMark, timeout_s: float) -> bool:
+    def _waited(self, mark: TwinEvent, timeout_s: float) -> bool:
         with self._changed:
             self.host_wait_count += 1
             return self._await(mark, timeout_s)
 
-    def _await(self, mark: TwinMark, timeout_s: float) -> bool:
+    def _await(self, mark: TwinEvent, timeout_s: float) -> bool:
         gives_up_s = time.monotonic() + timeout_s
         while not self._demand(mark):
             if not self._changed.wait(max(0.0, gives_up_s - time.monotonic())) and time.monotonic() >= gives_up_s:
@@ -291,7 +291,7 @@ class TwinAccelerator:
         self._changed.notify_all()
         return True
 
-    def _order(self, mark: TwinMark) -> None:
+    def _order(self, mark: TwinEvent) -> None:
         with self._changed:
             if self._immediate:
                 assert self._await(mark, STUCK_S), "a lane was held for ever"

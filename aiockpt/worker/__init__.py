@@ -21,5 +21,5 @@ Guarantees:
 
 Read in this order: `messages`; `elsewhere`, `connection` and `turns` (the trainer's side); `process` (how a writer starts,
 and how it ends); `service` and `writing` (the writer's side). The frames themselves are `aiockpt.runtime.channel`; how a
-writer asks the store, `aiockpt.runtime.relay`; what it does without, `aiockpt.engine.traces`.
+writer asks the store, `aiockpt.runtime.relay`; what it does without, `aiockpt.ranks.storage_fallback`.
 """

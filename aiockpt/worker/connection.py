@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from aiockpt.engine.ticket import Ticket
+from aiockpt.engine.job import SaveJob
 from aiockpt.errors import WriterLostError
 from aiockpt.futures import SaveResult
-from aiockpt.planning.save import SavePlan, Window
+from aiockpt.planning.write_plan import SavePlan, Window
 from aiockpt.runtime.promise import Promise, SavePromise
 from aiockpt.runtime.slabs import Slab, SlabPool
-from aiockpt.worker.failures import unpack
 from aiockpt.worker.messages import Filled, Order, Plan, Reached, Save, Settled, Tidied, TierSettled, encode, strip_plan
+from aiockpt.worker.packed_errors import unpack
 from aiockpt.worker.process import WriterProcess
 
 
@@ -73,15 +73,15 @@ class Connection:
         except OSError as error:
             raise self.death() from error
 
-    def takes_windows(self, ticket: Ticket, pool: SlabPool) -> Callable[[Window, Slab], None]:
-        """Return what hands the windows of *ticket* to the writer, and their slabs with them; on the thread that copies."""
+    def takes_windows(self, job: SaveJob, pool: SlabPool) -> Callable[[Window, Slab], None]:
+        """Return what hands the windows of *job* to the writer, and their slabs with them; on the thread that copies."""
         firsts, count = [], 0
-        for file in ticket.plan.files:
+        for file in job.plan.files:
             firsts.append(count)
             count += len(file.windows)
 
         def hand_over(window: Window, slab: Slab) -> None:
-            if ticket.stopped:  # given up by the barrier, perhaps, and torn: without this window nobody commits it
+            if job.stopped:  # given up by the barrier, perhaps, and torn: without this window nobody commits it
                 pool.give(slab)
                 return
             self.lent[slab.number] = slab
@@ -89,7 +89,7 @@ class Connection:
                 self.take_back(slab.number, pool)
                 raise self.death()
             place = firsts[window.file] + window.offset // pool.slab_bytes
-            self.tell(Filled(ticket.number, place, slab.number))
+            self.tell(Filled(job.number, place, slab.number))
 
         return hand_over
 
@@ -114,7 +114,7 @@ class Connection:
         return f"<writer process {self.process.pid}>"
 
 
-class Errand:
+class PendingSave:
     """One save that a writer was given.
 
     Attributes:

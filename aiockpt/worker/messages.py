@@ -11,16 +11,16 @@ from typing import Any, Literal
 import msgspec
 
 from aiockpt import events
-from aiockpt.engine.sharing import Turn
+from aiockpt.engine.coordinator import SaveRound
 from aiockpt.futures import SaveResult
 from aiockpt.options import IO, Content, Deadlines, OnExists, Retention
-from aiockpt.planning.save import FilePlan, SavePlan, Window
+from aiockpt.planning.write_plan import FilePlan, SavePlan, Window
 from aiockpt.redaction import redact
 from aiockpt.runtime.relay import Question, Reply
-from aiockpt.worker.failures import Failure
+from aiockpt.worker.packed_errors import Failure
 
 
-class TierOrder(msgspec.Struct, frozen=True):
+class TierSetup(msgspec.Struct, frozen=True):
     """A `aiockpt.options.Tier` of a URL; *on_error* "call" has the trainer call what it was given."""
 
     url: str
@@ -35,14 +35,14 @@ class TierOrder(msgspec.Struct, frozen=True):
         return f"<TierOrder {redact(self.url)!r}>"
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
+class Setup(msgspec.Struct, frozen=True, tag=True):
     """The first message: all that the writer needs to build the engine that the trainer would have.
 
     Attributes:
         seen: the tiers that all ranks are known to see.
     """
 
-    tiers: tuple[TierOrder, ...]
+    tiers: tuple[TierSetup, ...]
     io: IO
     deadlines: Deadlines
     on_exists: OnExists
@@ -82,8 +82,8 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     run: str
     parent: str | None
     seen: int
-    turn: Turn | None = None
-    meeting: str = ""
+    save_round: SaveRound | None = None
+    board: str = ""
     left_out: dict[str, tuple[str, tuple[int, ...]] | None] = {}
     unsure: bool = False
 
@@ -120,7 +120,7 @@ class Close(msgspec.Struct, frozen=True, tag=True):
     """No save will follow: end when all is done. What was asked is still replied to."""
 
 
-Order = Hello | Plan | Save | Filled | Cancel | Confirmed | Replied | Close
+Order = Setup | Plan | Save | Filled | Cancel | Confirmed | Replied | Close
 """From the trainer."""
 
 

@@ -36,7 +36,7 @@ class WriterProcess:
         UsageError, WriterLostError: it cannot be started.
     """
 
-    def __init__(self, hello: bytes, memory_fd: int, nice: int, timeout_s: float) -> None:
+    def __init__(self, setup: bytes, memory_fd: int, nice: int, timeout_s: float) -> None:
         if not sys.executable:
             raise UsageError("worker='process' needs sys.executable, the interpreter to start; use worker='thread'")
         orders, its_orders = socket.socketpair()
@@ -52,7 +52,7 @@ class WriterProcess:
                 self.orders.close()
                 self.answers.close()
                 raise WriterLostError(f"a writer process cannot be started: {error}") from error
-        self.orders.send(lambda: [hello])
+        self.orders.send(lambda: [setup])
 
     @property
     def pid(self) -> int:

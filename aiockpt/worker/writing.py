@@ -1,4 +1,4 @@
-"""What has the writer of one save? A ticket as the engine knows it, whose windows come from the trainer, in its slabs."""
+"""What has the writer of one save? A `SaveJob` as the engine knows it, whose windows come from the trainer, in its slabs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable
 
 from aiockpt.engine.context import Engine
-from aiockpt.engine.ticket import Call, Capture, Ticket
+from aiockpt.engine.job import Call, Capture, SaveJob
 from aiockpt.errors import WriterLostError
 from aiockpt.pipeline.upload import Handover
-from aiockpt.planning.save import SavePlan, Window
+from aiockpt.planning.write_plan import SavePlan, Window
 from aiockpt.runtime.promise import Promise
 from aiockpt.runtime.shared_memory import map_shared
 from aiockpt.runtime.slabs import Slab
@@ -41,19 +41,19 @@ class Writing:
             step=order.step,
             metrics=order.metrics,
             user=from_json(order.user),
-            turn=order.turn,
+            save_round=order.save_round,
             begun_ns=order.begun_ns,
         )
-        self.ticket = Ticket(engine, call, Capture(state=state))
-        self.ticket.agreed = True  # by the trainer, which says so to the others
-        self.ticket.number = order.number
-        self.ticket.nonce = order.nonce
+        self.job = SaveJob(engine, call, Capture(state=state))
+        self.job.agreed = True  # by the trainer, which says so to the others
+        self.job.number = order.number
+        self.job.nonce = order.nonce
         self.confirmed: Promise[None] = Promise(f"the trainer's word for step {order.step}")
         if order.unsure:
-            self.ticket.confirm = self._ask
+            self.job.confirm = self._ask
         self._post = post
-        self.ticket.plan = plan
-        self.ticket.slabs = [Handover(slabs, len(file.windows)) for file in plan.files]
+        self.job.plan = plan
+        self.job.slabs = [Handover(slabs, len(file.windows)) for file in plan.files]
         self._windows: list[Window] = [window for file in plan.files for window in file.windows]
         self._missing = len(self._windows)
         self._note_if_complete()
@@ -61,19 +61,19 @@ class Writing:
     async def _ask(self) -> None:
         """Wait for the trainer's word. It tells of a torn snapshot by a `Cancel`."""
         if not self.confirmed.is_settled:
-            self._post(Written(self.ticket.number))
+            self._post(Written(self.job.number))
             await self.confirmed.settled()
 
     def arrive(self, number: int, slab: Slab) -> None:
         """Take in a full slab."""
         window = self._windows[number]
-        self.ticket.slabs[window.file].arrive(window, slab)
+        self.job.slabs[window.file].arrive(window, slab)
         self._missing -= 1
         self._note_if_complete()
 
     def _note_if_complete(self) -> None:
         if not self._missing:
-            self.ticket.copied.resolve(None)
+            self.job.copied.resolve(None)
 
     def go_on_if_complete(self) -> None:
         """Stop when windows are missing: the trainer has ended, and they will not come, nor will its word.
@@ -81,11 +81,11 @@ class Writing:
         When it sent the last window nothing had changed: an operation that was under way then, on a tensor that it changed
         without leave, would be all that its second look could have found.
         """
-        step = self.ticket.step
+        step = self.job.step
         self.confirmed.resolve(None)
         if self._missing:
             logger.warning("the trainer ended before the snapshot of step %d was complete: nothing of it is kept", step)
-            self.ticket.stop(WriterLostError(f"the trainer ended before the snapshot of step {step} was complete"))
+            self.job.stop(WriterLostError(f"the trainer ended before the snapshot of step {step} was complete"))
         else:
             logger.info("the trainer has ended; step %d is written all the same", step)
 

@@ -26,7 +26,7 @@ from benchmarks.clients import Client, Place
 from benchmarks.contenders import try_make
 from benchmarks.drain import authority, draining
 from benchmarks.report import Samples
-from benchmarks.visit import Outcome, Turn
+from benchmarks.visit import Outcome, SaveRound
 
 POISON = 0xA5
 
@@ -62,21 +62,23 @@ def serving(server: str) -> Iterator[tuple[str, str | None]]:
         yield server, None
 
 
-def clients(turn: Turn, outcome: Outcome) -> None:
+def clients(save_round: SaveRound, outcome: Outcome) -> None:
     """Move bytes with each client of the turn."""
-    server = turn.settings["server"]
-    for name in turn.contenders:
+    server = save_round.settings["server"]
+    for name in save_round.contenders:
         with serving(server) as (url, endpoint_url):
-            client = try_make(turn, name, outcome)
+            client = try_make(save_round, name, outcome)
             if client is None:
                 continue
             place = Place(
                 url=f"{url}/{os.urandom(6).hex()}",
                 endpoint_url=endpoint_url,
-                part_bytes=turn.settings["part"],
-                in_flight=turn.settings["in_flight"],
+                part_bytes=save_round.settings["part"],
+                in_flight=save_round.settings["in_flight"],
             )
-            outcome.add(turn, name, asyncio.run(Moves(turn, name, client, place, server in ("drain", "tls")).all()))
+            outcome.add(
+                save_round, name, asyncio.run(Moves(save_round, name, client, place, server in ("drain", "tls")).all())
+            )
 
 
 class Moves:
@@ -86,8 +88,8 @@ class Moves:
         zeros: the server keeps nothing large, and sends zeros.
     """
 
-    def __init__(self, turn: Turn, name: str, client: Client, place: Place, zeros: bool) -> None:
-        self._turn = turn
+    def __init__(self, save_round: SaveRound, name: str, client: Client, place: Place, zeros: bool) -> None:
+        self._turn = save_round
         self._name = name
         self._client = client
         self._place = place

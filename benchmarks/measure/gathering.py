@@ -17,16 +17,16 @@ import anyio
 import torch
 
 from aiockpt.backends.memory import MemoryBackend
-from aiockpt.engine.gathering import count_vote, wait_likely
-from aiockpt.engine.sharing import Sharing
-from aiockpt.engine.together import RELIST_S
 from aiockpt.format.checksum import ALGORITHM, BLOCK_BYTES
 from aiockpt.format.manifest import FileEntry, Piece, Receipt, TensorEntry
 from aiockpt.format.names import data_key, data_path
-from aiockpt.pipeline import votes
+from aiockpt.pipeline import receipts
 from aiockpt.pipeline.commit import Attempt, cast_vote, commit, wait_votes
 from aiockpt.planning import groups
 from aiockpt.planning.groups import group_of
+from aiockpt.ranks.coordinator import RankCoordinator
+from aiockpt.ranks.gathering import count_vote, wait_likely
+from aiockpt.ranks.save import RELIST_S
 from aiockpt.runtime.world import World
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import ShardedState, TensorShard
@@ -34,7 +34,7 @@ from aiockpt.storage.backend import Backend
 from aiockpt.testing.virtual_time import run_virtually
 from benchmarks.measure.network import CountingStore, DeadError, DyingStorage, SlowMeeting, SlowStorage
 from benchmarks.report import Samples
-from benchmarks.visit import Outcome, Turn
+from benchmarks.visit import Outcome, SaveRound
 
 FLAT, TREE, DYING = "flat", "tree", "tree, 1 % of the gatherers die"
 """Rank 0 reads every receipt, 32 at once; groups gather their receipts (`aiockpt.planning.groups`), rank 0 reads one object
@@ -92,7 +92,7 @@ class _Job:
                 tasks.start_soon(self._save, rank, dice.uniform(0, WRITING_S))
 
     async def _save(self, rank: int, writing_s: float) -> None:
-        own, storage, meeting = receipt(rank, self.ranks), self.storages[rank], self.meetings[rank]
+        own, storage, board = receipt(rank, self.ranks), self.storages[rank], self.meetings[rank]
         await anyio.sleep(writing_s)
         upload = await self.objects.create(data_key(STEP_ID, ATTEMPT, rank, 0), own.files[0].size)
         await upload.write(0, [memoryview(bytes(own.files[0].size))])
@@ -100,14 +100,14 @@ class _Job:
         await cast_vote(storage, own)
         self.voted_s = max(self.voted_s, anyio.current_time())
         with suppress(DeadError):
-            await count_vote(meeting, "votes", storage, own)
+            await count_vote(board, "votes", storage, own)
         if rank == 0:
             await self._commit(own)
 
     async def _commit(self, own: Receipt) -> None:
-        storage, meeting = self.storages[0], self.meetings[0]
+        storage, board = self.storages[0], self.meetings[0]
         attempt = Attempt(STEP_ID, 1, ATTEMPT, 1, 1, ATTEMPT, None, 0, self.ranks)
-        found = await wait_votes(storage, attempt, own, DEADLINE_S, lambda: wait_likely(meeting, "votes", RELIST_S))
+        found = await wait_votes(storage, attempt, own, DEADLINE_S, lambda: wait_likely(board, "votes", RELIST_S))
         manifest = await commit(storage, found, World())
         self.committed_s = anyio.current_time()
         if sum(len(entry.pieces) for entry in manifest.tensors.values()) != self.ranks:
@@ -117,15 +117,15 @@ class _Job:
 def simulate(ranks: int, way: str, latency_s: float) -> dict[str, float]:
     """Run one save of a world and tell what was waited for, and by whom most: reads of the storage, calls of the store."""
     above = ranks if way == FLAT else groups.GATHER_ABOVE
-    with mock.patch.object(groups, "GATHER_ABOVE", above), mock.patch.object(votes.logger, "disabled", True):
+    with mock.patch.object(groups, "GATHER_ABOVE", above), mock.patch.object(receipts.logger, "disabled", True):
         job = _Job(ranks, latency_s, _doomed(ranks) if way == DYING else set())
         run_virtually(job.run)
     return {
         "commit_s": job.committed_s - job.voted_s,
         "read_count": max(storage.read_count for storage in job.storages),
         "read_bytes": max(storage.read_bytes for storage in job.storages),
-        "store_count": max(meeting.call_count for meeting in job.meetings),
-        "store_of_all_count": sum(meeting.call_count for meeting in job.meetings),
+        "store_count": max(board.call_count for board in job.meetings),
+        "store_of_all_count": sum(board.call_count for board in job.meetings),
     }
 
 
@@ -134,26 +134,26 @@ def _doomed(ranks: int) -> set[int]:
     return {rank for group in groups.groups_of(ranks)[1::100] for rank in group}
 
 
-def gathering(turn: Turn, outcome: Outcome) -> None:
+def gathering(save_round: SaveRound, outcome: Outcome) -> None:
     """Simulate every world every way; trees only where the engine gathers."""
-    for ranks in turn.settings["ranks"]:
-        for latency_ms in turn.settings["latency_ms"]:
-            for way in turn.contenders if group_of(0, ranks) else (FLAT,):
+    for ranks in save_round.settings["ranks"]:
+        for latency_ms in save_round.settings["latency_ms"]:
+            for way in save_round.contenders if group_of(0, ranks) else (FLAT,):
                 found = simulate(ranks, way, latency_ms / 1e3)
-                outcome.add(turn, f"{ranks:,} ranks, {latency_ms:g} ms, {way}", _once(found))
+                outcome.add(save_round, f"{ranks:,} ranks, {latency_ms:g} ms, {way}", _once(found))
 
 
-def exchanges(turn: Turn, outcome: Outcome) -> None:
+def exchanges(save_round: SaveRound, outcome: Outcome) -> None:
     """Let the ranks of every world plan their first save."""
-    for ranks in turn.settings["ranks"]:
-        outcome.add(turn, f"{ranks:,} ranks", _once(exchange(ranks)))
+    for ranks in save_round.settings["ranks"]:
+        outcome.add(save_round, f"{ranks:,} ranks", _once(exchange(ranks)))
 
 
 def exchange(ranks: int) -> dict[str, float]:
     """Let all ranks of a world plan their first save: a row of each tensor a rank, until the last one knows its part."""
     store = CountingStore()
     meetings = [SlowMeeting(store, rank, ranks) for rank in range(ranks)]
-    sharings = [Sharing(meeting, DEADLINE_S, ATTEMPT) for meeting in meetings]
+    sharings = [RankCoordinator(board, DEADLINE_S, ATTEMPT) for board in meetings]
 
     async def plan(rank: int) -> None:
         tensors = tuple(
@@ -167,7 +167,7 @@ def exchange(ranks: int) -> dict[str, float]:
             for number in range(EXCHANGED_TENSORS)
         )
         state = ShardedState(tensors=tensors, alias={}, values={}, per_rank=None, structure="")
-        await sharings[rank].plan(sharings[rank].next_turn(1), state)
+        await sharings[rank].plan(sharings[rank].next_round(1), state)
 
     async def main() -> float:
         async with anyio.create_task_group() as tasks:
@@ -176,7 +176,7 @@ def exchange(ranks: int) -> dict[str, float]:
         return anyio.current_time()
 
     seconds = run_virtually(main)
-    counts = [meeting.call_count for meeting in meetings]
+    counts = [board.call_count for board in meetings]
     return {"plan_s": seconds, "store_count": max(counts), "store_of_all_count": sum(counts)}
 
 

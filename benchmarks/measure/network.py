@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import anyio
 
-from aiockpt.runtime.meeting import Meeting
+from aiockpt.runtime.notes import NoteBoard
 from aiockpt.storage.backend import Backend, Listing, Stat
 
 T = TypeVar("T")
@@ -101,7 +101,7 @@ class CountingStore:
         return self.notes.pop(key, None) is not None
 
 
-class SlowMeeting(Meeting):
+class SlowMeeting(NoteBoard):
     """A rank's end of a store that serves one call after the other, a round trip away."""
 
     def __init__(self, store: CountingStore, rank: int, world_size: int) -> None:

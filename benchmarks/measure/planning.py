@@ -23,12 +23,12 @@ from aiockpt.format.merge import merge_receipts
 from aiockpt.format.names import data_path
 from aiockpt.format.parts import MAX_TABLE_PIECES, attach, detach
 from aiockpt.format.validate import check_manifest
-from aiockpt.planning.load import Wanted, plan_load
-from aiockpt.planning.save import SavePlan, plan_save
-from aiockpt.planning.spread import Holding, Part, spread
+from aiockpt.planning.read_plan import Wanted, plan_load
+from aiockpt.planning.spread import LocalBoxes, Part, spread
+from aiockpt.planning.write_plan import SavePlan, plan_save
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import ShardedState, TensorShard, digest_structure
-from benchmarks.visit import Outcome, Turn
+from benchmarks.visit import Outcome, SaveRound
 
 COLUMNS = 1024
 ROWS_A_RANK = 4
@@ -51,28 +51,28 @@ def timed(work: Callable[[], T]) -> tuple[T, float]:
     raise AssertionError("the last run returns")
 
 
-def planning(turn: Turn, outcome: Outcome) -> None:
+def planning(save_round: SaveRound, outcome: Outcome) -> None:
     """Measure all worlds; where pieces would be too many for one checkpoint, with fewer tensors."""
-    tensors = turn.settings["tensors"]
-    for ranks in turn.settings["ranks"]:
-        for sharding in turn.contenders:
+    tensors = save_round.settings["tensors"]
+    for ranks in save_round.settings["ranks"]:
+        for sharding in save_round.contenders:
             some = min(tensors, MAX_TABLE_PIECES // ranks) if sharding == "FSDP" else tensors
             if some < tensors:
                 outcome.note(
-                    turn,
+                    save_round,
                     f"Left out: FSDP, {ranks:,} ranks × {tensors:,} tensors: {ranks * tensors:,} pieces are more than the "
                     f"{MAX_TABLE_PIECES:,} of a checkpoint; measured with {some:,} tensors.",
                 )
             found = measure(sharding, ranks, some)
             row = f"{sharding}, {ranks:,} × {some:,}"
-            outcome.add(turn, row, {name: [value] for name, value in found.items()})
+            outcome.add(save_round, row, {name: [value] for name, value in found.items()})
 
 
 def measure(sharding: str, ranks: int, tensors: int) -> dict[str, float]:
     """Measure one world; seconds, bytes, and the pieces of the manifest, replicas written once."""
     shards = ranks if sharding == "FSDP" else min(ranks, MOST_SHARDS)
     shape = (shards * ROWS_A_RANK, COLUMNS)
-    lists = [[Holding(f"layers.{n}.weight", "F32", shape, (_rows(shards, place),)) for n in range(tensors)]
+    lists = [[LocalBoxes(f"layers.{n}.weight", "F32", shape, (_rows(shards, place),)) for n in range(tensors)]
              for place in range(shards)]  # fmt: skip
     holdings = [lists[rank % shards] for rank in range(ranks)]
     parts, plan_s = timed(lambda: spread(holdings, block_bytes=BLOCK_BYTES))
@@ -129,7 +129,7 @@ def _rows(shards: int, place: int, of: int | None = None) -> Box:
     return Box((place * size, 0), (size, COLUMNS))
 
 
-def _take(holdings: Sequence[Holding], parts: Sequence[Part]) -> ShardedState:
+def _take(holdings: Sequence[LocalBoxes], parts: Sequence[Part]) -> ShardedState:
     """Return the state of a rank, with what it writes only."""
     shards = tuple(
         TensorShard(name=one.name, dtype=one.dtype, shape=one.shape, boxes=(part.box,), data=None)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 import aiockpt
-from aiockpt.adapters.held import FlatRange
+from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.module import ModulePart
 from aiockpt.adapters.watch import Watch
 from aiockpt.errors import StateMismatchError, UnsupportedStateError

@@ -7,9 +7,9 @@ from functools import partial
 import msgspec
 import pytest
 
-from aiockpt.engine.together import RELIST_S
-from aiockpt.pipeline.votes import PATIENCE_S, READS_AT_ONCE
+from aiockpt.pipeline.receipts import PATIENCE_S, READS_AT_ONCE
 from aiockpt.planning.groups import group_size, groups_of
+from aiockpt.ranks.save import RELIST_S
 from benchmarks.measure import cadence, gathering
 from benchmarks.measure.network import STORE_ROUND_TRIP_S
 

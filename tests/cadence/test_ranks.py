@@ -156,7 +156,7 @@ def test_a_wait_has_the_whole_deadline_though_the_look_for_the_note_began_before
     with members(2) as crew, ThreadPoolExecutor(1) as threads:
         channel = crew[1].cadence._channel
         assert channel is not None
-        channel._meeting.begin()
+        channel._board.begin()
         channel._asked = asked
         waiting = threads.submit(crew[1].train, 0)
         assert waited_for.wait(10)
@@ -203,7 +203,7 @@ def test_notes_that_all_have_read_are_removed() -> None:
         channel = crew[0].cadence._channel
         assert channel is not None
         assert channel._number > 5
-        store: Any = channel._meeting._store
+        store: Any = channel._board._store
         left = store.num_keys()
         assert left <= 3 + 2 * 4  # one name for each rank; and of the last notes some are not read yet
 

@@ -92,7 +92,7 @@ def on_all_ranks(work: Callable[[int], int]) -> list[tuple[bool, int]]:
     return ends
 
 
-def save_together(root: Path, store: Path, step: int, victim: int, kill_at: int | None) -> list[tuple[bool, int]]:
+def save_with_ranks(root: Path, store: Path, step: int, victim: int, kill_at: int | None) -> list[tuple[bool, int]]:
     """Save a step on all ranks, one of which may die."""
     deadlines = PATIENT if kill_at is None else QUICK
     return on_all_ranks(lambda rank: save(root, store, rank, step, kill_at if rank == victim else None, deadlines))
@@ -102,7 +102,7 @@ def prepare() -> Case:
     """Save a first step on all ranks and see how many calls a rank makes: that is where the cases start from."""
     folder = tempfile.TemporaryDirectory(prefix="aiockpt-sigkill-ranks-")
     first = Path(folder.name)
-    assert save_together(first / "base", first / "store", FIRST, 0, None) == [(False, 0)] * WORLD_SIZE
+    assert save_with_ranks(first / "base", first / "store", FIRST, 0, None) == [(False, 0)] * WORLD_SIZE
 
     def case(seed: int) -> Outcomes:
         place = Path(folder.name)  # which is removed when nobody asks for it any more
@@ -125,14 +125,14 @@ MOST_CALLS = 130
 
 def kill_and_look(root: Path, store: Path, victim: int, kill_at: int) -> str:
     """Save with a killer, look, and save on; return what came of it."""
-    ends = save_together(root, store, SECOND, victim, kill_at)
+    ends = save_with_ranks(root, store, SECOND, victim, kill_at)
     killed = ends[victim][0]
     others = [status for rank, (_, status) in enumerate(ends) if rank != victim]
     assert all(status in (0, GIVEN_UP) for status in others), f"the others returned {others}"
     committed = (False, 0) in ends  # if nobody says so, nobody knows: even where none was killed, one may be late
     _, found = in_child(lambda: load(root))
     assert found in ((SECOND,) if committed else (FIRST, SECOND)), f"{ends}, then loaded {found}"
-    again = save_together(root, store.with_suffix(".again"), LAST, 0, None)
+    again = save_with_ranks(root, store.with_suffix(".again"), LAST, 0, None)
     assert again == [(False, 0)] * WORLD_SIZE, f"saving on returned {again}"
     _, newest = in_child(lambda: load(root))
     assert newest == LAST, f"saved on, then loaded {newest}"

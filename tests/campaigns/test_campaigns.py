@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from aiockpt.adapters import intake
-from aiockpt.adapters.intake import LoadTarget
+from aiockpt.adapters import matcher
+from aiockpt.adapters.matcher import LoadTarget
 from aiockpt.adapters.stored import Stored
 from aiockpt.storage.retry import RetryPolicy
 from aiockpt.testing.simulated_files import SimulatedFiles
@@ -153,7 +153,7 @@ def test_the_object_store_campaign_finds_a_store_that_overwrites_and_a_client_th
     [
         (LoadTarget, "apply", lambda target: None),
         (Stored, "unused", lambda stored, *_: iter(stored.names())),
-        (intake, "misfit", lambda *_: None),
+        (matcher, "misfit", lambda *_: None),
     ],
 )
 def test_the_campaign_of_states_finds_a_load_that_fills_nothing_tells_too_much_or_takes_anything(

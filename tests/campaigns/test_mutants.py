@@ -192,7 +192,7 @@ def test_all_folders_where_a_mistake_loses_checkpoints_are_looked_at() -> None:
     assert {
         "aiockpt/engine/save.py",
         "aiockpt/format/manifest.py",
-        "aiockpt/adapters/intake.py",
+        "aiockpt/adapters/matcher.py",
         "backends/local_tree.py",
     } <= files
     assert all((covering.ROOT / path).exists() for path in covering.KILLERS)

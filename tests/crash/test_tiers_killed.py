@@ -17,10 +17,10 @@ import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.shm import SHARED_MEMORY
 from aiockpt.testing.faults import Fault, FaultyBackend
-from tests.engine.test_tiers import flip
 from tests.servers import s3_fixtures
 from tests.servers.seaweed import Seaweed, find_weed, seaweed_server
 from tests.small_run import SMALL, Run
+from tests.tiers.test_tiers import flip
 
 pytestmark = [
     pytest.mark.timeout(180),

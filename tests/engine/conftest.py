@@ -12,7 +12,7 @@ from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.pipeline import snapshot as copying
 from aiockpt.storage.backend import Backend
-from tests.engine.copy_gate import CopyGate
+from tests.lazy.copy_gate import CopyGate
 from tests.small_run import SMALL, Run
 
 

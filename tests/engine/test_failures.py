@@ -395,7 +395,7 @@ async def test_a_checkpointer_that_is_refused_leaves_no_thread_and_no_process(tm
         assert not alive
 
 
-class Holding:
+class LocalBoxes:
     """Holds the engine's loop at the first event until it is let go on."""
 
     def __init__(self) -> None:
@@ -406,7 +406,7 @@ class Holding:
 
 
 def test_an_error_is_told_though_the_snapshot_was_waited_for(run: Run) -> None:
-    holding = Holding()
+    holding = LocalBoxes()
     ckpt = aiockpt.Checkpointer(broken(WRITE_FAILS), observers=[holding])  # its pool has room for all of the state
     failed = ckpt.save(1, run.state)
     failed.snapshotted().result(30)

@@ -14,12 +14,12 @@ import torch
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.engine.launch import Launcher
-from aiockpt.engine.ticket import Ticket
+from aiockpt.engine.job import SaveJob
+from aiockpt.engine.submit import Submitter
 from aiockpt.errors import SaveCancelledError
 from aiockpt.events import SaveFailed
+from aiockpt.lazy.barrier import MutationBarrier
 from aiockpt.options import Snapshot
-from aiockpt.runtime.barrier import MutationBarrier
 from aiockpt.runtime.loop import LoopThread
 from aiockpt.testing.faults import Fault, FaultyBackend
 from aiockpt.worker import process
@@ -110,14 +110,14 @@ def test_what_a_writer_process_has_whole_it_commits_though_the_close_is_interrup
 
 
 WHERE = [
-    (Launcher, "_begin"),
+    (Submitter, "_begin"),
     (MutationBarrier, "guard"),
     (LoopThread, "in_worker"),
-    (Ticket, "prepare"),
+    (SaveJob, "prepare"),
     (LoopThread, "submit"),
     (LoopThread, "call_soon"),
-    (Ticket, "copy"),
-    (Ticket, "stop"),
+    (SaveJob, "copy"),
+    (SaveJob, "stop"),
 ]
 
 

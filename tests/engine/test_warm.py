@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import aiockpt
-from aiockpt.adapters.mutable import Stillness
 from aiockpt.adapters.native import StateWalker
-from aiockpt.adapters.owners import Owners
+from aiockpt.lazy.mutability import Mutability
+from aiockpt.lazy.optimizer_owned import OptimizerOwned
 from aiockpt.pipeline.snapshot import CopyProgram
 
 
@@ -57,7 +57,7 @@ def test_the_second_save_looks_for_nobody_and_makes_no_new_copies(
     gc.collect()  # garbage of other tests, which may go at any moment
     looks: list[object] = []
     programs: list[object] = []
-    monkeypatch.setattr(Owners, "look", counted(looks, Owners.look))
+    monkeypatch.setattr(OptimizerOwned, "look", counted(looks, OptimizerOwned.look))
     monkeypatch.setattr(CopyProgram, "__init__", counted(programs, CopyProgram.__init__))
     with aiockpt.Checkpointer(tmp_path, snapshot="lazy") as ckpt:
         for step in range(4):
@@ -94,12 +94,12 @@ def test_values_that_are_in_new_memory_each_time_are_those_of_the_call(tmp_path:
 
 
 def test_what_a_hook_gives_in_other_memory_than_the_parameter_is_copied() -> None:
-    model, walker, stillness = hooked(), StateWalker(), Stillness()
+    model, walker, mutability = hooked(), StateWalker(), Mutability()
     state = with_optimizer(model)
 
     def moving() -> list[bool]:
         walked = walker.walk(state)
-        still = stillness.hold(walked, state, trusting=False, reuse=True)
+        still = mutability.hold(walked, state, trusting=False, reuse=True)
         return [live is not held for live, held in zip(walked.tensors, still.tensors, strict=True)]
 
     assert moving() == [False, False]
@@ -112,19 +112,19 @@ def test_what_a_hook_gives_in_other_memory_than_the_parameter_is_copied() -> Non
     "dtype", [torch.bool, torch.int8, torch.uint16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64]
 )
 def test_every_dtype_is_copied_into_the_same_memory_again(dtype: torch.dtype) -> None:
-    tensor, walker, stillness = torch.zeros(3, 4).to(dtype).t(), StateWalker(), Stillness()
+    tensor, walker, mutability = torch.zeros(3, 4).to(dtype).t(), StateWalker(), Mutability()
     state = {"t": tensor, "empty": torch.zeros(0), "scalar": torch.tensor(1.0)}
     for value in (0, 1):
         tensor.copy_(torch.full((4, 3), value).to(dtype))
-        held = stillness.hold(walker.walk(state), state, trusting=False, reuse=True).tensors
+        held = mutability.hold(walker.walk(state), state, trusting=False, reuse=True).tensors
         assert torch.equal(held[0].data.to(torch.complex64), tensor.to(torch.complex64))
 
 
 def test_a_state_of_another_shape_is_held_anew() -> None:
-    walker, stillness = StateWalker(), Stillness()
+    walker, mutability = StateWalker(), Mutability()
     for size in (2, 3, 2):
         state = {"some": [torch.full((size,), float(size))], "t": torch.ones(1)}
-        held = stillness.hold(walker.walk(state), state, trusting=False, reuse=True).tensors
+        held = mutability.hold(walker.walk(state), state, trusting=False, reuse=True).tensors
         assert [tuple(shard.data.shape) for shard in held if shard.name == "some[0]"] == [(size,)]
 
 

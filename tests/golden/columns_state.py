@@ -32,6 +32,6 @@ def columns_state() -> dict[str, torch.Tensor]:
 
 if __name__ == "__main__":
     place = Path(__file__).parent / "columns" / f"v{aiockpt.__version__}"
-    small_parts = mock.patch("aiockpt.engine.sharing.spread", partial(spread, block_bytes=4096))
+    small_parts = mock.patch("aiockpt.ranks.joint_plan.spread", partial(spread, block_bytes=4096))
     with mock.patch.object(merge, "MAX_PIECES", 0), small_parts, Crew(RANKS, place) as crew:
         crew.on_all(lambda rank, ckpt: ckpt.save(7, columns_state()).result())

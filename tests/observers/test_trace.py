@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.events import BytesWritten, Companion, Observer
+from aiockpt.events import BackgroundTask, BytesWritten, Observer
 from aiockpt.observers import TraceFile
 from tests.watch import Watch
 
@@ -130,8 +130,8 @@ class Stubborn(Watch):
 
 
 def test_a_plain_observer_is_no_companion_and_a_trace_is() -> None:
-    assert not isinstance(Watch(), Companion)
-    assert isinstance(TraceFile("x"), Companion)
+    assert not isinstance(Watch(), BackgroundTask)
+    assert isinstance(TraceFile("x"), BackgroundTask)
 
 
 @pytest.mark.parametrize("trouble", [{"raises": True}, {"close_raises": True}])
@@ -148,7 +148,7 @@ def test_a_companion_that_fails_is_logged_and_harms_nothing(
 def test_a_companion_that_does_not_end_is_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("aiockpt.runtime.companion.COMPANION_S", 0.01)
+    monkeypatch.setattr("aiockpt.runtime.background.COMPANION_S", 0.01)
     companion = Stubborn(ends=False)
     save_once(tmp_path / "run", companion)
     assert companion.cancelled

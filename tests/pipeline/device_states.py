@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from aiockpt.adapters.native import StateWalker
-from aiockpt.planning.save import SavePlan, Window, plan_save
+from aiockpt.planning.write_plan import SavePlan, Window, plan_save
 from aiockpt.runtime.slabs import Slab, SlabPool
 from aiockpt.state.shards import ShardedState
 

@@ -15,8 +15,8 @@ from aiockpt.errors import CorruptionError, UsageError
 from aiockpt.format import merge
 from aiockpt.format.manifest import Manifest, decode_manifest
 from aiockpt.options import Content
-from aiockpt.pipeline.content import load_cargo
 from aiockpt.pipeline.copy import Windows, copied_files, copy_files, copy_step
+from aiockpt.pipeline.copy_source import open_copy_source
 from aiockpt.pipeline.discover import StepCopy, look_at, newest_manifest
 from aiockpt.pipeline.manifests import read_manifest
 from aiockpt.planning.weights import has_weights_only, weights_attempt
@@ -59,8 +59,8 @@ async def copy_of(place: Backend) -> StepCopy:
 
 async def copy(sources: list[Backend], target: Backend, content: Content) -> Manifest:
     copies = [await copy_of(source) for source in sources]
-    cargo = await load_cargo(copies, content, window_bytes=SMALL.read_bytes, file_bytes=1 << 20)
-    return await copy_step(cargo, target, World(), windows=Windows(2, SMALL.read_bytes), pace=FREE)
+    source = await open_copy_source(copies, content, window_bytes=SMALL.read_bytes, file_bytes=1 << 20)
+    return await copy_step(source, target, World(), windows=Windows(2, SMALL.read_bytes), pace=FREE)
 
 
 async def check_model(place: Any) -> None:
@@ -131,17 +131,19 @@ async def test_a_block_that_one_copy_has_lost_comes_from_the_next(tmp_path: Path
 async def test_files_of_weights_that_are_there_are_not_made_again_unless_their_marks_lie(tmp_path: Path) -> None:
     save(tmp_path / "a")
     source, target = LocalBackend(str(tmp_path / "a")), MemoryBackend()
-    cargo = await load_cargo([await copy_of(source)], "weights", window_bytes=SMALL.read_bytes, file_bytes=1 << 20)
+    source = await open_copy_source(
+        [await copy_of(source)], "weights", window_bytes=SMALL.read_bytes, file_bytes=1 << 20
+    )
     windows = Windows(2, SMALL.read_bytes)
-    await copy_files(cargo, target, World(), windows=windows, pace=FREE)
-    assert set(await copied_files(target, cargo)) == {0, 1}
-    mark = f"{STEP}/a-{cargo.attempt}/c/f000001.json"
+    await copy_files(source, target, World(), windows=windows, pace=FREE)
+    assert set(await copied_files(target, source)) == {0, 1}
+    mark = f"{STEP}/a-{source.attempt}/c/f000001.json"
     told = await target.get(mark, 10_000)
     at = told.index(b'"sums":"') + 9
     await target.put(mark, told[:at] + (b"A" if told[at : at + 1] != b"A" else b"B") + told[at + 1 :])
-    assert set(await copied_files(target, cargo)) == {0}
+    assert set(await copied_files(target, source)) == {0}
     recorder = FaultyBackend(target, [])
-    await copy_step(cargo, recorder, World(), windows=windows, pace=FREE)
+    await copy_step(source, recorder, World(), windows=windows, pace=FREE)
     await check_model(target)
 
 
@@ -150,4 +152,4 @@ async def test_blocks_larger_than_a_window_are_refused(tmp_path: Path) -> None:
     copies = [await copy_of(LocalBackend(str(tmp_path / "a")))]
     for content in ("full", "weights"):
         with pytest.raises(UsageError, match=r"IO\(read_bytes=4096\)"):
-            await load_cargo(copies, content, window_bytes=2048, file_bytes=1 << 20)
+            await open_copy_source(copies, content, window_bytes=2048, file_bytes=1 << 20)

@@ -16,8 +16,8 @@ from aiockpt.adapters.native import StateWalker
 from aiockpt.errors import StorageTimeoutError
 from aiockpt.pipeline.device_copy import SMALL_BYTES
 from aiockpt.pipeline.snapshot import CopyProgram
-from aiockpt.planning.save import plan_save
-from aiockpt.runtime.accelerator import Mark
+from aiockpt.planning.write_plan import plan_save
+from aiockpt.runtime.accelerator import DeviceEvent
 from aiockpt.runtime.slabs import SlabPool
 from aiockpt.testing.twin_accelerator import TwinAccelerator
 from tests.pipeline.device_states import SLAB_BYTES, Writer, planned, read_back
@@ -36,12 +36,12 @@ class Snapshot:
         self.writer = Writer(self.plan, self.pool)
         self.program = CopyProgram(self.plan, self.walked.tensors, twin)
         self.used_devices = {device for device in map(twin.device_of, state.values()) if device is not None}
-        self.marks: Sequence[Mark] = ()
+        self.marks: Sequence[DeviceEvent] = ()
 
     def take(self, enqueued: Callable[[], object] = lambda: None, **options: Any) -> dict[str, torch.Tensor]:
         """Copy; *enqueued* is what the program does when it may."""
 
-        def note(marks: Sequence[Mark]) -> None:
+        def note(marks: Sequence[DeviceEvent]) -> None:
             self.marks = marks
             enqueued()
 

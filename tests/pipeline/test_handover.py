@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from aiockpt.pipeline.upload import Handover
-from aiockpt.planning.save import Window
+from aiockpt.planning.write_plan import Window
 from aiockpt.runtime.slabs import Slab, SlabPool
 
 SLAB_BYTES = 4096

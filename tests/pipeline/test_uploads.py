@@ -11,7 +11,7 @@ from aiockpt.backends.memory import MemoryBackend
 from aiockpt.errors import StorageAccessError
 from aiockpt.events import GarbageDeleted
 from aiockpt.format.names import data_key, receipt_key, step_id
-from aiockpt.pipeline.uploads import Leftovers, abort_leftovers, find_leftovers
+from aiockpt.pipeline.uploads import DeadUploads, abort_leftovers, find_leftovers
 from aiockpt.storage.backend import UnfinishedUpload
 from aiockpt.storage.retry import Retrying
 from aiockpt.testing.objects_client import ObjectsBackend
@@ -153,7 +153,7 @@ def test_retention_looks_for_them_after_a_save_and_then_each_hour() -> None:
 
 
 async def test_a_place_whose_unfinished_files_are_files_has_none() -> None:
-    assert await find_leftovers(MemoryBackend(), grace_s=0, nonce="aa", busy=()) == Leftovers()
+    assert await find_leftovers(MemoryBackend(), grace_s=0, nonce="aa", busy=()) == DeadUploads()
     retrying = Retrying(MemoryBackend())
     assert await retrying.leftover_uploads() == ()
     await retrying.abort_uploads(())

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from aiockpt.planning.exchange import (
     MIN_PARCEL_BYTES,
     Exchange,
-    Parcel,
+    SharedRange,
     Span,
     landings_of,
     landings_within,
     plan_exchange,
     wanted_spans,
 )
-from aiockpt.planning.load import Landing
+from aiockpt.planning.read_plan import Landing
 from tests.example_counts import examples
 
 BLOCKS = (1024, 4096)
@@ -45,7 +45,7 @@ def spans_of(blocks: set[tuple[int, int]], sizes: Sequence[int]) -> list[Span]:
     return wanted_spans([landings], list(zip(sizes, BLOCKS, strict=True)))
 
 
-def parcels_of(exchange: Exchange) -> list[Parcel]:
+def parcels_of(exchange: Exchange) -> list[SharedRange]:
     return [parcel for parcels in exchange.rounds for parcel in parcels]
 
 

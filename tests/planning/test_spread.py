@@ -9,19 +9,19 @@ import pytest
 from aiockpt.errors import RanksDisagreeError, UsageError
 from aiockpt.format.dtypes import itemsize
 from aiockpt.planning import spread as spread_module
-from aiockpt.planning.spread import Holding, Part, holdings_of, spread
+from aiockpt.planning.spread import LocalBoxes, Part, local_boxes_of, spread
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import ShardedState, TensorShard
 
-Holdings = Sequence[Sequence[Holding]]
+Holdings = Sequence[Sequence[LocalBoxes]]
 
 
-def whole(name: str, *shape: int, dtype: str = "U8") -> Holding:
-    return Holding(name, dtype, shape, (Box.whole(shape),))
+def whole(name: str, *shape: int, dtype: str = "U8") -> LocalBoxes:
+    return LocalBoxes(name, dtype, shape, (Box.whole(shape),))
 
 
-def rows(name: str, start: int, stop: int, shape: tuple[int, ...]) -> Holding:
-    return Holding(name, "U8", shape, (Box((start, *(0 for _ in shape[1:])), (stop - start, *shape[1:])),))
+def rows(name: str, start: int, stop: int, shape: tuple[int, ...]) -> LocalBoxes:
+    return LocalBoxes(name, "U8", shape, (Box((start, *(0 for _ in shape[1:])), (stop - start, *shape[1:])),))
 
 
 def loads(holdings: Holdings, parts: Sequence[Sequence[Part]]) -> list[int]:
@@ -35,7 +35,7 @@ def test_the_holdings_of_a_state_are_its_shards_without_memory() -> None:
     box = Box((0,), (2,))
     shard = TensorShard(name="w", dtype="F32", shape=(4,), boxes=(box,), data=object())
     state = ShardedState(tensors=(shard,), alias={}, values={}, per_rank={}, structure="")
-    assert holdings_of(state) == (Holding("w", "F32", (4,), (box,)),)
+    assert local_boxes_of(state) == (LocalBoxes("w", "F32", (4,), (box,)),)
 
 
 def test_one_rank_writes_what_it_holds() -> None:
@@ -109,8 +109,8 @@ def test_the_parts_of_a_rank_lie_in_the_order_of_its_holdings() -> None:
 
 def test_a_box_lies_behind_the_boxes_before_it_in_its_holding() -> None:
     boxes = (Box((0, 3), (1, 2)), Box((1, 0), (0, 5)), Box((1, 0), (1, 5)))
-    first = Holding("w", "U8", (2, 5), (Box((0, 0), (1, 3)),))
-    parts = spread([[first], [Holding("w", "U8", (2, 5), boxes)]])
+    first = LocalBoxes("w", "U8", (2, 5), (Box((0, 0), (1, 3)),))
+    parts = spread([[first], [LocalBoxes("w", "U8", (2, 5), boxes)]])
     assert parts[1] == (Part(0, boxes[0], 0), Part(0, boxes[2], 2))
 
 
@@ -121,8 +121,8 @@ def test_a_box_that_a_rank_has_twice_is_written_once() -> None:
 # ------------------------------------------------------------------ what each rank may have of its own
 
 
-def own(name: str, size: int, unit: str) -> Holding:
-    return Holding(name, "U8", (size,), (Box.whole((size,)),), unit)
+def own(name: str, size: int, unit: str) -> LocalBoxes:
+    return LocalBoxes(name, "U8", (size,), (Box.whole((size,)),), unit)
 
 
 def writers(holdings: Holdings, parts: Sequence[Sequence[Part]]) -> dict[str, list[int]]:
@@ -186,7 +186,7 @@ def test_a_unit_is_the_module_or_dict_that_a_tensor_lies_in(name: str, unit: str
         return TensorShard(name, "F32", (4,), (Box.whole((4,)),), object(), may_differ=may_differ)
 
     state = ShardedState(tensors=(shard(True), shard(False)), alias={}, values={}, per_rank={}, structure="")
-    assert [holding.unit for holding in holdings_of(state)] == [unit, None]
+    assert [holding.unit for holding in local_boxes_of(state)] == [unit, None]
 
 
 MIB = 1 << 20
@@ -215,14 +215,14 @@ def test_no_rank_writes_a_tenth_more_than_the_mean(kind: str, world_size: int) -
 
 
 def test_a_tensor_without_elements_is_kept_by_the_lowest_rank_that_has_it() -> None:
-    nothing = Holding("none", "U8", (0, 5), ())
+    nothing = LocalBoxes("none", "U8", (0, 5), ())
     parts = spread([[], [whole("w", 4), nothing], [nothing]])
     assert parts == [(), (Part(0, Box((0,), (4,)), 0), Part(1, Box((0, 0), (0, 5)), 0)), ()]
 
 
 def test_ranks_outside_a_mesh_write_nothing_of_it() -> None:
-    outside = Holding("w", "U8", (4,), (Box((0,), (0,)),))
-    assert spread([[outside], [whole("w", 4)], [Holding("w", "U8", (4,), ())]])[::2] == [(), ()]
+    outside = LocalBoxes("w", "U8", (4,), (Box((0,), (0,)),))
+    assert spread([[outside], [whole("w", 4)], [LocalBoxes("w", "U8", (4,), ())]])[::2] == [(), ()]
 
 
 def test_equal_lists_are_recognised_whether_they_are_one_object_or_not() -> None:
@@ -238,12 +238,12 @@ def test_equal_lists_are_recognised_whether_they_are_one_object_or_not() -> None
         ([[whole("w", 4)], [whole("w", 4, dtype="I8")]], r"w: I8 \[4\] on rank 1, U8 \[4\] on rank 0", (0, 1)),
         ([[whole("w", 4)], [whole("w", 5)]], r"w: U8 \[5\] on rank 1, U8 \[4\] on rank 0", (0, 1)),
         ([[], [rows("w", 0, 3, (4,))]], r"w: 3 of 4 elements are held by any rank \(rank 1\)", (1,)),
-        ([[Holding("w", "U8", (4,), ())]], "w: 0 of 4 elements", (0,)),
+        ([[LocalBoxes("w", "U8", (4,), ())]], "w: 0 of 4 elements", (0,)),
         ([[rows("w", 0, 3, (4,))], [rows("w", 1, 4, (4,))]], "overlap without being equal.* 6 elements of 4", (0, 1)),
         ([[rows("w", 0, 3, (6,))], [rows("w", 1, 4, (6,))]], r"overlap and leave a gap.*\(ranks 0, 1\)", (0, 1)),
-        ([[Holding("w", "U8", (4,), (Box((1,), (4,)),))]], "rank 0 holds a box outside its shape", (0,)),
-        ([[Holding("w", "U8", (4,), (Box((-1,), (4,)),))]], "rank 0 holds a box outside its shape", (0,)),
-        ([[Holding("w", "U8", (4,), (Box((0, 0), (4, 1)),))]], "rank 0 holds a box outside its shape", (0,)),
+        ([[LocalBoxes("w", "U8", (4,), (Box((1,), (4,)),))]], "rank 0 holds a box outside its shape", (0,)),
+        ([[LocalBoxes("w", "U8", (4,), (Box((-1,), (4,)),))]], "rank 0 holds a box outside its shape", (0,)),
+        ([[LocalBoxes("w", "U8", (4,), (Box((0, 0), (4, 1)),))]], "rank 0 holds a box outside its shape", (0,)),
     ],
 )  # fmt: skip
 def test_holdings_that_make_no_whole_tensor_are_refused(holdings: Holdings, message: str, ranks: object) -> None:

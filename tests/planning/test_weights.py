@@ -11,8 +11,8 @@ from aiockpt.errors import ManifestError, UsageError
 from aiockpt.format.checksum import ALGORITHM
 from aiockpt.format.manifest import FileEntry, Manifest, Piece, TensorEntry
 from aiockpt.format.validate import check_manifest
-from aiockpt.planning.save import WEIGHTS
 from aiockpt.planning.weights import WeightsPlan, has_weights_only, plan_weights, thin_manifest, weights_attempt
+from aiockpt.planning.write_plan import WEIGHTS
 
 ATTEMPT, BLOCK = "0123456789ab", 4096
 

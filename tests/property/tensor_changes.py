@@ -1,4 +1,4 @@
-"""The changes of the table of `aiockpt.adapters.guards` that need nothing but a tensor, plain or a DTensor."""
+"""The changes of the table of `aiockpt.lazy.guards` that need nothing but a tensor, plain or a DTensor."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from aiockpt.format.checksum import BLOCK_BYTES
 from aiockpt.format.manifest import Manifest, decode_manifest, encode_manifest
 from aiockpt.format.merge import merge_receipts
-from aiockpt.planning.load import GAP, Wanted, plan_load, plan_reads
-from aiockpt.planning.save import HEADER, SavePlan, plan_save
-from aiockpt.planning.spread import Part, holdings_of, spread
+from aiockpt.planning.read_plan import GAP, Wanted, plan_load, plan_reads
+from aiockpt.planning.spread import Part, local_boxes_of, spread
+from aiockpt.planning.write_plan import HEADER, SavePlan, plan_save
 from aiockpt.state.geometry import Box, flat_range_boxes
 from aiockpt.state.shards import ShardedState, TensorShard, digest_structure
 from benchmarks.measure.planning import planned_receipt
@@ -156,7 +156,7 @@ def save(
 ) -> tuple[Manifest, list[bytes], list[list[TensorShard]], list[tuple[Part, ...]]]:
     """Save from all ranks of a job; return the checkpoint, and what the ranks held and wrote."""
     held = [shards_of(tensors, layout, rank) for rank in range(layout.world)]
-    parts = spread([holdings_of(state_of(shards)) for shards in held], block_bytes=CUT_BYTES)
+    parts = spread([local_boxes_of(state_of(shards)) for shards in held], block_bytes=CUT_BYTES)
     images: list[bytes] = []
     votes = []
     for rank, (shards, some) in enumerate(zip(held, parts, strict=True)):

@@ -1,7 +1,7 @@
 """A change that torch can see is never published: any way to make it, at any moment of any copy, of any kind of tensor.
 
 Each try begins a save, changes one tensor at a moment that gates hold on to, and lets go. The save must then have the state
-of the call, bit for bit, or raise; where the table of `aiockpt.adapters.guards` names a guard that raises, it must raise.
+of the call, bit for bit, or raise; where the table of `aiockpt.lazy.guards` names a guard that raises, it must raise.
 The copy waits for the change, so it is under way when that is made, except where the moment is after the copy.
 """
 
@@ -30,8 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import aiockpt
-from aiockpt.adapters.guards import CHANGES, Change, Guard
 from aiockpt.backends.memory import MemoryBackend
+from aiockpt.lazy.guards import CHANGES, Change, Guard
 from aiockpt.runtime.world import World
 from aiockpt.testing.twin_accelerator import TwinAccelerator
 from tests.example_counts import examples
@@ -181,9 +181,9 @@ class Bench:
                 opened = aiockpt.Checkpointer(place, snapshot=kind, on_error="warn", io=IO, world=world)
                 ckpt = stack.enter_context(opened)
             else:
-                stillness = ckpt._launcher._stillness
-                stillness._torn, stillness._news = frozenset(), []  # each try is the first one
-                stillness.forget()
+                mutability = ckpt._launcher._mutability
+                mutability._torn, mutability._news = frozenset(), []  # each try is the first one
+                mutability.forget()
                 self._stop_writer(True)
                 stack.callback(self._stop_writer, False)
             self.steps += 1

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from aiockpt.adapters.guards import CHANGES, Change, Guard
+from aiockpt.lazy.guards import CHANGES, Change, Guard
 from tests.property.tensor_changes import MAKE, counters_of, local
 
 ones = torch.ones(64, 8)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from aiockpt.prove.job import VARIABLE
+from aiockpt.prove.assignment import VARIABLE
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 SCRIPT = [sys.executable, "-m", "tests.prove.scripts"]

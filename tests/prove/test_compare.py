@@ -9,7 +9,7 @@ import pytest
 from aiockpt.prove.compare import Comparison, Difference, Findings, Reference, saved_views
 from aiockpt.prove.kills import draw_kills
 from aiockpt.prove.records import AnyRecord, Begun, Committed, Died, Labelled, Loaded, Stepped, View, decode, encode
-from aiockpt.prove.traces import Calendar, Start, keyed
+from aiockpt.prove.starts import Calendar, Start, keyed
 
 STATE = View({"model.w": "1"}, {"model": "module"})
 

@@ -13,7 +13,7 @@ import pytest
 from aiockpt.prove.compare import Findings
 from aiockpt.prove.records import AnyRecord, Begun, Labelled, Loaded, Stepped, View
 from aiockpt.prove.reshaped import compare_reshaped
-from aiockpt.prove.traces import Start
+from aiockpt.prove.starts import Start
 from tests.prove.test_command import left_behind, prove
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

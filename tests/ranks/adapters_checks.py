@@ -21,10 +21,10 @@ from torch.distributed.tensor.placement_types import Partial, Placement, _Stride
 from torch.nn.parallel import DistributedDataParallel
 
 from aiockpt.adapters.module import loads_directly
-from aiockpt.adapters.mutable import Stillness
 from aiockpt.adapters.native import StateWalker
 from aiockpt.adapters.rng import per_rank
 from aiockpt.errors import UnsupportedStateError
+from aiockpt.lazy.mutability import Mutability
 from tests.ranks.adapters_worker import Gathered, check, gather
 
 Make = Callable[[nn.Module], nn.Module]
@@ -190,7 +190,7 @@ def only_buffers_of_a_sharded_module_are_copied_to_hold_it_still() -> None:
     state = job(fsdp2, Net, 1)
     train(state["model"], state["optimizer"])
     walked = StateWalker().walk(state)
-    still = Stillness().hold(walked, state, trusting=False, reuse=True)
+    still = Mutability().hold(walked, state, trusting=False, reuse=True)
     moved = {
         shard.name
         for shard, old in zip(still.tensors, walked.tensors, strict=True)
@@ -482,7 +482,7 @@ def strided_parts_of_parameters_are_not_copied_to_hold_them_still() -> None:
     )
     walked = StateWalker().walk({"m": holder})
     assert len(walked.tensors) == 2
-    still = Stillness().hold(walked, {"m": holder}, trusting=True, reuse=True)
+    still = Mutability().hold(walked, {"m": holder}, trusting=True, reuse=True)
     assert [shard.data.data_ptr() for shard in still.tensors] == [shard.data.data_ptr() for shard in walked.tensors]
 
 

@@ -72,12 +72,12 @@ class Crew:
         """Return a list that gets the key of every note that a rank leaves from now on."""
         posted: list[str] = []
         for checkpointer in self.checkpointers:
-            meeting = checkpointer._engine.sharing.meeting  # type: ignore[union-attr]
-            post = meeting.post
+            board = checkpointer._engine.coordinator.board  # type: ignore[union-attr]
+            post = board.post
 
             async def note(key: str, value: Any, post: Any = post) -> None:
                 posted.append(key)
                 await post(key, value)
 
-            meeting.post = note  # type: ignore[method-assign]
+            board.post = note  # type: ignore[method-assign]
         return posted

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from aiockpt.engine.load_together import LoadTogether
-from aiockpt.runtime.peers import Peers
+from aiockpt.ranks.load import RankLoads
+from aiockpt.ranks.peers import Peers
 from tests.ranks.crew import Crew
 
 
@@ -41,9 +41,9 @@ def crew_with_groups(
 def use(crew: Crew, peers: Peers) -> None:
     """Give a rank of the crew its peers, as ``load_group`` does with those of a process."""
     checkpointer = crew.checkpointers[peers.rank]
-    sharing = checkpointer._engine.sharing
-    assert sharing is not None
-    checkpointer._together = LoadTogether(checkpointer._engine, sharing, peers)
+    coordinator = checkpointer._engine.coordinator
+    assert coordinator is not None
+    checkpointer._together = RankLoads(checkpointer._engine, coordinator, peers)
 
 
 def peers_of(crew: Crew, rank: int) -> Peers:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import aiockpt
 from aiockpt.errors import RankError
 from aiockpt.pipeline import snapshot as copying
-from tests.engine.copy_gate import CopyGate
+from tests.lazy.copy_gate import CopyGate
 from tests.ranks.adapters_checks import train
 from tests.ranks.adapters_worker import check, gather
 from tests.ranks.engine_checks import DEADLINES, shared_folder, trained

@@ -10,13 +10,13 @@ import pytest
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.engine.gathering import takes_over, vote_keys
-from aiockpt.pipeline import votes
+from aiockpt.pipeline import receipts
 from aiockpt.planning import groups
+from aiockpt.ranks.gathering import takes_over, vote_keys
 from aiockpt.runtime.world import World
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.ranks.crew import QUICK, Crew
-from tests.ranks.test_saving_together import equal, failing_on, loaded, replicated
+from tests.ranks.test_save import equal, failing_on, loaded, replicated
 
 pytestmark = pytest.mark.timeout(60)
 RANKS = 6
@@ -26,13 +26,13 @@ RANKS = 6
 def many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "GATHER_ABOVE", 2)
     monkeypatch.setattr(groups, "MIN_GROUP", 2)
-    monkeypatch.setattr(votes, "PATIENCE_S", 60)
+    monkeypatch.setattr(receipts, "PATIENCE_S", 60)
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests in which something is not gathered."""
-    monkeypatch.setattr(votes, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(receipts, "PATIENCE_S", 0.5)
 
 
 def save(crew: Crew, step: int) -> None:

@@ -20,7 +20,7 @@ import aiockpt
 from aiockpt.backends.local import LocalBackend
 from tests.gates import Around
 from tests.ranks.forked import run_forked
-from tests.ranks.test_saving_together import equal, loaded, replicated, steps
+from tests.ranks.test_save import equal, loaded, replicated, steps
 from tests.small_run import SMALL
 
 RANKS = 3

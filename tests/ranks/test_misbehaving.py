@@ -25,10 +25,10 @@ from aiockpt.errors import (
     RankTimeoutError,
     StorageError,
 )
-from aiockpt.runtime import waiting
+from aiockpt.ranks import waiting
 from aiockpt.runtime.world import OsClock, World
 from tests.ranks.crew import PATIENT, Crew
-from tests.ranks.test_saving_together import Gone, equal, loaded, replicated, steps
+from tests.ranks.test_save import Gone, equal, loaded, replicated, steps
 from tests.watch import until
 
 pytestmark = pytest.mark.timeout(60)

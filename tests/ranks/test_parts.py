@@ -15,7 +15,7 @@ from aiockpt.format import merge
 from aiockpt.format.manifest import decode_manifest
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.ranks.crew import Crew
-from tests.ranks.test_saving_together import equal, failing_on, loaded, replicated, steps
+from tests.ranks.test_save import equal, failing_on, loaded, replicated, steps
 
 pytestmark = pytest.mark.timeout(60)
 

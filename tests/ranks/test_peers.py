@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from aiockpt.errors import UsageError
-from aiockpt.runtime.peers import Peers, PeersLostError, find_peers
+from aiockpt.ranks.peers import Peers, PeersLostError, find_peers
 from aiockpt.runtime.ranks import Ranks
 from tests.ranks.gloo_threads import connect
 

@@ -15,16 +15,16 @@ import torch
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.engine.read_once import Terms, Wants
 from aiockpt.errors import CorruptionError, RankFailedError, RankTimeoutError
 from aiockpt.futures import LoadResult
 from aiockpt.planning.exchange import Span
-from aiockpt.runtime.peers import Message, Peers
+from aiockpt.ranks.peers import Message, Peers
+from aiockpt.ranks.read_once import Terms, Wants
 from aiockpt.runtime.world import World
 from aiockpt.testing.faults import Fault, FaultyBackend, flip_bit
 from tests.ranks.crew import SMALL, Crew
 from tests.ranks.gloo_threads import connect, crew_with_groups, peers_of, use
-from tests.ranks.test_loading_together import one_rank_sees
+from tests.ranks.test_load import one_rank_sees
 
 pytestmark = pytest.mark.timeout(90)
 ROWS, COLUMNS, TENSORS = 1400, 129, 6

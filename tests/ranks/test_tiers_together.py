@@ -14,17 +14,17 @@ import torch
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.shm import ShmBackend
-from aiockpt.engine import visibility
-from aiockpt.engine.rung import MOST_WAITING
-from aiockpt.engine.tiers import Tiers
 from aiockpt.errors import RankFailedError, StateMismatchError, UsageError, WriterLostError
 from aiockpt.events import PromotionFailed
 from aiockpt.format.names import parse_attempt
+from aiockpt.ranks import visibility
 from aiockpt.testing.faults import Fault, FaultyBackend
 from aiockpt.testing.recording import RecordingBackend
+from aiockpt.tiers.promotion import MOST_WAITING
+from aiockpt.tiers.tiers import Tiers
 from tests.gates import Around, Gate
 from tests.ranks.crew import Crew
-from tests.ranks.test_saving_together import equal, loaded, replicated
+from tests.ranks.test_save import equal, loaded, replicated
 from tests.watch import Watch
 
 pytestmark = pytest.mark.timeout(60)
@@ -78,7 +78,7 @@ def test_rank_0_waits_for_a_rank_that_copies_later(tmp_path: Path) -> None:
 
 
 def test_rank_0_copies_what_another_rank_could_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aiockpt.engine.rung.PATIENCE_S", 0.5)
+    monkeypatch.setattr("aiockpt.tiers.promotion.PATIENCE_S", 0.5)
 
     def tiers(rank: int) -> list[Any]:
         broken = [Fault(do="fail", verb="create", match="*", times=None)] if rank == 1 else []
@@ -103,15 +103,15 @@ def test_the_others_hear_at_once_that_rank_0_could_not_commit_a_copy(tmp_path: P
 
 
 def test_a_copy_that_is_there_is_not_told_as_lost_though_its_writer_died_before_it_could_say_so(tmp_path: Path) -> None:
-    """The note of rank 0 is swallowed; then it buries its writer as `aiockpt.worker.elsewhere` does."""
+    """The note of rank 0 is swallowed; then it buries its writer as `aiockpt.worker.client` does."""
     far = tmp_path / "far"
 
     def save(rank: int, ckpt: aiockpt.Checkpointer) -> str:
         return ckpt.save(1, replicated(1)).committed(far).result(30).url
 
     with Crew(3, lambda rank: [tmp_path / "near", far]) as crew:
-        meeting = crew.checkpointers[0]._engine.sharing.meeting  # type: ignore[union-attr]
-        post, swallowed = meeting.post, []
+        board = crew.checkpointers[0]._engine.coordinator.board  # type: ignore[union-attr]
+        post, swallowed = board.post, []
 
         async def die_instead(key: str, note: Any) -> None:
             if key.startswith("tier/"):
@@ -126,11 +126,11 @@ def test_a_copy_that_is_there_is_not_told_as_lost_though_its_writer_died_before_
                 attempt, tiers = parse_attempt(folder.name), ckpt._launcher._tiers
                 assert attempt is not None
                 assert isinstance(tiers, Tiers)
-                meeting.post = post  # type: ignore[method-assign]
+                board.post = post  # type: ignore[method-assign]
                 ckpt._loop.submit(tiers.tell_lost, 1, attempt, [1], WriterLostError("killed")).result(30)
             return url
 
-        meeting.post = die_instead  # type: ignore[method-assign]
+        board.post = die_instead  # type: ignore[method-assign]
         assert crew.on_all(bury) == [f"file://{far}"] * 3
         assert len(swallowed) == 1
 
@@ -139,14 +139,14 @@ def test_notes_of_lost_copies_are_removed_when_newer_ones_come(tmp_path: Path) -
     with Crew(2, lambda rank: [tmp_path / "near", tmp_path / "far"]) as crew:
         ckpt = crew.checkpointers[0]
         crew.on_all(lambda rank, ckpt: ckpt.save(0, replicated(0)).committed(tmp_path / "far").result(30))
-        meeting = ckpt._engine.sharing.meeting  # type: ignore[union-attr]
-        forget, forgotten = meeting.forget, list[str]()
+        board = ckpt._engine.coordinator.board  # type: ignore[union-attr]
+        forget, forgotten = board.forget, list[str]()
 
         async def noted(keys: Sequence[str]) -> None:
             forgotten.extend(keys)
             await forget(keys)
 
-        meeting.forget = noted  # type: ignore[method-assign]
+        board.forget = noted  # type: ignore[method-assign]
         attempts = [f"{number:012x}" for number in range(8)]
         for attempt in attempts:
             ckpt._loop.submit(ckpt._launcher._tiers.tell_lost, 1, attempt, [1], WriterLostError("killed")).result(30)  # type: ignore[attr-defined]

@@ -19,17 +19,17 @@ import torch.distributed
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.engine.context import Engine
-from aiockpt.engine.traces import Traces
 from aiockpt.errors import RankFailedError, StorageFullError, WriterLostError
 from aiockpt.format.names import failure_key
+from aiockpt.ranks.storage_fallback import StorageFallback
 from aiockpt.runtime.relay import Question, RelayedStore, Reply, ask
 from aiockpt.worker.messages import Replied
-from tests.engine.test_worker_killed import orders as orders
-from tests.engine.test_worker_killed import process_of, steps_of
-from tests.engine.worker_places import Orders
 from tests.ranks.crew import PATIENT, QUICK, Crew
-from tests.ranks.test_saving_together import equal, loaded, replicated
+from tests.ranks.test_save import equal, loaded, replicated
 from tests.watch import until
+from tests.worker.test_worker_killed import orders as orders
+from tests.worker.test_worker_killed import process_of, steps_of
+from tests.worker.worker_places import Orders
 
 pytestmark = pytest.mark.timeout(120)
 NONCE = "3f9c21d07b44"
@@ -114,15 +114,15 @@ def test_a_rank_that_fails_before_it_knows_the_tier_leaves_word_of_it(orders: Or
 
 async def test_a_record_of_a_failure_says_more_than_those_of_ranks_that_it_made_give_up(tmp_path: Path) -> None:
     backend = LocalBackend(str(tmp_path))
-    traces = Traces(cast(Engine, SimpleNamespace(backend=backend, ranks=aiockpt.Ranks())), 1, NONCE)
-    assert await traces.failure() is None
+    fallback = StorageFallback(cast(Engine, SimpleNamespace(backend=backend, ranks=aiockpt.Ranks())), 1, NONCE)
+    assert await fallback.failure() is None
     told = [(0, "RankFailedError: rank 2 failed"), (2, "StorageFullError: no room")]
     for rank, failure in told:
         record = msgspec.json.encode({"rank": rank, "failure": failure})
         await backend.put(failure_key("step-00000001", NONCE, rank), record)
-        assert failure in str(await traces.failure())
+        assert failure in str(await fallback.failure())
     await backend.put(failure_key("step-00000001", NONCE, 2), b"{")  # cut short
-    found = await traces.failure()
+    found = await fallback.failure()
     assert found is not None
     assert found.ranks == (2,)
 

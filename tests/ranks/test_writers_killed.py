@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import aiockpt
-from tests.engine.test_worker_killed import orders as orders
-from tests.engine.test_worker_killed import steps_of, writers_of
-from tests.engine.worker_places import Orders
 from tests.ranks.writers_job import Job, whole
 from tests.small_run import SMALL
 from tests.watch import until
+from tests.worker.test_worker_killed import orders as orders
+from tests.worker.test_worker_killed import steps_of, writers_of
+from tests.worker.worker_places import Orders
 
 pytestmark = pytest.mark.timeout(120)
 

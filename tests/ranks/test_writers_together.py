@@ -15,23 +15,23 @@ import torch.distributed
 
 import aiockpt
 from aiockpt.errors import RankFailedError, SaveCancelledError, StorageFullError, WriterLostError
-from tests.engine.test_worker_killed import orders as orders
-from tests.engine.test_worker_killed import process_of, steps_of
-from tests.engine.worker_places import Orders
-from tests.ranks import test_lazy_together, test_saving_together
+from tests.ranks import test_lazy_together, test_save
 from tests.ranks.crew import PATIENT, QUICK, Crew
-from tests.ranks.test_saving_together import equal, loaded, replicated
+from tests.ranks.test_save import equal, loaded, replicated
 from tests.watch import until
+from tests.worker.test_worker_killed import orders as orders
+from tests.worker.test_worker_killed import process_of, steps_of
+from tests.worker.worker_places import Orders
 
 pytestmark = pytest.mark.timeout(120)
 
 # ------------------------------------------------------------------ tests of threads, told once more
 
 SHARED_TESTS: list[Callable[..., Any]] = [
-    test_saving_together.test_a_structure_that_changed_on_one_rank_is_planned_there_and_the_others_do_not_wait,
-    test_saving_together.test_several_saves_run_at_once_on_all_ranks,
-    test_saving_together.test_warm_up_plans_for_all_ranks,
-    test_saving_together.test_no_note_is_left_behind_for_ever,
+    test_save.test_a_structure_that_changed_on_one_rank_is_planned_there_and_the_others_do_not_wait,
+    test_save.test_several_saves_run_at_once_on_all_ranks,
+    test_save.test_warm_up_plans_for_all_ranks,
+    test_save.test_no_note_is_left_behind_for_ever,
     test_lazy_together.test_a_save_every_step_holds_the_weights_of_its_step,
     test_lazy_together.test_a_rank_that_skips_lets_the_optimizers_of_the_others_go,
 ]

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import aiockpt
-from tests.engine.worker_child import before_window, die
 from tests.small_run import SMALL
+from tests.worker.worker_child import before_window, die
 
 DEADLINE_S = 60
 DEADLINES = aiockpt.Deadlines(ranks_s=30, commit_s=30, takeover_s=2, close_s=60)

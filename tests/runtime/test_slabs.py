@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from aiockpt.errors import ClosedError, StorageTimeoutError
-from aiockpt.runtime.memory import PrivateMemory
+from aiockpt.runtime.host_memory import PrivateMemory
 from aiockpt.runtime.slabs import SlabPool
 from tests.watch import until
 

@@ -35,7 +35,7 @@ def list_steps(root: Root, as_json: Json = False) -> None:
     from aiockpt.cli.given_root import open_place
     from aiockpt.cli.listing import show_survey
     from aiockpt.cli.survey import survey
-    from aiockpt.pipeline.instead import look_instead
+    from aiockpt.pipeline.hints import look_instead
 
     backend = open_place(root)
     found = anyio.run(survey, backend)

@@ -83,7 +83,7 @@ def prove(
     The script needs no change. Its checkpoints go to a scratch folder: those it has are neither read nor touched. Exit
     status 0: certified; 1: the resumed run is another one, and the first difference is named; 2: nothing could be shown.
     """
-    from aiockpt.cli.prove import Display, show_certificate
+    from aiockpt.cli.proof_display import Display, show_certificate
     from aiockpt.prove.proof import Proof, certify
     from aiockpt.runtime.signals import Interrupted, ended_by_signals
 

@@ -1,0 +1,644 @@
+"""What does a checkpoint offer, what does a state want, and what does not fit? The meeting of the two.
+
+Adapters ask for what an object holds; the intake looks it up under its name in the checkpoint, notes which tensor is to
+be filled, and collects every difference. Nothing of the state changes before `LoadTarget.apply`, except that the engine
+fills the tensors of `LoadTarget.wanted`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from aiockpt.adapters.fit import fits, misfit, new_tensor
+from aiockpt.adapters.leaves import LeafReader, LeafWriter
+from aiockpt.adapters.local_shards import FlatRange
+from aiockpt.adapters.made import OWN_KINDS, Made, Need, Probe, Receiver
+from aiockpt.adapters.overlaps import separate
+from aiockpt.adapters.plain_values import Match, has_named_parts, in_words, same_content
+from aiockpt.adapters.refill import Filling, refill
+from aiockpt.adapters.rename import Rename, Renaming, near, near_key
+from aiockpt.adapters.stored import Found, Stored, find_flat, find_node, members_of
+from aiockpt.adapters.tensors import facts_of, hold, is_spread, memory_key, shards_of
+from aiockpt.errors import StateMismatchError, UsageError
+from aiockpt.format.dtypes import torch_name
+from aiockpt.format.names import join_name, prefixes, split_name
+from aiockpt.state.codecs import CodecRegistry
+from aiockpt.state.shards import TensorShard
+from aiockpt.state.tree import TAG, Decoder, Encoder, Node, Path, damaged
+
+
+class LoadTarget:
+    """A load that is ready to go.
+
+    Attributes:
+        wanted: the tensors to fill; ``data`` is filled in place, ``name`` is the name in the checkpoint.
+        missing: names of the state that the checkpoint does not have.
+        unexpected: names of the checkpoint that the state of this rank does not have.
+        unexpected_claimed: those of them that belong to something the state does have, so that they are a difference
+            unless another rank has them.
+        left_out: names of the state that stay as they are, because they were left out of the checkpoint.
+        problems: every difference, in words; not empty only when ``strict`` is False.
+        told: what is removed or replaced, in words; what refuses to be filled is added by `apply`.
+        written: names of the leaves that are overwritten.
+        may_refuse: whether `apply` asks objects that may refuse what they get: then all ranks must hear of it.
+    """
+
+    def __init__(
+        self,
+        wanted: Sequence[TensorShard],
+        missing: Sequence[str],
+        unexpected: Sequence[str],
+        unexpected_claimed: Sequence[str],
+        problems: Sequence[str],
+        told: list[str],
+        written: frozenset[str],
+        steps: Sequence[Callable[[], object]],
+        left_out: Sequence[str] = (),
+        may_refuse: bool = False,
+    ) -> None:
+        self.may_refuse = may_refuse
+        self.left_out = tuple(left_out)
+        self.wanted = tuple(wanted)
+        self.missing = tuple(missing)
+        self.unexpected = tuple(unexpected)
+        self.unexpected_claimed = tuple(unexpected_claimed)
+        self.problems = tuple(problems)
+        self.told = told
+        self.written = written
+        self._steps = list(steps)
+
+    def __repr__(self) -> str:
+        return f"<LoadTarget of {len(self.wanted)} tensors, {len(self.missing)} missing, {len(self._steps)} to apply>"
+
+    def apply(self) -> None:
+        """Set what is not a tensor, once all tensors are filled. Idempotent; a step that raised is tried again.
+
+        All values are decoded before the first object changes.
+        """
+        while self._steps:
+            self._steps[0]()
+            del self._steps[0]
+
+
+class Matcher:
+    """One load being prepared; see `aiockpt.adapters.target.open_target` for the arguments."""
+
+    def __init__(
+        self,
+        stored: Stored,
+        *,
+        only: Sequence[str] | None,
+        strict: bool,
+        rename: Rename | None,
+        codecs: CodecRegistry,
+        judge_unexpected: bool = True,
+    ) -> None:
+        self.strict = strict
+        self._judge_unexpected = judge_unexpected
+        self._stored = stored
+        self._sorted_names: list[str] | None = None
+        self._only = None if only is None else {split_name(name): name for name in only}
+        self._met: set[str] = set()
+        self._names: set[str] = set()
+        self._rename = Renaming(rename)
+        self._codecs = codecs
+        self._wanted: list[TensorShard] = []
+        # With the tensor, so that its address is no other tensor's meanwhile.
+        self._filled: dict[Hashable, tuple[str, str, torch.Tensor]] = {}
+        self._problems: list[str] = []
+        self._missing: list[str] = []
+        self._left_out: list[str] = []
+        self._may_refuse = False
+        self._used: set[str] = set()
+        self._claimed: set[str] = set()
+        self._passed_over: set[str] = set()
+        self._written: set[str] = set()
+        self._hints: list[tuple[int, str]] = []
+        self._told: list[str] = []
+        self._incomplete: list[tuple[Path, Node, set[Any], Callable[[Any, Callable[[], Any]], object]]] = []
+        self._filling = Filling(self._tell_of)
+        self._held: dict[int, tuple[object, Node, Path]] = {}
+        self._made = Made(self._make, self.same_tensor)
+        self._decodes: list[Callable[[], object]] = []
+        self._steps: list[Callable[[], object]] = []
+        self._last_steps: list[Callable[[], object]] = []
+
+    # ---------------------------------------------------------------- names
+
+    def stored_name(self, path: Path) -> str:
+        """Return what the leaf at *path* of the state is called in the checkpoint."""
+        self._rename.meet(path)
+        return self._rename(join_name(path))
+
+    def selects(self, path: Path) -> bool:
+        """Return whether ``only`` lets the leaf at *path* be loaded."""
+        self._rename.meet(path)
+        if self._only is None:
+            return True
+        self._names.update(prefixes(join_name(path)))
+        hits = [name for parts, name in self._only.items() if path[: len(parts)] == parts]
+        self._met.update(hits)
+        return bool(hits)
+
+    def touches(self, path: Path) -> bool:
+        """Return whether ``only`` lets the object at *path*, or a part of it, be loaded."""
+        asked = self._only or {path: ""}
+        return any(parts[: len(path)] == path[: len(parts)] for parts in asked)
+
+    def selects_whole(self, path: Path, why: str) -> bool:
+        """Return the same for an object that loads as a whole or not at all.
+
+        Raises:
+            UsageError: ``only`` names a part of it.
+        """
+        if self.selects(path):
+            return True
+        for parts, name in (self._only or {}).items():
+            if parts[: len(path)] == path:
+                raise UsageError(f"only={name!r} is a part of {join_name(path)!r}, which loads as a whole: {why}")
+        return False
+
+    # ---------------------------------------------------------------- ranks
+
+    @property
+    def rank(self) -> int:
+        """Which rank loads."""
+        return self._stored.rank
+
+    @property
+    def where(self) -> str:
+        """What to call the checkpoint in messages."""
+        return self._stored.where
+
+    @property
+    def step(self) -> int:
+        """The step of the checkpoint."""
+        return self._stored.step
+
+    @property
+    def world_changed(self) -> str | None:
+        """How the number of ranks changed, in words; None where it is the same."""
+        saved, here = self._stored.saved_world_size, self._stored.world_size
+        return None if saved == here else f"saved by {saved} ranks, and here are {here}"
+
+    # ---------------------------------------------------------------- values
+
+    def find(self, path: Path) -> Found | None:
+        """Return the node of the leaf at *path*, or None when the checkpoint has none."""
+        return find_node(self._stored.values, split_name(self.stored_name(path)))
+
+    def find_own(self, path: Path) -> Found | None:
+        """Return the node of this rank's own value at *path*, or None."""
+        return find_flat(self._stored.per_rank, self.stored_name(path))
+
+    def find_of_another(self, path: Path) -> Found | None:
+        """Return the node at *path* of the saved rank that a rank without one derives its own from, or None."""
+        ranks = max(self._stored.saved_world_size, 1)
+        return find_flat(self._stored.every_rank.get(str(self.rank % ranks)), self.stored_name(path))
+
+    def find_tagged(self, path: Path, kind: str) -> dict[str, Any] | None:
+        """Return the tagged object of *kind* at *path*, or None."""
+        found = self.find(path)
+        node = None if found is None else found.node
+        return node if type(node) is dict and node.get(TAG) == kind else None
+
+    def refill(self, path: Path, here: Any, node: Node) -> Callable[[], Any] | None:
+        """Have the plain value *here* become what *node* says; return what does it, and gives what takes its place.
+
+        It is to be called in a step (`later`). None, and a note, where it does not fit.
+
+        Raises:
+            ManifestError, UsageError: as `Decoder.decode`.
+        """
+        match = Match(self, self._codecs, path)
+        match.meet(here, node, path)
+        if (problem := match.problem()) is not None:
+            self.mismatch(path, problem)
+            return None
+        decode = self._ask_for_value(path, node, match)
+        return lambda: refill(here, decode(), self._filling)
+
+    def value(self, path: Path, node: Node, template: Any = None, *, fresh: bool = False) -> Callable[[], Any]:
+        """Ask for what a node needs; return what gives its value in a step (`later`). Any value fits.
+
+        Args:
+            template: what is at *path* now; what is of the same kind in it is filled.
+            fresh: fill nothing; what is spread over ranks in *template* is made anew and spread like it.
+
+        Raises:
+            ManifestError, UsageError: as `Decoder.decode`.
+        """
+        if fresh:
+            return self._fresh_value(path, node, template)
+        match = Match(self, self._codecs, path)
+        match.meet(template, node, path, by_key=False)
+        if (problem := match.problem()) is not None:
+            self.mismatch(path, problem)
+            return lambda: template
+        decode = self._ask_for_value(path, node, match)
+        return lambda: refill(template, decode(), self._filling, by_key=False)
+
+    def _ask_for_value(self, path: Path, node: Node, match: Match) -> Callable[[], Any]:
+        for told in match.told:
+            self.tell(told)
+        receiver = Receiver()
+
+        def ask(need: Need) -> None:
+            self._used.add(need.name)
+            here = match.tensors.get(need.path)
+            if here is None or not self._enter(need.path, need.name, here):
+                self._made.ask(need, receiver)
+            else:
+                receiver.put(need, here)
+
+        return self._decoded(path, node, ask, receiver.reader)
+
+    def _fresh_value(self, path: Path, node: Node, template: Any) -> Callable[[], Any]:
+        here = _tensors_in(template, path, self._codecs)
+        receiver, made = Receiver(), dict[str, torch.Tensor]()
+
+        def ask(need: Need) -> None:
+            live = here.get(need.path)
+            if is_spread(live) or need.kind in OWN_KINDS:
+                like = live if is_spread(live) else _local_device(need.device)
+                receiver.put(need, self._obtain(need.path, need.name, None, like))
+            else:
+                name = self.same_tensor(need.name)
+                if name not in made:
+                    made[name] = self._make(need)
+                receiver.put(need, made[name])
+                self._used.add(need.name)
+
+        return self._decoded(path, node, ask, receiver.reader)
+
+    def _decoded(self, path: Path, node: Node, ask: Callable[[Need], object], reader: LeafReader) -> Callable[[], Any]:
+        """Return what gives the value of *node*; it is decoded now, or before the first step where it needs tensors."""
+        probe = Probe()
+        Decoder(self._codecs, probe, dry=True).decode(node, path)
+        for need in probe.needs:
+            if self._stored.facts(need.name) is None:
+                raise damaged(need.path, f"refers to the tensor {need.name!r}, which is not there")
+            ask(need)
+        self._used.add(self.stored_name(path))
+        self.rewrites(path)
+        decode = cache(lambda: Decoder(self._codecs, reader).decode(node, path))
+        if probe.needs:
+            self._decodes.append(decode)
+        else:
+            decode()
+        return decode
+
+    def complete(self, path: Path, node: Node, here: set[Any], add: Callable[[Any, Callable[[], Any]], object]) -> None:
+        """Have plain values added to the dict at *path* that it has in *node* and not *here*, unless they are used."""
+        self._incomplete.append((path, node, here, add))
+
+    def _complete(self) -> None:
+        """Ask for what only the checkpoint has in dicts; a name that map= gave to something else is used there."""
+        met = {prefix for name in self._used | self._claimed | self._passed_over for prefix in prefixes(name)}
+        for path, node, here, add in self._incomplete if self._judge_unexpected else ():
+            root = split_name(self.stored_name(path))
+            for key, inner in members_of(node).items():
+                name = join_name((*root, key))
+                if key not in here and name not in met and not has_named_parts(inner):
+                    value = self.value((*path, key), inner)
+                    self._used.add(name)
+                    self.later(partial(add, key, value))
+
+    def tell(self, what: str) -> None:
+        """Note what the load changes beside what was asked for."""
+        self._told.append(what)
+
+    def _tell_of(self, here: object, what: str) -> None:
+        self.tell(f"{join_name(self._held[id(here)][2])}: {what}")
+
+    def _make(self, need: Need) -> torch.Tensor:
+        return self._obtain(need.path, need.name, None, _local_device(need.device))
+
+    # ---------------------------------------------------------------- what a match asks
+
+    def tensor_misfit(self, tensor: torch.Tensor, name: str, path: Path) -> str | None:
+        """Return in words why *tensor* cannot be filled from tensor *name* of the checkpoint, or None."""
+        facts = self._stored.facts(name)
+        if facts is None:
+            raise damaged(path, f"refers to the tensor {name!r}, which is not there")
+        return misfit(tensor.dtype, hold(tensor, path), *facts)
+
+    def is_scalar(self, name: str) -> bool:
+        """Return whether tensor *name* of the checkpoint has no axes."""
+        facts = self._stored.facts(name)
+        return facts is not None and facts[1] == ()
+
+    def hold(self, here: object, node: Node, path: Path, *, by_key: bool = True) -> str | None:
+        """Note that *here* will be filled from *node*; return in words why it cannot be that and what it is elsewhere.
+
+        Below an item of a list there is no why: each place after the first gets an object of its own. (The dict of a
+        scheduler of schedulers shares lists while it is new.)
+        """
+        _, known, where = self._held.setdefault(id(here), (here, node, path))
+        if known is node or same_content(known, node, self.same_tensor):
+            return None
+        if not by_key:
+            self._filling.split.add(id(here))
+            return None
+        return f"the same object as {join_name(where)}, but the checkpoint has two contents; give each one of its own"
+
+    def encode_facts(self, write: Callable[[Encoder], dict[str, Node]]) -> dict[str, Node]:
+        """Return what *write* makes of plain values with an encoder that stores no tensors."""
+        return write(Encoder(self._codecs, LeafWriter(lambda place, tensor: "")))
+
+    # ---------------------------------------------------------------- tensors
+
+    def same_tensor(self, name: str) -> str:
+        """Return what all names of one tensor of the checkpoint have in common."""
+        return self._stored.alias.get(name, name)
+
+    def want(
+        self, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None, *, stored: str | None = None
+    ) -> bool:
+        """Have *tensor* filled from the checkpoint; return whether it will be.
+
+        Args:
+            flat: the elements of which tensor a 1-D *tensor* has; None takes it for what it is.
+            stored: its name in the checkpoint, where it is another than `stored_name` of *path*.
+        """
+        if not self.selects(path) or not self._enter(path, stored or self.stored_name(path), tensor, flat):
+            return False
+        self.rewrites(path)
+        return True
+
+    def fill(
+        self,
+        path: Path,
+        name: str,
+        live: Any,
+        like: torch.Tensor | torch.device,
+        flat: FlatRange | None = None,
+        *,
+        beside: str | None = None,
+    ) -> torch.Tensor | None:
+        """Have *live* filled from tensor *name* where it fits, else a new tensor; None when it is not selected.
+
+        Args:
+            like: the tensor whose device (and sharding, where the shape is the same) a new one gets, or a device. It lies
+                in memory as it did when it was saved; like this one where that is not known to be another order.
+            flat: the elements of which tensor *like* has, when it is a slice.
+            beside: the name of the tensor that *like* is; where that is known to have had another order, and this one is
+                not, this one was row-major.
+        """
+        return self._obtain(path, name, live, like, flat, beside) if self.selects(path) else None
+
+    def leave(self, name: str) -> None:
+        """Note that of tensor *name* of the checkpoint this rank has nothing, so that it is no difference."""
+        self._used.add(name)
+
+    def facts(self, name: str) -> tuple[str, tuple[int, ...]] | None:
+        """Return (dtype code, global shape) of the tensor *name* of the checkpoint, or None."""
+        return self._stored.facts(name)
+
+    def axes_of(self, name: str) -> tuple[int, ...] | None:
+        """Return the order in which the axes of tensor *name* lay in memory; None where it is not known to be another."""
+        return self._stored.axes_of(name)
+
+    def share(self, path: Path, tensor: torch.Tensor, name: str) -> None:
+        """Note that *tensor*, at *path*, is filled from tensor *name* by its owner: what shares its memory must agree."""
+        stored_as = self._stored.alias.get(name, name)
+        key = (memory_key(tensor),)
+        other, other_stored_as, _ = self._filled.setdefault(key, (join_name(path), stored_as, tensor))
+        if other_stored_as != stored_as and key != (None,):
+            self.problem(_two_tensors(join_name(path), other, other_stored_as, name))
+
+    def names_below(self, name: str) -> list[str]:
+        """Return the tensors of the checkpoint whose names begin with *name* and a dot, in order."""
+        if self._sorted_names is None:
+            self._sorted_names = sorted({*self._stored.tensors, *self._stored.alias})
+        start, end = (bisect_left(self._sorted_names, f"{name}{end}") for end in (".", "/"))
+        return self._sorted_names[start:end]
+
+    def _obtain(
+        self,
+        path: Path,
+        name: str,
+        live: Any,
+        like: torch.Tensor | torch.device,
+        flat: FlatRange | None = None,
+        beside: str | None = None,
+    ) -> torch.Tensor:
+        facts = self._stored.facts(name)
+        if facts is None:
+            raise damaged(path, f"refers to the tensor {name!r}, which is not there")
+        dtype, shape = getattr(torch, torch_name(facts[0])), facts[1]
+        if isinstance(like, torch.device) or flat is None or flat.shape != shape:
+            flat = None
+        can_hold = isinstance(live, torch.Tensor) and live.dtype == dtype and fits(live, shape, like, flat)
+        axes = self._stored.axes_of(name)
+        if axes is None and beside is not None and self._stored.axes_of(beside) is not None:
+            axes = tuple(range(len(shape)))
+        tensor = live if can_hold else new_tensor(shape, dtype, like, flat, axes)
+        self._enter(path, name, tensor, flat)
+        return tensor
+
+    def _enter(self, path: Path, name: str, tensor: torch.Tensor, flat: FlatRange | None = None) -> bool:
+        state_name = join_name(path)
+        facts = self._stored.facts(name)
+        if facts is None:
+            if not self.stays(path, tensor, flat, stored=name):
+                self._miss_tensor(path)
+            return False
+        stored_as = self._stored.alias.get(name, name)
+        self._used.add(name)
+        held = hold(tensor, path, flat)
+        problem = misfit(tensor.dtype, held, *facts)
+        key = tuple(filter(None, (memory_key(piece.local) for piece in held.pieces)))
+        if problem is None and key:
+            other, other_stored_as, _ = self._filled.setdefault(key, (state_name, stored_as, tensor))
+            if other_stored_as != stored_as:
+                self.problem(_two_tensors(state_name, other, other_stored_as, name))
+                return False
+            if other != state_name:
+                self._made.meet(name, tensor)
+                return True
+        if problem is not None:
+            self.problem(f"{state_name}: {problem}")
+            return False
+        self._wanted += shards_of(stored_as, facts[0], held)
+        if flat is None:
+            self._made.meet(name, tensor)
+        return True
+
+    def _miss_tensor(self, path: Path) -> None:
+        """Note that the checkpoint has no such tensor, and perhaps a value in its place."""
+        found = self.find(path)
+        if found is None:
+            self.miss(path)
+            return
+        self.mismatch(path, f"a tensor in the state, {in_words(found.node)} in the checkpoint")
+
+    def rewrites(self, path: Path) -> None:
+        """Note that the leaf at *path* will have another value."""
+        self._written.add(join_name(path))
+
+    # ---------------------------------------------------------------- differences
+
+    def claim(self, path: Path) -> None:
+        """Say that whatever the checkpoint has below *path* belongs into the state, so that a rest is a difference."""
+        self._claimed.add(self.stored_name(path))
+
+    def miss(self, path: Path, reason: str | None = None) -> None:
+        """Note that the checkpoint does not have the leaf at *path*."""
+        if not self.selects(path) or self.stays(path):
+            return
+        name, stored_as = join_name(path), self.stored_name(path)
+        if reason is None:
+            self._hints.append((len(self._problems), stored_as))
+            asked = "" if stored_as == name else f" (asked for as {stored_as!r}, because of map=)"
+            reason = f"in the state but not in the checkpoint{asked}"
+        self._missing.append(name)
+        self.problem(f"{name}: {reason}")
+
+    def stays(
+        self,
+        path: Path,
+        tensor: torch.Tensor | None = None,
+        flat: FlatRange | None = None,
+        *,
+        stored: str | None = None,
+    ) -> bool:
+        """Note that the leaf at *path* stays as it is, if the checkpoint was made without it; say whether.
+
+        Args:
+            tensor: what is there, if it is a tensor, and *flat* which elements it has: it must be what was left out.
+            stored: its name in the checkpoint, where it is another than `stored_name` of *path*.
+        """
+        name = stored or self.stored_name(path)
+        if not self._stored.leaves_out(name):
+            return False
+        state_name = join_name(path)
+        there, here = self._stored.left_out.get(name), None if tensor is None else facts_of(tensor, flat)
+        if there is not None and here is not None and here != there:
+            self.problem(
+                f"{state_name}: {_in_words(here)} in the state, {_in_words(there)} when the checkpoint was made without it"
+            )
+        if state_name not in self._left_out:
+            self._left_out.append(state_name)
+        return True
+
+    def left_out_below(self, name: str) -> list[str]:
+        """Return the names below *name* that the checkpoint was made without."""
+        return [other for other in self._stored.left_out if other.startswith((f"{name}.", f"{name}["))]
+
+    def pass_over(self, path: Path) -> None:
+        """Say that what the checkpoint has below *path* is known, and not all of it wanted: the rest is no difference."""
+        self._passed_over.add(self.stored_name(path))
+
+    def mismatch(self, path: Path, problem: str) -> None:
+        """Note that the leaf at *path* is in the checkpoint and does not fit."""
+        self.pass_over(path)
+        self.problem(f"{join_name(path)}: {problem}")
+
+    def problem(self, problem: str) -> None:
+        """Note a difference."""
+        self._problems.append(problem)
+
+    # ---------------------------------------------------------------- the end
+
+    def later(self, step: Callable[[], object], *, last: bool = False, may_refuse: bool = False) -> None:
+        """Have *step* run once the tensors are filled; after all others with *last*.
+
+        Args:
+            may_refuse: whether it hands something to an object that may not take it.
+        """
+        self._may_refuse = self._may_refuse or may_refuse
+        (self._last_steps if last else self._steps).append(step)
+
+    def finish(self) -> LoadTarget:
+        """Return the target.
+
+        Raises:
+            StateMismatchError: something differs, and strict.
+            UsageError: ``only`` names nothing of the state, or an entry of the mapping renames nothing.
+        """
+        self._refuse_idle_arguments()
+        self._complete()
+        self._made.settle()
+        unexpected = [
+            name for name in self._stored.unused(self._used, self._claimed, self._passed_over) if self._in_scope(name)
+        ]
+        self._hint(unexpected)
+        claimed = [name for name in unexpected if any(prefix in self._claimed for prefix in prefixes(name))]
+        if self._judge_unexpected:
+            for name in claimed:
+                self.problem(f"{name}: in the checkpoint but not in the state")
+        if self._problems and self.strict:
+            advice = "Change the state, rename with map=, choose with only=, or load what fits with strict=False."
+            raise StateMismatchError(self._stored.where, sorted(self._problems), advice)
+        written = frozenset(self._written)
+        wanted, together = separate(self._wanted, self._stored.where)
+        steps = [*together, *self._decodes, *self._steps, *self._last_steps]
+        return LoadTarget(
+            wanted,
+            self._missing,
+            unexpected,
+            claimed,
+            self._problems,
+            self._told,
+            written,
+            steps,
+            self._left_out,
+            may_refuse=self._may_refuse,
+        )
+
+    def _hint(self, unexpected: Sequence[str]) -> None:
+        """Add to what the checkpoint lacks the names that it has unused and that may be meant."""
+        if not self._hints or not unexpected:
+            return
+        free = {prefix for name in unexpected for prefix in prefixes(name)}
+        there = {prefix for name in self._stored.names() for prefix in prefixes(name)}
+        told: dict[str, str] = {}
+        for number, name in self._hints:
+            wrong = next((prefix for prefix in reversed(prefixes(name)) if prefix not in there), "")
+            if wrong and wrong not in told:
+                told[wrong] = near_key(wrong, free)
+            self._problems[number] += told.get(wrong, "")
+
+    def _in_scope(self, name: str) -> bool:
+        scope = {self._rename(prefix) for prefix in (self._only or {}).values()}
+        return self._only is None or any(prefix in scope for prefix in prefixes(name))
+
+    def _refuse_idle_arguments(self) -> None:
+        nothing = sorted(set((self._only or {}).values()) - self._met)
+        if nothing:
+            told = ", ".join(f"{name!r}{near(name, self._names)}" for name in nothing)
+            raise UsageError(f"only={told} names nothing in the state; give keys of it, or prefixes of its names")
+        idle = list(self._rename.idle_entries(self._stored.names(), state_is_whole=self._judge_unexpected))
+        if idle:
+            raise UsageError(f"{self._stored.where}: {'; '.join(idle)}")
+
+
+def _tensors_in(value: Any, path: Path, codecs: CodecRegistry) -> dict[Path, torch.Tensor]:
+    """Return the tensors in a plain value that is at *path*, arrays as tensors of the same memory."""
+    found: dict[Path, torch.Tensor] = {}
+
+    def put(place: Path, tensor: torch.Tensor) -> str:
+        found[place] = tensor
+        return ""
+
+    Encoder(codecs, LeafWriter(put)).encode(value, path)
+    return found
+
+
+def _in_words(facts: tuple[str, tuple[int, ...]]) -> str:
+    return f"torch.{torch_name(facts[0])} of shape {facts[1]}"
+
+
+def _two_tensors(state_name: str, other: str, other_stored_as: str, name: str) -> str:
+    return f"{state_name}: shares its memory with {other}, but the checkpoint has two tensors, {other_stored_as} and {name}"
+
+
+def _local_device(kind: str) -> torch.device:
+    """Return the device here of a kind that the checkpoint names; the CPU where there is none."""
+    return torch.device("cuda" if kind == "cuda" and torch.cuda.is_available() else "cpu")

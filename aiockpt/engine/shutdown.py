@@ -1,0 +1,115 @@
+"""How does a checkpointer end? It waits for what is under way, gives up what nobody waits for any more, lets go of all.
+
+Guarantees:
+
+- What is under way ends by itself, within its own deadlines; it is waited for, for ``Deadlines.close_s``.
+- Whoever interrupts the wait (a second Ctrl-C) is obeyed: saves whose commit has not begun are given up, what they wrote is
+  removed, and the wait is over in seconds. A writer process finishes what is ``snapshotted`` by itself.
+- Threads end, whatever happened before: no save can hold them that was interrupted where it could not be told.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from aiockpt.engine.context import Engine
+from aiockpt.engine.submit import Destination, Submitter
+from aiockpt.futures import SaveFuture
+from aiockpt.lazy.barrier import MutationBarrier
+
+logger = logging.getLogger("aiockpt")
+
+CLOSE_S = 60.0
+"""For what has deadlines of its own to say that they have passed."""
+GIVE_UP_S = 10.0
+"""For saves that are given up to remove what they wrote."""
+
+
+class Shutdown:
+    """The end of one checkpointer. Blocking; never on its loop thread.
+
+    Args:
+        companions: called once, to end what observers do on the loop.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        launcher: Submitter,
+        tiers: Destination,
+        barrier: MutationBarrier,
+        companions: Sequence[Callable[[], object]],
+    ) -> None:
+        self._engine = engine
+        self._launcher = launcher
+        self._tiers = tiers
+        self._barrier = barrier
+        self._companions = companions
+
+    def wait(self) -> None:
+        """Wait until no save runs and none is being tidied up after.
+
+        Raises:
+            TimeoutError: that took longer than ``Deadlines.close_s``.
+        """
+        deadline_s = self._engine.options.deadlines.close_s
+        if not self._is_idle_within(deadline_s):
+            waiting = [repr(SaveFuture(promise)) for promise in self._launcher.in_flight]
+            raise TimeoutError(f"after {deadline_s:g} s these saves still run: {waiting}")
+
+    def close(self) -> None:
+        """Wait, then release everything.
+
+        Raises:
+            TimeoutError: as `wait`; what still ran was given up.
+        """
+        patience_s = 0.0
+        try:
+            self.wait()
+            patience_s = self._engine.options.deadlines.close_s
+        except BaseException:
+            self._give_up()
+            raise
+        finally:
+            self._release(patience_s)
+
+    def _is_idle_within(self, seconds: float) -> bool:
+        idle = self._engine.loop.submit(self._idle)
+        try:
+            idle.result(seconds)
+        except TimeoutError:
+            return False
+        finally:
+            idle.cancel()
+        return True
+
+    async def _idle(self) -> None:
+        for promise in self._launcher.in_flight:
+            await promise.settled()
+        async with self._engine.cleaning:
+            pass
+
+    def _give_up(self) -> None:
+        """End the saves in flight, and wait until they have."""
+        waiting = self._launcher.in_flight
+        for promise in waiting:
+            self._tiers.give_up(promise)
+        if waiting:
+            logger.warning("not waited for to the end: %s", ", ".join(repr(SaveFuture(promise)) for promise in waiting))
+        self._is_idle_within(GIVE_UP_S)
+
+    def _release(self, patience_s: float) -> None:
+        closing = self._engine.loop.submit(self._tiers.close, patience_s)
+        in_order = False
+        try:
+            closing.result(2 * patience_s + CLOSE_S)  # it keeps deadlines of its own
+            in_order = patience_s > 0
+        finally:
+            closing.cancel()
+            for end in self._companions:
+                end()
+            self._engine.loop.close(cancel=not in_order)
+            self._engine.release_memory()
+            self._launcher.forget()
+            self._barrier.close()

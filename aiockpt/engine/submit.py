@@ -1,0 +1,419 @@
+"""How does a save get from the caller's thread onto the loop? Walked, planned, registered, copied; few at a time.
+
+Guarantees:
+
+- A lazy save is registered, and guarded by the barrier, before the call returns; then a worker copies its state.
+- A save that must wait for another one to end, or for other ranks, never holds an event loop: it waits on a worker, and
+  the optimizers wait for it at the barrier.
+- Any thread may save: calls are taken one at a time, but for their waits and the copy itself.
+- States are copied one after the other, in the order of the calls, so that two never wait for each other's slabs.
+- After the first snapshot of a state the staging pool holds all of it, so that later ones are one copy; but not where
+  lazy copies end in time with a few slabs (`aiockpt.lazy.throttle`).
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import compress
+from operator import attrgetter, is_not
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import torch
+
+from aiockpt.adapters.native import StateWalker
+from aiockpt.adapters.selection import ALL, Selection
+from aiockpt.engine.context import Engine
+from aiockpt.engine.coordinator import SaveRound
+from aiockpt.engine.job import Call, Capture, SaveJob
+from aiockpt.engine.outcome_log import log_saved
+from aiockpt.errors import CheckpointError, SaveSkippedError, UsageError
+from aiockpt.events import SaveSkipped
+from aiockpt.futures import SaveFuture, SaveResult
+from aiockpt.lazy.barrier import MutationBarrier, in_optimizer_step
+from aiockpt.lazy.device import Devices, Taken
+from aiockpt.lazy.mutability import Mutability
+from aiockpt.lazy.throttle import Pacing, Throttle
+from aiockpt.lazy.version_check import VersionNotes
+from aiockpt.options import MIB, Snapshot, check_choice
+from aiockpt.runtime.host_memory import available_bytes
+from aiockpt.runtime.limits import Limiter, run_blocking
+from aiockpt.runtime.loop import Mutex, runs_event_loop
+from aiockpt.runtime.promise import Promise, SavePromise
+from aiockpt.runtime.tasks import open_tasks
+from aiockpt.state.shards import ShardedState
+
+logger = logging.getLogger("aiockpt")
+
+_NBYTES = attrgetter("data.nbytes")
+INLINE_COPY_BYTES = 16 * MIB
+"""Inside a running event loop a larger state is copied on a worker: 16 MiB is about a millisecond."""
+
+
+class Destination(Protocol):
+    """Where saves go: the tiers, written to from here (`aiockpt.tiers.tiers`) or by another process (`aiockpt.worker`)."""
+
+    @property
+    def engines(self) -> Sequence[Engine]:
+        """Of all tiers, the nearest first."""
+        ...
+
+    def takes(self, step: int) -> bool:
+        """Say whether any tier takes *step*."""
+        ...
+
+    def prepare(self, promise: SavePromise) -> None:
+        """Give *promise* a stage for each tier, when it is registered."""
+
+    def announce(self, job: SaveJob) -> None:
+        """Hear that *job* is planned, and copied next; on the thread that copies."""
+
+    async def save(self, engine: Engine, job: SaveJob) -> SaveResult:
+        """Save one state; when this returns it is committed."""
+        ...
+
+    async def clean_up(self, result: SaveResult) -> None:
+        """Clean up where a save was committed."""
+
+    def give_up(self, promise: SavePromise) -> None:
+        """End a save that nobody waits for any more. Any thread."""
+
+    async def close(self, patience_s: float) -> None:
+        """Finish what is under way, for *patience_s* seconds, and close all tiers."""
+
+
+class Submitter:
+    """Starts the saves of one checkpointer and knows which are in flight."""
+
+    def __init__(self, tiers: Destination, barrier: MutationBarrier) -> None:
+        self._tiers = tiers
+        self._engine = engine = tiers.engines[0]
+        self._barrier = barrier
+        self._walker = StateWalker(rank=engine.ranks.rank, alone=engine.ranks.world_size == 1)
+        self._mutability = Mutability(engine.options.mutable, engine.options.immutable, engine.accelerator)
+        self._versions = VersionNotes(engine.accelerator)
+        self._devices = Devices(engine.accelerator)
+        self._calls = Mutex()  # around what a call finds out of the state and of other saves; never around a wait
+        self._calling = False
+        self._saves: list[SavePromise] = []
+        self._copying = Limiter("snapshot", 1)
+        self._last_copy: Promise[None] | None = None
+        self._pacing = Pacing(engine.now_ns)
+
+    @property
+    def in_flight(self) -> Sequence[SavePromise]:
+        """The saves that have not ended."""
+        return [promise for promise in self._saves if not promise.is_settled]
+
+    def launch(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        snapshot: Snapshot | None,
+        metrics: Mapping[str, float | torch.Tensor],
+        user: object,
+        selection: Selection,
+    ) -> SaveFuture:
+        """Start a save, or skip it where the policy says so. Raises as `aiockpt.Checkpointer.save`."""
+        begun_ns = self._engine.now_ns()
+        with self._calls:
+            if self._calling:
+                raise UsageError("save() inside save(), from a signal handler: set a flag there, and save in the loop")
+            self._calling = True
+            try:
+                entered = self._enter(begun_ns, step, state, snapshot, metrics, user, selection)
+            finally:
+                self._calling = False
+        if isinstance(entered, SaveFuture):
+            return entered
+        job, before = entered
+        if before is not None:
+            self._copy_here(job, before)
+        return job.future
+
+    def _enter(
+        self,
+        begun_ns: int,
+        step: int,
+        state: Mapping[str, Any],
+        snapshot: Snapshot | None,
+        metrics: Mapping[str, float | torch.Tensor],
+        user: object,
+        selection: Selection,
+    ) -> SaveFuture | tuple[SaveJob, Sequence[Promise[Any]] | None]:
+        """Capture the state, or skip the save. Return what its copy must wait for, where the caller is to make it."""
+        options = self._engine.options
+        save_round = self._engine.next_round(check_step(step))
+        try:
+            if snapshot is None:
+                snapshot = options.snapshot
+            check_choice("snapshot", snapshot, Snapshot)
+            self._barrier.check_still()
+            self._barrier.look_again()
+            if not self._tiers.takes(step):
+                return self._skip(step, save_round, "no tier takes it (Tier(every=…))")
+            if options.when_full != "wait" and (reason := self._why_full(snapshot)):
+                if options.when_full == "skip":
+                    return self._skip(step, save_round, f"{reason} and when_full is 'skip'")
+                snapshot = "eager"
+            call = Call(
+                step=step,
+                metrics=_plain_metrics(metrics),
+                user=_plain_json(user),
+                save_round=save_round,
+                begun_ns=begun_ns,
+            )
+            before = [point for point in (self._must_end_first(), self._must_be_copied_first()) if point]
+            capture, elsewhere = self._capture(state, selection, snapshot, waits=bool(before) or save_round is not None)
+            job = SaveJob(self._engine, call, capture)
+            job.on_torn = self._mutability.distrust
+        except BaseException as error:
+            self._engine.abort(save_round, error)
+            raise
+        self._tiers.prepare(job.promise)
+        if not elsewhere:
+            return job, before
+        self._register(job, before)
+        return job, None
+
+    def _capture(
+        self, state: Mapping[str, Any], selection: Selection, snapshot: Snapshot, *, waits: bool
+    ) -> tuple[Capture, bool]:
+        """Walk *state* and have it be still for as long as its copy takes; say too whether it is copied elsewhere."""
+        walked = self._walker.walk(state, selection)
+        devices = self._devices.find(walked.tensors)
+        copying = self._must_be_copied_first() is not None
+        taken = self._devices.clone(walked, busy=copying) if snapshot == "device" else Taken(walked, snapshot)
+        stepping = taken.snapshot != "device" and in_optimizer_step()
+        if stepping:
+            taken = Taken(walked, "eager", "inside the step of an optimizer, which no longer waits for a copy")
+        still, snapshot, versions = taken.state, taken.snapshot, None
+        holds = runs_event_loop() and not stepping
+        elsewhere = snapshot != "eager" or (holds and (waits or _tensor_bytes(walked) > INLINE_COPY_BYTES))
+        if elsewhere and snapshot != "device":
+            still = self._mutability.hold(walked, state, trusting=snapshot == "eager", reuse=not copying)
+            versions = self._versions.note(self._mutability.in_place)
+        self._pin(devices)
+        capture = Capture(
+            state=still,
+            snapshot=snapshot,
+            reason=taken.reason,
+            copied_at_call_bytes=_copied_bytes(walked, still),
+            after=[(device, self._engine.accelerator.now(device)) for device in devices],
+            versions=versions,
+        )
+        return capture, elsewhere
+
+    def _pin(self, devices: Iterable[torch.device]) -> None:
+        for device in devices:
+            self._engine.pool.pin_with(self._engine.accelerator.lane(device))
+
+    def _register(self, job: SaveJob, before: Sequence[Promise[Any]]) -> None:
+        """Have the optimizers, and later saves, wait for a copy that is made elsewhere, and begin it."""
+        try:
+            self._saves.append(job.promise)
+            self._last_copy = job.copied
+            throttle = self._throttle() if job.snapshot == "lazy" else None
+            job.let_go(throttle)  # before the barrier has it: who waits there ends the throttle
+            if job.snapshot == "device":
+                job.promise.snapshotted.resolve(None)
+            else:
+                on_step = None if throttle is None else throttle.stepped
+                self._barrier.guard(job.promise, job.stop, job.enqueued, on_step, job.look_again)
+            if before:
+                self._engine.loop.submit(self._copy_later, before, job)
+            else:
+                self._engine.loop.in_worker(self._copy_elsewhere, job)
+        except BaseException as error:  # an interrupt: nobody else would end it
+            self._refuse(job, error)
+            raise
+
+    def _copy_here(self, job: SaveJob, before: Sequence[Promise[Any]]) -> None:
+        """Copy the state on the caller's thread, after what comes *before*. Interrupted anywhere, the save ends.
+
+        What others did, ranks, the storage or a writer process, is raised only where ``on_error`` says so.
+        """
+        try:
+            for point in before:
+                point.wait_anyway(self._engine.options.deadlines.close_s)
+            self._begin(job)
+            job.copy()
+        except BaseException as error:
+            if self._engine.options.on_error != "raise" and _was_done_by_others(error):
+                self._refuse(job, error)
+                return
+            if job.begun:
+                job.refuse(error)
+            else:  # nobody but the caller knows of it
+                self._engine.abort(job.save_round, error)
+            raise
+
+    async def _copy_later(self, before: Sequence[Promise[Any]], job: SaveJob) -> None:
+        """Wait for what must come first: here, for workers that wait would be missed by those that write."""
+        for point in before:
+            await point.settled_within(self._engine.options.deadlines.close_s)
+        await run_blocking(self._copying, self._copy_elsewhere, job)
+
+    def _copy_elsewhere(self, job: SaveJob) -> None:
+        try:
+            self._begin(job)
+        except Exception as error:  # noqa: BLE001  the future carries it to the caller
+            self._refuse(job, error)
+        else:
+            job.copy()
+
+    def _refuse(self, job: SaveJob, error: BaseException) -> None:
+        """End a save that may not have begun; if so, it cannot tell the other ranks."""
+        if not job.begun:
+            self._engine.abort(job.save_round, error)
+        job.refuse(error)
+
+    def _begin(self, job: SaveJob) -> None:
+        """Plan this save and have it run; from here on it tells the other ranks itself what goes wrong."""
+        job.prepare()
+        self._tiers.announce(job)
+        self._engine.pool.fit(job.plan.window_count, available_bytes)
+        job.begun = True
+        self._engine.loop.submit(self._run, job)
+        with self._calls:
+            if job.promise not in self._saves:
+                self._saves.append(job.promise)
+
+    async def _run(self, job: SaveJob) -> None:
+        async with open_tasks() as tasks:
+            tasks.start_soon(self._fill_pool, job)
+            result = await job.run(self._tiers.save)
+            if result is not None:
+                log_saved(result, self._engine.ranks)
+            if result is not None and not result.existed and self._engine.ranks.rank == 0:
+                await self._tiers.clean_up(result)
+        if not self._engine.pool.is_settled:
+            await run_blocking(self._engine.state_work, self._engine.pool.settle)
+
+    async def _fill_pool(self, job: SaveJob) -> None:
+        """Make the slabs that the next snapshot of this state will need.
+
+        A first copy into untouched memory is so slow that writers give slabs back before new ones are made: it ends with
+        a handful, and without this every later save would pay for some more (measured: 5 × a plain copy, not 1.2 ×).
+        """
+        await job.copied.settled()
+        if job.took_whole:
+            try:
+                await run_blocking(self._engine.state_work, self._engine.pool.warm_up, job.plan.window_count)
+            except Exception as error:  # noqa: BLE001  the save itself needs none of it
+                logger.warning("no more slabs for the next snapshot, which will wait for these: %s", error)
+
+    def _throttle(self) -> Throttle:
+        engine = self._engine
+        return self._pacing.begin(engine.pool, engine.uploader.busy_slabs)
+
+    def _why_full(self, snapshot: Snapshot) -> str | None:
+        """Say why a save that begins now would wait; None when it would not."""
+        if self._is_full():
+            return f"{len(self._saves)} saves are in flight"
+        if snapshot == "lazy" and self._engine.pool.is_full:
+            return "the staging pool has no slab free"
+        return None
+
+    def _is_full(self) -> bool:
+        self._saves = list(self.in_flight)
+        return len(self._saves) >= self._engine.options.max_in_flight
+
+    def _must_end_first(self) -> SavePromise | None:
+        """Return the save that must end before a new one may begin, so that at most ``max_in_flight`` run."""
+        return self._saves[-self._engine.options.max_in_flight] if self._is_full() else None
+
+    def _must_be_copied_first(self) -> Promise[None] | None:
+        """Return the snapshot that is being copied."""
+        last = self._last_copy
+        return None if last is None or last.is_settled else last
+
+    def _skip(self, step: int, save_round: SaveRound | None, reason: str) -> SaveFuture:
+        promise = SavePromise(step)
+        skipped = SaveSkippedError(f"step {step} was not saved: {reason}")
+        self._engine.abort(save_round, skipped)
+        promise.fail(skipped)
+        event = SaveSkipped(at_ns=self._engine.now_ns(), step=step, reason=reason)
+        self._engine.loop.call_soon(self._engine.emit, event)
+        return SaveFuture(promise)
+
+    def walk(self, state: Mapping[str, Any], selection: Selection = ALL) -> ShardedState:
+        """Return what *state* holds of what *selection* chooses; on the caller's thread."""
+        with self._calls:
+            return self._walker.walk(state, selection)
+
+    def warm_up(self, walked: ShardedState, save_round: SaveRound | None) -> None:
+        """Plan, and allocate the pool. Runs on a worker: other ranks may come later."""
+        try:
+            share, _ = self._engine.share(save_round, walked)
+        except BaseException as error:
+            self._engine.abort(save_round, error)
+            raise
+        self._engine.leave(save_round)
+        plan, pool = self._engine.plan(share), self._engine.pool
+        self._pin(self._devices.find(share.tensors))
+        pool.fit(plan.window_count, available_bytes)
+        pool.warm_up(plan.window_count)
+        pool.settle()
+
+    def forget(self) -> None:
+        """Let go of the last state."""
+        self._walker.forget()
+        self._devices.forget()
+        self._mutability.forget()
+        self._versions.forget()
+
+
+def check_step(step: object) -> int:
+    """Return *step* as an int: one, or what counts as one (an integer of numpy, an integer tensor without axes).
+
+    Raises:
+        UsageError: it numbers no step; a state in its place is not printed.
+    """
+    if not isinstance(step, bool | np.bool_) and getattr(step, "dtype", None) is not torch.bool:
+        with suppress(TypeError, ValueError, RuntimeError):
+            if (number := operator.index(step)) >= 0:  # type: ignore[arg-type]
+                return int(number)
+    given = repr(step) if isinstance(step, int | float | str | np.generic) else f"a {type(step).__name__}"
+    raise UsageError(f"step={given}: give an int of 0 or more")
+
+
+def _was_done_by_others(error: BaseException) -> bool:
+    return isinstance(error, CheckpointError) and not isinstance(error, UsageError)
+
+
+def _copied_bytes(walked: ShardedState, still: ShardedState) -> int:
+    if still is walked:
+        return 0
+    return sum(map(_NBYTES, compress(still.tensors, map(is_not, still.tensors, walked.tensors))))
+
+
+def _tensor_bytes(walked: ShardedState) -> int:
+    return sum(map(_NBYTES, walked.tensors))
+
+
+def _plain_metrics(metrics: Mapping[str, float | torch.Tensor]) -> dict[str, float]:
+    try:
+        return {_plain_name(name): _plain_number(value) for name, value in metrics.items()}
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(f"metrics must be a dict of names to numbers: {error}") from error
+
+
+def _plain_name(name: object) -> str:
+    return str(name).encode().decode()  # what UTF-8 cannot write is no name
+
+
+def _plain_number(value: float | torch.Tensor) -> float:
+    """Return a metric as a number; of a loss that was not detached torch would warn."""
+    return float(value.detach() if isinstance(value, torch.Tensor) else value)
+
+
+def _plain_json(user: object) -> object:
+    try:
+        return msgspec.json.decode(msgspec.json.encode(user))
+    except (TypeError, ValueError, msgspec.MsgspecError) as error:
+        raise UsageError(f"user={type(user)}: give what JSON can hold ({error})") from error

@@ -1,0 +1,159 @@
+"""What guards a tensor of a lazy save, until it is copied, against which change? The table of docs/guide/lazy.md, as data.
+
+`aiockpt.lazy.mutability` decides by `KINDS` what is copied in the call. What is left in place is guarded as `CHANGES` says:
+a test makes each of these changes to each such tensor, and another keeps the page equal to what `render` returns.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Guard = Literal["hook", "copy", "counter", "outer counter", "sample", "place", "old memory", "nothing", "–"]
+"""What sees to it that no other state than that of the call is published:
+
+- ``"hook"``: whoever changes it waits for the copy;
+- ``"copy"``: a copy of it is made in the call;
+- ``"counter"``: torch counts the change; ``"outer counter"``: at the DTensor, not at its local tensor;
+- ``"sample"``: 16 of its bytes are compared, and most changes of a whole tensor change them;
+- ``"place"``: its address is compared;
+- ``"old memory"``: what is copied is what the tensor was, which the save keeps;
+- ``"nothing"``, or ``"–"`` where there is no such change.
+"""
+
+KindKey = Literal["named", "torn", "uncounted", "immutable", "unhooked", "owned", "other", "near"]
+
+
+class Kind(msgspec.Struct, frozen=True):
+    """A kind of tensor.
+
+    Attributes:
+        words: what it is.
+        copied: whether a save that is not eager copies it in the call.
+    """
+
+    key: KindKey
+    words: str
+    copied: bool = True
+
+
+class Change(msgspec.Struct, frozen=True):
+    """A way to change a tensor that was left in place.
+
+    Attributes:
+        host, device: what guards a plain tensor there, a slice of FSDP1's flat parameters among them.
+        dtensor_host, dtensor_device: and a DTensor: FSDP2, tensor parallelism, HSDP.
+    """
+
+    key: str
+    words: str
+    host: Guard
+    device: Guard
+    dtensor_host: Guard
+    dtensor_device: Guard
+
+
+KINDS = (
+    Kind("named", "what `mutable=[…]` names"),
+    Kind("torn", "what was seen to change during an earlier copy"),
+    Kind("uncounted", "tensors of `torch.inference_mode`: torch counts no changes of them"),
+    Kind("immutable", "what `immutable=[…]` names", copied=False),
+    Kind(
+        "unhooked",
+        "what forward changes by itself (embeddings with `max_norm`, learned quantisation), and what an optimizer owns "
+        "whose `step` calls no hooks of torch",
+    ),
+    Kind("owned", "parameters of optimizers of torch (subclasses too), and their state", copied=False),
+    Kind("other", "all else: buffers, frozen parameters, an EMA, tensors by themselves"),
+    Kind("near", "what shares a storage, and so perhaps torch's counter, with one that is copied"),
+)
+"""In the order in which they are asked for: the first one that fits decides."""
+
+COPIED = {kind.key for kind in KINDS if kind.copied}
+
+CHANGES = (
+    Change("step", "`step()` of any optimizer of torch, whatever its kernels", "hook", "hook", "hook", "hook"),
+    Change(
+        "announced",
+        "in `with ckpt.mutating():`, after `barrier()`, `wait_mutable()` or `snapshotted()`",
+        "hook",
+        "hook",
+        "hook",
+        "hook",
+    ),
+    Change(
+        "in place",
+        "in place: `p.add_(…)`, `p[i] = …`, `p.copy_(…)`, `out=p`, in `inference_mode` too",
+        "counter",
+        "counter",
+        "outer counter",
+        "outer counter",
+    ),
+    Change(
+        "view",
+        "through a view: slices, `p.view(…)`, `p.t()`, `p.detach()`",
+        "counter",
+        "counter",
+        "outer counter",
+        "outer counter",
+    ),
+    Change("init", "`torch.nn.init.*`", "counter", "counter", "outer counter", "outer counter"),
+    Change(
+        "load_state_dict",
+        "`model.load_state_dict(…)`",
+        "counter",
+        "counter",
+        "outer counter",
+        "outer counter",
+    ),
+    Change("local", "`p.to_local().add_(…)`", "–", "–", "counter", "counter"),
+    Change("foreach", "`torch._foreach_*`", "counter", "counter", "sample", "nothing"),
+    Change(
+        "data",
+        "`p.data.add_(…)`, `p.untyped_storage()`; in `inference_mode` also through `p.view(dtype)`",
+        "sample",
+        "nothing",
+        "sample",
+        "nothing",
+    ),
+    Change("numpy", "numpy, DLPack", "sample", "nothing", "sample", "nothing"),
+    Change(
+        "fused",
+        "kernels called directly: `torch._fused_adamw_(…)`, Triton, CUDA extensions, replays of CUDA graphs",
+        "sample",
+        "nothing",
+        "sample",
+        "nothing",
+    ),
+    Change(
+        "collective",
+        "`torch.distributed.broadcast(p)`, `all_reduce(p)`",
+        "sample",
+        "nothing",
+        "sample",
+        "nothing",
+    ),
+    Change(
+        "replaced",
+        "another tensor in its place: `p.data = …`, `load_state_dict(…, assign=True)`, `optimizer.load_state_dict(…)`, "
+        "`model.to(…)`",
+        "old memory",
+        "old memory",
+        "old memory",
+        "old memory",
+    ),
+    Change("resized", "`p.untyped_storage().resize_(…)`", "place", "place", "place", "place"),
+)
+
+
+def render() -> str:
+    """Return the table, as Markdown."""
+    head = ["tensor", "change", "in host memory", "on a device", "DTensor in host memory", "DTensor on a device"]
+    rows = [[kind.words, "any", *["copy in the call"] * 4] for kind in KINDS if kind.copied]
+    left = "; ".join(kind.words for kind in KINDS if not kind.copied)
+    for change in CHANGES:
+        guards = (change.host, change.device, change.dtensor_host, change.dtensor_device)
+        rows.append([left, change.words, *(f"**{guard}**" if guard == "nothing" else guard for guard in guards)])
+        left = "〃"
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)) + "\n"

@@ -1,0 +1,214 @@
+"""Which tensors does only an optimizer step change? All others may change at any moment, forward included.
+
+While a snapshot is copied beside the running program the barrier holds the optimizers, and nothing else. Forward itself
+changes buffers (BatchNorm statistics, FP8 amax, router bias), teachers (momentum encoders) and embeddings with a
+``max_norm``, an EMA is updated by hand, and bare tensors are the user's. So only what an optimizer owns that the barrier
+can hold is trusted to be still (`aiockpt.lazy.optimizer_owned`); the rest is copied at the call, each time into the same
+memory. What is on a device is copied there, in the order of its compute stream: the call does not wait for it.
+
+What is trusted is watched all the same (`aiockpt.lazy.version_check`). So it is copied at the call, too, where that
+would see nothing or too much: a tensor without a counter of its changes (of inference mode), one that shares its storage,
+and perhaps its counter, with something that is not trusted, and one that was seen to change while it was being copied.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
+from operator import is_not
+from typing import Any
+
+import msgspec
+import torch
+
+from aiockpt.adapters.addresses import Memory
+from aiockpt.errors import UsageError
+from aiockpt.format.names import join_name, list_names, split_name
+from aiockpt.lazy.guards import COPIED, KindKey
+from aiockpt.lazy.optimizer_owned import OptimizerOwned
+from aiockpt.runtime.accelerator import Accelerator
+from aiockpt.runtime.cuda import Cuda
+from aiockpt.state.shards import ShardedState, TensorShard
+from aiockpt.state.tree import Path
+
+logger = logging.getLogger("aiockpt")
+
+SHOWN = 12
+"""Names in a line that somebody is to copy into a program."""
+
+
+class Mutability:
+    """Holds walked states still, and remembers how the last one was held.
+
+    Args:
+        mutable: names, or what they begin with, of tensors that are copied at the call whatever owns them.
+        immutable: the same of tensors that change only behind the barrier although no optimizer owns them, such as the
+            frozen weights under an adapter. The longer name wins.
+        accelerator: copies what is on a device; None takes CUDA's.
+
+    Attributes:
+        kinds: of the tensors of the last call, by name; of one with several parts here, that of the last part.
+        in_place: what was not copied at the last call; one tuple for as long as these are the same, where they were.
+    """
+
+    def __init__(
+        self, mutable: Sequence[str] = (), immutable: Sequence[str] = (), accelerator: Accelerator | None = None
+    ) -> None:
+        self._accelerator = accelerator or Cuda()
+        self._rules = {_path(name): False for name in immutable} | {_path(name): True for name in mutable}
+        self._owners = OptimizerOwned()
+        self._torn: frozenset[str] = frozenset()
+        self._news: list[str] = []
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of the last state."""
+        self.kinds: dict[str, KindKey] = {}
+        self.in_place: tuple[TensorShard, ...] = ()
+        self._seen: tuple[tuple[TensorShard, ...], bool] = ((), False)
+        self._moving: dict[int, torch.device | None] = {}
+        self._held: tuple[TensorShard, ...] = ()
+        self._owners.forget()
+
+    def distrust(self, names: Iterable[str]) -> None:
+        """Have tensors copied at the call from now on: they changed while they were being copied. Any thread."""
+        self._news += names
+
+    def hold(self, walked: ShardedState, state: Mapping[str, Any], *, trusting: bool, reuse: bool) -> ShardedState:
+        """Return *walked* with a copy of every tensor that something else than an optimizer step may change.
+
+        Args:
+            trusting: also leave parameters in place that no optimizer is known to own.
+            reuse: whether the copies of the last call are read no more and may be overwritten.
+        """
+        tensors = walked.tensors
+        if self._news:
+            self._hear_news(tensors)
+        if not self._knows(tensors, trusting):
+            self._owners.look(state, tensors, trusting=trusting)
+            moving = self._find_moving(tensors)
+            self._moving = {index: self._accelerator.device_of(tensors[index].data) for index in moving}
+            self.in_place = tuple(shard for index, shard in enumerate(tensors) if index not in self._moving)
+            self._held = ()
+        self._seen = (tensors, trusting)
+        if not self._moving:
+            return walked
+        if self._held and reuse:
+            self._copy(tensors)
+        else:
+            self._held = self._clone(tensors)
+        return msgspec.structs.replace(walked, tensors=self._held)
+
+    def _copy(self, tensors: Sequence[TensorShard]) -> None:
+        """Copy what moves into the copies of the last call."""
+        on_host: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for index, device in self._moving.items():
+            into, live = self._held[index].data, tensors[index].data
+            if device is None:
+                on_host[0].append(into)
+                on_host[1].append(live)
+            else:
+                self._accelerator.clone(live, into)
+        if on_host[0]:
+            with torch.no_grad():
+                torch._foreach_copy_(*on_host)  # pyright: ignore[reportPrivateImportUsage]  no public one loops in C++
+
+    def _clone(self, tensors: Sequence[TensorShard]) -> tuple[TensorShard, ...]:
+        held = list(tensors)
+        for index in self._moving:
+            shard = held[index]
+            with torch.inference_mode(False):  # or none but a call in that mode could copy into it again
+                held[index] = msgspec.structs.replace(shard, data=self._accelerator.clone(shard.data))
+        return tuple(held)
+
+    def _hear_news(self, tensors: Sequence[TensorShard]) -> None:
+        """Distrust what was torn, and say once how the program can say so itself."""
+        news, self._news = self._news, []
+        torn = self._torn.union(news)
+        if torn != self._torn:
+            self._torn = torn
+            self._seen = ((), False)
+            logger.warning(
+                "%s changed while a snapshot was being copied, not in the step of an optimizer: from now on the call of a "
+                "save copies what did. Say so from the start: Checkpointer(mutable=%s)",
+                list_names(sorted(torn)),
+                _in_short(torn, [shard.name for shard in tensors]),
+            )
+
+    def _knows(self, tensors: Sequence[TensorShard], trusting: bool) -> bool:
+        """Say whether *tensors* are held like the last ones: the same, but that some that move may be in other memory."""
+        known, with_trust = self._seen
+        if with_trust != trusting or len(known) != len(tensors) or not self._owners.hold():
+            return False
+        others = compress(range(len(known)), map(is_not, tensors, known))
+        return all(index in self._moving and _alike(tensors[index], known[index]) for index in others)
+
+    def _find_moving(self, tensors: Sequence[TensorShard]) -> list[int]:
+        said = self._said(tensors)
+        kinds: list[KindKey] = [self._kind_of(shard, rule) for shard, rule in zip(tensors, said, strict=True)]
+        copied = Memory((shard.data for shard, kind in zip(tensors, kinds, strict=True) if kind in COPIED), around=True)
+        for index, shard in enumerate(tensors):
+            if kinds[index] not in COPIED and copied.touches(shard.data):
+                kinds[index] = "near"
+        self.kinds = {shard.name: kind for shard, kind in zip(tensors, kinds, strict=True)}
+        return [index for index, kind in enumerate(kinds) if kind in COPIED]
+
+    def _kind_of(self, shard: TensorShard, rule: bool | None) -> KindKey:
+        """Return what a tensor is by itself; *rule* says what the user says."""
+        if rule:
+            return "named"
+        if shard.name in self._torn:
+            return "torn"
+        if shard.data.is_inference():
+            return "uncounted"
+        return "immutable" if rule is False else self._owners.kind_of(shard.data)
+
+    def _said(self, tensors: Sequence[TensorShard]) -> Iterable[bool | None]:
+        if not self._rules:
+            return [None] * len(tensors)
+        paths = [split_name(shard.name) for shard in tensors]
+        self._check_rules(paths)
+        return map(self._rule, paths)
+
+    def _check_rules(self, paths: Sequence[Path]) -> None:
+        for rule in self._rules:
+            if not any(path[: len(rule)] == rule for path in paths):  # another rank may have it
+                logger.warning("mutable or immutable: no tensor here is %r, or begins with it", join_name(rule))
+
+    def _rule(self, path: Path) -> bool | None:
+        """Return what the user says of the tensor at *path*: that it moves, that it does not, or nothing."""
+        said = [parts for parts in self._rules if path[: len(parts)] == parts]
+        return self._rules[max(said, key=len)] if said else None
+
+
+def _alike(shard: TensorShard, known: TensorShard) -> bool:
+    """Say whether one is what the other was, in other memory."""
+    return (
+        (shard.name, shard.dtype, shard.shape, shard.boxes) == (known.name, known.dtype, known.shape, known.boxes)
+        and shard.data.shape == known.data.shape
+        and shard.data.device == known.data.device
+    )
+
+
+def _in_short(names: Iterable[str], known: Iterable[str]) -> list[str]:
+    """Return what *names* begin with, and nothing else that is *known*, where a line has room for that."""
+    chosen = sorted(set(names))
+    others = {
+        path[:size] for path in map(split_name, set(known).difference(chosen)) for size in range(1, len(path) + 1)
+    }
+    paths = list(map(split_name, chosen))
+    found = [next((path[:size] for size in range(1, len(path)) if path[:size] not in others), path) for path in paths]
+    for size in range(max(map(len, found)), 0, -1):
+        found = list(dict.fromkeys(path[:size] for path in found))
+        if len(found) <= SHOWN:
+            break
+    return list(map(join_name, found))
+
+
+def _path(name: str) -> Path:
+    if not isinstance(name, str) or not name:
+        raise UsageError(
+            f"{name!r} names no tensor: give names as `describe().tensors` has them, or what they begin with"
+        )
+    return split_name(name)

@@ -1,0 +1,152 @@
+"""What changes only in steps of optimizers that announce them? That is still while they are held. All else may move.
+
+Guarantees:
+
+- Trusted is what lies in the parameters or the state of an optimizer whose every step calls torch's hooks
+  (`aiockpt.lazy.optimizer_hooks`): one that the state names, or when it names none, any of this process.
+- Not trusted, whoever owns it, is what something else changes too: an optimizer without hooks, or forward itself
+  (`aiockpt.lazy.find_optimizers`).
+- What was found is believed as long as nobody came or went, and nobody's groups, states or steps are others.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from aiockpt.adapters.addresses import Memory
+from aiockpt.adapters.kinds import kind_of, members
+from aiockpt.adapters.optimizer import is_plain
+from aiockpt.adapters.tensors import is_spread, local_tensors
+from aiockpt.lazy.find_optimizers import OptimizerFinder, changed_in_forward, limit_of
+from aiockpt.lazy.optimizer_hooks import is_announced, step_of
+from aiockpt.state.shards import TensorShard
+
+_DISPATCH = attrgetter("__torch_dispatch__")
+logger = logging.getLogger("aiockpt")
+
+
+class OptimizerOwned:
+    """What was found in the last look."""
+
+    def __init__(self) -> None:
+        self._census = OptimizerFinder()
+        self._told: set[type] = set()
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of the last state."""
+        self._facts: list[object] | None = None
+        self._watched: frozenset[int] = frozenset()
+        self._limited: list[nn.Module] = []
+        self._lying: list[torch.Tensor] = []
+        self._pointers: list[int] = []
+        self._still = self._moving = Memory(())
+
+    def look(self, state: Mapping[str, Any], tensors: Sequence[TensorShard], *, trusting: bool) -> None:
+        """Find who changes *tensors*.
+
+        Args:
+            trusting: also trust parameters that no optimizer is known to own.
+        """
+        modules = list(_of_kind(state, nn.Module))
+        self._limited = [part for module in modules for part in module.modules() if hasattr(part, "max_norm")]
+        living = self._census.take()
+        named = list(_of_kind(state, Optimizer))
+        optimizers = [one for one in living if isinstance(one, Optimizer)]
+        # What the walker watches needs no second look: the same walk says that they are as they were.
+        self._watched = frozenset(id(one) for one in named if is_plain(one))
+        self._facts = self._facts_of(living)  # first: what another thread changes from here on is another fact
+        silent = [one for one in {id(one): one for one in (*named, *optimizers)}.values() if not is_announced(one)]
+        owned = [*chain.from_iterable(map(_tensors_of, named or optimizers))]
+        owned += [parameter for module in modules for parameter in module.parameters()] if trusting else []
+        changed = chain(map(_tensors_of, silent), map(changed_in_forward, chain(living, self._limited)))
+        self._still = Memory(_plain(owned))
+        self._moving = Memory(_plain(chain.from_iterable(changed)), around=True)
+        self._lie(named, owned, tensors)
+        self._tell(silent, tensors)
+
+    def hold(self) -> bool:
+        """Return whether what the last look found is still so; of what the walker watches it is known."""
+        return (
+            self._facts is not None
+            and self._facts_of(self._census.take()) == self._facts
+            and list(map(torch.Tensor.data_ptr, self._lying)) == self._pointers
+        )
+
+    def kind_of(self, tensor: torch.Tensor) -> Literal["owned", "unhooked", "other"]:
+        """Return whether only announced steps change *tensor*; whether something else changes it, or its storage."""
+        if self._moving.touches(tensor):
+            return "unhooked"
+        return "owned" if tensor in self._still else "other"
+
+    def _lie(self, named: Iterable[Optimizer], owned: Iterable[torch.Tensor], tensors: Sequence[TensorShard]) -> None:
+        """Remember where those lie that are trusted with any of *tensors* and that nobody else watches."""
+        watched = {id(t) for one in named if id(one) in self._watched for t in _tensors_of(one)}
+        wanted = Memory(shard.data for shard in tensors)
+        locals_ = (local for tensor in _plain(owned) if id(tensor) not in watched for local in local_tensors(tensor))
+        self._lying = [local for local in locals_ if wanted.touches(local)]
+        self._pointers = list(map(torch.Tensor.data_ptr, self._lying))
+
+    def _facts_of(self, living: Sequence[object]) -> list[object]:
+        """Return what tells of any change; the identities are of what `_lying` keeps alive, where that matters."""
+        facts: list[object] = [len(living), *map(id, living)]
+        facts += [limit_of(one) is None for one in chain(living, self._limited) if not isinstance(one, Optimizer)]
+        for one in living:
+            if isinstance(one, Optimizer):
+                facts.append(step_of(one))
+                if id(one) not in self._watched:
+                    facts += map(id, _all_of(one))
+        return facts
+
+    def _tell(self, silent: Sequence[Optimizer], tensors: Sequence[TensorShard]) -> None:
+        for one in silent:
+            if type(one) in self._told:
+                continue
+            memory = Memory(_plain(_tensors_of(one)))
+            if any(memory.touches(shard.data) for shard in tensors):
+                self._told.add(type(one))
+                logger.warning(
+                    "%s steps without torch's hooks, so what it owns is copied in each lazy save. If it calls another "
+                    "optimizer's step() before it changes anything, name its parameters in Checkpointer(immutable=[…]).",
+                    type(one).__qualname__,
+                )
+
+
+def _all_of(optimizer: Optimizer) -> Iterator[object]:
+    """Yield the parameters and all values of the state of *optimizer*, which another thread may be stepping."""
+    groups = list(getattr(optimizer, "param_groups", ()))  # none yet in the middle of `__init__`
+    yield from chain.from_iterable(list(group["params"]) for group in groups)
+    entries = list(getattr(optimizer, "state", {}).values())
+    yield from chain.from_iterable(list(entry.values()) for entry in entries if isinstance(entry, dict))
+
+
+def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    return (held for held in _all_of(optimizer) if isinstance(held, torch.Tensor))
+
+
+def _plain(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Leave out what has no addresses, or no bytes of its own."""
+    return [held for held in tensors if is_spread(held) or _has_address(held)]
+
+
+def _has_address(tensor: torch.Tensor) -> bool:
+    return (
+        not (_DISPATCH(type(tensor)) != _DISPATCH(torch.Tensor) or tensor.is_nested or tensor.is_meta)
+        and tensor.layout == torch.strided
+    )
+
+
+def _of_kind(state: Any, kind: type) -> Iterator[Any]:
+    for _, value in members(state):
+        if kind_of(value) == "container":
+            yield from _of_kind(value, kind)
+        elif isinstance(value, kind):
+            yield value

@@ -1,0 +1,83 @@
+"""How do fetched bytes become live tensors? Mostly they are fetched straight into them; the rest is copied at the end.
+
+A target that is dense host memory is filled in place. One on a device, or strided, is fetched into a staging tensor and
+copied when all blocks are verified. Pieces that meet a target in short runs come through scratch memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from aiockpt.format.manifest import Manifest
+from aiockpt.planning.read_plan import LoadPlan, Scattered, Wanted, plan_load
+from aiockpt.state.geometry import Box
+from aiockpt.state.shards import TensorShard
+
+
+class Places:
+    """The memories that a load fills.
+
+    Args:
+        shards: what is wanted; ``data`` is the live tensor, filled in place.
+    """
+
+    def __init__(self, manifest: Manifest, shards: Sequence[TensorShard]) -> None:
+        self._live = [shard.data.detach() for shard in shards]
+        self._dense = [tensor if _fillable(tensor) else _staging(tensor) for tensor in self._live]
+        self._wanted: list[Wanted] = []
+        self._parts: list[torch.Tensor] = []  # one 1-D tensor for each wanted box
+        for shard, dense in zip(shards, self._dense, strict=True):
+            self._add(shard, dense)
+        self.plan: LoadPlan = plan_load(manifest, self._wanted)
+        self._scratch = [torch.empty(size, dtype=torch.uint8) for size in self.plan.scratch_bytes]
+        self.memories = [byte_view(tensor) for tensor in (*self._parts, *self._scratch)]
+
+    def _add(self, shard: TensorShard, dense: torch.Tensor) -> None:
+        flat = dense.view(-1)
+        start = 0
+        for box in shard.boxes:
+            self._wanted.append(Wanted(shard.name, box))
+            self._parts.append(flat[start : start + box.volume])
+            start += box.volume
+
+    def settle(self) -> None:
+        """Copy what could not be fetched into place. Runs on a worker thread, after all blocks were verified."""
+        for piece in self.plan.scattered:
+            self._place(piece)
+        for live, dense in zip(self._live, self._dense, strict=True):
+            if live is not dense:
+                live.copy_(dense)
+
+    def _place(self, piece: Scattered) -> None:
+        target = self._parts[piece.target]
+        scratch = self._scratch[piece.scratch - len(self._parts)]
+        box = self._wanted[piece.target].box
+        source = scratch.view(target.dtype).view(piece.stored.sizes)[_slices(piece.overlap, piece.stored)]
+        target.view(box.sizes)[_slices(piece.overlap, box)].copy_(source)
+
+
+def _slices(part: Box, whole: Box) -> tuple[slice, ...]:
+    return tuple(
+        slice(low - base, low - base + size)
+        for low, base, size in zip(part.offsets, whole.offsets, part.sizes, strict=True)
+    )
+
+
+def _fillable(tensor: torch.Tensor) -> bool:
+    plain = not tensor.is_conj() and not tensor.is_neg()
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and plain
+
+
+def _staging(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """Return a dense host tensor's memory as bytes; valid while the tensor lives."""
+    size = tensor.numel() * tensor.element_size()
+    if not size:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")

@@ -1,0 +1,129 @@
+"""What one start of a script told, put in order: by rank, and by place in the training."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from aiockpt.prove.assignment import Kill
+from aiockpt.prove.records import (
+    AnyRecord,
+    Begun,
+    Committed,
+    Died,
+    Ended,
+    Labelled,
+    Loaded,
+    Place,
+    Stepped,
+    Told,
+    read_records,
+)
+
+Key = Hashable
+R = TypeVar("R", bound=AnyRecord)
+
+
+class Start(msgspec.Struct, frozen=True):
+    """One start of a script, over.
+
+    Attributes:
+        name: what people call it.
+        ranks: the records of each rank, oldest first.
+        seconds: how long it took.
+        kill: where it was to end; None for one that was to run to its end.
+        status: how its command ended; None for one that was killed.
+        tail: the last lines that it printed.
+        printed: losses found in its output, (step as printed or None, text).
+    """
+
+    name: str
+    ranks: Mapping[int, Sequence[AnyRecord]]
+    seconds: float
+    kill: Kill | None = None
+    status: int | None = None
+    tail: str = ""
+    printed: Sequence[tuple[int | None, str]] = ()
+
+    def of(self, kind: type[R], rank: int = 0) -> list[R]:
+        """Return the records of one kind."""
+        return [record for record in self.ranks.get(rank, ()) if isinstance(record, kind)]
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there were."""
+        return self.of(Begun)[0].world_size if self.of(Begun) else 0
+
+    @property
+    def died(self) -> str | None:
+        """Where it killed itself, in words; None where it did not."""
+        found = [died for rank in self.ranks for died in self.of(Died, rank)]
+        return found[0].where if found else None
+
+    @property
+    def loaded(self) -> int | None:
+        """The step that it went on from; None for a start from nothing."""
+        return next((record.step for record in self.of(Loaded) if record.step is not None), None)
+
+    @property
+    def committed(self) -> list[int]:
+        """The steps that were durable before it ended, as far as it could tell."""
+        return [record.step for record in self.of(Committed)]
+
+
+def read_start_ranks(folder: Path) -> dict[int, list[AnyRecord]]:
+    """Return what the processes of one start wrote into *folder*, by rank.
+
+    Of several processes of one rank (a launcher that starts ranks again) the first one counts.
+    """
+    ranks: dict[int, list[AnyRecord]] = {}
+    for path in sorted(folder.glob("rank*.jsonl"), key=lambda path: path.stat().st_ctime_ns):
+        ranks.setdefault(int(path.name[4:9]), read_records(path))
+    return ranks
+
+
+def keyed(records: Sequence[AnyRecord]) -> Iterator[tuple[Key, AnyRecord]]:
+    """Yield what can be compared with another start's records, each with the key of its twin there."""
+    met = Counter[Key]()
+    for record in records:
+        if isinstance(record, Loaded) and record.step is not None:
+            met.clear()
+        if isinstance(record, Stepped | Labelled | Told | Ended):
+            name = record.name if isinstance(record, Told) else ""
+            key = (type(record).__name__, record.place, name)
+            yield (*key, met[key]), record
+            met[key] += 1
+
+
+class Calendar:
+    """Says in words where in the training something was: by the numbers that the script gives its steps.
+
+    Args:
+        records: of a run from its beginning to its end.
+    """
+
+    def __init__(self, records: Sequence[AnyRecord]) -> None:
+        labels = [record for record in records if isinstance(record, Labelled)]
+        gaps = [
+            record.step - record.label == record.count for record in labels if record.label is not None and record.count
+        ]
+        self._by_step = bool(gaps) and all(gaps)
+        self._first = labels[0].step - labels[0].count if labels else 0
+
+    def step(self, place: Place) -> int | None:
+        """Return the number of the training step at *place*; None where the script counts in another way."""
+        label, count = place
+        return (self._first if label is None else label) + count if self._by_step else None
+
+    def tell(self, place: Place) -> str:
+        """Return it in words."""
+        step = self.step(place)
+        if step is not None:
+            return f"step {step}"
+        label, count = place
+        after = "the start" if label is None else f"step {label}"
+        return f"{count} optimizer step{'' if count == 1 else 's'} after {after}" if count else after

@@ -1,0 +1,188 @@
+"""How do all ranks do one step of a load, or none of them? Each reports, rank 0 judges, all do what it says.
+
+Guarantees: a step is done on every rank when `Agreement.on` returns on any; when it raises on one it raises on all, each
+with the worst of what any met, and a difference names the ranks that met it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Literal, TypeVar
+
+import anyio
+import msgspec
+
+from aiockpt.errors import (
+    CorruptionError,
+    ObjectNotFoundError,
+    RankFailedError,
+    RankTimeoutError,
+    StateMismatchError,
+)
+from aiockpt.ranks.block_exchange import UnservedError
+from aiockpt.ranks.load_notes import TELL_DEADLINE_S, Notes
+from aiockpt.runtime.notes import name_ranks
+
+T = TypeVar("T")
+STEPS = ("read", "fit", "fill", "apply")
+"""What all ranks do one after the other in each trial; the last of it by itself, when its caller waits for it."""
+Outcome = Literal["fits", "misfits", "damaged", "unserved", "failed"]
+_WORST_FIRST: tuple[Outcome, ...] = ("failed", "misfits", "damaged", "unserved")
+_ADVICE = "Change the state, rename with map=, choose with only=, or load what fits with strict=False."
+
+
+class Report(msgspec.Struct, frozen=True):
+    """How one rank fared.
+
+    Attributes:
+        outcome: "fits" also says that everything was filled; "misfits", "damaged" and "failed" carry a message;
+            "unserved" that another rank failed before it sent what this one was to receive.
+        problems: the differences, of "misfits".
+        spare: names that the checkpoint has and this rank does not want, though it would be a difference.
+        ranks: whose fault it was, where it was that of others.
+        may_refuse: whether an object of this rank may still refuse what it will get.
+    """
+
+    outcome: Outcome = "fits"
+    message: str = ""
+    problems: tuple[str, ...] = ()
+    spare: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    may_refuse: bool = False
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """Rank 0's judgement of all reports; *rank* is the one whose message it has, *ranks* as of its report.
+
+    *may_refuse* is whether that of any rank says so.
+    """
+
+    outcome: Outcome = "fits"
+    message: str = ""
+    problems: tuple[str, ...] = ()
+    rank: int = 0
+    ranks: tuple[int, ...] = ()
+    may_refuse: bool = False
+
+
+class Agreement:
+    """All ranks do one thing after the other, and each step is done by all or by none."""
+
+    def __init__(self, notes: Notes, key: str, deadline_s: float) -> None:
+        self._notes = notes
+        self._key = key
+        self._deadline_s = deadline_s
+        self.may_refuse = False
+
+    async def on(
+        self, what: str, work: Callable[[], Awaitable[T]], report: Callable[[T], Report] = lambda _: Report()
+    ) -> T:
+        """Return what *work* returns when it went well on every rank.
+
+        Args:
+            report: what the others must know of the result.
+
+        Raises:
+            Exception: this rank's own error, or one that stands for those of other ranks.
+        """
+        try:
+            return await self._on(what, work, report)
+        except (anyio.get_cancelled_exc_class(), RankTimeoutError, RankFailedError) as error:
+            if not isinstance(error, RankFailedError) or error.seen_here:
+                await self._leave(what, error)
+            raise
+
+    async def _on(self, what: str, work: Callable[[], Awaitable[T]], report: Callable[[T], Report]) -> T:
+        key = f"{self._key}/{what}"
+        try:
+            result = await work()
+        except Exception as error:
+            shared = _error(await self._tell(key, what, _report(error)), error)
+            if shared is error:
+                raise
+            raise shared from error
+        verdict = await self._tell(key, what, report(result))
+        self.may_refuse = self.may_refuse or verdict.may_refuse
+        if verdict.outcome != "fits":
+            raise _error(verdict, None)
+        return result
+
+    async def _leave(self, what: str, error: BaseException) -> None:
+        """Fail this step and those after it: the other ranks may have judged this one already, and wait in the next."""
+        report, notes = _report(error), self._notes
+        with anyio.move_on_after(TELL_DEADLINE_S, shield=True):
+            for later in STEPS[STEPS.index(what) :]:
+                await notes.post(f"{self._key}/{later}/{notes.rank}", report)
+                if notes.rank == 0:
+                    verdict = Verdict(report.outcome, report.message, ranks=report.ranks)
+                    await notes.post(f"{self._key}/{later}/verdict", verdict)
+
+    async def _tell(self, key: str, what: str, report: Report) -> Verdict:
+        await self._notes.post(f"{key}/{self._notes.rank}", report)
+        return await self._judge(key, what)
+
+    async def _judge(self, key: str, what: str) -> Verdict:
+        notes = self._notes
+        if notes.rank != 0:  # rank 0 knows who is late, and says so when it gives up
+            deadline_s = self._deadline_s + TELL_DEADLINE_S
+            return await notes.wait(f"{key}/verdict", Verdict, deadline_s, f"the other ranks to {what}")
+        keys = {rank: f"{key}/{rank}" for rank in range(notes.world_size)}
+        reports = await notes.gather(keys, Report, self._deadline_s, f"loading ({what})")
+        verdict = judge(reports)
+        await notes.post(f"{key}/verdict", verdict)
+        return verdict
+
+
+def _report(error: BaseException) -> Report:
+    match error:
+        case UnservedError():
+            return Report("unserved", str(error))
+        case StateMismatchError():
+            return Report("misfits", str(error), error.problems)
+        case CorruptionError() | ObjectNotFoundError():
+            return Report("damaged", str(error))
+        case RankTimeoutError() | RankFailedError(seen_here=True):
+            return Report("failed", f"{type(error).__name__}: {error}", ranks=error.ranks)
+        case _:
+            return Report("failed", f"{type(error).__name__}: {error}")
+
+
+def judge(reports: Mapping[int, Report]) -> Verdict:
+    """Return what the reports of all ranks come to: the worst of them, and every difference with the ranks that met it."""
+    for outcome in _WORST_FIRST:
+        found = {rank: report for rank, report in sorted(reports.items()) if report.outcome == outcome}
+        if found:
+            rank, first = next(iter(found.items()))
+            return Verdict(outcome, first.message, tuple(_union(found, len(reports))), rank, first.ranks)
+    unwanted = set.intersection(*(set(report.spare) for report in reports.values()))
+    if unwanted:
+        problems = tuple(f"{name}: in the checkpoint but not in the state of any rank" for name in sorted(unwanted))
+        return Verdict("misfits", problems=problems)
+    return Verdict(may_refuse=any(report.may_refuse for report in reports.values()))
+
+
+def _union(reports: Mapping[int, Report], world_size: int) -> list[str]:
+    """Return all differences; one that not every rank met says who did."""
+    met: dict[str, list[int]] = {}
+    for rank, report in reports.items():
+        for problem in report.problems:
+            met.setdefault(problem, []).append(rank)
+    return [
+        problem if len(ranks) == world_size else f"{problem} ({name_ranks(ranks)})"
+        for problem, ranks in sorted(met.items())
+    ]
+
+
+def _error(verdict: Verdict, own: Exception | None) -> Exception:
+    """Return what this rank raises; its own error says more than a report of it."""
+    if verdict.outcome == "misfits" and verdict.problems:
+        return StateMismatchError("the checkpoint", verdict.problems, _ADVICE)
+    if own is not None and verdict.outcome in (_report(own).outcome, "fits"):
+        return own
+    if verdict.outcome in ("damaged", "unserved"):
+        return CorruptionError(f"rank {verdict.rank}: {verdict.message}")
+    if verdict.ranks:
+        return RankFailedError(f"the load was given up on rank {verdict.rank}: {verdict.message}", verdict.ranks)
+    return RankFailedError(
+        f"the load was given up because rank {verdict.rank} failed: {verdict.message}", [verdict.rank]
+    )

@@ -1,0 +1,226 @@
+"""What does this rank write of a state that all ranks save together?
+
+Ranks exchange what they hold once for each structure (`aiockpt.planning.spread`). Guarantees:
+
+- A later save of the same structure asks nobody: a rank writes what it wrote last time.
+- A rank whose structure changed waits for a note of every rank. When all changed, everything is planned anew; when only
+  some did, these plan among themselves what is new and keep the rest, and the others never wait.
+- Ranks whose options differ where they must not are told which, before anything is planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import groupby
+
+import msgspec
+
+from aiockpt.adapters.take_parts import take_parts
+from aiockpt.errors import RankError, RanksDisagreeError, RankTimeoutError
+from aiockpt.planning.spread import LocalBoxes, Part, local_boxes_of, spread
+from aiockpt.ranks.waiting import Waiting
+from aiockpt.runtime.notes import NoteBoard, name_ranks
+from aiockpt.state.shards import ShardedState, TensorShard, are_same
+
+_SMALL_WORLD = 16
+"""Where every rank may look for itself who is missing, and say so, when nobody has said it for a while."""
+_PATIENCE_S = 1.0
+"""That while."""
+
+
+class Intent(msgspec.Struct, frozen=True):
+    """The note of a rank that begins a save: the world it means, and whether it must be told what to write.
+
+    Attributes:
+        terms: options that all ranks must share, by name; only where it must be told.
+    """
+
+    world_size: int
+    lost: bool
+    terms: dict[str, str] = {}
+
+
+class Share(msgspec.Struct, frozen=True):
+    """What the planner tells a rank: the parts it writes, or why nothing can be planned."""
+
+    parts: tuple[Part, ...] = ()
+    problem: str | None = None
+
+
+class _Plan(msgspec.Struct, frozen=True):
+    """What this rank writes of one structure."""
+
+    structure: str
+    holdings: tuple[LocalBoxes, ...]
+    parts: tuple[Part, ...]
+    label: str
+
+
+class PlanRound(msgspec.Struct, frozen=True):
+    """One save as its planning sees it: how its notes and the call are called, and when the others are given up."""
+
+    prefix: str
+    call: str
+    deadline_s: float
+
+    def key(self, *parts: object) -> str:
+        """Return the key of a note."""
+        return "/".join([self.prefix, *map(str, parts)])
+
+
+class JointPlan:
+    """One rank's plan of what it writes. Its coroutines run on the engine's loop.
+
+    Attributes:
+        terms: options that all ranks must share, by name, in words.
+    """
+
+    def __init__(self, board: NoteBoard) -> None:
+        self.terms: Mapping[str, str] = {}
+        self._board = board
+        self._plan: _Plan | None = None
+        self._doubted = False
+        self._taken: tuple[_Plan, Sequence[TensorShard], tuple[TensorShard, ...]] | None = None
+
+    def invalidate(self) -> None:
+        """Have the next save planned anew. Any thread."""
+        self._doubted = True
+
+    def known(self, state: ShardedState) -> ShardedState | None:
+        """Return this rank's share of *state* when its structure is the planned one, else None. Any thread, no waiting."""
+        plan = self._plan
+        if plan is None or self._doubted or plan.structure != state.structure:
+            return None
+        return self._take(plan, state)
+
+    async def announce(self, save: PlanRound) -> None:
+        """Leave the note that this rank knows what to write."""
+        await self._board.post(save.key("intent", self._board.rank), Intent(self._board.world_size, lost=False))
+
+    async def make(self, save: PlanRound, state: ShardedState, waiting: Waiting) -> ShardedState:
+        """Plan *state* with the ranks that do not know what to write either; return this rank's share.
+
+        Raises:
+            RanksDisagreeError: the ranks mean other worlds or options, or the tensors do not fit together.
+            RankTimeoutError: names the ranks that did not call this save.
+        """
+        board, rank = self._board, self._board.rank
+        holdings = local_boxes_of(state)
+        await board.post(save.key("holdings", rank), holdings)
+        await board.post(save.key("intent", rank), Intent(board.world_size, lost=True, terms=dict(self.terms)))
+        lost = await self._lost_ranks(save, waiting)
+        kept = self._kept_parts(holdings) if len(lost) < board.world_size else {}
+        if len(lost) < board.world_size:
+            await board.post(save.key("kept", rank), sorted(kept))
+        if rank == lost[0]:
+            await self._plan_for(save, lost, waiting)
+        share = await board.wait(
+            save.key("share", rank), Share, save.deadline_s, f"planning {save.call}", lost[:1], waiting
+        )
+        if share.problem is not None:
+            raise RanksDisagreeError(share.problem)
+        parts = (*(part for some in kept.values() for part in some), *share.parts)
+        plan = _Plan(state.structure, holdings, parts, f"{state.structure}/{save.prefix}")
+        self._plan, self._doubted = plan, False
+        return self._take(plan, state)
+
+    async def _lost_ranks(self, save: PlanRound, waiting: Waiting) -> list[int]:
+        """Wait for the notes of all ranks; return the ranks that must be told what to write."""
+        intents = await self._survey(save, waiting)
+        for rank, intent in sorted(intents.items()):
+            if intent.world_size != self._board.world_size:
+                raise RanksDisagreeError(
+                    f"rank {self._board.rank} is one of {self._board.world_size} ranks and rank {rank} one of "
+                    f"{intent.world_size}: start all ranks of a job with the same WORLD_SIZE",
+                    [rank],
+                )
+        lost = sorted(rank for rank, intent in intents.items() if intent.lost)
+        self._check_terms({rank: intents[rank].terms for rank in lost})
+        return lost
+
+    def _check_terms(self, terms: Mapping[int, Mapping[str, str]]) -> None:
+        """Refuse options that differ, by name, with the ranks; every rank finds the same."""
+        first, *others = terms
+        for name, value in terms[first].items():
+            odd = [rank for rank in others if terms[rank].get(name) != value]
+            if odd:
+                raise RanksDisagreeError(
+                    f"{name} is {value} on rank {first} and {terms[odd[0]].get(name)} on {name_ranks(odd)}: make the "
+                    "Checkpointer with the same options on all ranks",
+                    odd,
+                )
+
+    async def _survey(self, save: PlanRound, waiting: Waiting) -> dict[int, Intent]:
+        """Return the notes of all ranks. The first rank to ask reads them, and the others read what it found.
+
+        (If each of 10,000 read 10,000 notes, the store would need a quarter of an hour: `benchmarks.measure.gathering`.)
+        """
+        board, what = self._board, f"{save.call} (every rank must call it)"
+        keys = {rank: save.key("intent", rank) for rank in range(board.world_size)}
+        if await board.arrive(save.key("surveyors", board.world_size)) > 1:
+            small = board.world_size <= _SMALL_WORLD
+            with suppress(RankTimeoutError):
+                found = await board.wait(
+                    save.key("survey", board.world_size),
+                    list[tuple[Intent, int]],
+                    min(_PATIENCE_S, save.deadline_s) if small else save.deadline_s,
+                    what,
+                    range(board.world_size),
+                    waiting.silent,
+                )
+                return dict(enumerate(intent for intent, count in found for _ in range(count)))
+            # In a large world the one that reads for all is dead, or gives up in this instant: say who else is missing.
+            left_s = save.deadline_s if small else min(_PATIENCE_S, save.deadline_s)
+            return await board.gather(keys, Intent, left_s, what, waiting)
+        intents = await board.gather(keys, Intent, save.deadline_s, what, waiting)
+        runs = groupby(intents[rank] for rank in range(board.world_size))
+        await board.post(save.key("survey", board.world_size), [(intent, len(list(some))) for intent, some in runs])
+        return intents
+
+    def _kept_parts(self, holdings: Sequence[LocalBoxes]) -> dict[int, list[Part]]:
+        """Return, by number of the holding, what this rank goes on to write of tensors that did not change."""
+        if self._plan is None:
+            return {}
+        numbers = {holding: number for number, holding in enumerate(holdings)}
+        kept: dict[int, list[Part]] = {numbers[holding]: [] for holding in self._plan.holdings if holding in numbers}
+        for part in self._plan.parts:
+            number = numbers.get(self._plan.holdings[part.holding])
+            if number is not None:
+                kept[number].append(msgspec.structs.replace(part, holding=number))
+        return kept
+
+    async def _plan_for(self, save: PlanRound, lost: Sequence[int], waiting: Waiting) -> None:
+        """Plan what the *lost* ranks do not keep, and tell each of them."""
+        board, what = self._board, f"what they hold for {save.call}"
+        held = await board.gather(
+            {rank: save.key("holdings", rank) for rank in lost}, tuple[LocalBoxes, ...], save.deadline_s, what, waiting
+        )
+        some_keep = {rank: save.key("kept", rank) for rank in lost} if len(lost) < board.world_size else {}
+        kept = await board.gather(some_keep, list[int], save.deadline_s, what, waiting)
+        new = [[number for number in range(len(held[rank])) if number not in set(kept.get(rank, ()))] for rank in lost]
+        try:
+            shares = spread([[held[rank][number] for number in some] for rank, some in zip(lost, new, strict=True)])
+        except RankError as error:
+            for rank in lost:
+                await board.post(save.key("share", rank), Share(problem=str(error)))
+            return
+        for rank, numbers, parts in zip(lost, new, shares, strict=True):
+            own = tuple(msgspec.structs.replace(part, holding=numbers[part.holding]) for part in parts)
+            await board.post(save.key("share", rank), Share(own))
+
+    def _take(self, plan: _Plan, state: ShardedState) -> ShardedState:
+        """Return the state with only the parts that this rank writes; the same shards while the tensors are the same."""
+        taken = self._taken
+        if taken is None or taken[0] is not plan or not are_same(taken[1], state.tensors):
+            taken = self._taken = (plan, state.tensors, tuple(take_parts(state.tensors, plan.parts)))
+        return msgspec.structs.replace(state, tensors=taken[2], structure=plan.label)
+
+
+PLAN_NOTES = ("intent", "holdings", "kept", "share")
+"""What each rank leaves of its own while it plans."""
+
+
+def shared_plan_notes(world_size: int) -> list[str]:
+    """Return what all ranks leave together while they plan, below the prefix of a round."""
+    return [f"{name}/{world_size}" for name in ("surveyors", "survey")]

@@ -1,0 +1,276 @@
+"""How do many ranks load the same step, or all learn why not?
+
+Rank 0 chooses the step; every rank matches and fills its own part and reports; rank 0 judges the reports
+(`aiockpt.ranks.agreement`). Guarantees (docs/decisions.md#loading):
+
+- All ranks are asked to load the same step, in the same way; else every rank raises what each was asked.
+- No rank's load is done, and none begins a new line of saves, before all ranks have filled what they wanted from the same
+  generation of the same step.
+- All ranks match before any fills: a checkpoint that does not fit on one rank changes nothing on any, and every rank
+  raises the same list of differences.
+- A step that one rank finds damaged is left by all, and all go on to the next. What was passed over, and why, is the same
+  in the result of every rank: what rank 0 says, which alone looks at all steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from itertools import count
+
+import anyio
+import msgspec
+
+from aiockpt.adapters.native import LoadTarget
+from aiockpt.adapters.refusal import PARTLY_OVERWRITTEN
+from aiockpt.engine.context import Engine
+from aiockpt.engine.find import Found, Skipped, candidates
+from aiockpt.engine.load import (
+    Filled,
+    Lacking,
+    LoadRequest,
+    Traffic,
+    check_rewritten,
+    fill,
+    finish,
+    open_manifest,
+    skip_or_raise,
+)
+from aiockpt.errors import (
+    CorruptionError,
+    ManifestError,
+    ObjectNotFoundError,
+    RankError,
+    RankFailedError,
+    RanksDisagreeError,
+    StateMismatchError,
+)
+from aiockpt.format.manifest import Manifest
+from aiockpt.pipeline.manifests import read_manifest
+from aiockpt.ranks.agreement import Agreement, Report
+from aiockpt.ranks.coordinator import RankCoordinator
+from aiockpt.ranks.load_notes import TELL_DEADLINE_S, LoadNotes, Notes
+from aiockpt.ranks.peers import Peers
+from aiockpt.ranks.read_once import ReadOnce
+from aiockpt.runtime.notes import name_ranks
+from aiockpt.runtime.tasks import open_tasks
+
+
+class LoadCall(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's note: what it was asked to load, as far as all ranks must be asked the same."""
+
+    step: int | None
+    strict: bool
+
+    def in_words(self) -> str:
+        """Return the call as a user writes it."""
+        return f"load(state, {self.step}{'' if self.strict else ', strict=False'})"
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """Rank 0's note: which manifest is next; without one, there is nothing to load, or *failure* says why.
+
+    Attributes:
+        ranks: whose fault a failure was, where it was not rank 0's.
+        disagree: whether it was that ranks were asked to load differently.
+        skipped: what rank 0 has passed over since its choice before.
+    """
+
+    id: str = ""
+    step: int = -1
+    generation: int = 0
+    tier: int = 0
+    failure: str | None = None
+    ranks: tuple[int, ...] = ()
+    disagree: bool = False
+    skipped: tuple[tuple[str, str], ...] = ()
+
+
+class RankLoads:
+    """The loads of one rank of a job. Use on the engine's loop.
+
+    Args:
+        sharing: how the ranks act as one.
+        peers: those with which this rank reads once; None reads alone.
+    """
+
+    def __init__(self, engine: Engine, coordinator: RankCoordinator, peers: Peers | None) -> None:
+        self._engine = engine
+        self._peers = peers
+        self._notes = LoadNotes(coordinator, engine.options.deadlines.ranks_s)
+
+    async def load(self, request: LoadRequest, number: int) -> Filled | None:
+        """Fill this rank's part of a state; None, on all ranks, when no checkpoint exists at all.
+
+        Args:
+            number: of this load among all loads of the job, the same on every rank.
+
+        Raises:
+            RankError: other ranks failed or are silent.
+            NoValidCheckpointError, StateMismatchError, CorruptionError: as `aiockpt.engine.load.load`, on every rank.
+        """
+        async with self._notes.taking(number) as notes:
+            return await self._load(request, notes)
+
+    async def _load(self, request: LoadRequest, notes: Notes) -> Filled | None:
+        engine = self._engine
+        begun_ns = engine.now_ns()
+        skipped: Skipped = []
+        touched: frozenset[str] = frozenset()
+        lacking = Lacking(request, skipped)
+        chooser = _Chooser(engine, notes, candidates(engine, request.step, skipped), skipped)
+        await notes.post(f"call/{notes.rank}", LoadCall(request.step, request.strict))
+        for trial in count():
+            agree = Agreement(notes, str(trial), engine.options.deadlines.close_s)
+            with lacking.explaining():
+                choice = await chooser.choose(trial)
+            if choice is None:
+                return None
+            target: LoadTarget | None = None
+            tier = engine.tiers[choice.tier]
+            try:
+                manifest = await agree.on("read", partial(_read, tier, choice))
+                fit = partial(_fit, tier, request, manifest, touched, skipped)
+                try:
+                    target = await agree.on("fit", fit, _report(request))
+                except StateMismatchError as error:
+                    lacking.pass_over(tier, manifest, error)
+                    continue
+                traffic = await agree.on("fill", partial(self._fill, tier, manifest, target, notes, trial))
+            except CorruptionError as error:
+                if target is not None:
+                    touched |= target.written
+                skip_or_raise(engine, request, choice.id, choice.step, error, skipped)
+            else:
+                filled = finish(tier, manifest, target, traffic, begun_ns, skipped)
+                return msgspec.structs.replace(filled, agree=agree.may_refuse)
+        raise AssertionError("there is always another trial")
+
+    async def agree_applied(self, number: int, error: Exception | None) -> None:
+        """Tell the other ranks whether the objects of this one took what load *number* gave them, and hear of theirs.
+
+        Raises:
+            Exception: those of one rank did not; it is *error* itself where it was this one. All states are of no use then.
+        """
+
+        async def applied() -> None:
+            if error is not None:
+                raise error
+
+        async with self._notes.taking(number, "end") as notes:
+            try:
+                await Agreement(notes, "end", self._engine.options.deadlines.ranks_s).on("apply", applied)
+            except StateMismatchError as shared:
+                raise StateMismatchError("the checkpoint", shared.problems, PARTLY_OVERWRITTEN) from error
+
+    async def _fill(self, tier: Engine, manifest: Manifest, target: LoadTarget, notes: Notes, trial: int) -> Traffic:
+        if self._peers is None:
+            return await fill(tier, manifest, target)
+        read_once = ReadOnce(self._peers, notes, str(trial))
+        try:
+            return await fill(tier, manifest, target, read_once)
+        except BaseException as error:
+            await read_once.give_up(error)
+            raise
+
+
+async def _read(engine: Engine, choice: Choice) -> Manifest:
+    try:
+        return await read_manifest(engine.backend, choice.id, choice.generation)
+    except ObjectNotFoundError as error:
+        message = f"{choice.id}: generation {choice.generation} was deleted meanwhile"
+        raise ManifestError(message, key=error.key) from error
+
+
+async def _fit(
+    engine: Engine, request: LoadRequest, manifest: Manifest, touched: frozenset[str], skipped: Skipped
+) -> LoadTarget:
+    target = await open_manifest(engine, request, manifest)
+    check_rewritten(manifest, target, touched, skipped)
+    return target
+
+
+def _report(request: LoadRequest) -> Callable[[LoadTarget], Report]:
+    """Return what says what other ranks must know of a target: also what is a difference when no rank wants it."""
+    return lambda target: Report(
+        spare=target.unexpected_claimed if request.strict else (), may_refuse=target.may_refuse
+    )
+
+
+class _Chooser:
+    """What the ranks of one load try next: rank 0 finds it and tells the others.
+
+    Args:
+        found: on rank 0, what there is, the newest first.
+        skipped: gets, on the other ranks, what rank 0 has passed over, in place of what they know themselves.
+    """
+
+    def __init__(self, engine: Engine, notes: Notes, found: AsyncIterator[Found], skipped: Skipped) -> None:
+        self._engine = engine
+        self._notes = notes
+        self._found = found
+        self._skipped = skipped
+        self._told: Skipped = []
+
+    async def choose(self, trial: int) -> Choice | None:
+        """Return the manifest to try next, the same on all ranks; None when there is nothing to load."""
+        key = f"{trial}/choice"
+        choice = await (self._hear(key) if self._notes.rank else self._find(key, first=not trial))
+        self._told += choice.skipped
+        self._skipped[:] = self._told
+        return choice if choice.id else None
+
+    async def _find(self, key: str, *, first: bool) -> Choice:
+        """Find the next one and tell the others of it, or why there is none.
+
+        Args:
+            first: no choice was made yet, so whether all ranks were asked the same is not known.
+        """
+        chosen: Found | None = None
+        try:
+            async with open_tasks() as tasks:
+                if first:
+                    tasks.start_soon(_check_calls, self._engine, self._notes)
+                chosen = await anext(self._found, None)
+        except BaseException as error:
+            others = error.ranks if isinstance(error, RankError) else ()
+            failure = Choice(
+                failure=f"{type(error).__name__}: {error}", ranks=others, disagree=isinstance(error, RanksDisagreeError)
+            )
+            with anyio.move_on_after(TELL_DEADLINE_S, shield=True):
+                await self._notes.post(key, failure)
+            raise
+        choice = Choice(skipped=tuple(self._skipped[len(self._told) :]))
+        if chosen is not None:
+            manifest, tier = chosen.manifest, self._engine.tiers.index(chosen.engine)
+            choice = Choice(manifest.id, manifest.step, manifest.generation, tier, skipped=choice.skipped)
+        await self._notes.post(key, choice)
+        return choice
+
+    async def _hear(self, key: str) -> Choice:
+        # Rank 0 knows who is late, and says so when it gives up.
+        deadline_s = self._engine.options.deadlines.ranks_s + TELL_DEADLINE_S
+        choice = await self._notes.wait(key, Choice, deadline_s, "the choice of a step to load")
+        if choice.failure is None:
+            return choice
+        if choice.disagree:
+            raise RanksDisagreeError(choice.failure.partition(": ")[2], choice.ranks)
+        if choice.ranks:
+            raise RankFailedError(f"the load was given up on rank 0: {choice.failure}", choice.ranks)
+        raise RankFailedError(f"rank 0 found no step to load: {choice.failure}", [0])
+
+
+async def _check_calls(engine: Engine, notes: Notes) -> None:
+    """Raise, on rank 0, unless all ranks were asked to load the same."""
+    keys = {rank: f"call/{rank}" for rank in range(notes.world_size)}
+    what = "load() (every rank must call it)"
+    calls = await notes.gather(keys, LoadCall, engine.options.deadlines.ranks_s, what)
+    asked: dict[LoadCall, list[int]] = {}
+    for rank, call in sorted(calls.items()):
+        asked.setdefault(call, []).append(rank)
+    if len(asked) > 1:
+        words = ", ".join(f"{call.in_words()} on {name_ranks(ranks)}" for call, ranks in asked.items())
+        raise RanksDisagreeError(
+            f"the ranks load differently, and none has loaded anything: {words}. Call load on all ranks alike",
+            [rank for ranks in list(asked.values())[1:] for rank in ranks],
+        )

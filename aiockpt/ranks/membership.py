@@ -1,0 +1,242 @@
+"""Who of the ranks is there, what did each call last, and who cannot come any more? Notes of each rank about itself.
+
+A rank says in which process it is, what it calls, and that it leaves, when its checkpointer is closed, with the reason. One
+that is killed says nothing: those of its own host see that its process has ended, and tell the others.
+
+Guarantees:
+
+- Who is said to be gone cannot take part in anything but what it says itself that it still does.
+- No rank asks about more than a few others: those next to it, which launchers put on the same host, and those it waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import msgspec
+
+from aiockpt.errors import RankFailedError
+from aiockpt.runtime.notes import NoteBoard, name_ranks
+from aiockpt.runtime.processes import Process, has_ended, this_process
+
+NEXT_RANKS = 16
+"""How many ranks on either side are looked at: hosts have fewer, and launchers number those of one host in a row."""
+DESCRIBED = 8
+"""Ranks that are described one by one in a message."""
+READ_AT_ONCE = 64
+"""Departures that one look reads: when a whole job ends, ranks do not read each other's notes by the million."""
+_LEFT, _CLOSED = "left", "closed"
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's note about itself, the same for all of its checkpointers.
+
+    Attributes:
+        process: where it runs.
+        writes: whether that process writes what it saves; else another one does, which may outlive it.
+        place: where it saves to, as far as it has begun to; or meant to.
+        left: why it has left there before it had called anything.
+    """
+
+    process: Process
+    writes: bool
+    place: str = ""
+    left: str = ""
+
+
+class Calls(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's note about what it has called of one checkpointer: the last call in words, and how often what is counted.
+
+    Attributes:
+        step: of the last call, where it was a save; else negative.
+    """
+
+    last: str
+    step: int
+    loads: int
+    warm_ups: int
+
+
+class Departure(msgspec.Struct, frozen=True, array_like=True):
+    """A note about a rank that comes no more.
+
+    Attributes:
+        part: the operations that it still takes part in, by the keys of their notes.
+        killed: whether its process has ended; else it has said so itself.
+        writes: as `Member.writes`.
+    """
+
+    rank: int
+    reason: str
+    part: tuple[str, ...] = ()
+    killed: bool = False
+    writes: bool = True
+
+
+class Membership:
+    """One rank's view of the others. Use on the event loop of its meeting.
+
+    Args:
+        writes: as `Member.writes`.
+        ended: says whether a process has ended.
+    """
+
+    def __init__(
+        self, board: NoteBoard, *, writes: bool = True, ended: Callable[[Process, Process], bool] = has_ended
+    ) -> None:
+        self._board = board
+        self._writes = writes
+        self._ended = ended
+        self._here: Process | None = None
+        self._others: dict[int, Member] = {}
+        self._departures: dict[int, Departure] = {}
+        self._heard = 0
+        self._placed = False
+
+    async def register(self, place: str = "") -> None:
+        """Say in which process this rank is, and where it saves to."""
+        here = await self._locate()
+        await self._board.post(_member_key(self._board.rank), Member(here, self._writes, place))
+
+    async def report(self, calls: Calls) -> None:
+        """Say what this rank has called; the first time also where it saves to."""
+        if not self._placed:
+            self._placed = True
+            await self.register(self._board.place)
+        await self._board.post(_calls_key(self._board.rank), calls)
+
+    async def leave(self, reason: str, part: Iterable[str]) -> None:
+        """Say that this rank takes part in nothing but *part* any more, and why. The last to say so removes all of it."""
+        board = self._board
+        await self._tell(Departure(board.rank, reason, tuple(part), writes=self._writes))
+        if await board.arrive(_CLOSED) == board.world_size:
+            told = await board.count(_LEFT)
+            await board.forget([_LEFT, _CLOSED, *map(_left_key, range(1, told + 1))])
+            await board.forget(map(_calls_key, range(board.world_size)))
+
+    async def leave_early(self, reason: str) -> None:
+        """Say that this rank leaves before it has come to the meeting, whose name it does not even know.
+
+        Its next checkpointer takes that back.
+        """
+        here = await self._locate()
+        note = Member(here, self._writes, self._board.place, left=reason)
+        await self._board.post(_member_key(self._board.rank), note)
+
+    async def find_early(self, ranks: Iterable[int]) -> None:
+        """Learn which of *ranks*, who are waited for, have left before they came."""
+        board = self._board
+        some = [rank for rank in ranks if rank not in self._departures][:DESCRIBED]
+        members = await board.look_all(list(map(_member_key, some)), Member)
+        for rank, member in zip(some, members, strict=True):
+            if member is not None and member.left and member.place == board.place:
+                self._departures[rank] = Departure(rank, member.left, writes=member.writes)
+
+    async def refresh(self) -> None:
+        """Learn who has left, and whether a rank of this host has ended."""
+        count = min(await self._board.count(_LEFT), self._heard + READ_AT_ONCE)
+        keys = list(map(_left_key, range(self._heard + 1, count + 1)))
+        for departure in await self._board.look_all(keys, Departure):
+            if departure is None:  # counted, and not written yet
+                break
+            self._heard += 1
+            self._departures.setdefault(departure.rank, departure)
+        for rank, member in await self._ended_neighbours():
+            why = f"its process {member.process.pid} has ended, killed perhaps, without closing its Checkpointer"
+            await self._tell(Departure(rank, why, killed=True, writes=member.writes))
+
+    def departure(self, rank: int, operation: str, *, voting: bool = False) -> Departure | None:
+        """Return why *rank* will do nothing more for an operation; None while it may, as far as is known.
+
+        Args:
+            voting: whether it is a vote that is wanted, which may come from a process of its own.
+        """
+        found = self._departures.get(rank)
+        if found is None or operation in found.part or (voting and found.killed and not found.writes):
+            return None
+        return found
+
+    async def find_passed(self, ranks: Iterable[int], operation: str, step: int) -> dict[int, Calls]:
+        """Return those of *ranks* that have called a save of a later step, and not *operation*, the save of *step*."""
+        board, some = self._board, list(ranks)[:DESCRIBED]
+        calls = await board.look_all(list(map(_calls_key, some)), Calls)
+        ahead = {rank: made for rank, made in zip(some, calls, strict=True) if made is not None and made.step > step}
+        return {rank: made for rank, made in ahead.items() if not await board.is_there(f"{operation}/intent/{rank}")}
+
+    @property
+    def anyone_gone(self) -> bool:
+        """Whether any rank is known to come no more."""
+        return bool(self._departures)
+
+    async def describe(self, ranks: Collection[int], call: str) -> str:
+        """Return what is known of *ranks*, who are waited for in *call*, in words."""
+        some = sorted(ranks)[:DESCRIBED]
+        calls = await self._board.look_all([_calls_key(rank) for rank in some], Calls)
+        silent = [rank for rank, made in zip(some, calls, strict=True) if made is None]
+        members = dict(
+            zip(silent, await self._board.look_all([_member_key(rank) for rank in silent], Member), strict=True)
+        )
+        words: dict[str, list[int]] = {}
+        for rank, made in zip(some, calls, strict=True):
+            said = self._in_words(members.get(rank)) if made is None else _what_it_does(made, call)
+            words.setdefault(said, []).append(rank)
+        return "; ".join(f"{name_ranks(those)} {said}" for said, those in words.items())
+
+    def _in_words(self, member: Member | None) -> str:
+        if member is None:
+            return "made no Checkpointer that knows of this rank"
+        if member.place and member.place != self._board.place:
+            return f"saved to {member.place}, not to {self._board.place}"
+        return "called neither save, load nor warm_up so far"
+
+    async def _tell(self, departure: Departure) -> None:
+        self._departures.setdefault(departure.rank, departure)
+        await self._board.post(_left_key(await self._board.arrive(_LEFT)), departure)
+
+    async def _locate(self) -> Process:
+        if self._here is None:
+            self._here = await self._board.run(this_process)
+        return self._here
+
+    async def _ended_neighbours(self) -> list[tuple[int, Member]]:
+        here, rank = await self._locate(), self._board.rank
+        next_ranks = range(max(0, rank - NEXT_RANKS), min(self._board.world_size, rank + NEXT_RANKS + 1))
+        unknown = [other for other in next_ranks if other != rank and other not in self._others]
+        found = await self._board.look_all(list(map(_member_key, unknown)), Member)
+        self._others |= {other: member for other, member in zip(unknown, found, strict=True) if member is not None}
+        near = [
+            (other, member)
+            for other, member in self._others.items()
+            if member.process.host == here.host and other not in self._departures
+        ]
+        return await self._board.run(
+            lambda: [(other, member) for other, member in near if self._ended(member.process, here)]
+        )
+
+
+def lost(what: str, departures: Sequence[Departure]) -> RankFailedError:
+    """Return the error that ends *what*, which the ranks of *departures* were needed for."""
+    reasons = "; ".join(
+        f"rank {departure.rank} {'is gone' if departure.killed else 'has left'}: {departure.reason}"
+        for departure in departures[:DESCRIBED]
+    )
+    ranks = [departure.rank for departure in departures]
+    return RankFailedError(f"{what} is given up. {reasons}", ranks, seen_here=True)
+
+
+def _what_it_does(calls: Calls, call: str) -> str:
+    if calls.last == call:
+        return f"called {call}, and is not done"
+    return f"called {calls.last} last, load() {calls.loads} times, warm_up() {calls.warm_ups} times"
+
+
+def _member_key(rank: int) -> str:
+    return f"/members/{rank}"  # not of one meeting
+
+
+def _left_key(number: int) -> str:
+    return f"{_LEFT}/{number}"
+
+
+def _calls_key(rank: int) -> str:
+    return f"calls/{rank}"

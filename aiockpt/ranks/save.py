@@ -1,0 +1,335 @@
+"""How do many ranks save one step, so that it is whole or not there, and all of them know which?
+
+Rank 0 *leads*: it begins the attempt, waits for all votes and commits. The others *follow*. Guarantees:
+
+- Receipts in storage are the votes; notes in the store only wake. No process group is used.
+- A rank that fails, is cancelled or skips tells all others at once; they stop, remove what they wrote, and raise
+  `RankFailedError` with its reason. So it is with a rank that has left, or whose process has ended, before its vote. A
+  rank that says nothing is named in a warning after ten seconds, and in the error when a deadline has passed.
+- A follower that has voted and hears nothing from rank 0 looks at the storage itself, and commits when every vote is
+  there: a dead rank 0 costs no checkpoint.
+- In a writer process the store may be lost with the trainer that hosts it, or is asked. That ends no save: what ranks leave
+  in storage says the rest (`aiockpt.ranks.storage_fallback`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+
+import anyio
+import msgspec
+
+from aiockpt.engine.context import Engine
+from aiockpt.engine.coordinator import SaveRound
+from aiockpt.engine.job import SaveJob
+from aiockpt.engine.save import (
+    CLEAN_UP_DEADLINE_S,
+    begin,
+    check_space,
+    commit_votes,
+    committed,
+    emit_start,
+    existing_save,
+    left_alone,
+    vote,
+    write_files,
+)
+from aiockpt.errors import (
+    CheckpointError,
+    CommitConflictError,
+    CommitTimeoutError,
+    RankError,
+    RankFailedError,
+    RankTimeoutError,
+)
+from aiockpt.format.manifest import FileEntry
+from aiockpt.format.names import data_path, failure_key, receipt_key, step_id
+from aiockpt.futures import SaveResult
+from aiockpt.pipeline.commit import Attempt, claim, wait_votes
+from aiockpt.pipeline.discover import look_at, votes_to_finish
+from aiockpt.pipeline.receipts import ranks_that_voted
+from aiockpt.ranks.coordinator import End, RankCoordinator
+from aiockpt.ranks.gathering import count_vote, takes_over, wait_likely
+from aiockpt.ranks.storage_fallback import (
+    FailureRecord,
+    StorageFallback,
+    hear_or_find,
+    pauses_without_store,
+    watching_failures,
+)
+from aiockpt.ranks.waiting import Waiting
+from aiockpt.runtime.notes import StoreLostError, name_ranks
+
+logger = logging.getLogger("aiockpt")
+
+RELIST_S = 2.0
+"""How long rank 0 trusts the count of votes in the store before it looks at the receipts all the same."""
+
+
+class Begun(msgspec.Struct, frozen=True):
+    """Rank 0's note: the attempt that all take part in, or what is there already, which the policy leaves alone."""
+
+    attempt: Attempt | None = None
+    existing: SaveResult | None = None
+
+
+async def save_with_ranks(engine: Engine, job: SaveJob) -> SaveResult:
+    """Save this rank's share of one step; when this returns the step is committed on all ranks.
+
+    Raises:
+        RankError: other ranks failed, are silent, or mean another save.
+        CommitConflictError, CommitTimeoutError, StepExistsError, StorageError: as `aiockpt.engine.save.save`.
+    """
+    coordinator, save_round = engine.coordinator, job.save_round
+    assert coordinator is not None
+    assert save_round is not None
+    emit_start(engine, job)
+    nonce = ""
+    try:
+        if not job.agreed:
+            await coordinator.announce(save_round)
+        nonce = job.nonce or await coordinator.attempt_nonce(save_round)
+        engine.busy_attempts.add(nonce)
+        story = _lead if engine.ranks.rank == 0 else _follow
+        return await story(engine, job, coordinator, save_round, nonce)
+    except BaseException as error:
+        await _give_up(engine, job, coordinator, save_round, nonce, job.why(error))
+        raise
+    finally:
+        engine.busy_attempts.discard(nonce)
+        await coordinator.leave(save_round)
+
+
+async def _lead(
+    engine: Engine, job: SaveJob, coordinator: RankCoordinator, save_round: SaveRound, nonce: str
+) -> SaveResult:
+    board = coordinator.board
+    begun = await begin(engine, job, nonce)
+    if isinstance(begun, SaveResult):
+        await _post_begun(engine, coordinator, save_round, Begun(existing=begun))
+        return begun
+    await _post_begun(engine, coordinator, save_round, Begun(attempt=begun))
+    async with watching_failures(coordinator, save_round, StorageFallback(engine, save_round.step, nonce)):
+        files = await write_files(engine, job, nonce)
+        own = await vote(engine, job, begun, files)
+        await count_vote(board, save_round.key("votes"), engine.backend, own)
+        pauses = pauses_without_store(engine, RELIST_S)
+        waiting = coordinator.waiting(save_round, engine.options.deadlines.commit_s)
+
+        async def until_likely() -> None:
+            try:
+                await wait_likely(board, save_round.key("votes"), RELIST_S)
+            except StoreLostError:
+                await anyio.sleep(next(pauses))
+            gone = await waiting.look_for_votes(partial(_missing_votes, engine, begun))
+            if gone is not None:
+                raise gone
+
+        votes = await wait_votes(engine.backend, begun, own, engine.options.deadlines.commit_s, until_likely)
+    manifest = await commit_votes(engine, begun, votes)
+    await _tell(coordinator, save_round, manifest.generation)
+    return committed(engine, job, manifest.generation)
+
+
+async def _missing_votes(engine: Engine, attempt: Attempt) -> set[int]:
+    """Return the ranks that have not voted, as the storage shows it."""
+    return set(range(attempt.world_size)) - await ranks_that_voted(engine.backend, attempt.id, attempt.attempt)
+
+
+async def _post_begun(engine: Engine, coordinator: RankCoordinator, save_round: SaveRound, note: Begun) -> None:
+    with engine.surviving_store():
+        await coordinator.board.post(save_round.key("begun"), note)
+
+
+async def _follow(
+    engine: Engine, job: SaveJob, coordinator: RankCoordinator, save_round: SaveRound, nonce: str
+) -> SaveResult:
+    begun: Begun | None = None
+    fallback = StorageFallback(engine, save_round.step, nonce)
+    async with watching_failures(coordinator, save_round, fallback):
+        if engine.options.on_exists != "new_generation":  # else rank 0 hardly ever says no: write meanwhile
+            begun = await _read_begun(engine, coordinator, save_round, fallback)
+        files: tuple[FileEntry, ...] = ()
+        if begun is None or begun.attempt is not None:
+            await check_space(engine, job)
+            files = await write_files(engine, job, nonce)
+            begun = begun or await _read_begun(engine, coordinator, save_round, fallback)
+        if begun.attempt is None:
+            assert begun.existing is not None
+            return left_alone(engine, job, begun.existing)
+        attempt = msgspec.structs.replace(begun.attempt, rank=engine.ranks.rank)
+        own = await vote(engine, job, attempt, files)
+        await count_vote(coordinator.board, save_round.key("votes"), engine.backend, own)
+        generation = await _await_commit(engine, coordinator, save_round, attempt, fallback)
+    return committed(engine, job, generation)
+
+
+async def _read_begun(
+    engine: Engine, coordinator: RankCoordinator, save_round: SaveRound, fallback: StorageFallback
+) -> Begun:
+    """Wait for rank 0 to begin this very save, or for its vote, which says the same."""
+
+    async def hear(seconds: float) -> Begun:
+        return await coordinator.board.wait(save_round.key("begun"), Begun, seconds, "the save")
+
+    async def find(lost: bool) -> Begun | None:
+        attempt = await fallback.begun()
+        if attempt is not None:
+            return Begun(attempt)
+        existing = await existing_save(engine, save_round.step) if lost else None
+        return None if existing is None else Begun(existing=existing)
+
+    return await hear_or_find(
+        engine,
+        f"the save of step {save_round.step}",
+        hear,
+        find,
+        waiting=coordinator.waiting(save_round, engine.options.deadlines.ranks_s),
+    )
+
+
+async def _await_commit(
+    engine: Engine, coordinator: RankCoordinator, save_round: SaveRound, attempt: Attempt, fallback: StorageFallback
+) -> int:
+    """Return the generation that was committed; after a while without news, or without rank 0, see to it.
+
+    Raises:
+        RankFailedError: a rank has left a record of its failure, or will not vote any more.
+        CommitTimeoutError: no news, and votes are missing; the outcome is unknown.
+    """
+    deadlines = engine.options.deadlines
+    begun_ns, pauses = engine.now_ns(), pauses_without_store(engine, min(RELIST_S, deadlines.takeover_s))
+    waiting = coordinator.waiting(save_round, deadlines.commit_s)
+    while True:
+        alone = False
+        try:
+            return await coordinator.read_end(save_round, deadlines.takeover_s, _ForRank0(engine, attempt, waiting))
+        except RankTimeoutError:
+            pass
+        except StoreLostError:  # rank 0 may have ended with it, after the commit
+            await anyio.sleep(next(pauses))
+        except RankFailedError as error:
+            if not error.seen_here:
+                raise
+            alone = True
+        generation = await _take_over(engine, attempt)
+        if generation is not None:
+            await _tell(coordinator, save_round, generation)
+            return generation
+        failure = await fallback.failure()  # of a rank that could not say it
+        if failure is not None:
+            raise failure
+        if alone:
+            await _go_on_without_rank_0(engine, attempt, waiting, next(pauses))
+        if engine.since_s(begun_ns) > deadlines.commit_s:
+            missing = sorted(await _missing_votes(engine, attempt))
+            late = f"no receipt from {name_ranks(missing)}" if missing else "all have voted, and rank 0 did not commit"
+            raise CommitTimeoutError(
+                f"{attempt.id}: {late} within {deadlines.commit_s:g} s; the outcome is unknown. Run `aiockpt commit` "
+                "once all have voted, or save again.",
+                missing or [0],
+            )
+
+
+class _ForRank0:
+    """The lookout of a rank that waits for the commit: for rank 0, and with it for whoever has not voted."""
+
+    def __init__(self, engine: Engine, attempt: Attempt, waiting: Waiting) -> None:
+        self._engine, self._attempt, self._waiting = engine, attempt, waiting
+
+    async def look(self, ranks: Iterable[int]) -> RankError | None:
+        return await self._waiting.look(ranks, for_whom=self._missing)
+
+    async def explain(self, ranks: Sequence[int]) -> str:
+        return await self._waiting.explain(ranks)
+
+    async def _missing(self) -> Iterable[int]:
+        return await _missing_votes(self._engine, self._attempt) or [0]
+
+
+async def _go_on_without_rank_0(engine: Engine, attempt: Attempt, waiting: Waiting, pause_s: float) -> None:
+    """Wait a little for the votes that are missing.
+
+    Raises:
+        RankFailedError: one of them will not come any more.
+    """
+    gone = waiting.lost(await _missing_votes(engine, attempt), voting=True)
+    if gone is not None:
+        raise gone
+    await anyio.sleep(pause_s)
+
+
+async def _tell(coordinator: RankCoordinator, save_round: SaveRound, generation: int) -> None:
+    """Wake the ranks that wait for the commit; it stands without that."""
+    with suppress(StoreLostError):
+        await coordinator.board.post(save_round.key("end"), End(generation=generation))
+
+
+async def _take_over(engine: Engine, attempt: Attempt) -> int | None:
+    """Commit in rank 0's place when every vote is there; return the generation, also of a commit that we missed."""
+    entry = await look_at(engine.backend, attempt.id)
+    if entry.head is not None and entry.head.attempt == attempt.attempt:
+        return entry.head.generation
+    if not takes_over(engine.ranks.rank, engine.ranks.world_size):
+        return None
+    votes = await votes_to_finish(engine.backend, entry, attempt.attempt)
+    return None if votes is None else (await commit_votes(engine, attempt, votes)).generation
+
+
+async def _give_up(
+    engine: Engine, job: SaveJob, coordinator: RankCoordinator, save_round: SaveRound, nonce: str, error: BaseException
+) -> None:
+    """Tell the others that there will be no checkpoint, as soon as that is certain, and remove this rank's part of it.
+
+    Without this rank's vote nobody can commit, nor once another attempt has taken the generation. Once the vote may be
+    there, the decision record decides, and a commit that was faster stands: then the others hear of no failure.
+    """
+    coordinator.invalidate()
+    certain = not job.voting or isinstance(error, CommitConflictError)
+    if certain:
+        await coordinator.tell_failure(save_round, error)
+    if nonce and not isinstance(error, CommitTimeoutError):
+        await abort_attempt([engine], job, nonce, error, untold=None if certain else coordinator)
+
+
+async def abort_attempt(
+    engines: Sequence[Engine], job: SaveJob, nonce: str, error: BaseException, untold: RankCoordinator | None
+) -> None:
+    """See to it that nobody commits the attempt *nonce* any more, and remove this rank's part of it.
+
+    Nothing is told and nothing removed where that comes too late, because the commit stands or will, or is not certain.
+
+    Args:
+        engines: of the places where it may be.
+        untold: where the other ranks are to be told once it is certain; None when they were.
+    """
+    folder = step_id(job.step)
+    with anyio.move_on_after(CLEAN_UP_DEADLINE_S, shield=True):
+        try:
+            for engine in engines:
+                if await claim(engine.backend, folder, nonce, "collect", engine.token(16)) == "commit":
+                    return
+            if untold is not None and job.save_round is not None:
+                await untold.tell_failure(job.save_round, error)
+            for engine in engines:
+                await _forget(engine, job, nonce, error)
+        except CheckpointError as trouble:
+            logger.warning("attempt %s of %s is left as garbage: %s", nonce, folder, trouble)
+
+
+async def _forget(engine: Engine, job: SaveJob, nonce: str, error: BaseException) -> None:
+    """Leave the reason, and remove this rank's part of an attempt that is never committed; the rest is others' to remove."""
+    folder = step_id(job.step)
+    rank = engine.ranks.rank
+    keys = [f"{folder}/{data_path(nonce, rank, index)}" for index in range(len(job.plan.files))]
+    reason = msgspec.json.encode(FailureRecord(rank, f"{type(error).__name__}: {error}"))
+    await engine.backend.delete(
+        [receipt_key(folder, nonce, rank)]
+    )  # or the loss of one record would revive the attempt
+    try:
+        await engine.backend.put(failure_key(folder, nonce, rank), reason)
+    finally:  # it may be a full disk that the reason does not fit on
+        await engine.backend.delete(keys)

@@ -1,0 +1,35 @@
+"""How does an observer's own task live beside the engine? Started with it, ended with it, and never in its way."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from aiockpt.events import BackgroundTask
+from aiockpt.runtime.world import Loop
+
+COMPANION_S = 60.0
+"""How long an observer may finish its own work (`aiockpt.events.BackgroundTask`) when the checkpointer is closed."""
+
+logger = logging.getLogger("aiockpt")
+
+
+def run_background(loop: Loop, observer: BackgroundTask) -> Callable[[], None]:
+    """Start the task of *observer* on *loop*; return what ends it, in time or not. What goes wrong in it is logged."""
+    running = loop.submit(observer.run)
+
+    def tell(_: object) -> None:
+        if not running.cancelled() and (error := running.exception()) is not None:
+            logger.error("observer %r stopped working", observer, exc_info=error)
+
+    def end() -> None:
+        try:
+            loop.submit(observer.aclose).result(COMPANION_S)
+            running.exception(COMPANION_S)
+        except Exception:
+            logger.exception("observer %r did not end", observer)
+        finally:
+            running.cancel()
+
+    running.add_done_callback(tell)
+    return end

@@ -1,0 +1,258 @@
+"""How do the ranks of one job tell each other small things, fast? Notes in a c10d store; never a collective.
+
+The store (of ``torch.distributed``, or any with its verbs) is the fast wake-up; what is *true* of a checkpoint stands in
+storage (docs/format.md#the-commit). Guarantees:
+
+- No process group is used: training's collectives never meet ours.
+- Every wait has a deadline and names the ranks it waited for. None blocks inside the store, whose client serves one call
+  at a time: a waiter looks, and looks again a little later. Who accompanies a wait (`Lookout`) may say whom it is for, and
+  end it before its deadline.
+- A note is written once, by one rank, and removed by it when everyone is past it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
+
+import anyio
+import msgspec
+
+from aiockpt.errors import CheckpointError, RankFailedError, RankTimeoutError
+from aiockpt.runtime.limits import Limiter, run_blocking
+
+T = TypeVar("T")
+FIRST_PAUSE_S, GROWTH = 0.001, 1.5
+LAST_PAUSE_S, LAST_PAUSE_OF_A_RANK_S = 0.2, 0.001
+"""Between two looks at the store: the more ranks look, the more rarely each does, so that a store of 10,000 lives."""
+RELAYED_LAST_PAUSE_S = 0.03
+"""The same of a writer process, each of whose looks takes time from its trainer."""
+_SHOWN = 8
+
+
+class StoreLostError(RankFailedError):
+    """The store does not answer any more; the process that hosts it, most often rank 0, may just have ended well."""
+
+
+class Store(Protocol):
+    """The verbs of ``torch.distributed.Store`` that are used here. Blocking; any thread."""
+
+    def set(self, key: str, value: bytes, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def delete_key(self, key: str, /) -> bool: ...
+
+
+class Lookout(Protocol):
+    """Accompanies a wait for other ranks; see `aiockpt.ranks.waiting`."""
+
+    async def look(self, ranks: Iterable[int]) -> Exception | None:
+        """Return why one of *ranks* will not come; None while all may."""
+        ...
+
+    async def explain(self, ranks: Sequence[int]) -> str:
+        """Return what is known of *ranks*, which did not come in time."""
+        ...
+
+
+class NoteBoard:
+    """One rank's end of the notes of one engine. Use on its event loop.
+
+    Args:
+        store: shared by all ranks.
+        place: what it is about; several meetings about one place in one process are told apart by `begin`.
+        relayed: whether another process has to be asked for what the store says; this one may outlive it.
+    """
+
+    def __init__(self, store: Store, place: str, rank: int, world_size: int, *, relayed: bool = False) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.relayed = relayed
+        self.place = place
+        self._store = store
+        self._name: str | None = None
+        self._calls = Limiter("store", 1)
+        usual_s = min(LAST_PAUSE_S, 0.004 + LAST_PAUSE_OF_A_RANK_S * world_size)
+        self._last_pause_s = max(usual_s, RELAYED_LAST_PAUSE_S) if relayed else usual_s
+
+    @property
+    def name(self) -> str:
+        """What tells its notes from those of all other meetings; empty before `begin`."""
+        return self._name or ""
+
+    def join(self, name: str) -> None:
+        """Go to the meeting of that *name*, which another process of this rank has begun."""
+        self._name = name
+
+    def begin(self) -> None:
+        """Take a name that no other meeting has, with the first call that all ranks make in the same order.
+
+        Not before: one rank alone may have made a checkpointer just to look at what is there. Blocks for one call of the
+        store, once. Where that fails every later call here raises: the caller, a training thread, is told by its future.
+        """
+        if self._name is None:
+            prefix = f"aiockpt/{self.place}"
+            with suppress(RuntimeError, OSError):
+                self._name = f"{prefix}/{self._store.add(f'{prefix}/meetings/{self.rank}', 1)}"
+
+    async def post(self, key: str, note: Any) -> None:
+        """Write *note* (anything that msgpack holds) under *key*."""
+        data = msgspec.msgpack.encode(note)
+        await self._call(lambda: self._store.set(self._key(key), data))
+
+    async def look(self, key: str, kind: type[T]) -> T | None:
+        """Return the note under *key*; None while there is none."""
+        found = await self._call(lambda: self._read([self._key(key)]))
+        return msgspec.msgpack.decode(found[0], type=kind) if found else None
+
+    async def look_all(self, keys: Sequence[str], kind: type[T]) -> list[T | None]:
+        """Return the note under each of *keys*; None where there is none."""
+        names = list(map(self._key, keys))
+        found = await self._call(lambda: self._read_any(names))
+        return [None if note is None else msgspec.msgpack.decode(note, type=kind) for note in found]
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run *work*, which blocks shortly, where the store is asked."""
+        return await run_blocking(self._calls, work)
+
+    async def wait(
+        self,
+        key: str,
+        kind: type[T],
+        deadline_s: float,
+        what: str,
+        ranks: Iterable[int] = (0,),
+        lookout: Lookout | None = None,
+    ) -> T:
+        """Return the note under *key* as soon as it is there.
+
+        Raises:
+            RankTimeoutError: it is not there after *deadline_s* seconds; says *what* was waited for, and *ranks*.
+            Exception: what *lookout* has returned of *ranks*.
+        """
+        return await self._poll(lambda: self.look(key, kind), deadline_s, what, lambda: ranks, lookout)
+
+    async def gather(
+        self, keys: dict[int, str], kind: type[T], deadline_s: float, what: str, lookout: Lookout | None = None
+    ) -> dict[int, T]:
+        """Return the note of each rank under its key.
+
+        Raises:
+            RankTimeoutError: names the ranks without a note.
+            Exception: what *lookout* has returned of them.
+        """
+        missing = dict(keys)
+        found: dict[int, T] = {}
+
+        async def look_again() -> dict[int, T] | None:
+            ranks = list(missing)
+            notes = await self._call(lambda: self._read_any([self._key(missing[rank]) for rank in ranks]))
+            for rank, note in zip(ranks, notes, strict=True):
+                if note is not None:
+                    found[rank] = msgspec.msgpack.decode(note, type=kind)
+                    del missing[rank]
+            return None if missing else found
+
+        return await self._poll(look_again, deadline_s, what, lambda: missing, lookout)
+
+    async def arrive(self, key: str) -> int:
+        """Add one to the count under *key*; return it."""
+        return await self._call(lambda: self._store.add(self._key(key), 1))
+
+    async def count(self, key: str) -> int:
+        """Return the count under *key*."""
+        return await self._call(lambda: self._store.add(self._key(key), 0))
+
+    async def is_there(self, key: str) -> bool:
+        """Say whether anything is under *key*."""
+        return await self._call(lambda: self._store.check([self._key(key)]))
+
+    async def wait_all_arrived(self, key: str, patience_s: float) -> bool:
+        """Wait until every rank has arrived at *key*, *patience_s* seconds at most; return whether they have."""
+
+        async def look() -> bool | None:
+            arrived = await self._call(lambda: self._store.add(self._key(key), 0))
+            return True if arrived >= self.world_size else None
+
+        try:
+            return await self._poll(look, patience_s, key, tuple)
+        except RankTimeoutError:
+            return False
+
+    async def forget(self, keys: Iterable[str]) -> None:
+        """Remove notes that nobody needs any more; absent ones are fine."""
+        names = [self._key(key) for key in keys]
+        await self._call(lambda: [self._store.delete_key(name) for name in names])
+
+    async def _poll(
+        self,
+        look: Callable[[], Awaitable[T | None]],
+        deadline_s: float,
+        what: str,
+        ranks: Callable[[], Iterable[int]],
+        lookout: Lookout | None = None,
+    ) -> T:
+        """Look until there is something; once after the deadline, too, for a process that was stopped meanwhile.
+
+        Once more, too, after *lookout* has said that nothing more will come.
+        """
+        with anyio.move_on_after(deadline_s):
+            for pause_s in growing_pauses(FIRST_PAUSE_S, self._last_pause_s):
+                end = None if lookout is None else await lookout.look(ranks())
+                found = await look()
+                if found is not None:
+                    return found
+                if end is not None:
+                    raise end
+                await anyio.sleep(pause_s)
+        found = await look()
+        if found is not None:
+            return found
+        late = sorted(ranks())
+        known = "" if lookout is None else f": {await lookout.explain(late)}"
+        raise RankTimeoutError(f"{what}: nothing from {name_ranks(late)} within {deadline_s:g} s{known}", late)
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        try:
+            return await run_blocking(self._calls, work)
+        except CheckpointError:
+            raise
+        except (RuntimeError, OSError) as error:  # what c10d stores raise
+            raise StoreLostError(f"the store where the ranks meet does not answer: {error}", [0]) from error
+
+    def _read(self, names: Sequence[str]) -> list[bytes]:
+        """Return the notes when all are there; ``get`` alone would block the store's client for minutes."""
+        return [bytes(self._store.get(name)) for name in names] if self._store.check(list(names)) else []
+
+    def _read_any(self, names: Sequence[str]) -> list[bytes | None]:
+        whole = self._read(names)
+        if whole or not names:
+            return list(whole)
+        return [next(iter(self._read([name])), None) for name in names]
+
+    def _key(self, key: str) -> str:
+        """Return the name of a note in the store; one that begins with "/" is of no meeting alone."""
+        if key.startswith("/"):
+            return f"aiockpt{key}"
+        if self._name is None:
+            raise StoreLostError("the store where the ranks meet did not answer when this rank came to it", [0])
+        return f"{self._name}/{key}"
+
+
+def growing_pauses(first_s: float, last_s: float) -> Iterator[float]:
+    """Yield the seconds between looks at something that may come soon or late: short ones first."""
+    pause_s = first_s
+    while True:
+        yield min(pause_s, last_s)
+        pause_s = min(pause_s * GROWTH, last_s)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 3", or "ranks 1, 2, 5 and 7 more", for messages."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    rest = len(ranks) - _SHOWN
+    shown = ", ".join(map(str, ranks[:_SHOWN]))
+    return f"ranks {shown}" + (f" and {rest} more" if rest > 0 else "")

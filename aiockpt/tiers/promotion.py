@@ -1,0 +1,490 @@
+"""How does one tier take the steps that nearer tiers have? One after the other, in the background, at its own pace.
+
+Guarantees:
+
+- A tier that is stalled, full or away delays nothing but itself. What it does not take is tried again, less and less often,
+  until its deadline; when more than `MOST_WAITING` steps wait, the oldest is given up for the newer ones. All of it is told.
+- The first save of a process also brings what an earlier one could not: the newest step that only nearer tiers have.
+- A step that waits is not deleted from the durable tiers where it will be read. Memory keeps it only while it is copied:
+  a memory tier holds what its rules keep and what is being copied, never more, also after the end.
+- At the end a tier is waited for while something moves there, and left when nothing has for `STALLED_S`: one warning names
+  the steps that it lacks.
+- Every rank copies the files it wrote; rank 0 copies what the others leave, and commits (`aiockpt.pipeline.copy`).
+- A store that is lost, with a trainer whose writer process goes on, ends no copy: rank 0 needs no note, and the others look
+  for what it commits.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+import anyio
+import msgspec
+
+from aiockpt.engine import maintenance
+from aiockpt.engine.context import Engine
+from aiockpt.errors import (
+    CheckpointError,
+    CorruptionError,
+    RankFailedError,
+    SaveSkippedError,
+    StorageTimeoutError,
+    UsageError,
+)
+from aiockpt.events import Promoted, PromotionFailed
+from aiockpt.format.manifest import FileEntry
+from aiockpt.futures import SaveResult
+from aiockpt.options import Tier
+from aiockpt.pipeline.copy import Windows, copied_files, copy_files, copy_step
+from aiockpt.pipeline.copy_source import CopySource, open_copy_source
+from aiockpt.pipeline.discover import StepCopy, find_copy
+from aiockpt.pipeline.manifests import read_manifest
+from aiockpt.ranks.coordinator import RankCoordinator
+from aiockpt.ranks.storage_fallback import hear_or_find
+from aiockpt.ranks.visibility import Visibility
+from aiockpt.runtime.limits import Pace
+from aiockpt.runtime.notes import StoreLostError
+from aiockpt.runtime.progress import note_progress, told_of_progress
+from aiockpt.runtime.promise import Promise
+from aiockpt.tiers.catch_up import find_missing_step
+
+logger = logging.getLogger("aiockpt")
+
+MOST_WAITING = 2
+STALLED_S = 5.0
+"""Without anything moving, after the last save, before a tier is left."""
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 60.0
+"""Between tries."""
+PATIENCE_S = 60.0
+"""How long rank 0 waits for a file of another rank since the last one came, before it copies that itself."""
+LOOK_S = 0.1
+_HOPELESS = (CorruptionError, SaveSkippedError, UsageError)
+"""What another try would meet again."""
+
+
+class Promotion:
+    """One step on its way up.
+
+    Attributes:
+        step: its number.
+        copies: where it is in full already, by number of the tier.
+        result: of the save.
+        begun_ns: when it was committed in the first tier.
+        alone: whether rank 0 copies all of it, because the others do not know of it.
+    """
+
+    def __init__(self, result: SaveResult, copies: dict[int, StepCopy], begun_ns: int, alone: bool = False) -> None:
+        self.step = result.step
+        self.result = result
+        self.copies = copies
+        self.begun_ns = begun_ns
+        self.alone = alone
+
+    @property
+    def attempt(self) -> str:
+        """The attempt, which has the same name in every tier that has it in full."""
+        return next(iter(self.copies.values())).manifest.attempt
+
+    @property
+    def age(self) -> int:
+        """The logical clock of the save: the newer, the higher."""
+        return next(iter(self.copies.values())).manifest.sequence
+
+    def sources(self) -> list[StepCopy]:
+        """Return the copies, the nearest first."""
+        return [self.copies[number] for number in sorted(self.copies)]
+
+
+class Arrived(msgspec.Struct, frozen=True):
+    """Rank 0's note: the generation that a step has in a tier, or why it is not there (*final*: and will not be)."""
+
+    generation: int = 0
+    failure: str | None = None
+    final: bool = False
+
+
+class _Waiting(msgspec.Struct):
+    """A step that waits for a tier, and the tiers that keep it for that."""
+
+    promotion: Promotion
+    stage: Promise[SaveResult]
+    held: tuple[int, ...]
+
+
+class Promoter:
+    """One tier at work. Used on the engine's loop.
+
+    Args:
+        number: its place among the tiers, 0 is the nearest.
+        holders: the engines of all tiers; those that have a step keep it while it waits here.
+
+    Attributes:
+        visibility: whether all ranks see it.
+    """
+
+    def __init__(self, number: int, tier: Tier, engine: Engine, holders: Sequence[Engine]) -> None:
+        self.number = number
+        self.tier = tier
+        self.engine = engine
+        self.visibility = Visibility(engine, number)
+        # Its own: a tier that is stalled holds all of them.
+        self._windows = Windows(engine.backend.traits.block_writes + 1, engine.options.io.read_bytes)
+        self._holders = holders
+        self._capped = Pace(tier.bandwidth, engine.world.clock)
+        self._waiting: list[_Waiting] = []
+        self._looks_back = self._caught_up = False
+        self._changed = anyio.Event()
+        self._closing = anyio.Event()
+        self._ended = anyio.Event()
+        self._working: anyio.CancelScope | None = None
+        self._moved_ns = 0
+        self._notes: list[str] = []
+
+    @property
+    def url(self) -> str:
+        """What the tier is called."""
+        return self.engine.backend.url
+
+    @property
+    def names(self) -> set[str]:
+        """What a caller may call it: as it was given, and as the backend writes itself."""
+        given = self.tier.url
+        return {self.url, os.fspath(given)} if isinstance(given, str | os.PathLike) else {self.url}
+
+    @property
+    def durable(self) -> bool:
+        """Whether it outlives this host."""
+        return self.engine.backend.traits.durable
+
+    @property
+    def commits(self) -> bool:
+        """Whether a step that is here is committed."""
+        return self.durable and self.tier.full
+
+    async def enqueue(self, promotion: Promotion, stage: Promise[SaveResult]) -> None:
+        """Have *promotion* copied here in the background."""
+        held = tuple(number for number in promotion.copies if self._holders[number].backend.traits.durable)
+        for number in held:
+            self._holders[number].hold(promotion.result.id)
+        self._waiting.append(_Waiting(promotion, stage, held))
+        self._waiting[1:] = sorted(
+            self._waiting[1:], key=lambda waiting: waiting.promotion.age
+        )  # saves may end in any order
+        self._changed.set()
+        if len(self._waiting) > MOST_WAITING + 1:  # the first is at work
+            slow = SaveSkippedError(
+                f"step {self._waiting[1].promotion.step} was given up in {self.url}: {MOST_WAITING} newer steps wait for "
+                "it; give the tier more bandwidth, or fewer steps (Tier(every=…))"
+            )
+            await self._give_up(1, slow)
+
+    def look_back(self) -> None:
+        """Have what an earlier process left copied here, once, also while there is nothing newer to copy."""
+        if not self._looks_back:
+            self._looks_back = True
+            self._changed.set()
+
+    async def work(self) -> None:
+        """Take what waits, one step after the other, until `close`."""
+        try:
+            self._working = anyio.CancelScope()
+            with told_of_progress(self._note_progress), self._working as working:
+                await self._take_all()
+            if working.cancelled_caught:
+                await self._give_all_up()
+        finally:
+            self._ended.set()
+
+    async def _take_all(self) -> None:
+        while self._waiting or not self._closing.is_set():
+            if self._looks_back and not self._caught_up:
+                self._caught_up = True
+                await self._by_deadline("what an earlier process left to copy", self._catch_up)
+                continue
+            if not self._waiting:
+                self._changed = anyio.Event()
+                await self._changed.wait()
+                continue
+            try:
+                await self._keep_in_memory(self._waiting[0])
+                result = await self._keep_trying(self._waiting[0].promotion)
+            except Exception as error:  # noqa: BLE001  whatever it is, the next step may get there
+                await self._give_up(0, error)
+            else:
+                left = self._leave(0)
+                left.stage.resolve(result)
+                await self._thin_memory(left)
+                if self.engine.ranks.rank == 0:
+                    await self._by_deadline("what is to be deleted", partial(maintenance.clean_up, self.engine, result))
+
+    async def _keep_in_memory(self, waiting: _Waiting) -> None:
+        """Have the memory tiers keep a step from now, when it is copied, until it is there: one that waits is not kept.
+
+        Raises:
+            SaveSkippedError: it was in memory alone, and gave way to newer steps while it waited.
+        """
+        promotion = waiting.promotion
+        for number in list(promotion.copies):
+            engine = self._holders[number]
+            if engine.backend.traits.durable:
+                continue
+            engine.hold(promotion.result.id)
+            waiting.held += (number,)
+            with suppress(CheckpointError):
+                if await find_copy(engine.backend, promotion.result.id, promotion.attempt) is not None:
+                    continue
+            if len(promotion.copies) == 1:
+                raise SaveSkippedError(
+                    f"step {promotion.step} was in {engine.backend.url} only, and gave way to newer steps while {self.url} "
+                    "had others to take; give the memory tier a higher keep, or this one more bandwidth"
+                )
+            del promotion.copies[number]
+
+    async def _thin_memory(self, left: _Waiting) -> None:
+        """Apply the rules of the memory tiers that kept a step for this one: nothing may be saved any more."""
+        for number in left.held:
+            engine = self._holders[number]
+            rules = engine.options.retention
+            if engine.backend.traits.durable or rules is None or self.engine.ranks.rank != 0:
+                continue
+            try:
+                async with engine.cleaning:
+                    await maintenance.prune(engine, rules, with_uploads=False)
+            except CheckpointError as error:
+                logger.warning("cleaning up %s: %s", engine.backend.url, error)
+
+    def _note_progress(self, unseen_s: float) -> None:
+        self._moved_ns = max(self._moved_ns, self.engine.now_ns() + round(unseen_s * 1e9))
+
+    async def _by_deadline(self, what: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Do what is not worth waiting for a tier that hangs."""
+        with anyio.move_on_after(self.tier.deadline) as scope:
+            await work()
+        if scope.cancelled_caught:
+            logger.warning("%s, within %g s: %s is left for later", self.url, self.tier.deadline, what)
+
+    async def _catch_up(self) -> None:
+        """Have the newest step that an earlier process left in a nearer tier copied here, if this tier takes it."""
+        if self.engine.ranks.rank != 0:
+            return
+        try:
+            copies = await find_missing_step(self.tier, self.number, self._holders)
+        except CheckpointError as error:
+            logger.warning("%s: what an earlier process left to copy there is not known yet: %s", self.url, error)
+            self._looks_back = self._caught_up = False  # the next save has it look again
+            return
+        if copies:
+            manifest = copies[min(copies)].manifest
+            size = sum(file.size for file in manifest.files)
+            result = SaveResult(manifest.step, manifest.id, manifest.generation, size, seconds=0.0)
+            stage: Promise[SaveResult] = Promise(f"step {manifest.step}, in {self.url}")
+            await self.enqueue(Promotion(result, copies, self.engine.now_ns(), alone=True), stage)
+
+    async def close(self) -> None:
+        """Wait until nothing waits here, while something moves. What fails from now on is not tried again."""
+        self._closing.set()
+        self._changed.set()
+        self._note_progress(0.0)
+        while not self._ended.is_set():
+            left_s = STALLED_S - self.engine.since_s(self._moved_ns)
+            if left_s <= 0 and self._working is not None:
+                self._working.cancel()
+                await self._ended.wait()
+            with anyio.move_on_after(left_s):
+                await self._ended.wait()
+
+    async def _give_all_up(self) -> None:
+        """Tell, once, which steps this tier does not get, as nothing has moved there since nobody saves any more."""
+        if not self._waiting:
+            return
+        steps = ", ".join(str(waiting.promotion.step) for waiting in self._waiting)
+        logger.warning(
+            "%s is not waited for any longer, as nothing moved there for %g s; it lacks step %s. The first save of the next"
+            " process brings the newest of them there, or `aiockpt cp` does",
+            *(self.url, STALLED_S, steps),
+        )
+        while self._waiting:
+            step = self._waiting[0].promotion.step
+            left = SaveSkippedError(
+                f"step {step} was not copied to {self.url}: nothing moved there for {STALLED_S:g} s, and the run ended"
+            )
+            await self._give_up(0, left, logged=True)
+
+    async def _keep_trying(self, promotion: Promotion) -> SaveResult:
+        """Copy *promotion* here; again after a failure, until the deadline."""
+        tries, pause_s, deadline_s = 0, FIRST_PAUSE_S, self.tier.deadline
+        while True:
+            tries += 1
+            try:
+                result = await self.take(promotion, self._capped, deadline_s - self.engine.since_s(promotion.begun_ns))
+            except CheckpointError as error:
+                late = self.engine.since_s(promotion.begun_ns) + pause_s > deadline_s
+                if late or self._closing.is_set() or isinstance(error, _HOPELESS):
+                    raise
+                self._tell_failure(promotion, error, final=False)
+                with anyio.move_on_after(pause_s):
+                    await self._closing.wait()
+                pause_s = min(2 * pause_s, LAST_PAUSE_S)
+            else:
+                if tries > 1:
+                    logger.info(
+                        "%s takes steps again: step %d is there after %d tries", self.url, promotion.step, tries
+                    )
+                return result
+
+    async def take(self, promotion: Promotion, pace: Pace, deadline_s: float) -> SaveResult:
+        """Copy *promotion* here, once.
+
+        Raises:
+            CheckpointError: it is not there; StorageTimeoutError after *deadline_s* seconds.
+        """
+        copied: StepCopy | None = None
+        with anyio.move_on_after(max(deadline_s, 1.0)):
+            copied = await self._take_with_others(promotion, pace)
+        if copied is None:
+            raise StorageTimeoutError(
+                f"{self.url}: step {promotion.step} did not get there within {self.tier.deadline:g} s"
+            )
+        if self.tier.full:
+            promotion.copies[self.number] = copied
+        manifest = copied.manifest
+        result = msgspec.structs.replace(
+            promotion.result, generation=manifest.generation, url=self.url, durable=self.durable, existed=False
+        )
+        engine = self.engine
+        engine.emit(
+            Promoted(
+                at_ns=engine.now_ns(),
+                step=promotion.step,
+                url=self.url,
+                bytes=sum(file.size for file in manifest.files),
+                seconds=engine.since_s(promotion.begun_ns),
+            )
+        )
+        return result
+
+    async def _take_with_others(self, promotion: Promotion, pace: Pace) -> StepCopy:
+        engine, ranks = self.engine, self.engine.ranks
+        io = engine.options.io
+        source = await open_copy_source(
+            promotion.sources(),
+            self.tier.content,
+            window_bytes=self._windows.window_bytes,
+            file_bytes=io.file_bytes,
+        )
+        if ranks.world_size == 1 or promotion.alone:
+            return await self._copy_all(source, pace)
+
+        def own(file: FileEntry) -> bool:
+            return file.rank % ranks.world_size == ranks.rank
+
+        await copy_files(source, engine.backend, engine.world, windows=self._windows, pace=pace, only=own)
+        if ranks.rank != 0:
+            return await self._hear(promotion)
+        try:
+            await self._wait_for_files(source)
+            copied = await self._copy_all(source, pace)
+        except CheckpointError as error:
+            await self._tell_ranks(promotion, Arrived(failure=f"{type(error).__name__}: {error}"))
+            raise
+        await self._tell_ranks(promotion, Arrived(copied.manifest.generation))
+        return copied
+
+    async def _hear(self, promotion: Promotion) -> StepCopy:
+        """Wait for rank 0 to commit: for its note, or for what it commits."""
+        engine = self.engine
+        assert engine.coordinator is not None
+        board, what = engine.coordinator.board, f"step {promotion.step} in {self.url}"
+
+        async def hear(seconds: float) -> StepCopy:
+            note_progress(seconds)  # rank 0 leaves a tier where nothing moves, and says so
+            note = await board.wait(self._note(promotion.result.id, promotion.attempt), Arrived, seconds, what)
+            if note.final:
+                raise SaveSkippedError(f"{self.url}: rank 0 gave step {promotion.step} up: {note.failure}")
+            if note.failure is not None:
+                raise RankFailedError(f"{self.url}: rank 0 could not commit step {promotion.step}: {note.failure}", [0])
+            return StepCopy(engine.backend, await read_manifest(engine.backend, promotion.result.id, note.generation))
+
+        async def find(lost: bool) -> StepCopy | None:
+            manifest = await find_copy(engine.backend, promotion.result.id, promotion.attempt)
+            return None if manifest is None else StepCopy(engine.backend, manifest)
+
+        return await hear_or_find(engine, what, hear, find, patience_s=PATIENCE_S, deadline_s=self.tier.deadline)
+
+    async def _tell_ranks(self, promotion: Promotion, note: Arrived) -> None:
+        coordinator = self.engine.coordinator
+        if coordinator is not None and coordinator.board.rank == 0 and not promotion.alone:
+            await self._post(coordinator, self._note(promotion.result.id, promotion.attempt), note)
+
+    async def tell_lost(self, step_id: str, attempt: str, error: Exception) -> None:
+        """Have the other ranks not wait for a copy that rank 0's writer process took with it; the next one makes it."""
+        assert self.engine.coordinator is not None
+        note = Arrived(failure=str(error), final=True)
+        with suppress(CheckpointError), anyio.move_on_after(PATIENCE_S):  # the other tiers are told of after this one
+            manifest = await find_copy(self.engine.backend, step_id, attempt)
+            note = note if manifest is None else Arrived(manifest.generation)
+        await self._post(self.engine.coordinator, self._note(step_id, attempt), note)
+
+    async def _post(self, coordinator: RankCoordinator, key: str, note: Arrived) -> None:
+        """Leave rank 0's note, and remove those that nobody waits for any more. What is there is there without it."""
+        if key not in self._notes:
+            self._notes.append(key)
+        with suppress(StoreLostError):
+            await coordinator.board.post(key, note)
+            while len(self._notes) > 2 * (MOST_WAITING + 1):
+                await coordinator.board.forget([self._notes.pop(0)])
+
+    def _note(self, step_id: str, attempt: str) -> str:
+        return f"tier/{self.number}/{step_id}/{attempt}"
+
+    async def _copy_all(self, source: CopySource, pace: Pace) -> StepCopy:
+        engine = self.engine
+        manifest = await copy_step(source, engine.backend, engine.world, windows=self._windows, pace=pace)
+        return StepCopy(engine.backend, manifest)
+
+    async def _wait_for_files(self, source: CopySource) -> None:
+        """Wait until the other ranks have copied theirs, or until nothing came for a while."""
+        seen, changed_ns = -1, self.engine.now_ns()
+        while seen < len(source.files) and self.engine.since_s(changed_ns) < PATIENCE_S:
+            found = len(await copied_files(self.engine.backend, source))
+            if found > seen:
+                seen, changed_ns = found, self.engine.now_ns()
+                note_progress()
+            elif seen < len(source.files):
+                await anyio.sleep(LOOK_S)
+
+    async def _give_up(self, index: int, error: Exception, *, logged: bool = False) -> None:
+        left = self._leave(index)
+        self._tell_failure(left.promotion, error, final=True, logged=logged)
+        left.stage.fail(error)
+        if callable(self.tier.on_error):
+            self._call(self.tier.on_error, error)
+        elif self.tier.on_error == "raise":
+            self.engine.tell_given_up(left.promotion.step, error)
+        await self._tell_ranks(left.promotion, Arrived(failure=str(error), final=True))
+        await self._thin_memory(left)
+
+    def _call(self, on_error: Callable[[BaseException], object], error: Exception) -> None:
+        try:
+            on_error(error)
+        except Exception:
+            logger.exception("on_error of %s raised; the tier goes on", self.url)
+
+    def _leave(self, index: int) -> _Waiting:
+        left = self._waiting.pop(index)
+        for number in left.held:
+            self._holders[number].let_go(left.promotion.result.id)
+        return left
+
+    def _tell_failure(self, promotion: Promotion, error: Exception, *, final: bool, logged: bool = False) -> None:
+        what = "is given up there" if final else "is tried again"
+        if not logged:
+            logger.warning("%s did not take step %d, which %s: %s", self.url, promotion.step, what, error)
+        engine = self.engine
+        engine.emit(
+            PromotionFailed(at_ns=engine.now_ns(), step=promotion.step, url=self.url, error=repr(error), final=final)
+        )

@@ -1,0 +1,295 @@
+"""How does the trainer save through a writer process? It says what is saved, fills slabs, and hears how it goes.
+
+`WriterClient` stands where `aiockpt.tiers.tiers.Tiers` stands when saves are written here. Guarantees:
+
+- A slab is either the pool's or the writer's. Those of a writer that died go back to the pool when the process is gone.
+- Every save that a writer had ends: with what the writer says, or with its death.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+
+import anyio
+import msgspec
+
+from aiockpt.engine.context import Engine
+from aiockpt.engine.job import SaveJob
+from aiockpt.engine.save import emit_start
+from aiockpt.errors import CheckpointError
+from aiockpt.futures import SaveResult
+from aiockpt.options import Tier
+from aiockpt.runtime.limits import Limiter, run_blocking
+from aiockpt.runtime.promise import SavePromise
+from aiockpt.runtime.relay import ask
+from aiockpt.runtime.shared_memory import SharedMemory
+from aiockpt.tiers.tiers import Tiers
+from aiockpt.worker.connection import Connection, PendingSave
+from aiockpt.worker.messages import (
+    Answer,
+    Asked,
+    Broken,
+    Cancel,
+    Close,
+    Confirmed,
+    Freed,
+    GaveUp,
+    Happened,
+    Order,
+    Reached,
+    Replied,
+    Save,
+    Seen,
+    Settled,
+    Tidied,
+    TierSettled,
+    Written,
+    decode_answer,
+    encode,
+    to_json,
+)
+from aiockpt.worker.packed_errors import pack, unpack
+from aiockpt.worker.process import WriterProcess
+from aiockpt.worker.rounds import agree, name_attempt, taking_part
+from aiockpt.worker.setup import compose_setup
+
+logger = logging.getLogger("aiockpt")
+
+END_S = 60.0
+"""How long a writer may take to end once it has hung up."""
+
+
+class WriterClient:
+    """The tiers of one checkpointer, to which a writer process saves.
+
+    Args:
+        tiers: the same, as this process reads them; not working.
+        given: what they were made of.
+        memory: in which the slabs are.
+    """
+
+    def __init__(self, tiers: Tiers, given: Sequence[Tier], memory: SharedMemory) -> None:
+        self._tiers = tiers
+        self._given = given
+        self._memory = memory
+        self._engine = tiers.engines[0]
+        self._talking = Limiter("writer", 2)
+        self._hello = compose_setup(given, self._engine.options, self._engine.ranks)
+        self._replacing = anyio.Lock()
+        self._errands: dict[int, PendingSave] = {}
+        self._begun: dict[int, PendingSave] = {}  # the same, until `save` asks for it: it may have ended by then
+        self._connection = self._start()
+
+    @property
+    def engines(self) -> Sequence[Engine]:
+        """Of all tiers, the nearest first."""
+        return self._tiers.engines
+
+    def takes(self, step: int) -> bool:
+        """Say whether any tier takes *step*."""
+        return self._tiers.takes(step)
+
+    def prepare(self, promise: SavePromise) -> None:
+        """Give *promise* a stage for each tier."""
+        self._tiers.prepare(promise)
+
+    # ------------------------------------------------------------------ saves
+
+    def announce(self, job: SaveJob) -> None:
+        """Tell the writer what is saved, and have the slabs go there. On the thread that copies.
+
+        Raises:
+            WriterLostError: the writer is gone, and so is the one that was started in its place.
+        """
+        engine = self._engine
+        job.nonce = name_attempt(engine, job)
+        engine.busy_attempts.add(job.nonce)  # what this process prunes leaves it alone
+        save = self._order(job, job.nonce)
+        try:
+            self._begin(self._connection, save, job)
+        except CheckpointError:  # it is gone, or cannot work
+            self._begin(engine.loop.submit(self._replace, self._connection).result(), save, job)
+
+    def _begin(self, connection: Connection, save: Save, job: SaveJob) -> None:
+        pending = PendingSave(connection, save, job.promise, self._tiers.stages(job.promise), job.look_again)
+        self._errands[job.number] = self._begun[job.number] = pending
+        job.hand_over = connection.takes_windows(job, self._engine.pool)
+        connection.begin(save, job.plan)
+
+    def _order(self, job: SaveJob, nonce: str) -> Save:
+        run, parent, seen = self._engine.lineage.position()
+        coordinator = self._engine.coordinator
+        return Save(
+            number=job.number,
+            step=job.step,
+            nonce=nonce,
+            begun_ns=job.begun_ns,
+            values=to_json(job.state.values),
+            per_rank=to_json(job.state.per_rank),
+            alias=dict(job.state.alias),
+            left_out=dict(job.state.left_out),
+            metrics=job.metrics,
+            user=to_json(job.user),
+            run=run,
+            parent=parent,
+            seen=seen,
+            save_round=job.save_round,
+            board="" if coordinator is None else coordinator.board.name,
+            unsure=job.is_unsure,
+        )
+
+    async def save(self, engine: Engine, job: SaveJob) -> SaveResult:
+        """Wait until the writer has saved. A cancellation is told to it, and may come too late there.
+
+        Raises:
+            WriterLostError: it died.
+            CheckpointError: as `Tiers.save`.
+        """
+        emit_start(engine, job)
+        pending = self._begun.pop(job.number)
+        async with taking_part(self._tiers, job, pending):
+            try:
+                await agree(engine, job)
+                await pending.answer.settled()
+            except anyio.get_cancelled_exc_class() as cancelled:
+                with anyio.CancelScope(shield=True):
+                    await self._tell(pending.connection, Cancel(job.number, pack(job.why(cancelled))))
+                    await pending.answer.settled_within(engine.options.deadlines.commit_s)
+                if not pending.is_committed:
+                    raise
+            finally:
+                engine.busy_attempts.discard(job.nonce or "")
+            return pending.answer.value
+
+    async def clean_up(self, result: SaveResult) -> None:
+        """Wait until the writer has cleaned up after the save of this very *result*."""
+        async with self._engine.cleaning:
+            for pending in list(self._errands.values()):
+                if pending.is_committed and pending.answer.value is result:
+                    await pending.tidied.settled()
+
+    def give_up(self, promise: SavePromise) -> None:
+        """End a save that nobody waits for any more, unless the writer finishes it alone."""
+        if not promise.snapshotted.is_settled:
+            promise.cancel()
+
+    async def close(self, patience_s: float) -> None:
+        """Have the writer finish, wait for its end, and close what this process reads from."""
+        connection = self._connection
+        for pending in list(self._errands.values()):
+            pending.look_again()  # the writer does not ask any more
+        await self._tell(connection, Close())
+        await connection.buried.settled_within(patience_s)
+        if not connection.buried.is_settled:
+            logger.warning("%r still writes after %g s; it goes on without this process", connection, patience_s)
+            connection.left_alone = True
+            connection.process.hang_up()
+            await connection.buried.settled_within(END_S)
+        await self._tiers.close(patience_s)
+
+    async def _tell(self, connection: Connection, order: Order) -> None:
+        """Tell a writer something that it need not hear if it is gone."""
+        with suppress(CheckpointError):
+            await run_blocking(self._talking, connection.tell, order)
+
+    # ------------------------------------------------------------------ the writer's life
+
+    def _start(self) -> Connection:
+        options = self._engine.options
+        process = WriterProcess(encode(self._hello), self._memory.fd, options.io.nice, options.deadlines.slab_s)
+        connection = Connection(process)
+        self._engine.loop.submit(self._listen, connection)
+        return connection
+
+    async def _replace(self, dead: Connection) -> Connection:
+        """Return a writer in place of a *dead* one."""
+        async with self._replacing:
+            if self._connection is dead:
+                dead.process.hang_up()
+                await dead.buried.settled()
+                self._connection = await run_blocking(self._talking, self._start)
+        return self._connection
+
+    async def _listen(self, connection: Connection) -> None:
+        """Do what a writer says, to its end."""
+        answers = connection.process.answers
+        try:
+            while (frame := await answers.receive()) is not None:
+                self._hear(connection, decode_answer(frame))
+        except Exception:
+            logger.exception("what %r says is not understood", connection)
+        await self._bury(connection)
+
+    async def _bury(self, connection: Connection) -> None:
+        """Reap a writer; then take back the slabs that it had, and end its saves."""
+        process = connection.process
+        process.hang_up()
+        if connection.left_alone:
+            process.leave()
+        else:
+            await run_blocking(self._talking, process.end, END_S)
+        connection.lose()
+        for number in list(connection.lent):
+            connection.take_back(number, self._engine.pool)
+        copies = []
+        for number, pending in list(self._errands.items()):
+            if pending.connection is connection:
+                copies.append((pending, pending.unsettled))
+                pending.fail(connection.death())
+                del self._errands[number]
+        process.close()
+        connection.buried.resolve(None)
+        for pending, tiers in copies:
+            await self._tiers.tell_lost(pending.step, pending.nonce, tiers, connection.death())
+
+    def _hear(self, connection: Connection, answer: Answer) -> None:
+        """Do what one message says."""
+        match answer:
+            case Freed():
+                connection.take_back(answer.slab, self._engine.pool)
+            case Happened():
+                self._engine.emit(answer.event)
+            case Reached() | TierSettled() | Settled() | Tidied():
+                pending = self._errands.get(answer.number)
+                if pending is None:  # of one that was given up
+                    return
+                pending.hear(answer)
+                if pending.ended:
+                    del self._errands[answer.number]
+            case Written():
+                self._engine.loop.in_worker(self._confirm, connection, answer.number)
+            case GaveUp():
+                self._hear_given_up(answer)
+            case Asked():
+                self._engine.loop.in_worker(self._reply, connection, answer)  # the store may take its time
+            case Seen():
+                self._hello = msgspec.structs.replace(self._hello, seen=(*self._hello.seen, answer.tier))
+            case Broken():
+                connection.broken = unpack(answer.failure)
+
+    def _reply(self, connection: Connection, asked: Asked) -> None:
+        """Ask the store what a writer wants to know: one thing at a time, so one worker is enough."""
+        reply = ask(self._engine.ranks.store, asked.question)
+        with suppress(CheckpointError):  # nobody is there to hear it
+            connection.tell(Replied(asked.number, reply))
+
+    def _confirm(self, connection: Connection, number: int) -> None:
+        """Let a writer vote, unless the state changed while it was copied: then its save is being cancelled."""
+        pending = self._errands.get(number)
+        if pending is not None and pending.look_again() is None:
+            with suppress(CheckpointError):
+                connection.tell(Confirmed(number))
+
+    def _hear_given_up(self, told: GaveUp) -> None:
+        """Do what the tier's ``on_error`` says."""
+        error = unpack(told.failure)
+        on_error = None if told.tier is None else self._given[told.tier].on_error
+        if not callable(on_error):
+            self._engine.tell_given_up(told.step, error)
+            return
+        try:
+            on_error(error)
+        except Exception:
+            logger.exception("on_error of %s raised; the tier goes on", self.engines[told.tier or 0].backend.url)

@@ -1,0 +1,402 @@
+"""Retention, garbage, lineage, roll-forward and rivals: what happens around a commit."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import aiockpt
+from aiockpt.backends.local import LocalBackend
+from aiockpt.engine import maintenance
+from aiockpt.format.names import attempt_folder
+from aiockpt.options import Best, Snapshot, Worker
+from aiockpt.pipeline.discover import Heads, StepEntry, scan
+from aiockpt.retention import StepFacts, lineage, plan_retention
+from aiockpt.storage.backend import Backend
+from aiockpt.testing.faults import Fault, FaultyBackend
+from aiockpt.testing.recording import RecordingBackend
+from tests.gates import Gate
+from tests.small_run import SMALL
+from tests.watch import until
+
+STATE: dict[str, Any] = {"x": torch.arange(5000), "value": 1}
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"x": torch.full((5000,), value), "value": value}
+
+
+def steps(root: Path) -> list[int]:
+    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+        return [info.step for info in ckpt.steps().result(30)]
+
+
+def facts(*rows: tuple[int, int, str, str | None]) -> list[StepFacts]:
+    return [StepFacts(f"s{step}", step, sequence, run, parent, False, {}) for step, sequence, run, parent in rows]
+
+
+def test_the_last_every_and_best_steps_are_kept(tmp_path: Path) -> None:
+    rules = aiockpt.Retention(last=2, every=4, best=Best("loss", count=2))
+    losses = [9.0, 8.0, 1.0, 7.0, 6.0, 2.0, 5.0, 4.0, 3.0, float("nan")]
+    with aiockpt.Checkpointer(tmp_path, io=SMALL, retention=rules) as ckpt:
+        for step, loss in enumerate(losses):
+            ckpt.save(step, STATE, metrics={"loss": loss}).result(30)
+    assert steps(tmp_path) == [9, 8, 5, 4, 2, 0]
+
+
+def test_the_newest_and_the_newest_verified_step_are_never_deleted(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        for step in range(5):
+            ckpt.save(step, STATE).result(30)
+        ckpt.verify(1).result(30)
+        pruned = ckpt.prune(aiockpt.Retention(last=1), dry_run=True).result(30)
+        assert [step.step for step in pruned.steps] == [0, 2, 3]
+        assert steps(tmp_path) == [4, 3, 2, 1, 0]
+        ckpt.prune(aiockpt.Retention(last=1)).result(30)
+        assert [info.step for info in ckpt.steps().result(30)] == [4, 1]
+
+
+def test_a_save_that_is_committed_while_retention_looks_is_not_taken_for_a_dead_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = RecordingBackend(LocalBackend(str(tmp_path)))
+    gate = Gate(recorded, "put_new", "*/MANIFEST-1.json", times=1)
+    with aiockpt.Checkpointer(gate, io=SMALL) as ckpt:
+        save = ckpt.save(1, STATE)
+        assert gate.reached.wait(30)
+
+        async def looked(backend: Backend, heads: Heads) -> list[StepEntry]:
+            entries = await scan(backend, heads)
+            gate.open_up()
+            await save
+            return entries
+
+        monkeypatch.setattr(maintenance, "scan", looked)
+        assert ckpt.prune(aiockpt.Retention(last=1, grace_s=0.0)).result(30).garbage == ()
+    assert not [done for done in recorded.operations if done.verb == "get" and done.key.endswith("r00000.json")]
+    assert steps(tmp_path) == [1]
+
+
+def test_retention_reads_each_manifest_once(tmp_path: Path) -> None:
+    recorded = RecordingBackend(LocalBackend(str(tmp_path)))
+    with aiockpt.Checkpointer(recorded, io=SMALL, retention=aiockpt.Retention(last=3)) as ckpt:
+        for step in range(6):
+            ckpt.save(step, STATE).result(30)
+    read = Counter(done.key for done in recorded.operations if done.verb == "get" and "MANIFEST" in done.key)
+    assert read == {f"step-{step:08d}/MANIFEST-1.json": 1 for step in range(6)}
+    assert steps(tmp_path) == [5, 4, 3]
+
+
+def test_a_step_that_was_found_damaged_is_not_kept_in_place_of_one_that_loads(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        for step in range(4):
+            ckpt.save(step, STATE).result(30)
+        ckpt.verify(3).result(30)
+        (data,) = (tmp_path / "step-00000003").glob("*/d/*.safetensors")
+        whole = data.read_bytes()
+        data.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(aiockpt.CorruptionError):
+            ckpt.verify(3).result(30)
+        newest = ckpt.steps().result(30)[0]
+        assert not newest.verified
+        assert newest.problem is not None
+        ckpt.prune(aiockpt.Retention(last=1)).result(30)
+        assert [info.step for info in ckpt.steps().result(30)] == [3, 2]
+        data.write_bytes(whole)
+        ckpt.verify(3).result(30)
+        assert ckpt.steps().result(30)[0].verified
+        ckpt.prune(aiockpt.Retention(last=1)).result(30)
+        assert [info.step for info in ckpt.steps().result(30)] == [3]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"retention": 3},
+        {"retention": {"last": 1}},
+        {"every": "10"},
+        {"io": 8},
+        {"on_exists": "overwrite"},
+        {"when_full": "drop"},
+        {"on_error": "ignore"},
+    ],
+)
+def test_an_option_of_the_wrong_kind_is_refused_and_not_ignored(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(aiockpt.UsageError, match=next(iter(wrong))):
+        aiockpt.Checkpointer(tmp_path, **wrong)
+
+
+def test_a_step_that_another_process_reads_is_left(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        for step in range(3):
+            ckpt.save(step, STATE).result(30)
+        (tmp_path / "step-00000000" / "lease-abc").write_bytes(b"")
+        pruned = ckpt.prune(aiockpt.Retention(last=1)).result(30)
+        assert [step.step for step in pruned.steps] == [1]
+        assert pruned.left == (("step-00000000", "another process is reading it"),)
+
+
+def test_after_going_back_the_new_branch_is_the_newest_and_the_old_one_is_kept(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        for step in (500, 1000):
+            ckpt.save(step, state(step)).result(30)
+    with aiockpt.Checkpointer(tmp_path, io=SMALL, retention=aiockpt.Retention(last=1)) as ckpt:
+        ckpt.load(state(0), 500).result(30)
+        ckpt.save(600, state(600)).result(30)
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        infos = ckpt.steps().result(30)
+        assert [info.step for info in infos] == [600, 1000]
+        assert infos[0].parent == "step-00000500"
+        loaded = ckpt.load(state(0)).result(30)
+        assert loaded is not None
+        assert loaded.step == 600
+
+
+def test_going_back_within_one_checkpointer_begins_a_new_branch_too(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path, io=SMALL, retention=aiockpt.Retention(last=3)) as ckpt:
+        for step in (100, 200, 300):
+            ckpt.save(step, state(step)).result(30)
+        ckpt.load(state(0), 100).result(30)
+        ckpt.save(150, state(150)).result(30)
+        ckpt.wait()
+        assert [info.step for info in ckpt.steps().result(30)] == [150, 300, 200, 100]
+        assert ckpt.prune(aiockpt.Retention(last=1), dry_run=True).result(30).steps[0].step == 100
+
+
+def test_a_place_that_can_only_be_read_is_loaded_from_all_the_same(tmp_path: Path) -> None:
+    attempt = dead_attempt(tmp_path, voted=True)
+    shutil.copytree(tmp_path, tmp_path / "again")
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        ckpt.save(3, state(3)).result(30)
+    assert attempt.exists()
+    read_only = FaultyBackend(LocalBackend(tmp_path), [Fault(do="fail", verb="put*", times=None, error=errno.EROFS)])
+    target = state(0)
+    with aiockpt.Checkpointer(read_only, io=SMALL) as ckpt:
+        loaded = ckpt.load(target).result(30)
+    assert loaded is not None
+    assert target["value"] == 3
+
+
+def test_votes_that_are_all_there_are_no_garbage(tmp_path: Path) -> None:
+    dead_attempt(tmp_path, voted=True)
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        assert ckpt.prune(aiockpt.Retention(grace_s=0), dry_run=True).result(30).garbage == ()
+
+
+def save_and_keep(root: Path, count: int) -> None:
+    """Save step 7 *count* times; nothing of the generations before is collected."""
+    place = FaultyBackend(LocalBackend(str(root)), [Fault(do="fail", verb="delete", times=None)])
+    with aiockpt.Checkpointer(place, io=SMALL, on_error="warn") as ckpt:
+        for value in range(count):
+            ckpt.save(7, state(value)).result(30)
+
+
+def attempts(root: Path) -> set[str]:
+    return {path.name.removeprefix("a-") for path in (root / "step-00000007").glob("a-*")}
+
+
+@pytest.mark.parametrize("committed", [(1, 2), (1, 3)])
+def test_whole_votes_for_a_number_that_is_taken_or_passed_are_garbage(
+    tmp_path: Path, committed: tuple[int, ...]
+) -> None:
+    """The votes are all there and their number is no newer than the newest generation, though newer than the oldest."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    save_and_keep(ours, 1)
+    shutil.copytree(ours, theirs)
+    save_and_keep(ours, 2)
+    save_and_keep(theirs, 1)
+    (overtaken,) = attempts(theirs) - attempts(ours)
+    folder = ours / "step-00000007"
+    shutil.copytree(theirs / "step-00000007" / f"a-{overtaken}", folder / f"a-{overtaken}")
+    (folder / f"a-{overtaken}" / "DECISION.json").unlink()
+    for generation in {1, 2, 3} - set(committed):
+        (folder / f"MANIFEST-{generation}.json").unlink()
+    with aiockpt.Checkpointer(ours, io=SMALL) as ckpt:
+        garbage = ckpt.prune(aiockpt.Retention(grace_s=0), dry_run=True).result(30).garbage
+    assert overtaken in {one.attempt for one in garbage}
+
+
+def test_the_lineage_follows_runs_and_their_parents() -> None:
+    rows = facts((1, 1, "a", None), (2, 2, "a", None), (3, 3, "a", None), (4, 4, "b", "s2"), (5, 5, "b", "s2"))
+    assert [fact.step for fact in lineage(rows)] == [5, 4, 2, 1]
+    assert [step.step for step in plan_retention(rows, aiockpt.Retention(last=2))] == [1, 2]
+    assert plan_retention(rows, aiockpt.Retention(last=2), protected={"s1"})[0].step == 2
+    assert lineage([]) == []
+    assert plan_retention([], aiockpt.Retention(last=1)) == []
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 50), st.integers(0, 9), st.sampled_from("abc")), max_size=12, unique_by=lambda r: r[0]
+    ),
+    st.integers(1, 4),
+)
+def test_whatever_the_history_the_newest_is_kept(rows: list[tuple[int, int, str]], last: int) -> None:
+    found = facts(*[(step, sequence, run, f"s{sequence}") for step, sequence, run in rows])
+    doomed = {step.id for step in plan_retention(found, aiockpt.Retention(last=last))}
+    if found:
+        assert max(found, key=lambda fact: (fact.sequence, fact.step)).id not in doomed
+    assert len(lineage(found)) - len(doomed) <= last or not doomed
+
+
+def test_an_older_generation_is_collected_after_the_new_one_is_committed(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        ckpt.save(1, state(1)).result(30)
+        ckpt.save(1, state(2)).result(30)
+        ckpt.wait()
+    folder = tmp_path / "step-00000001"
+    assert [path.name for path in folder.glob("MANIFEST-*")] == ["MANIFEST-2.json"]
+    assert len(list(folder.glob("a-*"))) == 1
+
+
+def dead_attempt(root: Path, *, voted: bool) -> Path:
+    """Leave what a job leaves that was killed before, or after, its vote."""
+    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+        ckpt.save(7, state(7)).result(30)
+        ckpt.wait()
+    folder = root / "step-00000007"
+    (folder / "MANIFEST-1.json").unlink()
+    attempt = next(folder.glob("a-*"))
+    (attempt / "DECISION.json").unlink()
+    if not voted:
+        shutil.rmtree(attempt / "r")
+    return attempt
+
+
+def test_a_commit_whose_job_died_after_its_vote_is_rolled_forward(tmp_path: Path) -> None:
+    dead_attempt(tmp_path, voted=True)
+    target = state(0)
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        loaded = ckpt.load(target).result(30)
+    assert loaded is not None
+    assert (loaded.step, target["value"]) == (7, 7)
+
+
+def test_an_explicit_step_is_rolled_forward_too(tmp_path: Path) -> None:
+    dead_attempt(tmp_path, voted=True)
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        assert ckpt.describe(7).result(30).info.step == 7
+
+
+def test_a_save_whose_job_died_before_its_vote_is_garbage_only_after_the_grace(tmp_path: Path) -> None:
+    attempt = dead_attempt(tmp_path, voted=False)
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        assert ckpt.load(state(0)).result(30) is None
+        assert ckpt.prune(aiockpt.Retention()).result(30).garbage == ()
+        assert attempt.exists()
+        collected = ckpt.prune(aiockpt.Retention(grace_s=0)).result(30).garbage
+        assert [f"a-{garbage.attempt}" for garbage in collected] == [attempt.name]
+        assert not attempt.exists()
+
+
+def test_a_collected_attempt_can_not_be_committed_any_more(tmp_path: Path) -> None:
+    attempt = dead_attempt(tmp_path, voted=True)
+    (attempt / "DECISION.json").write_text('{"decision":"collect","attempt":"x","write_id":"y"}')
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        assert ckpt.finish_commits().result(30) == ()
+        assert ckpt.load(state(0)).result(30) is None
+
+
+def test_a_receipt_with_a_flipped_bit_is_no_vote(tmp_path: Path) -> None:
+    attempt = dead_attempt(tmp_path, voted=True)
+    receipt = attempt / "r" / "r00000.json"
+    good = receipt.read_bytes()
+    for position in range(0, len(good), 41):
+        bad = bytearray(good)
+        bad[position] ^= 4
+        receipt.write_bytes(bad)
+        with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+            assert ckpt.finish_commits().result(30) == ()
+
+
+def test_of_two_savers_of_one_generation_one_wins_and_the_other_is_told(tmp_path: Path) -> None:
+    """The second saver notes the generation, then the first commits it."""
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as rival:
+        committed: list[int] = []
+
+        class Interloper(LocalBackend):
+            async def create(self, key: str, size: int):  # type: ignore[no-untyped-def]
+                if not committed:
+                    import anyio.to_thread
+
+                    committed.append(1)
+                    await anyio.to_thread.run_sync(lambda: rival.save(1, state(1)).result(30))
+                return await super().create(key, size)
+
+        with aiockpt.Checkpointer(Interloper(tmp_path), io=SMALL) as ckpt:
+            with pytest.raises(aiockpt.CommitConflictError, match="the winner stands"):
+                ckpt.save(1, state(2)).result(30)
+            target = state(0)
+            ckpt.load(target).result(30)
+            assert target["value"] == 1
+            assert ckpt.save(1, state(3)).result(30).generation == 2
+
+
+def test_deleting_a_step_removes_every_trace(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        ckpt.save(1, STATE).result(30)
+        ckpt.save(2, STATE).result(30)
+        ckpt.delete(1).result(30)
+        with pytest.raises(aiockpt.StepNotFoundError, match="it has: 2"):
+            ckpt.load(state(0), 1).result(30)
+    assert not (tmp_path / "step-00000001").exists()
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+@pytest.mark.parametrize("snapshot", ["eager", "lazy"])
+def test_saves_of_one_step_at_once_are_generations_in_the_order_of_the_calls(
+    tmp_path: Path, worker: Worker, snapshot: Snapshot
+) -> None:
+    with aiockpt.Checkpointer(tmp_path, io=SMALL, worker=worker, snapshot=snapshot, max_in_flight=3) as ckpt:
+        saves = [ckpt.save(10, state(value)) for value in range(3)]
+        assert [save.result(30).generation for save in saves] == [1, 2, 3]
+        target = state(9)
+        ckpt.load(target).result(30)
+    assert target["value"] == 2
+
+
+def test_a_second_save_of_a_step_sees_the_first_where_one_is_enough(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path, io=SMALL, on_exists="skip") as ckpt:
+        first, second = ckpt.save(10, state(1)), ckpt.save(10, state(2))
+        assert not first.result(30).existed
+        assert second.result(30).existed
+
+
+def test_a_save_whose_step_failed_before_is_made_all_the_same(tmp_path: Path) -> None:
+    stuck = FaultyBackend(LocalBackend(str(tmp_path)), [Fault(do="hang", verb="create", match="*")])
+    with aiockpt.Checkpointer(stuck, io=SMALL) as ckpt:
+        first, second = ckpt.save(10, state(1)), ckpt.save(10, state(2))
+        until(lambda: stuck.schedule.fired, "the first save's file")
+        first.cancel()
+        assert second.result(30).generation == 1
+
+
+def test_deleting_a_step_asks_little_of_the_place(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        ckpt.save(1, STATE).result(30)
+    recorded = RecordingBackend(LocalBackend(str(tmp_path)))
+    with aiockpt.Checkpointer(recorded, io=SMALL) as ckpt:
+        ckpt.delete(1).result(30)
+    asked = [done.verb for done in recorded.operations]
+    found = ["list", "get"]  # which copies there are
+    assert asked == [*found, "put", "delete", "list", "list", "delete", "delete", "list", "close"]
+
+
+def test_a_folder_that_is_not_ours_is_ignored(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "readme.txt").write_text("x")
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        assert ckpt.load(state(0)).result(30) is None
+        ckpt.save(1, STATE).result(30)
+    assert steps(tmp_path) == [1]
+    assert attempt_folder("a", "0" * 12) == "a/a-000000000000"

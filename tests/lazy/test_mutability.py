@@ -1,0 +1,288 @@
+"""Is everything held still that the program may change, whoever changes it? What only steps change is left in place."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantize
+
+import aiockpt
+from aiockpt.adapters.native import StateWalker
+from aiockpt.lazy.mutability import Mutability
+from aiockpt.lazy.optimizer_hooks import is_announced
+from tests.lazy.copy_gate import CopyGate
+
+State = dict[str, Any]
+
+
+class Holder:
+    """Walks a state and holds it still, as a lazy save does."""
+
+    def __init__(self) -> None:
+        self.walker, self.mutability = StateWalker(), Mutability()
+
+    def moving(self, state: State) -> set[str]:
+        """Return the names of what is copied in the call."""
+        walked = self.walker.walk(state)
+        still = self.mutability.hold(walked, state, trusting=False, reuse=True)
+        return {live.name for live, held in zip(walked.tensors, still.tensors, strict=True) if live is not held}
+
+
+def moving(state: State) -> set[str]:
+    return Holder().moving(state)
+
+
+def sgd(*modules: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.1)
+
+
+# --- what forward changes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_that_renormalises_its_rows_is_saved_as_it_was_at_the_call(
+    kind: Callable[..., nn.Module], tmp_path: Path, gate: CopyGate
+) -> None:
+    model = nn.Sequential(kind(50, 4, max_norm=0.1), nn.Linear(4, 2))
+    optimizer, weight = sgd(model), model.get_parameter("0.weight")
+    expected = weight.detach().clone()
+    with aiockpt.Checkpointer(tmp_path, snapshot="lazy") as ckpt:
+        save = ckpt.save(1, {"model": model, "optimizer": optimizer})
+        assert gate.reached.wait(30)
+        model(torch.arange(50).view(50, 1))
+        assert not torch.equal(weight, expected)
+        gate.open.set()
+        save.result(30)
+        assert torch.equal(ckpt.read(1, "model.0.weight").result(30), expected)
+
+
+def test_only_what_is_renormalised_is_copied() -> None:
+    model = nn.Sequential(nn.Embedding(9, 4, max_norm=1.0), nn.Embedding(9, 4), nn.Linear(4, 2))
+    assert moving({"model": model, "optimizer": sgd(model)}) == {"model.0.weight"}
+
+
+def test_a_weight_that_is_tied_to_a_renormalised_one_moves_under_whatever_name() -> None:
+    embedding, head = nn.Embedding(9, 4, max_norm=1.0), nn.Linear(4, 9, bias=False)
+    head.weight = embedding.weight
+    assert moving({"head": head, "optimizer": sgd(head)}) == {"head.weight"}
+
+
+def test_a_renormalised_weight_is_found_where_the_state_has_no_module() -> None:
+    embedding = nn.Embedding(9, 4, max_norm=1.0)
+    state = {"weight": embedding.weight, "optimizer": sgd(embedding)}
+    assert moving(state) == {"weight"}
+
+
+def test_a_module_of_somebody_else_with_such_a_limit_is_taken_for_an_embedding() -> None:
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows, self.head, self.max_norm = nn.Parameter(torch.ones(9, 4)), nn.Linear(4, 2), 1.0
+
+        def forward(self, index: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.head(nn.functional.embedding(index, self.rows, max_norm=self.max_norm))
+            return found
+
+    model = Rows()
+    assert moving({"model": model, "optimizer": sgd(model)}) == {"model.rows"}
+
+
+def test_a_limit_that_is_set_later_is_noticed() -> None:
+    embedding = nn.Embedding(9, 4)
+    state, holder = {"model": embedding, "optimizer": sgd(embedding)}, Holder()
+    assert holder.moving(state) == set()
+    embedding.max_norm = 1.0
+    assert holder.moving(state) == {"model.weight"}
+
+
+def test_the_scale_of_a_learned_quantisation_moves() -> None:
+    observer = torch.ao.quantization.MovingAverageMinMaxObserver
+    quantisation = _LearnableFakeQuantize(observer, 0, 255)  # type: ignore[no-untyped-call]
+    model = nn.Sequential(quantisation, nn.Linear(4, 2))
+    found = moving({"model": model, "optimizer": sgd(model)})
+    assert {"model.0.scale", "model.0.zero_point"} <= found
+    assert not found & {"model.1.weight", "model.1.bias"}
+
+
+# --- who owns what --------------------------------------------------------------------------------------------------
+
+
+class Unhooked(torch.optim.Optimizer):
+    """An optimizer that leaves out ``Optimizer.__init__``, so that torch puts no hooks around its ``step``."""
+
+    def __init__(self, params: Any, inner: torch.optim.Optimizer | None = None) -> None:
+        self.param_groups = [{"params": list(params), "lr": 0.1}]
+        self.state, self.defaults = {}, {}  # type: ignore[assignment]
+        self.optimizer = inner
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": {}, "param_groups": [{"lr": 0.1, "params": list(range(len(self.param_groups[0]["params"])))}]}
+
+    def load_state_dict(self, state_dict: Any) -> None: ...
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.add_(1)
+
+
+def names(module: nn.Module) -> set[str]:
+    return {f"model.{name}" for name, _ in module.named_parameters()}
+
+
+def test_what_an_optimizer_without_hooks_owns_is_copied_in_the_call(
+    tmp_path: Path, gate: CopyGate, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = Unhooked(model.parameters())
+    expected = model.weight.detach().clone()
+    with aiockpt.Checkpointer(tmp_path, snapshot="lazy") as ckpt, caplog.at_level(logging.WARNING):
+        save = ckpt.save(1, {"model": model, "optimizer": optimizer})
+        optimizer.step()
+        gate.open.set()
+        save.result(30)
+        assert torch.equal(ckpt.read(1, "model.weight").result(30), expected)
+    assert "Unhooked steps without torch's hooks" in caplog.text
+
+
+def test_an_optimizer_without_hooks_that_shares_parameters_with_another_one_makes_them_move() -> None:
+    model = nn.Linear(4, 4)
+    silent = Unhooked(model.parameters())
+    assert moving({"model": model, "optimizer": sgd(model)}) == names(model)
+    assert silent.param_groups
+
+
+def test_a_step_that_was_replaced_is_not_trusted_whatever_it_looks_like() -> None:
+    model = nn.Linear(4, 4)
+    optimizer, holder = sgd(model), Holder()
+    state = {"model": model, "optimizer": optimizer}
+    assert holder.moving(state) == set()
+    step = optimizer.step
+    optimizer.step = functools.wraps(step)(lambda: step())  # type: ignore[method-assign,assignment]
+    assert holder.moving(state) == names(model)
+    del optimizer.step
+    assert holder.moving(state) == set()
+
+
+def test_a_step_of_the_class_that_was_replaced_is_not_trusted() -> None:
+    class Own(torch.optim.SGD): ...
+
+    model = nn.Linear(4, 4)
+    state, holder = {"model": model, "optimizer": Own(model.parameters(), lr=0.1)}, Holder()
+    assert holder.moving(state) == set()
+    Own.step = lambda self, closure=None: None  # type: ignore[method-assign]
+    assert holder.moving(state) == names(model)
+
+
+def test_what_a_scheduler_or_the_compiler_puts_around_a_step_calls_the_hooks() -> None:
+    model, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizer, compiled = sgd(model), sgd(other)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    compiled.step = torch.compile(compiled.step, backend="eager")  # type: ignore[method-assign]
+    assert "step" in vars(optimizer)
+    assert moving({"model": model, "optimizer": optimizer}) == set()
+    assert moving({"model": other, "optimizer": compiled}) == set()
+    assert scheduler.last_epoch == 0
+
+
+def test_a_wrapper_that_is_known_to_only_call_a_step_with_hooks_is_trusted_like_that() -> None:
+    class AcceleratedOptimizer(Unhooked):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            assert self.optimizer is not None
+            self.optimizer.step(closure)
+
+    AcceleratedOptimizer.__module__, AcceleratedOptimizer.__qualname__ = "accelerate.optimizer", "AcceleratedOptimizer"
+
+    class Changed(AcceleratedOptimizer):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            Unhooked.step(self)
+
+    model, other, third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+    wrapper = AcceleratedOptimizer(model.parameters(), sgd(model))
+    assert moving({"model": model, "optimizer": wrapper}) == set()
+    assert moving({"model": other, "optimizer": Changed(other.parameters(), sgd(other))}) == names(other)
+    silent = AcceleratedOptimizer(third.parameters(), Unhooked(third.parameters()))
+    assert moving({"model": third, "optimizer": silent}) == names(third)
+    assert is_announced(wrapper)
+    assert not is_announced(silent)
+
+
+def test_what_an_optimizer_owned_moves_once_that_is_gone() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer, holder = sgd(model), Holder()
+    assert holder.moving({"model": model}) == set()
+    del optimizer
+    optimizer = sgd(model[1])
+    assert holder.moving({"model": model}) == {"model.0.weight", "model.0.bias"}
+    assert len(optimizer.param_groups) == 1
+
+
+def test_an_optimizer_that_comes_later_is_found() -> None:
+    model, holder = nn.Linear(4, 4), Holder()
+    assert holder.moving({"model": model}) == names(model)
+    optimizer = sgd(model)
+    assert holder.moving({"model": model}) == set()
+    silent = Unhooked(model.parameters())
+    assert holder.moving({"model": model}) == names(model)
+    assert optimizer.param_groups
+    assert silent.param_groups
+
+
+def test_a_parameter_that_leaves_the_groups_of_an_optimizer_outside_the_state_moves() -> None:
+    model, holder = nn.Linear(4, 4), Holder()
+    optimizer = sgd(model)
+    assert holder.moving({"model": model}) == set()
+    optimizer.param_groups[0]["params"].pop()
+    assert holder.moving({"model": model}) == {"model.bias"}
+
+
+def test_memory_that_a_parameter_has_left_moves() -> None:
+    parameter, holder = nn.Parameter(torch.ones(4)), Holder()
+    optimizer, state = torch.optim.SGD([parameter], lr=0.1), {"some": [parameter.detach()]}
+    assert holder.moving(state) == set()
+    parameter.data = torch.zeros(4)
+    assert holder.moving(state) == {"some[0]"}
+    assert optimizer.param_groups
+
+
+def test_nobody_is_looked_for_twice_while_nobody_came_or_went(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()  # garbage of other tests, which may go at any moment
+    looks: list[int] = []
+    find = gc.get_referrers
+
+    def find_and_count(*classes: type) -> list[Any]:
+        looks.append(1)
+        return find(*classes)
+
+    monkeypatch.setattr(gc, "get_referrers", find_and_count)
+    tensors, holder = [torch.ones(2) for _ in range(3)], Holder()
+    for _ in range(5):
+        assert len(holder.moving({"some": tensors})) == 3
+    assert len(looks) == 1
+
+
+def test_what_lies_in_the_gaps_of_a_parameter_is_not_owned_with_it_and_both_are_copied() -> None:
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            flat = torch.randn(16, 8)
+            self.weight = nn.Parameter(flat[:, :7])
+            self.register_buffer("beside", flat[:12, 7])
+
+    model = Flat()
+    assert moving({"model": model, "optimizer": sgd(model)}) == {"model.beside", "model.weight"}
+
+
+def test_a_part_of_a_parameter_whose_axes_are_in_another_order_is_owned_with_it() -> None:
+    parameter = nn.Parameter(torch.randn(4, 6).t())
+    state = {"some": [parameter.detach().t()[1:3]], "whole": parameter.detach()}
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    assert moving(state) == set()
+    assert optimizer.param_groups

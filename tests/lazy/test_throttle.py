@@ -1,0 +1,290 @@
+"""Does a lazy copy take few slabs while nobody waits, and all it needs as soon as somebody does?"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable
+
+import anyio
+import msgspec
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.backends.memory import MemoryBackend
+from aiockpt.lazy.throttle import BATCH, Pacing, Throttle
+from aiockpt.runtime.host_memory import PrivateMemory
+from aiockpt.runtime.slabs import Slab, SlabPool
+from tests.gates import Gate
+from tests.small_run import OneLayer
+from tests.watch import until
+
+KIB = 1 << 10
+SLAB = 64 * KIB
+IO = aiockpt.IO(pool_bytes=128 * SLAB, slab_bytes=SLAB, block_bytes=SLAB, read_bytes=SLAB)
+
+
+def run_of_48_slabs() -> OneLayer:
+    return OneLayer(512, bias=False)
+
+
+def held_place() -> Gate:
+    """Return a place whose data files are not written before it is opened up."""
+    return Gate(MemoryBackend(), "upload.write")
+
+
+def known(ckpt: aiockpt.Checkpointer, quiet_s: float) -> None:
+    """Have it know a program that leaves its state alone for *quiet_s*, and a fast memory."""
+    ckpt._launcher._pacing.stepped(quiet_s)
+    ckpt._launcher._pacing.copied(1 << 30, 1.0)
+
+
+def used(ckpt: aiockpt.Checkpointer) -> int:
+    return ckpt._engine.pool.statistics().used_slabs
+
+
+async def _wait(stage: aiockpt.SaveFuture) -> None:
+    await stage.snapshotted()
+
+
+WAYS_TO_WAIT: dict[str, Callable[[aiockpt.Checkpointer, OneLayer, aiockpt.SaveFuture], object]] = {
+    "a step": lambda _, run, __: run.step(),
+    "the barrier": lambda ckpt, _, __: ckpt.barrier(),
+    "wait_mutable": lambda ckpt, _, __: anyio.run(ckpt.wait_mutable),
+    "a wait for the snapshot": lambda _, __, save: save.snapshotted().result(30),
+    "an await of the snapshot": lambda _, __, save: anyio.run(_wait, save),
+    "the next save": lambda ckpt, run, save: ckpt.save(2, run.state) and save.snapshotted().result(30),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_WAIT)
+def test_few_slabs_go_round_until_somebody_waits(way: str) -> None:
+    run, place = run_of_48_slabs(), held_place()
+    weight = run.model.weight.detach().clone()
+    with aiockpt.Checkpointer(place, snapshot="lazy", io=IO) as ckpt:
+        known(ckpt, 1000.0)
+        save = ckpt.save(1, run.state)
+        until(lambda: used(ckpt) == BATCH, "a turn of slabs in use")
+        assert not save.snapshotted().done()
+        WAYS_TO_WAIT[way](ckpt, run, save)
+        assert save.snapshotted().done()
+        assert used(ckpt) >= 48
+        place.open_up()
+        save.result(30)
+        ckpt.load(run.state, 1).result(30)
+    assert torch.equal(run.model.weight, weight)
+
+
+def test_a_save_that_ends_before_the_step_never_has_a_copy_of_the_state() -> None:
+    run, place = run_of_48_slabs(), MemoryBackend()
+    with aiockpt.Checkpointer(place, snapshot="lazy", io=IO) as ckpt:
+        known(ckpt, 1000.0)
+        ckpt.save(1, run.state).result(30)
+        seen = ckpt._engine.pool.statistics()
+        assert seen.peak_used_slabs <= 2 * BATCH  # of a second turn only where the first one took long
+        assert seen.allocated_bytes <= 2 * BATCH * SLAB
+
+
+@pytest.mark.parametrize("quiet_s", [None, 0.5])
+def test_a_copy_is_made_at_once_when_a_step_is_near_or_none_was_seen(quiet_s: float | None) -> None:
+    run, place = run_of_48_slabs(), held_place()
+    with aiockpt.Checkpointer(place, snapshot="lazy", io=IO) as ckpt:
+        if quiet_s is not None:
+            known(ckpt, quiet_s)
+        save = ckpt.save(1, run.state)
+        until(save.snapshotted().done, "the snapshot")  # `done` asks, and does not wait
+        place.open_up()
+
+
+def test_a_save_that_is_cancelled_at_its_leisure_is_copied_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, place, inside = run_of_48_slabs(), held_place(), threading.Semaphore(0)
+    wait = Throttle.wait
+
+    def seen(throttle: Throttle, left_bytes: int, timeout_s: float) -> None:
+        inside.release()
+        wait(throttle, left_bytes, timeout_s)
+        assert inside.acquire(blocking=False)
+
+    with aiockpt.Checkpointer(place, snapshot="lazy", io=IO) as ckpt:
+        ckpt.save(1, run.state).snapshotted().result(30)
+        known(ckpt, 600.0)  # who waited for that would hang
+        monkeypatch.setattr(Throttle, "wait", seen)
+        save = ckpt.save(2, run.state)
+        until(lambda: inside._value == 1, "the copy at its leisure")
+        save.cancel()
+        until(lambda: inside._value == 0, "the end of the copy")
+        copied = used(ckpt)
+        place.open_up()
+        assert save.exception(30) is not None
+        assert copied == 50  # the headers of the two files, weights and the rest, have windows of their own
+
+
+def test_how_long_a_program_leaves_its_state_alone_is_learned_from_its_steps() -> None:
+    run, place = run_of_48_slabs(), MemoryBackend()
+    with aiockpt.Checkpointer(place, snapshot="lazy", io=IO) as ckpt:
+        for step in range(3):
+            ckpt.save(step, run.state).result(30)
+            run.step()
+            run.step()
+        assert len(ckpt._launcher._pacing._quiet_s) == 3
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.ns = 0
+
+    def __call__(self) -> int:
+        return self.ns
+
+
+def test_the_shortest_of_the_last_times_is_expected_and_the_copy_counted_twice() -> None:
+    clock = Clock()
+    pacing = Pacing(clock)
+    assert pacing.spare_s(0.0, 0) == 0.0
+    pacing.copied(1000, 1.0)
+    for seconds in (10.0, 1.0, 20.0, 20.0, 20.0):
+        pacing.stepped(seconds)
+    assert pacing.spare_s(0.0, 0) == pytest.approx(0.85)
+    pacing.stepped(20.0)
+    assert pacing.spare_s(2.0, 1000) == pytest.approx(17.0 - 2.0 - 2.0)
+
+
+class Turns:
+    """A leisure whose slabs come back when the test says so; a turn takes as long as it says."""
+
+    def __init__(self, slabs: int = 40) -> None:
+        self.clock = Clock()
+        self.pool = SlabPool(4 * KIB, slabs * 4 * KIB)
+        self.pacing = Pacing(self.clock)
+        self.pacing.stepped(1000.0)
+        self.pacing.copied(1 << 40, 1.0)
+        self.throttle = self.pacing.begin(self.pool, 6)
+        self.left_bytes = 1 << 30
+        self.used: list[Slab] = []
+
+    def fill(self, timeout_s: float = 30.0) -> None:
+        self.throttle.wait(self.left_bytes, timeout_s)
+        self.used.append(self.pool.take(1))
+        self.left_bytes -= 4 * KIB
+
+    def save_round(self, seconds: float) -> None:
+        """Fill a turn of slabs, which are all written *seconds* later."""
+        for _ in range(BATCH):
+            self.fill()
+        self.clock.ns += round(seconds * 1e9)
+        for slab in self.used:
+            self.pool.give(slab)
+        self.used.clear()
+
+
+def test_a_storage_that_stands_still_ends_the_leisure_at_the_deadline() -> None:
+    save_rounds = Turns()
+    for _ in range(BATCH):
+        save_rounds.fill()
+    assert not save_rounds.throttle.whole
+    save_rounds.fill(0.01)
+    assert save_rounds.throttle.whole
+
+
+def test_the_slabs_of_a_turn_wait_for_each_other() -> None:
+    save_rounds = Turns()
+    more = []
+    for _ in range(BATCH):
+        save_rounds.fill()
+        more.append(save_rounds.throttle.fills_more)
+    assert more == [True] * (BATCH - 1) + [False]
+
+
+def test_a_turn_begins_when_the_one_before_is_written() -> None:
+    save_rounds = Turns()
+    for _ in range(BATCH):
+        save_rounds.fill()
+    first, *others = save_rounds.used
+    for slab in others:
+        save_rounds.pool.give(slab)
+    waiting = threading.Thread(target=save_rounds.throttle.wait, args=(save_rounds.left_bytes, 30.0))
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    save_rounds.pool.give(first)
+    waiting.join(30)
+    assert not waiting.is_alive()
+    assert not save_rounds.throttle.whole
+
+
+def test_turns_overlap_when_one_after_the_other_would_take_too_long() -> None:
+    slow, fast = Turns(), Turns()
+    for save_rounds, seconds in ((slow, 100.0), (fast, 1e-6)):
+        save_rounds.save_round(seconds)
+        for _ in range(BATCH):
+            save_rounds.fill()
+    slow.fill(0.01)
+    assert not slow.throttle.whole
+    fast.fill(0.01)
+    assert fast.throttle.whole
+
+
+def test_a_bandwidth_is_kept() -> None:
+    run, place = run_of_48_slabs(), MemoryBackend()
+    io = msgspec.structs.replace(IO, bandwidth=10e6)
+    with aiockpt.Checkpointer(place, io=io) as ckpt:
+        result = ckpt.save(1, run.state).result(30)
+    assert result.seconds >= 0.8 * result.bytes / 10e6
+
+
+@pytest.mark.parametrize("bandwidth", [0, -1.0, float("nan")])
+def test_a_bandwidth_of_nothing_is_refused(bandwidth: float) -> None:
+    with pytest.raises(aiockpt.UsageError, match=r"IO\(bandwidth="):
+        aiockpt.IO(bandwidth=bandwidth)
+
+
+# ------------------------------------------------------------------ what goes wrong
+
+
+def test_a_save_does_not_fail_because_slabs_for_the_next_one_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(12, "no memory")
+
+    run = run_of_48_slabs()
+    with aiockpt.Checkpointer("memory://", snapshot="lazy", io=IO) as ckpt:
+        monkeypatch.setattr(ckpt._engine.pool, "warm_up", refuse)
+        ckpt.save(1, run.state).result(30)
+        ckpt.save(2, run.state).result(30)
+
+
+def test_memory_that_cannot_be_had_is_not_counted() -> None:
+    class NoMemory(PrivateMemory):
+        def map(self, number: int, size_bytes: int) -> mmap.mmap:
+            raise MemoryError
+
+    pool = SlabPool(4 * KIB, 40 * KIB, NoMemory())
+    with pytest.raises(MemoryError):
+        pool.warm_up(2)
+    with pytest.raises(MemoryError):
+        pool.take(1)
+    seen = pool.statistics()
+    assert (seen.allocated_bytes, seen.used_slabs) == (0, 0)
+
+
+def test_a_save_whose_task_is_cancelled_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def cancelled(*_: object) -> None:
+        raise anyio.get_cancelled_exc_class()
+
+    run = run_of_48_slabs()
+    with aiockpt.Checkpointer("memory://", io=IO, on_error=lambda _: None) as ckpt:
+        monkeypatch.setattr(ckpt._tiers, "save", cancelled)
+        assert ckpt.save(1, run.state).exception(30) is not None
+        monkeypatch.undo()
+
+
+def test_a_program_that_steps_no_optimizer_leaves_nothing_behind() -> None:
+    with aiockpt.Checkpointer("memory://", snapshot="lazy") as ckpt:
+        for step in range(8):
+            ckpt.save(step, {"x": torch.ones(3)}).result(30)
+        assert len(ckpt._barrier._unstepped) <= 4
+
+
+def test_a_metric_that_nobody_can_write_down_is_refused() -> None:
+    with aiockpt.Checkpointer("memory://") as ckpt, pytest.raises(aiockpt.UsageError, match="metrics"):
+        ckpt.save(1, {"x": torch.ones(3)}, metrics={"bad\udc80": 1.0})

@@ -1,0 +1,97 @@
+"""A place without a step says what may have been meant, and a load from nothing says it too."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import anyio
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.backends.local import LocalBackend
+from aiockpt.pipeline import hints
+from aiockpt.pipeline.hints import Instead, look_instead
+from aiockpt.storage.backend import Backend
+from aiockpt.testing.faults import Fault, FaultyBackend
+from tests.small_run import SMALL
+
+STATE = {"x": torch.arange(100)}
+
+
+def look(backend: Backend) -> Instead:
+    return anyio.run(look_instead, backend)
+
+
+def make_run(root: Path) -> None:
+    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+        ckpt.save(3, STATE).result(30)
+
+
+def test_the_folder_of_a_step_is_told_from_the_place_of_steps(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    assert look(LocalBackend(str(tmp_path / "step-00000003"))) == Instead(is_step=True)
+    assert look(LocalBackend(str(tmp_path))) == Instead()
+
+
+def test_runs_and_weights_are_found_and_other_things_are_not(tmp_path: Path) -> None:
+    make_run(tmp_path / "first")
+    make_run(tmp_path / "second")
+    (tmp_path / "logs" / "step-one").mkdir(parents=True)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"")
+    found = look(LocalBackend(str(tmp_path)))
+    assert found == Instead(runs=("first", "second"), weights="model-00001-of-00002.safetensors")
+    assert found.hints("/here/") == [
+        "/here/first holds steps",
+        "/here/second holds steps",
+        "/here holds weights, model-00001-of-00002.safetensors: `aiockpt convert /here PLACE` makes a step of them",
+    ]
+
+
+def test_of_many_runs_a_few_are_shown(tmp_path: Path) -> None:
+    for number in range(hints.RUNS_SHOWN + 2):
+        (tmp_path / f"run{number}" / "step-00000001").mkdir(parents=True)
+    assert len(look(LocalBackend(str(tmp_path))).runs) == hints.RUNS_SHOWN
+
+
+def test_what_cannot_be_read_was_not_meant(tmp_path: Path) -> None:
+    make_run(tmp_path / "first")
+    make_run(tmp_path / "second")
+    refusing = FaultyBackend(LocalBackend(str(tmp_path)), [Fault(do="fail", verb="list", match="first", times=None)])
+    assert look(refusing).runs == ("second",)
+    broken = FaultyBackend(LocalBackend(str(tmp_path)), [Fault(do="fail", verb="list", times=None)])
+    assert look(broken) == Instead()
+
+
+def test_a_place_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hints, "LOOK_S", 0.1)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    make_run(tmp_path / "first")
+    hanging = FaultyBackend(LocalBackend(str(tmp_path)), [Fault(do="hang", verb="list", match="first", times=None)])
+    assert look(hanging) == Instead(weights="model.safetensors")
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_load_of_nothing_says_what_may_have_been_meant(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_run(tmp_path / "run")
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        assert ckpt.load(STATE).result(30) is None
+    assert warnings(caplog) == [f"nothing is loaded, and {LocalBackend(str(tmp_path)).url}/run holds steps"]
+
+
+def test_a_load_of_something_or_from_an_empty_place_says_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "empty").mkdir()
+    make_run(tmp_path)
+    make_run(tmp_path / "inner")
+    for place, step in ((tmp_path, 3), (tmp_path / "empty", None), (tmp_path / "not there", None)):
+        with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+            loaded = ckpt.load(STATE).result(30)
+            assert (None if loaded is None else loaded.step) == step
+    assert warnings(caplog) == []

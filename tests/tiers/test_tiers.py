@@ -1,0 +1,472 @@
+"""Several places for one run: memory first, committed on the first durable one, the others in the background."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.backends.local import LocalBackend
+from aiockpt.backends.memory import MemoryBackend
+from aiockpt.engine import find, lineage
+from aiockpt.errors import SaveSkippedError, StorageError, StorageTimeoutError, UsageError
+from aiockpt.events import Promoted, PromotionFailed
+from aiockpt.pipeline import copy
+from aiockpt.storage.backend import Space
+from aiockpt.testing.faults import Fault, FaultyBackend
+from aiockpt.tiers import promotion
+from tests.gates import Gate
+from tests.small_run import SMALL
+from tests.watch import Watch
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"x": torch.full((5000,), value), "y": torch.arange(7) + int(value), "value": value}
+
+
+def steps(place: Any) -> list[int]:
+    with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+        return sorted(info.step for info in ckpt.steps().result(30))
+
+
+def loaded(place: Any, step: int | None = None) -> float:
+    like = state(-1)
+    with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+        assert ckpt.load(like, step).result(30) is not None
+    assert torch.equal(like["x"], state(like["value"])["x"])
+    assert torch.equal(like["y"], state(like["value"])["y"])
+    return float(like["value"])
+
+
+def test_a_step_is_in_memory_first_committed_on_disk_and_copied_to_the_rest(tmp_path: Path) -> None:
+    memory, disk = MemoryBackend(), Gate(LocalBackend(str(tmp_path / "disk")))
+    watch = Watch()
+    tiers = [aiockpt.Tier(memory), aiockpt.Tier(disk), aiockpt.Tier(tmp_path / "far")]
+    with aiockpt.Checkpointer(tiers, io=SMALL, observers=[watch]) as ckpt:
+        save = ckpt.save(1, state(1))
+        save.in_memory().result(30)
+        assert not save.done()
+        assert loaded(memory) == 1
+        disk.open_up()
+        result = save.result(30)
+        assert (result.url, result.durable) == (disk.url, True)
+        far = save.committed(tmp_path / "far").result(30)
+        assert far.url == f"file://{tmp_path}/far"
+    assert [loaded(place) for place in (memory, tmp_path / "disk", tmp_path / "far")] == [1, 1, 1]
+    assert [event.url for event in watch.of(Promoted)] == [disk.url, f"file://{tmp_path}/far"]
+
+
+def test_each_tier_takes_and_keeps_what_it_is_told(tmp_path: Path) -> None:
+    memory = MemoryBackend()
+    near, far = tmp_path / "near", tmp_path / "far"
+    tiers = [
+        aiockpt.Tier(memory, keep=1),
+        aiockpt.Tier(near, every=2, keep=2),
+        aiockpt.Tier(far, every=4, keep=aiockpt.Retention(last=1, every=8)),
+    ]
+    with aiockpt.Checkpointer(tiers, io=SMALL) as ckpt:
+        for step in range(1, 14):
+            save = ckpt.save(step, state(step))
+            assert save.result(30).durable is (step % 2 == 0)
+            if step % 4:
+                assert isinstance(save.committed(far).exception(30), SaveSkippedError)
+            else:
+                save.committed(far).result(30)
+    assert steps(memory) == [13]
+    assert steps(near) == [10, 12]
+    assert steps(far) == [8, 12]
+
+
+def test_a_far_tier_that_is_away_delays_nothing_and_catches_up(tmp_path: Path) -> None:
+    down = Fault(do="fail", verb="create", match="*", times=3)
+    far = Gate(FaultyBackend(LocalBackend(str(tmp_path / "far")), [down]))
+    watch = Watch()
+    with aiockpt.Checkpointer([tmp_path / "near", aiockpt.Tier(far)], io=SMALL, observers=[watch]) as ckpt:
+        save = ckpt.save(1, state(1))
+        save.result(30)
+        assert not save.committed(far).done()
+        far.open_up()
+        save.committed(far).result(30)
+    assert loaded(tmp_path / "far") == 1
+    assert [event.final for event in watch.of(PromotionFailed)] == [False] * 3
+
+
+def test_of_many_steps_that_wait_for_a_slow_tier_the_newest_get_there(tmp_path: Path) -> None:
+    far = Gate(LocalBackend(str(tmp_path / "far")))
+    with aiockpt.Checkpointer([tmp_path / "near", far], io=SMALL) as ckpt:
+        saves = [ckpt.save(step, state(step)) for step in range(1, 7)]
+        for save in saves:
+            save.result(30)
+        far.open_up()
+        outcomes = [save.committed(far).exception(30) for save in saves]
+    assert sum(isinstance(outcome, SaveSkippedError) for outcome in outcomes) == 3
+    assert steps(tmp_path / "near") == [1, 2, 3, 4, 5, 6]
+    assert steps(tmp_path / "far")[1:] == [5, 6]
+
+
+def test_what_waits_for_a_far_tier_is_not_deleted_from_the_near_one(tmp_path: Path) -> None:
+    far = Gate(LocalBackend(str(tmp_path / "far")))
+    near = aiockpt.Tier(tmp_path / "near", keep=1)
+    with aiockpt.Checkpointer([near, far], io=SMALL) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state(step)).result(30)
+        assert steps(tmp_path / "near") == [1, 2, 3]
+        far.open_up()
+    assert steps(tmp_path / "far") == [1, 2, 3]
+
+
+def test_memory_holds_what_it_keeps_and_what_is_being_copied(tmp_path: Path) -> None:
+    memory, far = MemoryBackend(), Gate(LocalBackend(str(tmp_path / "far")))
+    tiers: list[Any] = [aiockpt.Tier(memory, keep=1), tmp_path / "near", far]
+    with aiockpt.Checkpointer(tiers, io=SMALL) as ckpt:
+        ckpt.save(1, state(1)).result(30)
+        assert far.reached.wait(30)
+        for step in (2, 3, 4):
+            ckpt.save(step, state(step)).result(30)
+        ckpt.wait()
+        assert steps(memory) == [1, 4]
+        far.open_up()
+    assert steps(tmp_path / "far") == [1, 3, 4]
+    assert steps(memory) == [4]
+
+
+def test_memory_is_thinned_at_the_end_although_the_far_tier_never_came_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(promotion, "STALLED_S", 0.3)
+    memory = MemoryBackend()
+    hanging = FaultyBackend(
+        LocalBackend(str(tmp_path / "far")), [Fault(do="hang", verb="create", match="*", times=None)]
+    )
+    with aiockpt.Checkpointer([aiockpt.Tier(memory, keep=1), tmp_path / "near", hanging], io=SMALL) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state(step)).result(30)
+    assert steps(memory) == [3]
+
+
+def test_what_only_memory_had_and_gave_up_is_given_up_by_the_tier_that_waits_for_it(tmp_path: Path) -> None:
+    memory, far = MemoryBackend(), Gate(LocalBackend(str(tmp_path / "far")), match="step-00000000*")
+    told: list[BaseException] = []
+    tiers = [
+        aiockpt.Tier(memory, keep=1),
+        aiockpt.Tier(tmp_path / "near", every=4),
+        aiockpt.Tier(far, on_error=told.append, content="weights"),
+    ]
+    model = torch.nn.Linear(3, 3)
+    with aiockpt.Checkpointer(tiers, io=SMALL) as ckpt:
+        for step in (0, 1, 2):
+            ckpt.save(step, {"model": model}).result(30)
+            assert far.reached.wait(30)
+        ckpt.wait()
+        far.open_up()
+    assert len(told) == 1
+    assert str(told[0]).startswith("step 1 was in memory://")
+    assert steps(far) == [0, 2]
+
+
+def test_a_tier_that_never_takes_a_step_is_reported_the_way_it_was_asked_for(tmp_path: Path) -> None:
+    broken = FaultyBackend(
+        LocalBackend(str(tmp_path / "far")), [Fault(do="fail", verb="create", match="*", times=None)]
+    )
+    told: list[BaseException] = []
+    with aiockpt.Checkpointer([tmp_path / "near", aiockpt.Tier(broken, on_error=told.append)], io=SMALL) as ckpt:
+        ckpt.save(1, state(1)).result(30)
+    assert [type(error) for error in told] == [StorageError]
+    with pytest.raises(aiockpt.BackgroundSaveError, match="step 2"):  # noqa: SIM117
+        with aiockpt.Checkpointer([tmp_path / "near", aiockpt.Tier(broken, on_error="raise")], io=SMALL) as ckpt:
+            ckpt.save(2, state(2)).result(30)
+    assert steps(tmp_path / "near") == [1, 2]
+
+
+def test_a_tier_that_hangs_holds_no_memory_that_others_copy_through(tmp_path: Path) -> None:
+    stuck = Fault(do="hang", verb="upload.write", match="*", times=None)
+    far = FaultyBackend(LocalBackend(str(tmp_path / "far")), [stuck])
+    large = {"x": torch.arange(60_000)}  # 30 windows
+    with aiockpt.Checkpointer([MemoryBackend(), tmp_path / "disk", aiockpt.Tier(far, deadline=1)], io=SMALL) as ckpt:
+        ckpt.save(1, large).result(30)
+        assert ckpt.save(2, large).result(30).durable
+    assert steps(tmp_path / "disk") == [1, 2]
+
+
+def test_a_slow_tier_gets_its_last_step_while_it_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promotion, "STALLED_S", 0.3)
+    slow = aiockpt.Tier(tmp_path / "far", bandwidth=200e3)  # 2.4 s, each window of 4 KiB 20 ms
+    with aiockpt.Checkpointer([tmp_path / "near", slow], io=SMALL) as ckpt:
+        ckpt.save(1, {"x": torch.arange(60_000)}).result(30)
+    assert steps(tmp_path / "far") == [1]
+
+
+def test_a_tier_whose_flush_takes_long_is_not_taken_for_one_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Flushing(LocalBackend):
+        async def create(self, key: str, size: int) -> Any:
+            upload = await super().create(key, size)
+            finish = upload.finish
+
+            async def slowly() -> None:
+                await anyio.sleep(1)
+                await finish()
+
+            upload.finish = slowly  # type: ignore[method-assign]
+            return upload
+
+    monkeypatch.setattr(promotion, "STALLED_S", 0.3)
+    monkeypatch.setattr(copy, "FLUSHED_BYTES_PER_S", 1e3)
+    with aiockpt.Checkpointer([tmp_path / "near", Flushing(str(tmp_path / "far"))], io=SMALL) as ckpt:
+        ckpt.save(1, state(1)).result(30)
+    assert steps(tmp_path / "far") == [1]
+
+
+def test_whatever_goes_wrong_with_one_step_the_tier_takes_the_next(tmp_path: Path) -> None:
+    class Buggy(LocalBackend):
+        async def create(self, key: str, size: int) -> Any:
+            if "step-00000001" in key:
+                raise ZeroDivisionError("a bug")
+            return await super().create(key, size)
+
+    def complain(error: BaseException) -> None:
+        raise RuntimeError("of the callback")
+
+    far = aiockpt.Tier(Buggy(str(tmp_path / "far")), on_error=complain)
+    with aiockpt.Checkpointer([tmp_path / "near", far], io=SMALL) as ckpt:
+        first, second = (ckpt.save(step, state(step)) for step in (1, 2))
+        assert isinstance(first.committed(far.url).exception(30), ZeroDivisionError)
+        second.committed(far.url).result(30)
+    assert steps(tmp_path / "far") == [2]
+
+
+def test_memory_before_a_disk_holds_the_newest_step_unless_told_otherwise(tmp_path: Path) -> None:
+    several, newest, alone = MemoryBackend(), MemoryBackend(), MemoryBackend()
+    places: list[list[Any]] = [[aiockpt.Tier(several, keep=2), tmp_path / "a"], [newest, tmp_path / "b"], [alone]]
+    for tiers in places:
+        with aiockpt.Checkpointer(tiers, io=SMALL) as ckpt:
+            for step in (1, 2, 3):
+                ckpt.save(step, state(step)).result(30)
+    assert [steps(place) for place in (several, newest, alone)] == [[2, 3], [3], [1, 2, 3]]
+    assert steps(tmp_path / "b") == [1, 2, 3]
+
+
+class Full(MemoryBackend):
+    async def space(self) -> Space:
+        return Space(1000, 1000)
+
+
+def test_a_full_memory_tier_is_passed_over(tmp_path: Path) -> None:
+    memory = Full()
+    with aiockpt.Checkpointer([memory, tmp_path / "disk"], io=SMALL) as ckpt:
+        save = ckpt.save(1, state(1))
+        assert save.result(30).durable
+        assert isinstance(save.committed(memory).exception(30), SaveSkippedError)
+    assert loaded(tmp_path / "disk") == 1
+
+
+def test_a_failing_durable_tier_is_followed_by_the_next(tmp_path: Path) -> None:
+    broken = FaultyBackend(LocalBackend(str(tmp_path / "a")), [Fault(do="fail", verb="create", match="*", times=None)])
+    with aiockpt.Checkpointer([MemoryBackend(), broken, tmp_path / "b"], io=SMALL) as ckpt:
+        assert ckpt.save(1, state(1)).result(30).url == f"file://{tmp_path}/b"
+    assert loaded(tmp_path / "b") == 1
+
+
+def test_a_tier_nobody_has_is_named(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer([tmp_path / "a", tmp_path / "b"], io=SMALL) as ckpt:
+        save = ckpt.save(1, state(1))
+        with pytest.raises(UsageError, match="is not a tier"):
+            save.committed("s3://elsewhere")
+        save.result(30)
+
+
+def test_a_step_that_no_tier_takes_is_skipped_and_says_so(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer([aiockpt.Tier(tmp_path / "a", every=2)], io=SMALL) as ckpt:
+        assert isinstance(ckpt.save(1, state(1)).exception(30), SaveSkippedError)
+        ckpt.save(2, state(2)).result(30)
+    assert steps(tmp_path / "a") == [2]
+
+
+def flip(root: Path, step: int, offset: int) -> None:
+    data = next((root / f"step-{step:08d}").glob("a-*/d/*.safetensors"))
+    content = bytearray(data.read_bytes())
+    content[offset] ^= 1
+    data.write_bytes(content)
+
+
+def two_places(tmp_path: Path, steps_of_near: int = 2) -> tuple[Path, Path]:
+    """Return two places that have the steps 1 and 2; the near one only the last *steps_of_near* of them."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    with aiockpt.Checkpointer([aiockpt.Tier(near, keep=steps_of_near), far], io=SMALL) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state(step)).result(30)
+    return near, far
+
+
+def test_a_load_takes_the_newest_step_over_all_tiers_from_the_nearest_that_has_it(tmp_path: Path) -> None:
+    near, far = two_places(tmp_path)
+    gone = FaultyBackend(LocalBackend(str(far)), [Fault(do="fail", verb="open", match="*", times=None)])
+    assert loaded([near, gone]) == 2
+    with aiockpt.Checkpointer(far, io=SMALL) as ckpt:
+        assert ckpt.load(state(-1)).result(30) is not None
+        ckpt.save(3, state(3)).result(30)
+    assert loaded([near, far]) == 3
+    assert loaded([near, far], step=1) == 1
+    with aiockpt.Checkpointer([near, far], io=SMALL) as ckpt:
+        assert [info.step for info in ckpt.steps().result(30)] == [3, 2, 1]
+        assert ckpt.latest().result(30) == 3
+        assert torch.equal(ckpt.read(3, "y").result(30), torch.arange(7) + 3)
+
+
+def test_an_empty_near_tier_is_filled_from_the_far_one_and_new_saves_are_newer(tmp_path: Path) -> None:
+    _, far = two_places(tmp_path)
+    fresh = tmp_path / "fresh"
+    with aiockpt.Checkpointer([fresh, far], io=SMALL) as ckpt:
+        like = state(-1)
+        assert ckpt.load(like).result(30) is not None
+        assert like["value"] == 2
+        ckpt.save(1, state(10)).result(30)  # went back: an older number, and a newer save
+    assert loaded([fresh, far]) == 10
+    assert loaded(far) == 10
+
+
+def test_bad_blocks_are_read_from_another_tier(tmp_path: Path) -> None:
+    near, far = two_places(tmp_path)
+    flip(near, 2, 5000)
+    flip(far, 2, 20000)
+    assert loaded([near, far]) == 2
+    assert loaded(near) == 1
+
+
+def test_a_step_that_is_damaged_everywhere_is_left_for_an_older_one(tmp_path: Path) -> None:
+    near, far = two_places(tmp_path)
+    flip(near, 2, 5000)
+    flip(far, 2, 5000)
+    assert loaded([near, far]) == 1
+
+
+def test_a_file_that_is_gone_from_one_tier_is_read_from_another(tmp_path: Path) -> None:
+    near, far = two_places(tmp_path)
+    next((near / "step-00000002").glob("a-*/d/*.safetensors")).unlink()
+    assert loaded([near, far]) == 2
+
+
+def test_nothing_is_started_from_scratch_while_a_tier_cannot_be_listed(tmp_path: Path) -> None:
+    near, far = two_places(tmp_path)
+    away = FaultyBackend(LocalBackend(str(far)), [Fault(do="fail", verb="list", match="*", times=None)])
+    with pytest.raises(StorageError):
+        loaded([tmp_path / "fresh", away])
+    assert loaded([near, away]) == 2
+
+
+def hanging(root: Path) -> FaultyBackend:
+    """A tier that answers no question about its steps."""
+    return FaultyBackend(LocalBackend(str(root)), [Fault(do="hang", verb="list", match="*", times=None)])
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((find, "LIST_PATIENCE_S"), (find, "COPY_PATIENCE_S"), (lineage, "PATIENCE_S")):
+        monkeypatch.setattr(module, name, 0.1)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_tier_that_hangs_is_waited_for_neither_by_a_load_nor_by_a_save(tmp_path: Path) -> None:
+    near, far = two_places(tmp_path)
+    stuck = aiockpt.Tier(hanging(far), deadline=0.1)
+    with aiockpt.Checkpointer([near, stuck], io=SMALL) as ckpt:
+        like = state(-1)
+        assert ckpt.load(like).result(30) is not None
+        assert like["value"] == 2
+        assert ckpt.save(3, state(3)).result(30).durable
+        assert isinstance(ckpt.save(4, state(4)).committed(stuck.url).exception(30), StorageTimeoutError)
+    assert loaded(near) == 4
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_bad_block_is_read_from_a_tier_that_answers(tmp_path: Path) -> None:
+    near, far = two_places(tmp_path)
+    flip(near, 2, 5000)
+    assert loaded([near, hanging(tmp_path / "stuck"), far]) == 2
+
+
+def test_a_tier_that_hangs_is_waited_for_while_no_other_has_steps(tmp_path: Path) -> None:
+    _, far = two_places(tmp_path)
+    away = Gate(LocalBackend(str(far)), verb="list")
+    with aiockpt.Checkpointer([tmp_path / "fresh", away], io=SMALL) as ckpt:
+        like = state(-1)
+        loading = ckpt.load(like)
+        with pytest.raises(TimeoutError):
+            loading.result(0.5)
+        away.open_up()
+        assert loading.result(30) is not None
+    assert like["value"] == 2
+
+
+def test_a_deleted_step_does_not_come_back_from_another_tier(tmp_path: Path) -> None:
+    near, far = two_places(tmp_path)
+    with aiockpt.Checkpointer([near, far], io=SMALL) as ckpt:
+        ckpt.delete(2).result(30)
+        assert ckpt.latest().result(30) == 1
+    assert steps(far) == [1]
+
+
+def test_what_a_dead_process_could_not_copy_is_copied_by_the_next(tmp_path: Path) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    with aiockpt.Checkpointer(near, io=SMALL) as ckpt:
+        for step in (2, 4, 5):
+            ckpt.save(step, state(step)).result(30)
+    with aiockpt.Checkpointer([near, aiockpt.Tier(far, every=2)], io=SMALL) as ckpt:
+        assert ckpt.load(state(-1)).result(30) is not None
+        assert not far.exists()
+        ckpt.save(6, state(6)).result(30)
+    assert steps(far) == [4, 6]
+    assert loaded(far, step=4) == 4
+
+
+def test_it_is_copied_although_the_tier_takes_none_of_the_next_steps(tmp_path: Path) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    with aiockpt.Checkpointer(near, io=SMALL) as ckpt:
+        ckpt.save(10, state(10)).result(30)
+    with aiockpt.Checkpointer([near, aiockpt.Tier(far, every=10)], io=SMALL) as ckpt:
+        ckpt.load(state(-1)).result(30)
+        ckpt.save(11, state(11)).result(30)
+    assert steps(far) == [10]
+
+
+def test_what_this_process_has_just_committed_is_copied_once(tmp_path: Path) -> None:
+    near = Gate(LocalBackend(str(tmp_path / "near")), "get", "step-00000000/MANIFEST*", times=1)
+    far = LocalBackend(str(tmp_path / "far"))
+    watch = Watch()
+    with aiockpt.Checkpointer([near, aiockpt.Tier(far, every=2)], io=SMALL, observers=[watch]) as ckpt:
+        first = ckpt.save(0, state(0))
+        assert near.reached.wait(30)  # it is committed, and its save does not know yet
+        ckpt.save(1, state(1)).result(30)  # which has the far tier look for what an earlier process left
+        time.sleep(0.3)
+        near.open_up()
+        first.committed(far.url).result(30)
+    assert [event.step for event in watch.of(Promoted)] == [0]
+
+
+def test_a_save_is_newer_than_what_a_farther_tier_says_it_has_when_it_is_back(tmp_path: Path) -> None:
+    """The far tier has newer saves than the near one, of another node, and is away for the first save here."""
+    near, far = two_places(tmp_path)
+    with aiockpt.Checkpointer([tmp_path / "elsewhere", far], io=SMALL) as ckpt:
+        ckpt.load(state(-1)).result(30)
+        for step in range(3, 9):
+            ckpt.save(step, state(step)).result(30)
+    away = FaultyBackend(LocalBackend(str(far)), [Fault(do="fail", verb="list", match="*", times=1)])
+    with aiockpt.Checkpointer([near, away], io=SMALL) as ckpt:
+        ckpt.save(3, state(30)).result(30)
+        assert ckpt.latest().result(30) == 8
+        ckpt.save(4, state(40)).result(30)
+    assert loaded([near, far]) == 40
+
+
+@pytest.mark.parametrize("wrong", ["ignore", None, 3])
+def test_what_cannot_be_done_about_an_error_is_refused(wrong: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"on_error=.*give 'warn', 'raise' or a callable"):
+        aiockpt.Tier(tmp_path, on_error=wrong)

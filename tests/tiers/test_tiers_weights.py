@@ -1,0 +1,339 @@
+"""A tier of weights alone: a checkpoint for a bare model, made from a nearer tier, and never taken for a whole one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import aiockpt
+from aiockpt.backends.local import LocalBackend
+from aiockpt.backends.memory import MemoryBackend
+from aiockpt.errors import (
+    CorruptionError,
+    NoValidCheckpointError,
+    SaveSkippedError,
+    StateMismatchError,
+    UsageError,
+)
+from aiockpt.events import PromotionFailed, StepSkipped
+from aiockpt.format.manifest import decode_manifest
+from aiockpt.testing.faults import Fault, FaultyBackend
+from tests.gates import Gate
+from tests.small_run import SMALL, Run
+from tests.tiers.test_tiers import flip, steps
+from tests.watch import Watch
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def save(tiers: list[Any], run: Run, *numbers: int, **options: Any) -> None:
+    """Save *run* as each of *numbers*, trained one step further each time; return when every tier has what it takes."""
+    with aiockpt.Checkpointer(tiers, io=SMALL, **options) as ckpt:
+        for number in numbers:
+            run.train()
+            ckpt.save(number, run.state).result(30)
+
+
+def weights(place: Any, **options: Any) -> aiockpt.Tier:
+    return aiockpt.Tier(place, content="weights", **options)
+
+
+def load(place: Any, state: dict[str, Any], step: int | None = None, **options: Any) -> aiockpt.LoadResult:
+    with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+        loaded = ckpt.load(state, step, **options).result(30)
+    assert loaded is not None
+    return loaded
+
+
+def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+def test_its_checkpoint_loads_into_a_bare_model_and_has_nothing_else(tmp_path: Path) -> None:
+    run, bare = Run(1), Run(2).model
+    save([tmp_path / "near", weights(tmp_path / "far")], run, 7)
+    assert load(tmp_path / "far", {"model": bare}).step == 7
+    assert same(bare, run.model)
+    with aiockpt.Checkpointer(tmp_path / "far", io=SMALL) as ckpt:
+        held = ckpt.describe(7).result(30)
+        assert {tensor.name for tensor in held.tensors} == {f"model.{name}" for name in run.model.state_dict()}
+        assert held.values == {"model": {"$": "module"}}
+        assert held.per_rank == {}
+        assert ckpt.verify(7).result(30).step == 7
+
+
+def test_other_tools_open_its_files(tmp_path: Path) -> None:
+    run = Run(1)
+    save([tmp_path / "near", weights(tmp_path / "far")], run, 7)
+    (file,) = tmp_path.glob("far/step-*/a-*/d/*.safetensors")
+    found = safetensors.torch.load_file(file)
+    assert found.keys() == {f"model.{name}" for name in run.model.state_dict()}
+    assert all(torch.equal(found[f"model.{name}"], value) for name, value in run.model.state_dict().items())
+    assert not list(tmp_path.glob("far/step-*/a-*/c/*"))
+
+
+def test_tensors_of_many_windows_and_files_arrive_whole(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({f"m{n}": torch.nn.Linear(97, 61 + n) for n in range(9)})
+    model.register_buffer("low", torch.randn(12345).to(torch.bfloat16))
+    model.register_buffer("none", torch.zeros(0, 4))
+    model.register_buffer("scalar", torch.tensor(3.5))
+    io = aiockpt.IO(pool_bytes=1 << 20, slab_bytes=16384, block_bytes=4096, read_bytes=20480, file_bytes=70_000)
+    moments = {name: torch.randn_like(value, dtype=torch.float32) for name, value in model.state_dict().items()}
+    state = {"before": moments, "model": model, "after": torch.randn(50_000)}
+    with aiockpt.Checkpointer([tmp_path / "near", weights(tmp_path / "far")], io=io) as ckpt:
+        ckpt.save(1, state).result(30)
+    assert len(list(tmp_path.glob("far/step-*/a-*/d/*.safetensors"))) > 2
+    bare = torch.nn.ModuleDict({f"m{n}": torch.nn.Linear(97, 61 + n) for n in range(9)})
+    for name in ("low", "none", "scalar"):
+        bare.register_buffer(name, torch.zeros_like(model.state_dict()[name]))
+    load(tmp_path / "far", {"model": bare})
+    assert same(bare, model)
+
+
+def test_modules_anywhere_in_the_state_are_weights_and_tensors_beside_them_are_not(tmp_path: Path) -> None:
+    tied = torch.nn.Linear(4, 4)
+    shared = torch.nn.Linear(3, 3)
+    state = {
+        "first": shared.weight,  # a bare name for what a module has too: the module's is kept
+        "nested": {"a.b": shared, "$": torch.nn.Linear(2, 2), "note": "x"},
+        "pair": torch.nn.ModuleList([tied, tied]),
+        "loose": torch.zeros(5),
+    }
+    with aiockpt.Checkpointer([tmp_path / "near", weights(tmp_path / "far")], io=SMALL) as ckpt:
+        ckpt.save(1, state).result(30)
+    with aiockpt.Checkpointer(tmp_path / "far", io=SMALL) as ckpt:
+        held = ckpt.describe(1).result(30)
+    assert {tensor.name for tensor in held.tensors} == {
+        *(rf"nested.a\.b.{name}" for name in ("weight", "bias")),
+        *(f"nested.$.{name}" for name in ("weight", "bias")),
+        *(f"pair.0.{name}" for name in ("weight", "bias")),
+    }
+    assert held.alias == {f"pair.1.{name}": f"pair.0.{name}" for name in ("weight", "bias")}
+    bare = {"nested": {"a.b": torch.nn.Linear(3, 3), "$": torch.nn.Linear(2, 2)}}
+    load(tmp_path / "far", bare)
+    assert same(bare["nested"]["a.b"], shared)
+
+
+class Counting(torch.nn.Module):
+    """A module with a value of its own, and a tensor in it."""
+
+    count: dict[str, Any]
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+        self.count = {"n": count, "t": torch.full((3,), float(count))}
+
+    def get_extra_state(self) -> Any:
+        return self.count
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state
+
+
+def test_extra_values_of_modules_are_weights(tmp_path: Path) -> None:
+    saved, bare = Counting(5), Counting(0)
+    with aiockpt.Checkpointer([tmp_path / "near", weights(tmp_path / "far")], io=SMALL) as ckpt:
+        ckpt.save(1, {"model": saved, "step": 1}).result(30)
+    load(tmp_path / "far", {"model": bare})
+    assert bare.count["n"] == 5
+    assert torch.equal(bare.count["t"], saved.count["t"])
+
+
+# ------------------------------------------------------------------------------------------------ not a whole one
+
+
+def test_a_resume_passes_newer_weights_over_and_says_why(tmp_path: Path) -> None:
+    run = Run(1)
+    near, far = tmp_path / "near", tmp_path / "far"
+    save([aiockpt.Tier(near, keep=5), weights(far)], run, 1)
+    first = run.digest()
+    save([near, weights(far)], run, 2)
+    shutil.rmtree(near / "step-00000002")  # the near tier lost its newest step
+    watch, other = Watch(), Run(9)
+    with aiockpt.Checkpointer([near, weights(far)], io=SMALL, observers=[watch]) as ckpt:
+        assert ckpt.latest().result(30) == 1
+        loaded = ckpt.load(other.state).result(30)
+        assert loaded is not None
+    assert (loaded.step, loaded.url) == (1, f"file://{near}")
+    assert other.digest() == first
+    ((step, reason),) = loaded.skipped
+    assert step == "step-00000002"
+    assert "weights only" in reason
+    assert "optimizer" in reason
+    assert [event.step for event in watch.of(StepSkipped)] == [2]
+
+
+def test_a_state_that_wants_no_more_takes_the_newest_weights(tmp_path: Path) -> None:
+    run, bare = Run(1), Run(2).model
+    near, far = tmp_path / "near", tmp_path / "far"
+    save([near, weights(far)], run, 1, 2)
+    shutil.rmtree(near / "step-00000002")
+    loaded = load([near, far], {"model": bare})
+    assert (loaded.step, loaded.url, loaded.skipped) == (2, f"file://{far}", ())
+    assert same(bare, run.model)
+    whole = Run(3)
+    assert load([near, far], whole.state, only=["model"]).step == 2
+    assert same(whole.model, run.model)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_resume_where_only_weights_are_says_what_lacks_and_changes_nothing(tmp_path: Path, strict: bool) -> None:
+    save([tmp_path / "near", weights(tmp_path / "far")], Run(1), 1)
+    other = Run(9)
+    before = other.digest()
+    with pytest.raises(StateMismatchError, match=r"(?s)which has its weights only.*optimizer.*only=") as caught:
+        load(tmp_path / "far", other.state, strict=strict)
+    assert any(problem.startswith("step:") for problem in caught.value.problems)
+    assert isinstance(caught.value.__cause__, NoValidCheckpointError)
+    assert other.digest() == before
+
+
+def test_weights_that_were_asked_for_by_step_load_what_fits(tmp_path: Path) -> None:
+    run, other = Run(1), Run(9)
+    save([tmp_path / "near", weights(tmp_path / "far")], run, 1)
+    with pytest.raises(StateMismatchError, match="weights only"):
+        load(tmp_path / "far", other.state, 1)
+    loaded = load(tmp_path / "far", other.state, 1, strict=False)
+    assert "optimizer" in loaded.missing
+    assert same(other.model, run.model)
+
+
+def test_of_a_step_that_is_asked_for_the_whole_copy_is_taken_however_far_it_is(tmp_path: Path) -> None:
+    run, other = Run(1), Run(9)
+    save([tmp_path / "far", weights(tmp_path / "near")], run, 1)
+    loaded = load([tmp_path / "near", tmp_path / "far"], other.state, 1, strict=False)
+    assert (loaded.url, loaded.missing) == (f"file://{tmp_path}/far", ())
+    assert other.digest() == run.digest()
+
+
+def test_blocks_of_weights_never_stand_in_for_those_of_a_whole_copy(tmp_path: Path) -> None:
+    run = Run(1)
+    near, far = tmp_path / "near", tmp_path / "far"
+    save([near, weights(far)], run, 1)
+    spoil(near, 1, "model.0.weight")
+    with pytest.raises(CorruptionError):
+        load([near, weights(far)], Run(9).state, 1)
+
+
+# ------------------------------------------------------------------------------------------------ how it is made
+
+
+def test_it_is_no_commit_and_made_where_the_step_is_in_full(tmp_path: Path) -> None:
+    run, memory = Run(1), MemoryBackend()
+    with aiockpt.Checkpointer([memory, weights(tmp_path / "w"), tmp_path / "full"], io=SMALL) as ckpt:
+        future = ckpt.save(1, run.state)
+        result = future.result(30)
+        assert result.url == f"file://{tmp_path}/full"
+        assert future.committed(tmp_path / "w").result(30).url == f"file://{tmp_path}/w"
+    with aiockpt.Checkpointer([memory, weights(tmp_path / "w")], io=SMALL) as ckpt:
+        assert not ckpt.save(2, run.state).result(30).durable
+    assert steps(tmp_path / "w") == [1, 2]
+
+
+def test_a_whole_tier_behind_one_of_weights_gets_all_of_a_step(tmp_path: Path) -> None:
+    run, other = Run(1), Run(9)
+    tiers = [tmp_path / "near", weights(tmp_path / "w"), tmp_path / "far"]
+    save(tiers, run, 1)
+    load(tmp_path / "far", other.state)
+    assert other.digest() == run.digest()
+
+
+def spoil(root: Path, step: int, name: str) -> None:
+    """Flip a bit in the first byte of tensor *name*."""
+    manifest = decode_manifest(next(root.glob(f"step-{step:08d}/MANIFEST-*.json")).read_bytes())
+    flip(root, step, manifest.tensors[name].pieces[0].start)
+
+
+def test_a_whole_copy_is_never_made_of_weights(tmp_path: Path) -> None:
+    run, other = Run(1), Run(9)
+    near, w, far = tmp_path / "near", tmp_path / "w", tmp_path / "far"
+    save([near, weights(w)], run, 1)
+    first = run.digest()
+    save([near, weights(w)], run, 2)
+    shutil.rmtree(near / "step-00000002")
+    save([near, weights(w), far], run, 3)  # the first save brings what an earlier process could not
+    assert steps(far) == [1, 3]
+    load(far, other.state, 1)
+    assert other.digest() == first
+
+
+def test_a_block_that_only_weights_could_stand_in_for_is_bad(tmp_path: Path) -> None:
+    io = aiockpt.IO(pool_bytes=1 << 20, slab_bytes=16384, block_bytes=4096, read_bytes=16384, file_bytes=9000)
+    near, w, far = tmp_path / "near", tmp_path / "w", Gate(LocalBackend(str(tmp_path / "far")))
+    run = Run(1)
+    run.train()
+    with aiockpt.Checkpointer([near, weights(w), far], io=io) as ckpt:
+        future = ckpt.save(1, run.state)
+        future.committed(w).result(30)
+        last = max(near.glob("step-*/a-*/d/*"))
+        data = last.read_bytes()
+        last.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        far.open_up()
+        assert isinstance(future.committed(far).exception(30), CorruptionError)
+
+
+def test_damage_is_never_copied(tmp_path: Path) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    run = Run(1)
+    with aiockpt.Checkpointer(near, io=SMALL) as ckpt:
+        ckpt.save(2, run.state).result(30)
+    spoil(near, 2, "model.3.weight")
+    watch = Watch()
+    with aiockpt.Checkpointer([near, weights(far, every=2)], io=SMALL, observers=[watch]) as ckpt:
+        ckpt.save(3, run.state).result(30)
+        ckpt.save(4, run.state).result(30)
+    assert steps(far) == [4]
+    (failed,) = watch.of(PromotionFailed)
+    assert (failed.step, failed.final) == (2, True)
+    assert "is not what was saved" in failed.error
+
+
+def test_a_copy_that_was_cut_short_is_taken_up_again(tmp_path: Path) -> None:
+    run, bare = Run(1), Run(2).model
+    io = aiockpt.IO(pool_bytes=1 << 20, slab_bytes=16384, block_bytes=4096, read_bytes=16384, file_bytes=9000)
+    cut = Fault(do="fail", verb="create", match="*-0001.safetensors", times=1)
+    far = FaultyBackend(LocalBackend(str(tmp_path / "far")), [cut])
+    with aiockpt.Checkpointer([tmp_path / "near", weights(far)], io=io) as ckpt:
+        ckpt.save(1, run.state).committed(far).result(30)
+    load(tmp_path / "far", {"model": bare})
+    assert same(bare, run.model)
+
+
+def test_what_a_dead_process_could_not_copy_is_copied_by_the_next_once(tmp_path: Path) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    run = Run(1)
+    save([near], run, 2, 4, 5)
+    save([near, weights(far, every=2)], run, 6)
+    assert steps(far) == [4, 6]
+    attempts = {path.name for path in far.glob("step-*/a-*")}
+    save([near, weights(far, every=2)], run, 8)
+    assert steps(far) == [4, 6, 8]
+    assert attempts < {path.name for path in far.glob("step-*/a-*")}
+    assert all(len(list(step.glob("MANIFEST-*"))) == 1 for step in far.glob("step-*"))
+
+
+def test_a_state_without_modules_is_given_up_there_and_saved_elsewhere(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer([tmp_path / "near", weights(tmp_path / "far")], io=SMALL) as ckpt:
+        future = ckpt.save(1, {"x": torch.zeros(4)})
+        future.result(30)
+        assert isinstance(future.committed(tmp_path / "far").exception(30), UsageError)
+    assert steps(tmp_path / "near") == [1]
+
+
+def test_a_tier_of_weights_needs_a_nearer_one_that_has_its_steps_in_full(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="put one before it"):
+        aiockpt.Checkpointer([weights(tmp_path / "a"), tmp_path / "b"])
+    with pytest.raises(UsageError, match="put one before it"):
+        aiockpt.Checkpointer([aiockpt.Tier(tmp_path / "a", every=10), weights(tmp_path / "b", every=15)])
+    with pytest.raises(UsageError, match="give one of 'full', 'weights'"):
+        aiockpt.Tier(tmp_path, content="everything")  # type: ignore[arg-type]
+    with aiockpt.Checkpointer([aiockpt.Tier(tmp_path / "a", every=5), weights(tmp_path / "b", every=15)]) as ckpt:
+        future = ckpt.save(5, Run(1).state)
+        assert isinstance(future.committed(tmp_path / "b").exception(30), SaveSkippedError)

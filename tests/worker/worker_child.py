@@ -1,0 +1,86 @@
+"""A trainer with a writer process that saves step 1, and dies by SIGKILL in or after the save of step 2.
+
+Run as ``python -m tests.worker.worker_child HOW PLACE``. It prints the digest of the state of each step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import aiockpt
+from aiockpt.pipeline import snapshot as copying
+from tests.small_run import SMALL, Run
+
+
+def die(*_: object) -> None:
+    """End as the out-of-memory killer would end it."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def before_window(number: int, act: Callable[[], object]) -> None:
+    """Have the copy *act* before it fills that window."""
+    real = copying._copy_fast
+    seen: list[int] = []
+
+    def copy(*arguments: Any) -> None:
+        if len(seen) == number:
+            act()
+        seen.append(number)
+        real(*arguments)
+
+    copying._copy_fast = copy  # type: ignore[assignment]
+
+
+def hold_the_loop(ckpt: aiockpt.Checkpointer) -> None:
+    """Have the engine's loop do nothing for a minute, from now on."""
+    asleep = threading.Event()
+    ckpt._loop.call_soon(asleep.set)
+    ckpt._loop.call_soon(time.sleep, 60)
+    asleep.wait()
+
+
+def main(how: str, place: str) -> None:
+    """Save step 1, then step 2 in the way that *how* says."""
+    run = Run(1)
+    if how == "hangs up":
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    ckpt = aiockpt.Checkpointer(place, worker="process", io=SMALL, retention=aiockpt.Retention(last=5))
+    run.train()
+    ckpt.save(1, run.state).result(60)
+    ckpt.wait()
+    tell(run.digest())
+    sys.stdin.readline()  # until the test has made its preparations
+    run.train()
+    tell(run.digest())
+    if how == "half":
+        before_window(1, die)
+    if how == "busy loop":
+        before_window(0, lambda: hold_the_loop(ckpt))
+    if how == "unread":  # the writer takes nothing until this process is dead
+        os.kill(ckpt._tiers._connection.process.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
+    if how == "forked" and not os.fork():
+        time.sleep(300)
+        os._exit(0)
+    save = ckpt.save(2, run.state, snapshot="lazy" if how == "lazy" else "eager")
+    save.snapshotted().result(60)
+    if how == "ends":
+        return
+    if how == "hangs up":
+        tell("snapshotted")
+        time.sleep(300)
+    die()
+
+
+def tell(line: str) -> None:
+    """Print one line now."""
+    print(line, flush=True)  # noqa: T201  what the test compares with
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
