@@ -15,7 +15,7 @@ from rich.markdown import Markdown
 
 from benchmarks import columns, report, runner, table
 from benchmarks.scenarios import MAIN, SCENARIOS, Scenario
-from benchmarks.visit import SaveRound, perform
+from benchmarks.visit import Turn, perform
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 FOLDER = runner.CHECKOUT / "benchmarks"
@@ -145,8 +145,8 @@ def write_table(
 def visit(order: Path, answer: Path) -> None:
     """Carry out one visit in this process, for `benchmarks.runner`."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # servers are ended on the way out
-    save_rounds = msgspec.json.decode(order.read_bytes(), type=list[SaveRound])
-    answer.write_bytes(msgspec.json.encode(perform(save_rounds)))
+    turns = msgspec.json.decode(order.read_bytes(), type=list[Turn])
+    answer.write_bytes(msgspec.json.encode(perform(turns)))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import msgspec
 from benchmarks import floors, machine, pages, report
 from benchmarks.report import Samples
 from benchmarks.scenarios import SCENARIOS, Scenario
-from benchmarks.visit import Outcome, SaveRound
+from benchmarks.visit import Outcome, Turn
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 SAMPLING_S = 0.02
@@ -119,11 +119,7 @@ def _report(plan: Plan, facts: machine.Machine | None, tally: Tally) -> report.R
 
 
 def _take_turns(
-    visits: list[list[SaveRound]],
-    occupier: pages.Occupier | None,
-    tally: Tally,
-    at_once: int,
-    keep: Callable[[], object],
+    visits: list[list[Turn]], occupier: pages.Occupier | None, tally: Tally, at_once: int, keep: Callable[[], object]
 ) -> None:
     """Carry out *visits*, *at_once* at the same time (more than one spoils every figure), and count them in."""
     with ThreadPoolExecutor(at_once) as pool:
@@ -145,9 +141,9 @@ def _settings(plan: Plan, scenario: Scenario) -> dict[str, Any]:
     return {**scenario.settings, **smoke, **plan.settings.get(scenario.name, {})}
 
 
-def _round(plan: Plan, number: int) -> list[list[SaveRound]]:
+def _round(plan: Plan, number: int) -> list[list[Turn]]:
     """Return the visits of one round: scenario by scenario, everyone in turn, each in a process of its own."""
-    save_rounds = []
+    turns = []
     for scenario in (SCENARIOS[name] for name in plan.scenarios):
         names = tuple(
             name
@@ -155,8 +151,8 @@ def _round(plan: Plan, number: int) -> list[list[SaveRound]]:
             if not plan.only or name in plan.only or name.startswith("floor") or name in scenario.always
         )
         groups = [names] if scenario.paired else [(name,) for name in names]
-        save_rounds += [
-            SaveRound(
+        turns += [
+            Turn(
                 scenario=scenario.name,
                 contenders=group,
                 size_bytes=_size(plan, scenario.name),
@@ -169,22 +165,22 @@ def _round(plan: Plan, number: int) -> list[list[SaveRound]]:
             if group
         ]
     if not plan.smoke:
-        return [[save_round] for save_round in save_rounds]
-    families = dict.fromkeys(_family(save_round) for save_round in save_rounds)
-    return [[save_round for save_round in save_rounds if _family(save_round) == family] for family in families]
+        return [[turn] for turn in turns]
+    families = dict.fromkeys(_family(turn) for turn in turns)
+    return [[turn for turn in turns if _family(turn) == family] for family in families]
 
 
-def _family(save_round: SaveRound) -> str:
-    return "dcp" if save_round.contenders[0].startswith("dcp") else "others"
+def _family(turn: Turn) -> str:
+    return "dcp" if turn.contenders[0].startswith("dcp") else "others"
 
 
-def _name(visit: list[SaveRound]) -> str:
-    return ", ".join(f"{' + '.join(save_round.contenders)} ({save_round.scenario})" for save_round in visit)
+def _name(visit: list[Turn]) -> str:
+    return ", ".join(f"{' + '.join(turn.contenders)} ({turn.scenario})" for turn in visit)
 
 
-def _attempt(occupier: pages.Occupier | None, visit: list[SaveRound]) -> Outcome | str:
+def _attempt(occupier: pages.Occupier | None, visit: list[Turn]) -> Outcome | str:
     """Carry out *visit* in a subprocess; return its outcome, or a sentence about its failure."""
-    folders = [Path(save_round.folder) for save_round in visit]
+    folders = [Path(turn.folder) for turn in visit]
     for folder in folders:
         folder.mkdir(parents=True)
     os.sync()
@@ -199,7 +195,7 @@ def _attempt(occupier: pages.Occupier | None, visit: list[SaveRound]) -> Outcome
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _in_subprocess(visit: list[SaveRound], folder: Path) -> Outcome:
+def _in_subprocess(visit: list[Turn], folder: Path) -> Outcome:
     order, answer, log = (folder.parent / f"{folder.name}.{end}" for end in ("order", "answer", "log"))
     order.write_bytes(msgspec.json.encode(visit))
     environment = {
@@ -214,9 +210,9 @@ def _in_subprocess(visit: list[SaveRound], folder: Path) -> Outcome:
             child = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
             )
-        peak = _PeakSampler(child.pid) if any(save_round.scenario == "memory" for save_round in visit) else None
+        peak = _PeakSampler(child.pid) if any(turn.scenario == "memory" for turn in visit) else None
         try:
-            code = child.wait(sum(SCENARIOS[save_round.scenario].deadline_s for save_round in visit))
+            code = child.wait(sum(SCENARIOS[turn.scenario].deadline_s for turn in visit))
         finally:
             _end(child)
             peak_bytes = peak.stop() if peak else 0

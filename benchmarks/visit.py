@@ -11,7 +11,7 @@ import msgspec
 from benchmarks.report import Samples
 
 
-class SaveRound(msgspec.Struct, frozen=True, kw_only=True):
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """Some contenders in one scenario: one alone, or all that the scenario compares within one process.
 
     Attributes:
@@ -43,18 +43,18 @@ class Outcome(msgspec.Struct):
     unavailable: dict[str, str] = msgspec.field(default_factory=dict)
     notes: dict[str, list[str]] = msgspec.field(default_factory=dict)
 
-    def add(self, save_round: SaveRound, row: str, samples: Samples) -> None:
+    def add(self, turn: Turn, row: str, samples: Samples) -> None:
         """Count the samples of one row in."""
-        self.samples.append((save_round.scenario, row, samples))
+        self.samples.append((turn.scenario, row, samples))
 
-    def note(self, save_round: SaveRound, text: str) -> None:
+    def note(self, turn: Turn, text: str) -> None:
         """Say *text* below the tables, once."""
-        said = self.notes.setdefault(save_round.scenario, [])
+        said = self.notes.setdefault(turn.scenario, [])
         if text not in said:
             said.append(text)
 
 
-Measure = Callable[[SaveRound, Outcome], None]
+Measure = Callable[[Turn, Outcome], None]
 
 
 def resolve(name: str) -> Any:
@@ -63,12 +63,12 @@ def resolve(name: str) -> Any:
     return getattr(import_module(f"benchmarks.{module}"), attribute)
 
 
-def perform(save_rounds: list[SaveRound]) -> Outcome:
+def perform(turns: list[Turn]) -> Outcome:
     """Carry out *turns* in this process, one after the other."""
     from benchmarks.scenarios import SCENARIOS
 
     outcome = Outcome()
-    for save_round in save_rounds:
-        measure: Measure = resolve(SCENARIOS[save_round.scenario].measure)
-        measure(save_round, outcome)
+    for turn in turns:
+        measure: Measure = resolve(SCENARIOS[turn.scenario].measure)
+        measure(turn, outcome)
     return outcome

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # which imports torch: half the time of a visit to a storage client
     from benchmarks.state import State
-    from benchmarks.visit import Outcome, SaveRound
+    from benchmarks.visit import Outcome, Turn
 
 DEADLINE_S = 600.0
 
@@ -105,12 +105,12 @@ def make(spec: tuple[str, dict[str, Any]]) -> Any:
     return resolve(place)(**options)
 
 
-def try_make(save_round: SaveRound, name: str, outcome: Outcome) -> Any:
+def try_make(turn: Turn, name: str, outcome: Outcome) -> Any:
     """Return contender *name* of *turn*'s scenario; None, and say why in *outcome*, where its library is not here."""
     from benchmarks.scenarios import SCENARIOS
 
     try:
-        return make(SCENARIOS[save_round.scenario].contenders[name])
+        return make(SCENARIOS[turn.scenario].contenders[name])
     except ImportError as error:
         if (error.name or "").startswith(("benchmarks", "aiockpt")):
             raise

@@ -24,7 +24,7 @@ from benchmarks.measure.saving import check
 from benchmarks.report import Samples
 from benchmarks.state import State
 from benchmarks.steps import percentile, run_steps, seconds, small_step
-from benchmarks.visit import Outcome, SaveRound
+from benchmarks.visit import Outcome, Turn
 
 AFTER = 300
 """Steps counted behind a durable save."""
@@ -88,18 +88,16 @@ class _Loop:
         check(way, self._saved, self._state)
 
 
-def beside(save_round: SaveRound, outcome: Outcome) -> None:
+def beside(turn: Turn, outcome: Outcome) -> None:
     """Measure intervals, ways in turn."""
-    state, work = states.build(save_round.size_bytes), Path(save_round.folder)
-    ways: dict[str, Contender] = {
-        name: made for name in save_round.contenders if (made := try_make(save_round, name, outcome))
-    }
+    state, work = states.build(turn.size_bytes), Path(turn.folder)
+    ways: dict[str, Contender] = {name: made for name in turn.contenders if (made := try_make(turn, name, outcome))}
     for number, way in enumerate(ways.values()):
         way.open(work / str(number), state)
     loop = _Loop(state, work)
-    outcome.note(save_round, f"{loop.steps} steps between two optimizer steps.")
+    outcome.note(turn, f"{loop.steps} steps between two optimizer steps.")
     samples: dict[str, Samples] = {name: {} for name in ways}
-    for done in range(WARM + save_round.repetitions):
+    for done in range(WARM + turn.repetitions):
         for name in _rotated(list(ways), done):
             found = loop.interval(ways[name])
             for metric, value in found.items() if done >= WARM else ():
@@ -108,7 +106,7 @@ def beside(save_round: SaveRound, outcome: Outcome) -> None:
         if way.checks:
             loop.check(way)
         way.close()
-        outcome.add(save_round, name, samples[name])
+        outcome.add(turn, name, samples[name])
 
 
 def _rotated(names: Sequence[str], by: int) -> list[str]:

@@ -20,7 +20,7 @@ from aiockpt.cadence import Cadence
 from aiockpt.events import Committed, Event, SaveStarted, SnapshotTaken
 from aiockpt.testing.simulation import SimulatedClock
 from benchmarks.steps import seconds
-from benchmarks.visit import Outcome, SaveRound
+from benchmarks.visit import Outcome, Turn
 
 FIXED = (1, 2, 3, 5, 8, 12, 20, 30, 45, 70, 100, 150, 220, 330, 500, 700, 1000, 1500, 2500)
 MAX_OVERHEAD = 0.03
@@ -252,12 +252,12 @@ def make_cadence(kind: Kind, clock: SimulatedClock) -> Cadence:
     return Cadence(MAX_OVERHEAD, mttf=kind.mttf_s, clock=clock)
 
 
-def cadence(save_round: SaveRound, outcome: Outcome) -> None:
+def cadence(turn: Turn, outcome: Outcome) -> None:
     """Simulate every kind of run that is chosen, for so many hours where the settings say so."""
-    for name in save_round.settings["kinds"] or KINDS:
+    for name in turn.settings["kinds"] or KINDS:
         kind = KINDS[name]
-        if save_round.settings["hours"]:
-            kind = msgspec.structs.replace(kind, hours=save_round.settings["hours"])
-        found, why = measure(kind, save_round.settings["seeds"])
-        outcome.add(save_round, name, {metric: [value] for metric, value in found.items()})
-        outcome.note(save_round, f"*{name}*: {why}")
+        if turn.settings["hours"]:
+            kind = msgspec.structs.replace(kind, hours=turn.settings["hours"])
+        found, why = measure(kind, turn.settings["seeds"])
+        outcome.add(turn, name, {metric: [value] for metric, value in found.items()})
+        outcome.note(turn, f"*{name}*: {why}")

@@ -21,7 +21,7 @@ from aiockpt.lazy.version_check import VersionCheck, VersionNotes
 from aiockpt.state.shards import TensorShard
 from benchmarks.report import Samples
 from benchmarks.steps import seconds
-from benchmarks.visit import Outcome, SaveRound
+from benchmarks.visit import Outcome, Turn
 
 ELEMENTS = 1024
 """Of a parameter: enough to be a tensor like others, too few for its copy to matter."""
@@ -71,24 +71,24 @@ def _check(ckpt: aiockpt.Checkpointer, training: Training) -> None:
         raise RuntimeError("what was loaded is not what was saved")
 
 
-def calls(save_round: SaveRound, outcome: Outcome) -> None:
+def calls(turn: Turn, outcome: Outcome) -> None:
     """The call: of a structure never seen, then of a known one; the look at whether anything has moved; the loop thread."""
-    for tensors in save_round.settings["tensors"]:
+    for tensors in turn.settings["tensors"]:
         training = Training(tensors)
         samples: Samples = {"first_call_s": [], "call_s": [], "walk_s": [], "loop_s": []}
-        with _saving(Path(save_round.folder) / str(tensors)) as (ckpt, save):
+        with _saving(Path(turn.folder) / str(tensors)) as (ckpt, save):
             walk, loop = ckpt._launcher.walk, ckpt._engine.loop
             samples["first_call_s"].append(save(0, training))
             save(1, training)
-            for step in range(save_round.repetitions):
+            for step in range(turn.repetitions):
                 busy_s = loop.cpu_s()
                 samples["call_s"].append(save(2 + step, training))
                 samples["loop_s"].append(loop.cpu_s() - busy_s)
                 training.train()
                 samples["walk_s"].append(seconds(lambda: walk(training.state)))  # noqa: B023  called at once
-            save(2 + save_round.repetitions, training)
+            save(2 + turn.repetitions, training)
             _check(ckpt, training)
-        outcome.add(save_round, f"{tensors:,} tensors", samples)
+        outcome.add(turn, f"{tensors:,} tensors", samples)
 
 
 class _TimedNotes(VersionNotes):
@@ -104,15 +104,15 @@ class _TimedNotes(VersionNotes):
         return noted
 
 
-def watching(save_round: SaveRound, outcome: Outcome) -> None:
+def watching(turn: Turn, outcome: Outcome) -> None:
     """The call, watched and not, in turn; the note alone; the second comparison, from memory and from the caches."""
-    for tensors in save_round.settings["tensors"]:
+    for tensors in turn.settings["tensors"]:
         training = Training(tensors)
         samples: Samples = {"call_watched_s": [], "call_s": [], "note_s": [], "hook_s": [], "hook_again_s": []}
-        with _saving(Path(save_round.folder) / str(tensors)) as (ckpt, save):
+        with _saving(Path(turn.folder) / str(tensors)) as (ckpt, save):
             notes = _TimedNotes(ckpt._engine.accelerator)
             ckpt._launcher._versions = notes
-            for step in range(2 * save_round.repetitions + 3):
+            for step in range(2 * turn.repetitions + 3):
                 notes.on = step % 2 == 1
                 call_s = save(step, training)
                 if step < 3:
@@ -123,7 +123,7 @@ def watching(save_round: SaveRound, outcome: Outcome) -> None:
                     for name, value in zip(("hook_s", "hook_again_s"), _time_hooks(ckpt, training), strict=True):
                         samples[name].append(value)
             _check(ckpt, training)
-        outcome.add(save_round, f"{tensors:,} tensors", samples)
+        outcome.add(turn, f"{tensors:,} tensors", samples)
 
 
 def _time_hooks(ckpt: aiockpt.Checkpointer, training: Training) -> list[float]:

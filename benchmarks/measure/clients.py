@@ -26,7 +26,7 @@ from benchmarks.clients import Client, Place
 from benchmarks.contenders import try_make
 from benchmarks.drain import authority, draining
 from benchmarks.report import Samples
-from benchmarks.visit import Outcome, SaveRound
+from benchmarks.visit import Outcome, Turn
 
 POISON = 0xA5
 
@@ -62,23 +62,21 @@ def serving(server: str) -> Iterator[tuple[str, str | None]]:
         yield server, None
 
 
-def clients(save_round: SaveRound, outcome: Outcome) -> None:
+def clients(turn: Turn, outcome: Outcome) -> None:
     """Move bytes with each client of the turn."""
-    server = save_round.settings["server"]
-    for name in save_round.contenders:
+    server = turn.settings["server"]
+    for name in turn.contenders:
         with serving(server) as (url, endpoint_url):
-            client = try_make(save_round, name, outcome)
+            client = try_make(turn, name, outcome)
             if client is None:
                 continue
             place = Place(
                 url=f"{url}/{os.urandom(6).hex()}",
                 endpoint_url=endpoint_url,
-                part_bytes=save_round.settings["part"],
-                in_flight=save_round.settings["in_flight"],
+                part_bytes=turn.settings["part"],
+                in_flight=turn.settings["in_flight"],
             )
-            outcome.add(
-                save_round, name, asyncio.run(Moves(save_round, name, client, place, server in ("drain", "tls")).all())
-            )
+            outcome.add(turn, name, asyncio.run(Moves(turn, name, client, place, server in ("drain", "tls")).all()))
 
 
 class Moves:
@@ -88,8 +86,8 @@ class Moves:
         zeros: the server keeps nothing large, and sends zeros.
     """
 
-    def __init__(self, save_round: SaveRound, name: str, client: Client, place: Place, zeros: bool) -> None:
-        self._turn = save_round
+    def __init__(self, turn: Turn, name: str, client: Client, place: Place, zeros: bool) -> None:
+        self._turn = turn
         self._name = name
         self._client = client
         self._place = place

@@ -32,7 +32,7 @@ from aiockpt.testing.twin_accelerator import TwinAccelerator
 from benchmarks.pages import MIB
 from benchmarks.report import Samples
 from benchmarks.steps import run_steps, seconds
-from benchmarks.visit import Outcome, SaveRound
+from benchmarks.visit import Outcome, Turn
 
 DEADLINE_S = 600.0
 QUIET_STEPS = 20
@@ -137,25 +137,25 @@ class Run:
             raise RuntimeError("what was loaded is not what was saved")
 
 
-def device(save_round: SaveRound, outcome: Outcome) -> None:
+def device(turn: Turn, outcome: Outcome) -> None:
     """Measure rounds on the device, or on the twin."""
-    twin = bool(save_round.settings["twin"])
+    twin = bool(turn.settings["twin"])
     if not twin and not torch.cuda.is_available():
         outcome.unavailable["aiockpt"] = (
             "it needs an accelerator, and this machine has none; --set twin=1 shows it runs"
         )
         return
-    run = Run(Device(twin), save_round.size_bytes, Path(save_round.folder) / "saved")
-    outcome.note(save_round, f"{run.device.name}.")
+    run = Run(Device(twin), turn.size_bytes, Path(turn.folder) / "saved")
+    outcome.note(turn, f"{run.device.name}.")
     samples: Samples = {}
     with run.ckpt:
-        for _ in range(save_round.repetitions):
+        for _ in range(turn.repetitions):
             found, taken = measure(run)
-            outcome.note(save_round, f"A snapshot that was to be the device's own was taken so: {taken}.")
+            outcome.note(turn, f"A snapshot that was to be the device's own was taken so: {taken}.")
             for metric, value in found.items():
                 samples.setdefault(metric, []).append(value)
         run.check()
-    outcome.add(save_round, "aiockpt", samples)
+    outcome.add(turn, "aiockpt", samples)
 
 
 def measure(run: Run) -> tuple[dict[str, float], str]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from benchmarks.contenders import Contender, Pending, try_make
 from benchmarks.report import Samples
-from benchmarks.visit import Outcome, SaveRound
+from benchmarks.visit import Outcome, Turn
 
 WIDTH = 1024
 WARM_STEPS = 2
@@ -41,20 +41,18 @@ class Training:
         self.optimizer.step()
 
 
-def every(save_round: SaveRound, outcome: Outcome) -> None:
+def every(turn: Turn, outcome: Outcome) -> None:
     """Measure blocks of steps, ways in turn."""
-    training = Training(save_round.size_bytes, save_round.settings["batch"])
-    savers: dict[str, Contender] = {
-        name: made for name in save_round.contenders if (made := try_make(save_round, name, outcome))
-    }
+    training = Training(turn.size_bytes, turn.settings["batch"])
+    savers: dict[str, Contender] = {name: made for name in turn.contenders if (made := try_make(turn, name, outcome))}
     samples: dict[str, Samples] = {}
     for number, (name, saver) in enumerate(savers.items()):
-        saver.open(Path(save_round.folder) / str(number), training.state)
+        saver.open(Path(turn.folder) / str(number), training.state)
         _block(training, saver, 0, WARM_STEPS)
         saver.take_waits()
         samples[name] = {"block_s": [], "call_s": [], "waited_s": [], "loop_s": []}
-    first, steps = WARM_STEPS, save_round.settings["steps"]
-    for _ in range(save_round.repetitions):
+    first, steps = WARM_STEPS, turn.settings["steps"]
+    for _ in range(turn.repetitions):
         for name, saver in savers.items():
             busy_s = saver.loop_cpu_s()
             block_s, calls_s = _block(training, saver, first, steps)
@@ -68,7 +66,7 @@ def every(save_round: SaveRound, outcome: Outcome) -> None:
         if saver.checks:
             _check(saver, training, first)
         saver.close()
-        outcome.add(save_round, name, samples[name])
+        outcome.add(turn, name, samples[name])
 
 
 def _block(training: Training, saver: Contender, first: int, steps: int) -> tuple[float, list[float]]:

@@ -34,7 +34,7 @@ from aiockpt.storage.backend import Backend
 from aiockpt.testing.virtual_time import run_virtually
 from benchmarks.measure.network import CountingStore, DeadError, DyingStorage, SlowMeeting, SlowStorage
 from benchmarks.report import Samples
-from benchmarks.visit import Outcome, SaveRound
+from benchmarks.visit import Outcome, Turn
 
 FLAT, TREE, DYING = "flat", "tree", "tree, 1 % of the gatherers die"
 """Rank 0 reads every receipt, 32 at once; groups gather their receipts (`aiockpt.planning.groups`), rank 0 reads one object
@@ -134,19 +134,19 @@ def _doomed(ranks: int) -> set[int]:
     return {rank for group in groups.groups_of(ranks)[1::100] for rank in group}
 
 
-def gathering(save_round: SaveRound, outcome: Outcome) -> None:
+def gathering(turn: Turn, outcome: Outcome) -> None:
     """Simulate every world every way; trees only where the engine gathers."""
-    for ranks in save_round.settings["ranks"]:
-        for latency_ms in save_round.settings["latency_ms"]:
-            for way in save_round.contenders if group_of(0, ranks) else (FLAT,):
+    for ranks in turn.settings["ranks"]:
+        for latency_ms in turn.settings["latency_ms"]:
+            for way in turn.contenders if group_of(0, ranks) else (FLAT,):
                 found = simulate(ranks, way, latency_ms / 1e3)
-                outcome.add(save_round, f"{ranks:,} ranks, {latency_ms:g} ms, {way}", _once(found))
+                outcome.add(turn, f"{ranks:,} ranks, {latency_ms:g} ms, {way}", _once(found))
 
 
-def exchanges(save_round: SaveRound, outcome: Outcome) -> None:
+def exchanges(turn: Turn, outcome: Outcome) -> None:
     """Let the ranks of every world plan their first save."""
-    for ranks in save_round.settings["ranks"]:
-        outcome.add(save_round, f"{ranks:,} ranks", _once(exchange(ranks)))
+    for ranks in turn.settings["ranks"]:
+        outcome.add(turn, f"{ranks:,} ranks", _once(exchange(ranks)))
 
 
 def exchange(ranks: int) -> dict[str, float]:

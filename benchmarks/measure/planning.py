@@ -28,7 +28,7 @@ from aiockpt.planning.spread import LocalBoxes, Part, spread
 from aiockpt.planning.write_plan import SavePlan, plan_save
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import ShardedState, TensorShard, digest_structure
-from benchmarks.visit import Outcome, SaveRound
+from benchmarks.visit import Outcome, Turn
 
 COLUMNS = 1024
 ROWS_A_RANK = 4
@@ -51,21 +51,21 @@ def timed(work: Callable[[], T]) -> tuple[T, float]:
     raise AssertionError("the last run returns")
 
 
-def planning(save_round: SaveRound, outcome: Outcome) -> None:
+def planning(turn: Turn, outcome: Outcome) -> None:
     """Measure all worlds; where pieces would be too many for one checkpoint, with fewer tensors."""
-    tensors = save_round.settings["tensors"]
-    for ranks in save_round.settings["ranks"]:
-        for sharding in save_round.contenders:
+    tensors = turn.settings["tensors"]
+    for ranks in turn.settings["ranks"]:
+        for sharding in turn.contenders:
             some = min(tensors, MAX_TABLE_PIECES // ranks) if sharding == "FSDP" else tensors
             if some < tensors:
                 outcome.note(
-                    save_round,
+                    turn,
                     f"Left out: FSDP, {ranks:,} ranks × {tensors:,} tensors: {ranks * tensors:,} pieces are more than the "
                     f"{MAX_TABLE_PIECES:,} of a checkpoint; measured with {some:,} tensors.",
                 )
             found = measure(sharding, ranks, some)
             row = f"{sharding}, {ranks:,} × {some:,}"
-            outcome.add(save_round, row, {name: [value] for name, value in found.items()})
+            outcome.add(turn, row, {name: [value] for name, value in found.items()})
 
 
 def measure(sharding: str, ranks: int, tensors: int) -> dict[str, float]:

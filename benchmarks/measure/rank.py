@@ -245,7 +245,7 @@ def main() -> None:
     order = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Order)
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
-    state = build(max(1, order.save_round.size_bytes // (3 * 4 * WIDTH * WIDTH)), replicated=order.replicated)
+    state = build(max(1, order.turn.size_bytes // (3 * 4 * WIDTH * WIDTH)), replicated=order.replicated)
     contender: Contender = make(SCENARIOS["ranks"].contenders[order.contender])
     if isinstance(contender, Ours):
         contender.order(order)

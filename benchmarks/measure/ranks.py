@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.report import Samples
-from benchmarks.visit import Outcome, SaveRound
+from benchmarks.visit import Outcome, Turn
 
 REPLICAS = 4
 
@@ -36,7 +36,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
         storage_bytes_s: the rate at which all ranks together may read (aiockpt only); None: that of the disk.
     """
 
-    save_round: SaveRound
+    turn: Turn
     contender: str
     folder: str
     answer: str
@@ -79,16 +79,16 @@ def _torchrun(order: Order, ranks: int) -> Answer:
     return msgspec.json.decode(Path(order.answer).read_bytes(), type=Answer)
 
 
-def _order(save_round: SaveRound, name: str, **more: Any) -> Order:
-    work = Path(save_round.folder)
-    return Order(save_round=save_round, contender=name, folder=str(work / "saved"), answer=str(work / "answer"), **more)
+def _order(turn: Turn, name: str, **more: Any) -> Order:
+    work = Path(turn.folder)
+    return Order(turn=turn, contender=name, folder=str(work / "saved"), answer=str(work / "answer"), **more)
 
 
-def ranks(save_round: SaveRound, outcome: Outcome) -> None:
+def ranks(turn: Turn, outcome: Outcome) -> None:
     """Save and load the shards of one FSDP2 state."""
-    for name in save_round.contenders:
+    for name in turn.contenders:
         samples: Samples = {}
-        save = _order(save_round, name, action="save", repetitions=save_round.repetitions, step=save_round.repetitions)
+        save = _order(turn, name, action="save", repetitions=turn.repetitions, step=turn.repetitions)
         if name == "aiockpt":
             samples["save_1_s"] = _torchrun(save, 1).seconds
             shutil.rmtree(save.folder)
@@ -102,21 +102,21 @@ def ranks(save_round: SaveRound, outcome: Outcome) -> None:
             if name != "floor":
                 samples[f"read_{count}_ratio"] = loaded.over_read
         shutil.rmtree(save.folder)
-        outcome.add(save_round, name, samples)
+        outcome.add(turn, name, samples)
 
 
-def replicas(save_round: SaveRound, outcome: Outcome) -> None:
+def replicas(turn: Turn, outcome: Outcome) -> None:
     """Load on four ranks a state that each of them wants whole, alone and with a group."""
-    save = _order(save_round, "aiockpt", action="save", repetitions=0, step=0, replicated=True)
+    save = _order(turn, "aiockpt", action="save", repetitions=0, step=0, replicated=True)
     _torchrun(save, REPLICAS)
-    load = msgspec.structs.replace(save, action="load", repetitions=save_round.repetitions)
+    load = msgspec.structs.replace(save, action="load", repetitions=turn.repetitions)
     warm = msgspec.structs.replace(load, warm=True)
-    slow = msgspec.structs.replace(warm, storage_bytes_s=save_round.settings["storage_bytes_s"])
-    samples: dict[str, Samples] = {name: {"read_ratio": []} for name in save_round.contenders}
+    slow = msgspec.structs.replace(warm, storage_bytes_s=turn.settings["storage_bytes_s"])
+    samples: dict[str, Samples] = {name: {"read_ratio": []} for name in turn.contenders}
     for metric, order in {"disk_s": load, "cache_s": warm, "slow_s": slow}.items():
-        for name in save_round.contenders:
+        for name in turn.contenders:
             found = _torchrun(msgspec.structs.replace(order, load_group=name == "load_group"), REPLICAS)
             samples[name][metric] = found.seconds
             samples[name]["read_ratio"] += found.read_once
     for name, found_samples in samples.items():
-        outcome.add(save_round, name, found_samples)
+        outcome.add(turn, name, found_samples)

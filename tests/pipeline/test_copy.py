@@ -51,13 +51,13 @@ async def copy_of(place: Backend) -> StepCopy:
     return StepCopy(place, await newest_manifest(place, await look_at(place, STEP)))
 
 
-async def source(*sources: Backend) -> CopySource:
+async def open_source(*sources: Backend) -> CopySource:
     copies = [await copy_of(source) for source in sources]
     return await open_copy_source(copies, "full", window_bytes=SMALL.read_bytes, file_bytes=1 << 20)
 
 
 async def copy(sources: list[Backend], target: Backend, **options: Any) -> Manifest:
-    return await copy_step(await source(*sources), target, World(), windows=windows(), **{"pace": FREE, **options})
+    return await copy_step(await open_source(*sources), target, World(), windows=windows(), **{"pace": FREE, **options})
 
 
 async def keys(place: Backend) -> set[str]:
@@ -97,7 +97,7 @@ async def test_a_copy_that_died_is_taken_up_where_it_was(tmp_path: Path) -> None
     await save(tmp_path / "a")
     source, target = LocalBackend(str(tmp_path / "a")), LocalBackend(str(tmp_path / "b"))
     manifest = (await copy_of(source)).manifest
-    what = await source(source)
+    what = await open_source(source)
     await copy_files(what, target, World(), windows=windows(), pace=FREE, only=lambda file: "-0001" in file.p)
     half = await target.create(f"{STEP}/{manifest.files[0].p}", manifest.files[0].size)  # a killed copier's
     assert set(await copied_files(target, what)) == {1}
@@ -121,10 +121,10 @@ async def test_a_mark_that_lies_is_not_believed(tmp_path: Path) -> None:
         b"\xff",
         msgspec.json.encode(manifest.files[0]),
     ]
-    await copy_files(await source(source), target, World(), windows=windows(), pace=FREE)
+    await copy_files(await open_source(source), target, World(), windows=windows(), pace=FREE)
     for index, mark in enumerate(lies):
         await target.put(f"{folder}/f{index:06d}.json", mark)
-    assert await copied_files(target, await source(source)) == {}
+    assert await copied_files(target, await open_source(source)) == {}
     await copy([source], target)
     await load(tmp_path / "b")
 

@@ -59,8 +59,8 @@ async def copy_of(place: Backend) -> StepCopy:
 
 async def copy(sources: list[Backend], target: Backend, content: Content) -> Manifest:
     copies = [await copy_of(source) for source in sources]
-    source = await open_copy_source(copies, content, window_bytes=SMALL.read_bytes, file_bytes=1 << 20)
-    return await copy_step(source, target, World(), windows=Windows(2, SMALL.read_bytes), pace=FREE)
+    what = await open_copy_source(copies, content, window_bytes=SMALL.read_bytes, file_bytes=1 << 20)
+    return await copy_step(what, target, World(), windows=Windows(2, SMALL.read_bytes), pace=FREE)
 
 
 async def check_model(place: Any) -> None:
@@ -131,19 +131,17 @@ async def test_a_block_that_one_copy_has_lost_comes_from_the_next(tmp_path: Path
 async def test_files_of_weights_that_are_there_are_not_made_again_unless_their_marks_lie(tmp_path: Path) -> None:
     save(tmp_path / "a")
     source, target = LocalBackend(str(tmp_path / "a")), MemoryBackend()
-    source = await open_copy_source(
-        [await copy_of(source)], "weights", window_bytes=SMALL.read_bytes, file_bytes=1 << 20
-    )
+    what = await open_copy_source([await copy_of(source)], "weights", window_bytes=SMALL.read_bytes, file_bytes=1 << 20)
     windows = Windows(2, SMALL.read_bytes)
-    await copy_files(source, target, World(), windows=windows, pace=FREE)
-    assert set(await copied_files(target, source)) == {0, 1}
-    mark = f"{STEP}/a-{source.attempt}/c/f000001.json"
+    await copy_files(what, target, World(), windows=windows, pace=FREE)
+    assert set(await copied_files(target, what)) == {0, 1}
+    mark = f"{STEP}/a-{what.attempt}/c/f000001.json"
     told = await target.get(mark, 10_000)
     at = told.index(b'"sums":"') + 9
     await target.put(mark, told[:at] + (b"A" if told[at : at + 1] != b"A" else b"B") + told[at + 1 :])
-    assert set(await copied_files(target, source)) == {0}
+    assert set(await copied_files(target, what)) == {0}
     recorder = FaultyBackend(target, [])
-    await copy_step(source, recorder, World(), windows=windows, pace=FREE)
+    await copy_step(what, recorder, World(), windows=windows, pace=FREE)
     await check_model(target)
 
 

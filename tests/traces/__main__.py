@@ -8,8 +8,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.fallback.documents import write
-from tests.fallback.scenarios import NAMES, play
+from tests.traces.documents import write
+from tests.traces.scenarios import NAMES, play
 
 
 def main() -> int:

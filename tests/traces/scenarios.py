@@ -14,7 +14,6 @@ from typing import Any
 
 import anyio
 import torch
-from tests.fallback.trace import Trace
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
@@ -33,6 +32,7 @@ from tests.file_surgery import content, paths
 from tests.inline_process import Process
 from tests.ranks.crew import Crew
 from tests.seams import promise_of
+from tests.traces.trace import Trace
 
 State = dict[str, Any]
 DEADLINE_S = 60

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.fallback.documents import FOLDER, read
-from tests.fallback.scenarios import INLINE, NAMES, play
-from tests.fallback.trace import Trace
+
+from tests.traces.documents import FOLDER, read
+from tests.traces.scenarios import INLINE, NAMES, play
+from tests.traces.trace import Trace
 
 
 @pytest.mark.parametrize("name", NAMES)
