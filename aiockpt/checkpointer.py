@@ -595,10 +595,11 @@ class Checkpointer:
         forgotten = [future for future in self._unclaimed if not future.waited_for]
         self._unclaimed = []
         if forgotten:
+            load = LoadFuture(forgotten[0])
+            if load.cancelled():
+                raise UsageError(f"{load!r} may have overwritten a part of the state: load again before you use it")
             advice = "write `await ckpt.load(…)`" if runs_event_loop() else "call .result() on it, or await it"
-            raise UsageError(
-                f"{LoadFuture(forgotten[0])!r} was never waited for, so the state is not complete: {advice}"
-            )
+            raise UsageError(f"{load!r} was never waited for, so the state is not complete: {advice}")
 
     def _check_call_of_ranks(self) -> None:
         """Raise also when there is a process group now that was not there when the ranks were found."""

@@ -237,6 +237,15 @@ class LoadFuture(Future[T]):
             self._load.refused = True
             raise
 
+    def cancel(self) -> bool:
+        """Ask the load to stop, from any thread; return False when it is done already.
+
+        The state may be partly overwritten: load again before it is used. The next load waits until this one has stopped.
+        """
+        asked = super().cancel()
+        self._load.refused |= asked
+        return asked
+
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait up to *timeout* seconds and return what went wrong; None when the tensors are filled, objects not yet."""
         error = super().exception(timeout)

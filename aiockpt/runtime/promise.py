@@ -236,7 +236,7 @@ class LoadPromise(Promise[T]):
         on_finish: fills the objects, and returns the result then; None where there is nothing to fill.
         agree: has all ranks know how that went here; returns the promise that they have heard. None where none must.
         waited_for: whether a caller has waited for it to the end.
-        refused: whether a caller tried to inside an event loop; the next load then takes its place.
+        refused: whether a caller tried to inside an event loop, or cancelled it; the next load then takes its place.
     """
 
     def __init__(self, what: str) -> None:

@@ -14,8 +14,9 @@ import torch
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.storage.backend import Space
-from aiockpt.testing.faults import FaultyBackend
+from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.small_run import SMALL, Run
+from tests.watch import until
 
 
 def infos(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -92,6 +93,33 @@ def test_a_load_that_was_forgotten_is_still_told(tmp_path: Path) -> None:
             await load
 
     asyncio.run(notebook())
+
+
+def hanging(place: Path) -> FaultyBackend:
+    """Return a place with a step whose first read of data hangs."""
+    with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+        ckpt.save(7, {"w": torch.ones(3)}).result(30)
+    return FaultyBackend(LocalBackend(str(place)), [Fault(do="hang", verb="read", match="*.safetensors")])
+
+
+def test_after_a_cancelled_load_the_next_one_takes_its_place(tmp_path: Path) -> None:
+    into = {"w": torch.zeros(3)}
+    with aiockpt.Checkpointer(hanging(tmp_path), io=SMALL) as ckpt:
+        assert ckpt.load({"w": torch.zeros(3)}).cancel()
+        assert ckpt.load(into).result(30) is not None
+        ckpt.save(8, into).result(30)
+    assert into["w"].eq(1).all()
+
+
+def test_a_state_that_a_cancelled_load_may_have_torn_is_not_saved_without_a_word(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(3)}
+    with aiockpt.Checkpointer(hanging(tmp_path), io=SMALL) as ckpt:
+        load = ckpt.load(state)
+        assert load.cancel()
+        until(load.done, "the end of the load")
+        with pytest.raises(aiockpt.UsageError, match="load again before you use it"):
+            ckpt.save(8, state)
+        ckpt.save(8, state).result(30)
 
 
 def test_a_load_whose_failure_was_looked_at_is_not_forgotten(tmp_path: Path) -> None:
