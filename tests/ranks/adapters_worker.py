@@ -21,6 +21,7 @@ MODULES = (
     "composite_checks",
     "engine_checks",
     "fsdp1_checks",
+    "layout_checks",
     "lazy_checks",
     "loader_checks",
     "mesh_checks",
