@@ -34,7 +34,9 @@ from tests.campaigns.source_mutations import Mutation, mutations
 MODULES = (
     *(
         f"aiockpt/{layer}/*.py"
-        for layer in ("engine", "pipeline", "format", "planning", "state", "storage", "adapters")
+        for layer in (
+            *("engine", "ranks", "lazy", "tiers", "pipeline", "format", "planning", "state", "storage", "adapters"),
+        )
     ),
     "backends/local*.py",
 )
