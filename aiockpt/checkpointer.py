@@ -30,12 +30,13 @@ from aiockpt.engine.maintenance import Copied, Description, Pruned, StepInfo, Ve
 from aiockpt.engine.outcome_log import log_loaded
 from aiockpt.engine.read import read
 from aiockpt.engine.shutdown import Shutdown
+from aiockpt.engine.snapshotter import ByCall, Eager
 from aiockpt.engine.submit import Destination, Submitter, check_step
 from aiockpt.errors import BackgroundSaveError, UsageError
 from aiockpt.events import BackgroundTask, BarrierWaited, Observer
 from aiockpt.futures import Future, LoadFuture, LoadResult, SaveFuture
 from aiockpt.keywords import asks_what_was_meant, refuse_value
-from aiockpt.lazy.barrier import Mutating, MutationBarrier
+from aiockpt.lazy.snapshotter import LazySnapshotter
 from aiockpt.options import (
     IO,
     Deadlines,
@@ -50,6 +51,7 @@ from aiockpt.options import (
     Worker,
     check_tiers,
 )
+from aiockpt.pipeline.state_devices import StateDevices
 from aiockpt.prove.probe import find_probe
 from aiockpt.ranks.coordinator import TELL_DEADLINE_S
 from aiockpt.ranks.load import RankLoads
@@ -57,6 +59,7 @@ from aiockpt.ranks.peers import find_peers
 from aiockpt.runtime.background import run_background
 from aiockpt.runtime.limits import LimiterStatistics, run_blocking
 from aiockpt.runtime.loop import LoopThread, refuse_in_event_loop, refuse_on_loop_thread, runs_event_loop
+from aiockpt.runtime.pending_copies import Mutating, PendingCopies
 from aiockpt.runtime.promise import LoadPromise, Promise
 from aiockpt.runtime.ranks import Ranks, check_found, find_ranks
 from aiockpt.runtime.shared_memory import SharedMemory
@@ -215,20 +218,35 @@ class Checkpointer:
             here = Tiers(tiers, self._engine, backends, working=memory is None)
             self._tiers: Destination = here if memory is None else WriterClient(here, tiers, memory)
             companions.append(self._tell_closing)
-            self._barrier = MutationBarrier(deadlines.slab_s, self._tell_waited)
-            self._launcher = Submitter(self._tiers, self._barrier)
+            self._copies = PendingCopies(deadlines.slab_s, self._tell_waited)
+            self._launcher = Submitter(self._tiers, self._copies, self._make_snapshotter())
             coordinator = self._engine.coordinator
             self._together = None if coordinator is None else RankLoads(self._engine, coordinator, peers)
             if coordinator is not None:
                 coordinator.joint.terms = _terms(tiers, self._options)
                 self._loop.submit(coordinator.register)
             self._unclaimed: list[LoadPromise[LoadResult | None]] = []
-            self._ending = Shutdown(self._engine, self._launcher, self._tiers, self._barrier, companions)
+            self._ending = Shutdown(self._engine, self._launcher, self._tiers, self._copies, companions)
         except BaseException:
             self._loop.discard()
             if memory is not None:
                 memory.close()
             raise
+
+    def _make_snapshotter(self) -> ByCall:
+        engine = self._engine
+        devices = StateDevices(engine.accelerator, engine.pool)
+        self._lazy = LazySnapshotter(
+            self._options,
+            engine.accelerator,
+            devices,
+            self._copies,
+            engine.pool,
+            engine.uploader.busy_slabs,
+            engine.now_ns,
+        )
+        compares = self._options.debug == "digest"
+        return ByCall(Eager(devices, self._lazy.guard_in_call) if compares else Eager(devices), self._lazy)
 
     # ------------------------------------------------------------------ save
 
@@ -293,18 +311,18 @@ class Checkpointer:
     def barrier(self) -> None:
         """Block until no snapshot is being copied, before you change the state by hand. Optimizers do it by themselves."""
         refuse_in_event_loop("barrier()", "write `await ckpt.wait_mutable()`")
-        self._barrier.wait()
+        self._copies.wait()
 
     async def wait_mutable(self) -> None:
         """Wait until no snapshot is being copied, before you change the state by hand, in an event loop: `barrier` there."""
-        await self._barrier.wait_async()
+        await self._copies.wait_async()
 
     def mutating(self) -> Mutating:
         """Return the block to change the state in by hand: ``with ckpt.mutating():``, or ``async with`` in an event loop.
 
         It begins when no snapshot is being copied; a save inside it is a `UsageError`.
         """
-        return Mutating(self._barrier)
+        return Mutating(self._copies)
 
     def _tell_waited(self, step: int, seconds: float) -> None:
         event = BarrierWaited(at_ns=self._engine.now_ns(), step=step, seconds=seconds)
@@ -349,7 +367,7 @@ class Checkpointer:
         refused = [earlier for earlier in self._unclaimed if earlier.refused]
         self._unclaimed = [earlier for earlier in self._unclaimed if not earlier.refused]
         self._check_call_of_ranks()
-        self._barrier.wait()
+        self._copies.wait()
         raise_failures(self._engine)
         names = (only,) if isinstance(only, str) else only
         asked = request = LoadRequest(state, step, names, strict, map)

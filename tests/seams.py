@@ -15,8 +15,11 @@ import pytest
 import aiockpt
 from aiockpt.adapters.native import StateWalker
 from aiockpt.engine.context import Engine
-from aiockpt.engine.job import Call, Capture, SaveJob
+from aiockpt.engine.job import Call, SaveJob
+from aiockpt.engine.snapshotter import Capture
 from aiockpt.format.names import step_id
+from aiockpt.lazy.snapshotter import LazySnapshotter
+from aiockpt.lazy.state_guard import StateGuard
 from aiockpt.lazy.version_check import VersionCheck
 from aiockpt.options import Options
 from aiockpt.pipeline import snapshot as copying
@@ -50,34 +53,36 @@ def hold_up_copies(
     monkeypatch: pytest.MonkeyPatch, before_window: Callable[[], object], before_compare: Callable[[], object]
 ) -> None:
     """Have each window of each copy wait for *before_window*, and the comparison after the last for *before_compare*."""
-    move, compare = copying._copy_beside, SaveJob._compare
+    move, compare = copying._copy_beside, StateGuard.compare
 
     def copy_later(base: int, moves: Any, number: int) -> None:
         before_window()
         move(base, moves, number)
 
-    def compare_later(job: SaveJob) -> None:
+    def compare_later(guard: StateGuard) -> None:
         before_compare()
-        compare(job)
+        compare(guard)
 
     monkeypatch.setattr(copying, "_copy_beside", copy_later)
-    monkeypatch.setattr(SaveJob, "_compare", compare_later)
+    monkeypatch.setattr(StateGuard, "compare", compare_later)
 
 
 def compare_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have no copy compare the version counters, samples and places of its tensors."""
     monkeypatch.setattr(VersionCheck, "check", lambda self: None)
-    monkeypatch.setattr(VersionCheck, "check_again", lambda self: None)
+    monkeypatch.setattr(VersionCheck, "recheck", lambda self: None)
 
 
 def is_compared(save: aiockpt.SaveFuture) -> bool:
     """Say whether the copy of a save is over, and was compared once with the state as it was at the call."""
-    return _ticket_of(save)._compared
+    guard = _job_of(save)._guard
+    assert isinstance(guard, StateGuard)
+    return guard.compared
 
 
 def is_stopped(save: aiockpt.SaveFuture) -> bool:
     """Say whether what is copied from now on may be torn, because the save has ended."""
-    return _ticket_of(save).stopped
+    return _job_of(save).stopped
 
 
 def promise_of(save: aiockpt.SaveFuture) -> SavePromise:
@@ -85,7 +90,12 @@ def promise_of(save: aiockpt.SaveFuture) -> SavePromise:
     return save._save
 
 
-def _ticket_of(save: aiockpt.SaveFuture) -> SaveJob:
+def lazy_of(ckpt: aiockpt.Checkpointer) -> LazySnapshotter:
+    """Return what captures the lazy saves of a checkpointer."""
+    return ckpt._lazy
+
+
+def _job_of(save: aiockpt.SaveFuture) -> SaveJob:
     job = getattr(promise_of(save).cancel_work, "__self__", None)
     assert isinstance(job, SaveJob)
     return job

@@ -18,8 +18,9 @@ from aiockpt.convert.source import Source, open_source
 from aiockpt.convert.streaming import write_file
 from aiockpt.engine import maintenance
 from aiockpt.engine.context import Engine
-from aiockpt.engine.job import Call, Capture, SaveJob
+from aiockpt.engine.job import Call, SaveJob
 from aiockpt.engine.save import check_space, committed, write_and_commit
+from aiockpt.engine.snapshotter import Capture
 from aiockpt.errors import StepExistsError, UsageError
 from aiockpt.format.checksum import BLOCK_BYTES
 from aiockpt.format.dtypes import itemsize

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from aiockpt.engine.context import Engine
 from aiockpt.engine.submit import Destination, Submitter
 from aiockpt.futures import SaveFuture
-from aiockpt.lazy.barrier import MutationBarrier
+from aiockpt.runtime.pending_copies import PendingCopies
 
 logger = logging.getLogger("aiockpt")
 
@@ -38,13 +38,13 @@ class Shutdown:
         engine: Engine,
         launcher: Submitter,
         tiers: Destination,
-        barrier: MutationBarrier,
+        copies: PendingCopies,
         companions: Sequence[Callable[[], object]],
     ) -> None:
         self._engine = engine
         self._launcher = launcher
         self._tiers = tiers
-        self._barrier = barrier
+        self._copies = copies
         self._companions = companions
 
     def wait(self) -> None:
@@ -112,4 +112,4 @@ class Shutdown:
             self._engine.loop.close(cancel=not in_order)
             self._engine.release_memory()
             self._launcher.forget()
-            self._barrier.close()
+            self._copies.close()

@@ -1,24 +1,23 @@
-"""How does a save get from the caller's thread onto the loop? Walked, planned, registered, copied; few at a time.
+"""Takes a save from the caller's thread onto the loop: walked, captured, planned, registered, copied; few at a time.
 
 Guarantees:
 
-- A lazy save is registered, and guarded by the barrier, before the call returns; then a worker copies its state.
-- A save that must wait for another one to end, or for other ranks, never holds an event loop: it waits on a worker, and
-  the optimizers wait for it at the barrier.
+- A save whose state is copied beside the program is registered, and its state guarded, before the call returns; then a
+  worker copies it.
+- A save that must wait for another one to end, or for other ranks, never holds up an event loop: it waits on a worker, and
+  whoever is about to change the state waits for it.
 - Any thread may save: calls are taken one at a time, but for their waits and the copy itself.
 - States are copied one after the other, in the order of the calls, so that two never wait for each other's slabs.
 - After the first snapshot of a state the staging pool holds all of it, so that later ones are one copy; but not where
-  lazy copies end in time with a few slabs (`aiockpt.lazy.throttle`).
+  copies end in time with a few slabs.
 """
 
 from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import compress
-from operator import attrgetter, is_not
 from typing import Any, Protocol
 
 import msgspec
@@ -29,29 +28,22 @@ from aiockpt.adapters.native import StateWalker
 from aiockpt.adapters.selection import ALL, Selection
 from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import SaveRound
-from aiockpt.engine.job import Call, Capture, SaveJob
+from aiockpt.engine.job import Call, SaveJob
 from aiockpt.engine.outcome_log import log_saved
+from aiockpt.engine.snapshotter import CaptureRequest, Snapshotter
 from aiockpt.errors import CheckpointError, SaveSkippedError, UsageError
 from aiockpt.events import SaveSkipped
 from aiockpt.futures import SaveFuture, SaveResult
-from aiockpt.lazy.barrier import MutationBarrier, in_optimizer_step
-from aiockpt.lazy.device import Devices, Taken
-from aiockpt.lazy.mutability import Mutability
-from aiockpt.lazy.throttle import Pacing, Throttle
-from aiockpt.lazy.version_check import VersionNotes
-from aiockpt.options import MIB, Snapshot, check_choice
+from aiockpt.options import Snapshot, check_choice
 from aiockpt.runtime.host_memory import available_bytes
 from aiockpt.runtime.limits import Limiter, run_blocking
-from aiockpt.runtime.loop import Mutex, runs_event_loop
+from aiockpt.runtime.loop import Mutex
+from aiockpt.runtime.pending_copies import PendingCopies
 from aiockpt.runtime.promise import Promise, SavePromise
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.state.shards import ShardedState
 
 logger = logging.getLogger("aiockpt")
-
-_NBYTES = attrgetter("data.nbytes")
-INLINE_COPY_BYTES = 16 * MIB
-"""Inside a running event loop a larger state is copied on a worker: 16 MiB is about a millisecond."""
 
 
 class Destination(Protocol):
@@ -87,22 +79,25 @@ class Destination(Protocol):
 
 
 class Submitter:
-    """Starts the saves of one checkpointer and knows which are in flight."""
+    """Starts the saves of one checkpointer and knows which are in flight.
 
-    def __init__(self, tiers: Destination, barrier: MutationBarrier) -> None:
+    Args:
+        tiers: where saves go.
+        copies: which copies are made beside the program, and who changes the state by hand.
+        snapshotter: says how states are copied.
+    """
+
+    def __init__(self, tiers: Destination, copies: PendingCopies, snapshotter: Snapshotter) -> None:
         self._tiers = tiers
         self._engine = engine = tiers.engines[0]
-        self._barrier = barrier
+        self._copies = copies
+        self._snapshotter = snapshotter
         self._walker = StateWalker(rank=engine.ranks.rank, alone=engine.ranks.world_size == 1)
-        self._mutability = Mutability(engine.options.mutable, engine.options.immutable, engine.accelerator)
-        self._versions = VersionNotes(engine.accelerator)
-        self._devices = Devices(engine.accelerator)
         self._calls = Mutex()  # around what a call finds out of the state and of other saves; never around a wait
         self._calling = False
         self._saves: list[SavePromise] = []
         self._copying = Limiter("snapshot", 1)
         self._last_copy: Promise[None] | None = None
-        self._pacing = Pacing(engine.now_ns)
 
     @property
     def in_flight(self) -> Sequence[SavePromise]:
@@ -152,8 +147,8 @@ class Submitter:
             if snapshot is None:
                 snapshot = options.snapshot
             check_choice("snapshot", snapshot, Snapshot)
-            self._barrier.check_still()
-            self._barrier.look_again()
+            self._copies.check_unchanging()
+            self._copies.recheck()
             if not self._tiers.takes(step):
                 return self._skip(step, save_round, "no tier takes it (Tier(every=…))")
             if options.when_full != "wait" and (reason := self._why_full(snapshot)):
@@ -168,62 +163,31 @@ class Submitter:
                 begun_ns=begun_ns,
             )
             before = [point for point in (self._must_end_first(), self._must_be_copied_first()) if point]
-            capture, elsewhere = self._capture(state, selection, snapshot, waits=bool(before) or save_round is not None)
+            capture = self._snapshotter.capture(
+                CaptureRequest(
+                    walked=self._walker.walk(state, selection),
+                    state=state,
+                    snapshot=snapshot,
+                    busy=self._must_be_copied_first() is not None,
+                    waits=bool(before) or save_round is not None,
+                )
+            )
             job = SaveJob(self._engine, call, capture)
-            job.on_torn = self._mutability.distrust
         except BaseException as error:
             self._engine.abort(save_round, error)
             raise
         self._tiers.prepare(job.promise)
-        if not elsewhere:
+        if not capture.beside:
             return job, before
         self._register(job, before)
         return job, None
 
-    def _capture(
-        self, state: Mapping[str, Any], selection: Selection, snapshot: Snapshot, *, waits: bool
-    ) -> tuple[Capture, bool]:
-        """Walk *state* and have it be still for as long as its copy takes; say too whether it is copied elsewhere."""
-        walked = self._walker.walk(state, selection)
-        devices = self._devices.find(walked.tensors)
-        copying = self._must_be_copied_first() is not None
-        taken = self._devices.clone(walked, busy=copying) if snapshot == "device" else Taken(walked, snapshot)
-        stepping = taken.snapshot != "device" and in_optimizer_step()
-        if stepping:
-            taken = Taken(walked, "eager", "inside the step of an optimizer, which no longer waits for a copy")
-        still, snapshot, versions = taken.state, taken.snapshot, None
-        holds = runs_event_loop() and not stepping
-        elsewhere = snapshot != "eager" or (holds and (waits or _tensor_bytes(walked) > INLINE_COPY_BYTES))
-        if elsewhere and snapshot != "device":
-            still = self._mutability.hold(walked, state, trusting=snapshot == "eager", reuse=not copying)
-            versions = self._versions.note(self._mutability.in_place)
-        self._pin(devices)
-        capture = Capture(
-            state=still,
-            snapshot=snapshot,
-            reason=taken.reason,
-            copied_at_call_bytes=_copied_bytes(walked, still),
-            after=[(device, self._engine.accelerator.now(device)) for device in devices],
-            versions=versions,
-        )
-        return capture, elsewhere
-
-    def _pin(self, devices: Iterable[torch.device]) -> None:
-        for device in devices:
-            self._engine.pool.pin_with(self._engine.accelerator.lane(device))
-
     def _register(self, job: SaveJob, before: Sequence[Promise[Any]]) -> None:
-        """Have the optimizers, and later saves, wait for a copy that is made elsewhere, and begin it."""
+        """Begin a copy beside the program, and have later saves wait for it, and whoever is about to change the state."""
         try:
             self._saves.append(job.promise)
             self._last_copy = job.copied
-            throttle = self._throttle() if job.snapshot == "lazy" else None
-            job.let_go(throttle)  # before the barrier has it: who waits there ends the throttle
-            if job.snapshot == "device":
-                job.promise.snapshotted.resolve(None)
-            else:
-                on_step = None if throttle is None else throttle.stepped
-                self._barrier.guard(job.promise, job.stop, job.enqueued, on_step, job.look_again)
+            job.leave_to_guard()
             if before:
                 self._engine.loop.submit(self._copy_later, before, job)
             else:
@@ -307,10 +271,6 @@ class Submitter:
             except Exception as error:  # noqa: BLE001  the save itself needs none of it
                 logger.warning("no more slabs for the next snapshot, which will wait for these: %s", error)
 
-    def _throttle(self) -> Throttle:
-        engine = self._engine
-        return self._pacing.begin(engine.pool, engine.uploader.busy_slabs)
-
     def _why_full(self, snapshot: Snapshot) -> str | None:
         """Say why a save that begins now would wait; None when it would not."""
         if self._is_full():
@@ -355,7 +315,7 @@ class Submitter:
             raise
         self._engine.leave(save_round)
         plan, pool = self._engine.plan(share), self._engine.pool
-        self._pin(self._devices.find(share.tensors))
+        self._snapshotter.warm_up(share)
         pool.fit(plan.window_count, available_bytes)
         pool.warm_up(plan.window_count)
         pool.settle()
@@ -363,9 +323,7 @@ class Submitter:
     def forget(self) -> None:
         """Let go of the last state."""
         self._walker.forget()
-        self._devices.forget()
-        self._mutability.forget()
-        self._versions.forget()
+        self._snapshotter.forget()
 
 
 def check_step(step: object) -> int:
@@ -384,16 +342,6 @@ def check_step(step: object) -> int:
 
 def _was_done_by_others(error: BaseException) -> bool:
     return isinstance(error, CheckpointError) and not isinstance(error, UsageError)
-
-
-def _copied_bytes(walked: ShardedState, still: ShardedState) -> int:
-    if still is walked:
-        return 0
-    return sum(map(_NBYTES, compress(still.tensors, map(is_not, still.tensors, walked.tensors))))
-
-
-def _tensor_bytes(walked: ShardedState) -> int:
-    return sum(map(_NBYTES, walked.tensors))
 
 
 def _plain_metrics(metrics: Mapping[str, float | torch.Tensor]) -> dict[str, float]:

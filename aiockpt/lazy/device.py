@@ -1,4 +1,4 @@
-"""Can the state be copied where it is? All of it, at the call, in the order of the compute streams; milliseconds.
+"""Copies a whole state on its device, in the call, in the order of the compute streams; that takes milliseconds.
 
 Guarantees:
 
@@ -17,8 +17,9 @@ import msgspec
 import torch
 
 from aiockpt.options import Snapshot
+from aiockpt.pipeline.state_devices import StateDevices
 from aiockpt.runtime.accelerator import Accelerator
-from aiockpt.state.shards import ShardedState, TensorShard, are_same
+from aiockpt.state.shards import ShardedState
 
 logger = logging.getLogger("aiockpt")
 
@@ -31,24 +32,12 @@ class Taken(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-class Devices:
-    """Knows which devices a state is on, and copies it there."""
+class DeviceCloner:
+    """Copies states on their devices, where there is room."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: Accelerator, devices: StateDevices) -> None:
         self._accelerator = accelerator
-        self._seen: tuple[TensorShard, ...] = ()
-        self._sizes: dict[torch.device, int] = {}
-
-    def find(self, tensors: tuple[TensorShard, ...]) -> Mapping[torch.device, int]:
-        """Return the devices that *tensors* are on, and how many bytes of them are there; nothing of host memory."""
-        if not are_same(tensors, self._seen):
-            sizes: dict[torch.device, int] = {}
-            for shard in tensors:
-                device = self._accelerator.device_of(shard.data)
-                if device is not None:
-                    sizes[device] = sizes.get(device, 0) + shard.data.nbytes
-            self._seen, self._sizes = tensors, sizes
-        return self._sizes
+        self._devices = devices
 
     def clone(self, walked: ShardedState, *, busy: bool) -> Taken:
         """Copy *walked* on its devices, if that is possible.
@@ -56,7 +45,7 @@ class Devices:
         Args:
             busy: whether the last such copy is still needed.
         """
-        sizes = self.find(walked.tensors)
+        sizes = self._devices.sizes(walked.tensors)
         if not sizes:
             return Taken(walked, "eager", "no tensor is on a device")
         reason = "the last copy on the device is still on its way to the host" if busy else self._why_not(sizes)
@@ -79,7 +68,3 @@ class Devices:
         clone = self._accelerator.clone
         tensors = tuple(msgspec.structs.replace(shard, data=clone(shard.data)) for shard in walked.tensors)
         return msgspec.structs.replace(walked, tensors=tensors)
-
-    def forget(self) -> None:
-        """Let go of the last state."""
-        self._seen, self._sizes = (), {}

@@ -1,11 +1,11 @@
-"""Which optimizers are there in this process, and which modules whose forward changes parameters? Asked for at every save.
+"""Finds the optimizers of this process, and the modules whose forward changes parameters, at every save.
 
 Nothing leads from a tensor to who changes it, so they are found by what refers to their classes, as objects do. That walks
 over all objects there are (tens of milliseconds), and is done again only when some came or went: each object counts as a
 reference to its class, and classes are few.
 
-To hold all objects, even for a moment, breaks other threads: a tuple that is being made from an iterator cannot grow when
-anybody else has it.
+To refer to all objects, even for a moment, breaks other threads: a tuple that is being made from an iterator cannot grow
+when anybody else has it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def changed_in_forward(module: object) -> Iterator[torch.Tensor]:
         yield from module.parameters()
     elif limit_of(module) is not None:
         yield from module.parameters(recurse=isinstance(module, nn.Embedding | nn.EmbeddingBag))  # or what makes them
-        yield from (held for held in vars(module).values() if isinstance(held, torch.Tensor))  # a view of a flat one
+        yield from (value for value in vars(module).values() if isinstance(value, torch.Tensor))  # a view of a flat one
 
 
 def limit_of(module: object) -> object:

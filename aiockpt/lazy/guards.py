@@ -1,12 +1,14 @@
-"""What guards a tensor of a lazy save, until it is copied, against which change? The table of docs/guide/lazy.md, as data.
+"""The table of what guards a tensor of a lazy save against which change until it is copied: the code's, and the guide's.
 
-`aiockpt.lazy.mutability` decides by `KINDS` what is copied in the call. What is left in place is guarded as `CHANGES` says:
-a test makes each of these changes to each such tensor, and another keeps the page equal to what `render` returns.
+`aiockpt.lazy.mutability` asks for the kind of a tensor in the order of `KINDS`, and copies in the call what it says there.
+What is left in place is guarded as `CHANGES` says: `aiockpt.lazy.version_check` compares of each tensor what its column
+names (`COMPARED`), and nothing else. A test makes each of these changes to each such tensor, and another keeps the table in
+docs/guide/lazy.md equal to what `render` returns.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -21,6 +23,9 @@ Guard = Literal["hook", "copy", "counter", "outer counter", "sample", "place", "
 - ``"old memory"``: what is copied is what the tensor was, which the save keeps;
 - ``"nothing"``, or ``"–"`` where there is no such change.
 """
+
+Where = Literal["host", "device", "dtensor_host", "dtensor_device"]
+"""Where a tensor is, and whether it is a DTensor: the columns of the table."""
 
 KindKey = Literal["named", "torn", "uncounted", "immutable", "unhooked", "owned", "other", "near"]
 
@@ -53,6 +58,11 @@ class Change(msgspec.Struct, frozen=True):
     dtensor_host: Guard
     dtensor_device: Guard
 
+    def guard(self, where: Where) -> Guard:
+        """Return what guards a tensor that is there."""
+        guard: Guard = getattr(self, where)
+        return guard
+
 
 KINDS = (
     Kind("named", "what `mutable=[…]` names"),
@@ -68,7 +78,7 @@ KINDS = (
     Kind("other", "all else: buffers, frozen parameters, an EMA, tensors by themselves"),
     Kind("near", "what shares a storage, and so perhaps torch's counter, with one that is copied"),
 )
-"""In the order in which they are asked for: the first one that fits decides."""
+"""In the order in which they are asked for: the first one that fits decides; then what is near a copied one."""
 
 COPIED = {kind.key for kind in KINDS if kind.copied}
 
@@ -146,6 +156,13 @@ CHANGES = (
     Change("resized", "`p.untyped_storage().resize_(…)`", "place", "place", "place", "place"),
 )
 
+_COMPARISONS: tuple[Guard, ...] = ("counter", "outer counter", "sample", "place")
+COMPARED: dict[Where, frozenset[Guard]] = {
+    where: frozenset(guard for change in CHANGES if (guard := change.guard(where)) in _COMPARISONS)
+    for where in get_args(Where)
+}
+"""What is compared of a tensor that was left in place, by where it is."""
+
 
 def render() -> str:
     """Return the table, as Markdown."""
@@ -153,7 +170,7 @@ def render() -> str:
     rows = [[kind.words, "any", *["copy in the call"] * 4] for kind in KINDS if kind.copied]
     left = "; ".join(kind.words for kind in KINDS if not kind.copied)
     for change in CHANGES:
-        guards = (change.host, change.device, change.dtensor_host, change.dtensor_device)
+        guards = [change.guard(where) for where in get_args(Where)]
         rows.append([left, change.words, *(f"**{guard}**" if guard == "nothing" else guard for guard in guards)])
         left = "〃"
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)) + "\n"

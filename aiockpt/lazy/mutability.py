@@ -1,12 +1,12 @@
-"""Which tensors does only an optimizer step change? All others may change at any moment, forward included.
+"""Decides which tensors of a state a lazy save leaves in place, and copies the others in the call.
 
-While a snapshot is copied beside the running program the barrier holds the optimizers, and nothing else. Forward itself
+While a snapshot is copied beside the running program optimizers wait for that, and nobody else does. Forward itself
 changes buffers (BatchNorm statistics, FP8 amax, router bias), teachers (momentum encoders) and embeddings with a
-``max_norm``, an EMA is updated by hand, and bare tensors are the user's. So only what an optimizer owns that the barrier
-can hold is trusted to be still (`aiockpt.lazy.optimizer_owned`); the rest is copied at the call, each time into the same
-memory. What is on a device is copied there, in the order of its compute stream: the call does not wait for it.
+``max_norm``, an EMA is updated by hand, and bare tensors are the user's. So only what an optimizer owns that waits is
+left in place (`aiockpt.lazy.optimizer_owned`); the rest is copied at the call, each time into the same memory. What is
+on a device is copied there, in the order of its compute stream: the call does not wait for it.
 
-What is trusted is watched all the same (`aiockpt.lazy.version_check`). So it is copied at the call, too, where that
+What is left in place is compared all the same (`aiockpt.lazy.version_check`). So it is copied at the call, too, where that
 would see nothing or too much: a tensor without a counter of its changes (of inference mode), one that shares its storage,
 and perhaps its counter, with something that is not trusted, and one that was seen to change while it was being copied.
 """
@@ -14,7 +14,7 @@ and perhaps its counter, with something that is not trusted, and one that was se
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
 from operator import is_not
 from typing import Any
@@ -25,7 +25,7 @@ import torch
 from aiockpt.adapters.addresses import Memory
 from aiockpt.errors import UsageError
 from aiockpt.format.names import join_name, list_names, split_name
-from aiockpt.lazy.guards import COPIED, KindKey
+from aiockpt.lazy.guards import COPIED, KINDS, KindKey
 from aiockpt.lazy.optimizer_owned import OptimizerOwned
 from aiockpt.runtime.accelerator import Accelerator
 from aiockpt.runtime.cuda import Cuda
@@ -39,11 +39,11 @@ SHOWN = 12
 
 
 class Mutability:
-    """Holds walked states still, and remembers how the last one was held.
+    """Copies what may change of walked states, and remembers what that was of the last one.
 
     Args:
         mutable: names, or what they begin with, of tensors that are copied at the call whatever owns them.
-        immutable: the same of tensors that change only behind the barrier although no optimizer owns them, such as the
+        immutable: the same of tensors that change only in optimizer steps although no optimizer owns them, such as the
             frozen weights under an adapter. The longer name wins.
         accelerator: copies what is on a device; None takes CUDA's.
 
@@ -57,9 +57,9 @@ class Mutability:
     ) -> None:
         self._accelerator = accelerator or Cuda()
         self._rules = {_path(name): False for name in immutable} | {_path(name): True for name in mutable}
-        self._owners = OptimizerOwned()
+        self._owned = OptimizerOwned()
         self._torn: frozenset[str] = frozenset()
-        self._news: list[str] = []
+        self._newly_torn: list[str] = []
         self.forget()
 
     def forget(self) -> None:
@@ -67,15 +67,17 @@ class Mutability:
         self.kinds: dict[str, KindKey] = {}
         self.in_place: tuple[TensorShard, ...] = ()
         self._seen: tuple[tuple[TensorShard, ...], bool] = ((), False)
-        self._moving: dict[int, torch.device | None] = {}
-        self._held: tuple[TensorShard, ...] = ()
-        self._owners.forget()
+        self._copied: dict[int, torch.device | None] = {}
+        self._copies: tuple[TensorShard, ...] = ()
+        self._owned.forget()
 
     def distrust(self, names: Iterable[str]) -> None:
         """Have tensors copied at the call from now on: they changed while they were being copied. Any thread."""
-        self._news += names
+        self._newly_torn += names
 
-    def hold(self, walked: ShardedState, state: Mapping[str, Any], *, trusting: bool, reuse: bool) -> ShardedState:
+    def copy_mutable(
+        self, walked: ShardedState, state: Mapping[str, Any], *, trusting: bool, reuse: bool
+    ) -> ShardedState:
         """Return *walked* with a copy of every tensor that something else than an optimizer step may change.
 
         Args:
@@ -83,28 +85,28 @@ class Mutability:
             reuse: whether the copies of the last call are read no more and may be overwritten.
         """
         tensors = walked.tensors
-        if self._news:
-            self._hear_news(tensors)
+        if self._newly_torn:
+            self._note_torn(tensors)
         if not self._knows(tensors, trusting):
-            self._owners.look(state, tensors, trusting=trusting)
-            moving = self._find_moving(tensors)
-            self._moving = {index: self._accelerator.device_of(tensors[index].data) for index in moving}
-            self.in_place = tuple(shard for index, shard in enumerate(tensors) if index not in self._moving)
-            self._held = ()
+            self._owned.find(state, tensors, trusting=trusting)
+            mutable_numbers = self._find_mutable(tensors)
+            self._copied = {index: self._accelerator.device_of(tensors[index].data) for index in mutable_numbers}
+            self.in_place = tuple(shard for index, shard in enumerate(tensors) if index not in self._copied)
+            self._copies = ()
         self._seen = (tensors, trusting)
-        if not self._moving:
+        if not self._copied:
             return walked
-        if self._held and reuse:
+        if self._copies and reuse:
             self._copy(tensors)
         else:
-            self._held = self._clone(tensors)
-        return msgspec.structs.replace(walked, tensors=self._held)
+            self._copies = self._clone(tensors)
+        return msgspec.structs.replace(walked, tensors=self._copies)
 
     def _copy(self, tensors: Sequence[TensorShard]) -> None:
-        """Copy what moves into the copies of the last call."""
+        """Copy what may change into the copies of the last call."""
         on_host: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for index, device in self._moving.items():
-            into, live = self._held[index].data, tensors[index].data
+        for index, device in self._copied.items():
+            into, live = self._copies[index].data, tensors[index].data
             if device is None:
                 on_host[0].append(into)
                 on_host[1].append(live)
@@ -115,17 +117,17 @@ class Mutability:
                 torch._foreach_copy_(*on_host)  # pyright: ignore[reportPrivateImportUsage]  no public one loops in C++
 
     def _clone(self, tensors: Sequence[TensorShard]) -> tuple[TensorShard, ...]:
-        held = list(tensors)
-        for index in self._moving:
-            shard = held[index]
+        copies = list(tensors)
+        for index in self._copied:
+            shard = copies[index]
             with torch.inference_mode(False):  # or none but a call in that mode could copy into it again
-                held[index] = msgspec.structs.replace(shard, data=self._accelerator.clone(shard.data))
-        return tuple(held)
+                copies[index] = msgspec.structs.replace(shard, data=self._accelerator.clone(shard.data))
+        return tuple(copies)
 
-    def _hear_news(self, tensors: Sequence[TensorShard]) -> None:
+    def _note_torn(self, tensors: Sequence[TensorShard]) -> None:
         """Distrust what was torn, and say once how the program can say so itself."""
-        news, self._news = self._news, []
-        torn = self._torn.union(news)
+        newly_torn, self._newly_torn = self._newly_torn, []
+        torn = self._torn.union(newly_torn)
         if torn != self._torn:
             self._torn = torn
             self._seen = ((), False)
@@ -137,14 +139,14 @@ class Mutability:
             )
 
     def _knows(self, tensors: Sequence[TensorShard], trusting: bool) -> bool:
-        """Say whether *tensors* are held like the last ones: the same, but that some that move may be in other memory."""
+        """Say whether *tensors* are like the last ones: the same, but that some that are copied may be in other memory."""
         known, with_trust = self._seen
-        if with_trust != trusting or len(known) != len(tensors) or not self._owners.hold():
+        if with_trust != trusting or len(known) != len(tensors) or not self._owned.is_current():
             return False
         others = compress(range(len(known)), map(is_not, tensors, known))
-        return all(index in self._moving and _alike(tensors[index], known[index]) for index in others)
+        return all(index in self._copied and _alike(tensors[index], known[index]) for index in others)
 
-    def _find_moving(self, tensors: Sequence[TensorShard]) -> list[int]:
+    def _find_mutable(self, tensors: Sequence[TensorShard]) -> list[int]:
         said = self._said(tensors)
         kinds: list[KindKey] = [self._kind_of(shard, rule) for shard, rule in zip(tensors, said, strict=True)]
         copied = Memory((shard.data for shard, kind in zip(tensors, kinds, strict=True) if kind in COPIED), around=True)
@@ -156,13 +158,17 @@ class Mutability:
 
     def _kind_of(self, shard: TensorShard, rule: bool | None) -> KindKey:
         """Return what a tensor is by itself; *rule* says what the user says."""
-        if rule:
-            return "named"
-        if shard.name in self._torn:
-            return "torn"
-        if shard.data.is_inference():
-            return "uncounted"
-        return "immutable" if rule is False else self._owners.kind_of(shard.data)
+        owner = self._owned.kind_of
+        fits: dict[KindKey, Callable[[], bool]] = {
+            "named": lambda: rule is True,
+            "torn": lambda: shard.name in self._torn,
+            "uncounted": shard.data.is_inference,
+            "immutable": lambda: rule is False,
+            "unhooked": lambda: owner(shard.data) == "unhooked",
+            "owned": lambda: owner(shard.data) == "owned",
+            "other": lambda: True,
+        }
+        return next(kind.key for kind in KINDS if kind.key in fits and fits[kind.key]())
 
     def _said(self, tensors: Sequence[TensorShard]) -> Iterable[bool | None]:
         if not self._rules:
@@ -177,7 +183,7 @@ class Mutability:
                 logger.warning("mutable or immutable: no tensor here is %r, or begins with it", join_name(rule))
 
     def _rule(self, path: Path) -> bool | None:
-        """Return what the user says of the tensor at *path*: that it moves, that it does not, or nothing."""
+        """Return what the user says of the tensor at *path*: that it may change, that it does not, or nothing."""
         said = [parts for parts in self._rules if path[: len(parts)] == parts]
         return self._rules[max(said, key=len)] if said else None
 

@@ -1,7 +1,7 @@
-"""Does torch call its hooks in every step of an optimizer? Only then the barrier can hold it.
+"""Tells whether torch calls its hooks in every step of an optimizer: only then our hook can have it wait.
 
 Torch puts its hooks around ``step`` of a class when the first instance runs ``Optimizer.__init__``. So a class that leaves
-that out is not held, nor is an instance whose ``step`` was replaced. A function that only looks like torch's (everything
+that out does not wait, nor does an instance whose ``step`` was replaced. A function that only looks like torch's (everything
 that ``functools.wraps`` made of it does) is told by where its code is from.
 """
 

@@ -1,4 +1,4 @@
-"""What changes only in steps of optimizers that announce them? That is still while they are held. All else may move.
+"""Finds the tensors that change only in optimizer steps which call torch's hooks: they do not while those steps wait.
 
 Guarantees:
 
@@ -34,11 +34,11 @@ logger = logging.getLogger("aiockpt")
 
 
 class OptimizerOwned:
-    """What was found in the last look."""
+    """What was found for the last state."""
 
     def __init__(self) -> None:
-        self._census = OptimizerFinder()
-        self._told: set[type] = set()
+        self._finder = OptimizerFinder()
+        self._warned: set[type] = set()
         self.forget()
 
     def forget(self) -> None:
@@ -46,11 +46,11 @@ class OptimizerOwned:
         self._facts: list[object] | None = None
         self._watched: frozenset[int] = frozenset()
         self._limited: list[nn.Module] = []
-        self._lying: list[torch.Tensor] = []
+        self._trusted_locals: list[torch.Tensor] = []
         self._pointers: list[int] = []
-        self._still = self._moving = Memory(())
+        self._trusted = self._changed_elsewhere = Memory(())
 
-    def look(self, state: Mapping[str, Any], tensors: Sequence[TensorShard], *, trusting: bool) -> None:
+    def find(self, state: Mapping[str, Any], tensors: Sequence[TensorShard], *, trusting: bool) -> None:
         """Find who changes *tensors*.
 
         Args:
@@ -58,7 +58,7 @@ class OptimizerOwned:
         """
         modules = list(_of_kind(state, nn.Module))
         self._limited = [part for module in modules for part in module.modules() if hasattr(part, "max_norm")]
-        living = self._census.take()
+        living = self._finder.take()
         named = list(_of_kind(state, Optimizer))
         optimizers = [one for one in living if isinstance(one, Optimizer)]
         # What the walker watches needs no second look: the same walk says that they are as they were.
@@ -68,35 +68,37 @@ class OptimizerOwned:
         owned = [*chain.from_iterable(map(_tensors_of, named or optimizers))]
         owned += [parameter for module in modules for parameter in module.parameters()] if trusting else []
         changed = chain(map(_tensors_of, silent), map(changed_in_forward, chain(living, self._limited)))
-        self._still = Memory(_plain(owned))
-        self._moving = Memory(_plain(chain.from_iterable(changed)), around=True)
-        self._lie(named, owned, tensors)
-        self._tell(silent, tensors)
+        self._trusted = Memory(_plain(owned))
+        self._changed_elsewhere = Memory(_plain(chain.from_iterable(changed)), around=True)
+        self._remember_addresses(named, owned, tensors)
+        self._warn(silent, tensors)
 
-    def hold(self) -> bool:
-        """Return whether what the last look found is still so; of what the walker watches it is known."""
+    def is_current(self) -> bool:
+        """Return whether what was found last is still so; of what the walker watches it is known."""
         return (
             self._facts is not None
-            and self._facts_of(self._census.take()) == self._facts
-            and list(map(torch.Tensor.data_ptr, self._lying)) == self._pointers
+            and self._facts_of(self._finder.take()) == self._facts
+            and list(map(torch.Tensor.data_ptr, self._trusted_locals)) == self._pointers
         )
 
     def kind_of(self, tensor: torch.Tensor) -> Literal["owned", "unhooked", "other"]:
         """Return whether only announced steps change *tensor*; whether something else changes it, or its storage."""
-        if self._moving.touches(tensor):
+        if self._changed_elsewhere.touches(tensor):
             return "unhooked"
-        return "owned" if tensor in self._still else "other"
+        return "owned" if tensor in self._trusted else "other"
 
-    def _lie(self, named: Iterable[Optimizer], owned: Iterable[torch.Tensor], tensors: Sequence[TensorShard]) -> None:
-        """Remember where those lie that are trusted with any of *tensors* and that nobody else watches."""
+    def _remember_addresses(
+        self, named: Iterable[Optimizer], owned: Iterable[torch.Tensor], tensors: Sequence[TensorShard]
+    ) -> None:
+        """Remember the addresses of those that are trusted with any of *tensors* and that nobody else watches."""
         watched = {id(t) for one in named if id(one) in self._watched for t in _tensors_of(one)}
         wanted = Memory(shard.data for shard in tensors)
         locals_ = (local for tensor in _plain(owned) if id(tensor) not in watched for local in local_tensors(tensor))
-        self._lying = [local for local in locals_ if wanted.touches(local)]
-        self._pointers = list(map(torch.Tensor.data_ptr, self._lying))
+        self._trusted_locals = [local for local in locals_ if wanted.touches(local)]
+        self._pointers = list(map(torch.Tensor.data_ptr, self._trusted_locals))
 
     def _facts_of(self, living: Sequence[object]) -> list[object]:
-        """Return what tells of any change; the identities are of what `_lying` keeps alive, where that matters."""
+        """Return what tells of any change; the identities are of what `_trusted_locals` keeps alive, where that matters."""
         facts: list[object] = [len(living), *map(id, living)]
         facts += [limit_of(one) is None for one in chain(living, self._limited) if not isinstance(one, Optimizer)]
         for one in living:
@@ -106,13 +108,13 @@ class OptimizerOwned:
                     facts += map(id, _all_of(one))
         return facts
 
-    def _tell(self, silent: Sequence[Optimizer], tensors: Sequence[TensorShard]) -> None:
+    def _warn(self, silent: Sequence[Optimizer], tensors: Sequence[TensorShard]) -> None:
         for one in silent:
-            if type(one) in self._told:
+            if type(one) in self._warned:
                 continue
             memory = Memory(_plain(_tensors_of(one)))
             if any(memory.touches(shard.data) for shard in tensors):
-                self._told.add(type(one))
+                self._warned.add(type(one))
                 logger.warning(
                     "%s steps without torch's hooks, so what it owns is copied in each lazy save. If it calls another "
                     "optimizer's step() before it changes anything, name its parameters in Checkpointer(immutable=[…]).",
@@ -129,12 +131,12 @@ def _all_of(optimizer: Optimizer) -> Iterator[object]:
 
 
 def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    return (held for held in _all_of(optimizer) if isinstance(held, torch.Tensor))
+    return (value for value in _all_of(optimizer) if isinstance(value, torch.Tensor))
 
 
 def _plain(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Leave out what has no addresses, or no bytes of its own."""
-    return [held for held in tensors if is_spread(held) or _has_address(held)]
+    return [value for value in tensors if is_spread(value) or _has_address(value)]
 
 
 def _has_address(tensor: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""How much of a state must be in slabs at once? As little as the writers need, for as long as nobody waits for the copy.
+"""Holds a copy back to a few slabs at a time for as long as nobody waits for it.
 
 A copy beside the running program has until the optimizer steps. Where the bytes reach the storage before that, a few slabs
 that go round between the copy and the writers are enough, and no copy of the whole state is ever made (DataStates-LLM

@@ -1,22 +1,21 @@
-"""Has a tensor changed since the call that saves it, although its copy is made later? By torch's counters, and some bytes.
+"""Finds tensors that have changed since the call that saves them, by torch's counters, some bytes, and their addresses.
 
 Torch counts the changes of every tensor (``tensor._version``), those through views, slices and ``detach()`` too, and of all
 views together. Of what it does not count (``.data``, numpy, fused kernels, ``_foreach_*`` on DTensors) 16 bytes from the
-middle of each tensor in host memory may tell; on a device, to look would be to wait. The table of what sees which change is
-`aiockpt.lazy.guards`. Guarantees:
+middle of a tensor in host memory may tell; on a device, to look would be to wait. What is compared of which tensor is read
+from the table in `aiockpt.lazy.guards`. Guarantees:
 
 - What was counted between the note and a check is told, by the names of the tensors.
 - Nothing is read from where a tensor is no more.
 - A note costs about 0.1 µs a tensor, a check at an optimizer's step the same: all loops are C code.
 
-Torch counts *after* its kernel: a check while one runs sees its bytes at best. So there is a second check, on a thread of
-the program and when the copy is over (`aiockpt.engine.job`).
+When the checks are made is in `aiockpt.lazy.state_guard`.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import compress
 from operator import attrgetter, ne
 from typing import Any
@@ -25,7 +24,8 @@ import torch
 
 from aiockpt.errors import TornSnapshotError
 from aiockpt.format.names import list_names
-from aiockpt.pipeline.address_check import Places
+from aiockpt.lazy.guards import COMPARED, Guard, Where
+from aiockpt.pipeline.address_check import AddressCheck
 from aiockpt.runtime.accelerator import Accelerator
 from aiockpt.state.shards import TensorShard
 
@@ -66,35 +66,39 @@ class VersionCheck:
     def __init__(self, sources: _Sources) -> None:
         self._sources = sources
         self._versions = sources.versions()
-        self._samples = sources.plain.read(), sources.spread.read()
+        self._samples = sources.counted_samples.read(), sources.uncounted_samples.read()
 
-    def check_places(self) -> None:
+    def check_addresses(self) -> None:
         """Raise TornSnapshotError when a tensor is not where it was."""
-        self._sources.places.check()
+        self._sources.addresses.check(self._sources.placed)
 
     def check(self) -> None:
-        """Compare places, counters and samples; on any thread.
+        """Compare addresses, counters and samples; on any thread.
 
         Raises:
             TornSnapshotError: tensors have changed; they are named.
         """
-        sources = self._sources
-        sources.places.check()
+        sources, (counted, uncounted) = self._sources, self._samples
+        self.check_addresses()
         self._tell(
-            [*self._counted(), *sources.plain.changed(self._samples[0]), *sources.spread.changed(self._samples[1])]
+            [
+                *self._counted(),
+                *sources.counted_samples.changed(counted),
+                *sources.uncounted_samples.changed(uncounted),
+            ]
         )
 
-    def check_again(self) -> None:
-        """The same once more, when the copy is over: counters, and samples of what has none that can be relied upon.
+    def recheck(self) -> None:
+        """Compare once more, when the copy is over: counters, and samples of what has none that can be relied upon.
 
         Raises:
             TornSnapshotError: tensors have changed; they are named.
         """
         sources = self._sources
         changed = self._counted()
-        if sources.spread.numbers:
-            sources.places.check(sources.spread.numbers)
-            changed += sources.spread.changed(self._samples[1])
+        if sources.uncounted_samples.numbers:
+            sources.addresses.check(sources.uncounted_samples.numbers)
+            changed += sources.uncounted_samples.changed(self._samples[1])
         self._tell(changed)
 
     def _counted(self) -> list[int]:
@@ -116,17 +120,31 @@ class VersionCheck:
 
 
 class _Sources:
-    """Where the counters, places and samples of tensors are read."""
+    """Where the counters, addresses and samples of tensors are read, as `COMPARED` says.
+
+    Attributes:
+        numbers: of the tensors whose counters `versions` returns, in that order.
+        placed: the numbers of those whose addresses are compared; None for all.
+        counted_samples, uncounted_samples: the samples of plain tensors, and of DTensors, where ``_foreach_*`` counts
+            nothing: these are compared twice.
+    """
 
     def __init__(self, shards: Sequence[TensorShard], accelerator: Accelerator) -> None:
         self.names = [shard.name for shard in shards]
-        self.places = Places(shards)
-        spread = [number for number, shard in enumerate(shards) if shard.outer is not None]
-        self._counted: list[torch.Tensor] = [*(shard.data for shard in shards), *(shards[n].outer for n in spread)]
-        self.numbers = [*range(len(shards)), *spread]
-        on_host = {number for number, shard in enumerate(shards) if _is_on_host(shard.data, accelerator)}
-        self.plain = _Samples(shards, sorted(on_host.difference(spread)))
-        self.spread = _Samples(shards, sorted(on_host.intersection(spread)))
+        self.addresses = AddressCheck(shards)
+        self._where = [_where(shard, accelerator) for shard in shards]
+        inner, outer = self._with("counter"), self._with("outer counter")
+        self._counted: list[torch.Tensor] = [*(shards[n].data for n in inner), *(shards[n].outer for n in outer)]
+        self.numbers = [*inner, *outer]
+        placed = self._with("place")
+        self.placed = None if len(placed) == len(shards) else placed
+        sampled = [number for number in self._with("sample") if shards[number].data.numel()]
+        is_dtensor = [shards[number].outer is not None for number in sampled]
+        self.uncounted_samples = _Samples(shards, list(compress(sampled, is_dtensor)))
+        self.counted_samples = _Samples(shards, list(compress(sampled, (not is_one for is_one in is_dtensor))))
+
+    def _with(self, guard: Guard) -> list[int]:
+        return [number for number, where in enumerate(self._where) if guard in COMPARED[where]]
 
     def versions(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():  # classes with a say in what is read of them
@@ -143,7 +161,7 @@ class _Samples:
     def read(self) -> bytes:
         return b"".join(self._windows)
 
-    def changed(self, before: bytes) -> list[int]:
+    def changed(self, before: bytes) -> Iterable[int]:
         now = self.read()
         if now == before:
             return []
@@ -156,8 +174,12 @@ class _Samples:
         return changed
 
 
-def _is_on_host(tensor: torch.Tensor, accelerator: Accelerator) -> bool:
-    return tensor.device.type == "cpu" and accelerator.device_of(tensor) is None and tensor.numel() > 0
+def _where(shard: TensorShard, accelerator: Accelerator) -> Where:
+    """Return the column of the table that *shard* is in."""
+    on_host = shard.data.device.type == "cpu" and accelerator.device_of(shard.data) is None
+    if shard.outer is None:
+        return "host" if on_host else "device"
+    return "dtensor_host" if on_host else "dtensor_device"
 
 
 def _window(tensor: torch.Tensor) -> Any:

@@ -1,7 +1,7 @@
-"""Is each tensor still where it was? By addresses: a storage that is resized lies elsewhere, and so does what was moved.
+"""Compares the addresses of tensors: a storage that was resized lies elsewhere, and so does a tensor that was moved.
 
-A storage that is freed and allocated again at the same address is not noticed. What is checked costs some ten nanoseconds a
-tensor (all loops are C code).
+A storage that is freed and allocated again at the same address is not noticed. A check costs some ten nanoseconds a tensor
+(all loops are C code).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from aiockpt.state.shards import TensorShard
 _pointer = torch.Tensor.data_ptr
 
 
-class Places:
-    """Remembers where tensors are, and holds them and their storages: nobody else's tensor can be there.
+class AddressCheck:
+    """Remembers where tensors are, and refers to them and their storages: nobody else's tensor can be there.
 
     Args:
         shards: their names.
@@ -33,7 +33,7 @@ class Places:
         self._pointers = list(map(_pointer, self._tensors))
 
     def check(self, some: Sequence[int] | None = None) -> None:
-        """Compare the places of *some* by their numbers, or of all.
+        """Compare the addresses of *some* by their numbers, or of all.
 
         Raises:
             TornSnapshotError: tensors are not where they were; they are named.

@@ -1,12 +1,12 @@
-"""How do tensors on devices get into slabs? Copied straight there, in the lanes of their devices, while they compute.
+"""Copies tensors on devices straight into slabs, in streams of their own, while the devices compute.
 
 Guarantees:
 
 - No copy is waited for before the next one is enqueued, as far as there are slabs; none of the calls holds the GIL long.
 - Small tensors that are neighbours in the file travel together: gathered on the device, then moved as one. A move costs
   some microseconds to start however small it is, which is what 64 KiB take on their way.
-- What is not row-major is made so on the device, in the lane's order, with memory that is let go with its last window.
-- A run shares no memory on the device with another one. When a slab is full is told by marks: `aiockpt.pipeline.in_flight`.
+- What is not row-major is made so on the device, in the stream's order, with memory that is freed with its last window.
+- A run shares no memory on the device with another one. When a slab is full is told by events: `aiockpt.pipeline.in_flight`.
 """
 
 from __future__ import annotations
@@ -63,23 +63,23 @@ class DeviceCopies:
         devices: Sequence[torch.device | None],
     ) -> None:
         self.tensors: Sequence[torch.Tensor] = tensors
-        self.lanes = {device: accelerator.lane(device) for device in dict.fromkeys(devices) if device is not None}
+        self.streams = {device: accelerator.stream(device) for device in dict.fromkeys(devices) if device is not None}
         flat = {
             number: _bytes(tensor)
             for number, (tensor, device) in enumerate(zip(tensors, devices, strict=True))
             if device is not None and is_row_major(tensor)
         }
         self.windows = _parts([window for file in plan.files for window in file.windows], devices, flat)
-        self.gathered_bytes = dict.fromkeys(self.lanes, 0)
+        self.gathered_bytes = dict.fromkeys(self.streams, 0)
         for part in (part for parts in self.windows for part in parts):
             together = [run.size for run in part.runs if len(run.pieces) > 1]
             self.gathered_bytes[part.device] = max(self.gathered_bytes[part.device], *together, 0)
 
     def begin(self, after: Iterable[tuple[torch.device, DeviceEvent]]) -> DeviceRun:
-        """Return one run of them, all of it behind the marks of the devices' compute streams."""
-        for device, mark in after:
-            if device in self.lanes:
-                self.lanes[device].follow(mark)
+        """Return one run of them, all of it behind the events of the devices' compute streams."""
+        for device, event in after:
+            if device in self.streams:
+                self.streams[device].follow(event)
         return DeviceRun(self)
 
     def forget(self) -> None:
@@ -94,19 +94,19 @@ class DeviceRun:
         self._copies = copies
         self._made: dict[int, torch.Tensor] = {}
         self._gathered = {
-            device: lane.empty(copies.gathered_bytes[device])
-            for device, lane in copies.lanes.items()
+            device: stream.empty(copies.gathered_bytes[device])
+            for device, stream in copies.streams.items()
             if copies.gathered_bytes[device]
         }
 
     def enqueue(self, number: int, slab: Slab) -> Iterator[tuple[torch.device, DeviceEvent]]:
-        """Let every device that has some of window *number* copy it into *slab*; yield the mark behind each."""
+        """Let every device that has some of window *number* copy it into *slab*; yield the event behind each."""
         for part in self._copies.windows[number]:
             yield part.device, self._enqueue(part, slab)
 
     def _enqueue(self, part: _Part, slab: Slab) -> DeviceEvent:
-        lane, tensors = self._copies.lanes[part.device], self._copies.tensors
-        self._made |= {number: lane.empty(tensors[number].nbytes) for number in part.begins}
+        stream, tensors = self._copies.streams[part.device], self._copies.tensors
+        self._made |= {number: stream.empty(tensors[number].nbytes) for number in part.begins}
         made = [(tensors[number], self._made[number]) for number in part.begins]
         host = torch.frombuffer(slab.memory, dtype=torch.uint8)
         moves = [(host[run.offset : run.offset + run.size], self._sources(run)) for run in part.runs]
@@ -116,15 +116,15 @@ class DeviceRun:
                 into.view(tensor.dtype).view(tensor.shape).copy_(tensor)
             for target, sources in moves:
                 source = sources[0]
-                if len(sources) > 1:  # the lane's order lets all of a run meet in the same memory
+                if len(sources) > 1:  # the stream's order lets all of a run meet in the same memory
                     source = self._gathered[part.device][: target.numel()]
                     torch.cat(sources, out=source)
                 target.copy_(source, non_blocking=True)
 
-        mark = lane.enqueue(work)
+        event = stream.enqueue(work)
         for number in part.ends:
             del self._made[number]
-        return mark
+        return event
 
     def _sources(self, run: _Run) -> tuple[torch.Tensor, ...]:
         return tuple(_source(piece, self._made) for piece in run.pieces) if run.sources is None else run.sources

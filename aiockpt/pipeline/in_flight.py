@@ -1,10 +1,10 @@
-"""Which slabs are being filled, and when are they full? In order, handed on when a device says so, lost when it never does.
+"""The slabs that are being filled: delivered in order when their devices have copied, lost when a device never does.
 
 Guarantees:
 
 - A slab is delivered, or given back, only when nothing writes into it any more, whatever fails. If the device never
   answers, it is never used again.
-- Slabs that are being filled are no reason to wait for ever: where none is free, they are waited for and handed on, so
+- Slabs that are being filled are no reason to wait for ever: where none is free, they are waited for and delivered, so
   that one slab is enough for any state.
 """
 
@@ -23,18 +23,18 @@ Deliver = Callable[[Window, Slab], object]
 
 
 class InFlightSlab:
-    """A slab that is being filled; *marks* are those of its copies."""
+    """A slab that is being filled; *events* are those behind its copies."""
 
-    __slots__ = ("marks", "slab", "window")
+    __slots__ = ("events", "slab", "window")
 
     def __init__(self, window: Window, slab: Slab) -> None:
         self.window = window
         self.slab = slab
-        self.marks: list[DeviceEvent] = []
+        self.events: list[DeviceEvent] = []
 
     def done(self) -> bool:
         """Say whether it is full."""
-        return all(mark.done() for mark in self.marks)
+        return all(event.done() for event in self.events)
 
 
 class InFlightSlabs:
@@ -50,45 +50,45 @@ class InFlightSlabs:
         self._pool = pool
         self._deliver = deliver
         self._timeout_s = timeout_s
-        self._under_way: deque[InFlightSlab] = deque()
+        self._filling: deque[InFlightSlab] = deque()
 
     def begin(self, window: Window) -> InFlightSlab:
-        """Return a free slab to fill for *window*. While there is none, wait for those under way, and hand them on."""
-        while self._under_way:
+        """Return a free slab to fill for *window*. While there is none, wait for those under way, and deliver them."""
+        while self._filling:
             try:
                 slab = self._pool.take(0)
                 break
             except StorageTimeoutError:
-                self._land_first()
+                self._wait_for_first()
         else:
             slab = self._pool.take(self._timeout_s)
-        flight = InFlightSlab(window, slab)
-        self._under_way.append(flight)
-        return flight
+        filling = InFlightSlab(window, slab)
+        self._filling.append(filling)
+        return filling
 
-    def hand_on(self) -> None:
+    def deliver_full(self) -> None:
         """Deliver what is full by now, as far as nothing before it is not."""
-        while self._under_way and self._under_way[0].done():
+        while self._filling and self._filling[0].done():
             self._deliver_first()
 
-    def fill(self, flight: InFlightSlab, *, anyway: bool) -> bool:
-        """Return whether *flight* is full; wait for that when *anyway*."""
-        if anyway and not all(map(self._wait, flight.marks)):
+    def is_full(self, filling: InFlightSlab, *, wait: bool) -> bool:
+        """Say whether *filling* is full; where *wait* says so, when it is."""
+        if wait and not all(map(self._wait, filling.events)):
             raise StorageTimeoutError("a device did not fill a slab in time; the snapshot is given up")
-        return flight.done()
+        return filling.done()
 
     def wait(self) -> None:
-        """Wait until all are full; they are not handed on yet."""
-        for flight in self._under_way:
-            self.fill(flight, anyway=True)
+        """Wait until all are full; they are not delivered yet."""
+        for filling in self._filling:
+            self.is_full(filling, wait=True)
 
-    def _land_first(self) -> None:
-        self.fill(self._under_way[0], anyway=True)
+    def _wait_for_first(self) -> None:
+        self.is_full(self._filling[0], wait=True)
         self._deliver_first()
 
     def _deliver_first(self) -> None:
-        flight = self._under_way.popleft()
-        self._deliver(flight.window, flight.slab)
+        full = self._filling.popleft()
+        self._deliver(full.window, full.slab)
 
     def __enter__(self) -> InFlightSlabs:
         return self
@@ -97,25 +97,25 @@ class InFlightSlabs:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            while error is None and self._under_way:
-                self._land_first()
+            while error is None and self._filling:
+                self._wait_for_first()
         finally:
-            while self._under_way:
-                self._drop(self._under_way.popleft())
+            while self._filling:
+                self._drop(self._filling.popleft())
 
-    def _wait(self, mark: DeviceEvent) -> bool:
-        """Wait for *mark*, but for no other one after a device that did not answer."""
-        reached = mark.wait(self._timeout_s)
+    def _wait(self, event: DeviceEvent) -> bool:
+        """Wait for *event*, but for no other one after a device that did not answer."""
+        reached = event.wait(self._timeout_s)
         if not reached:
             self._timeout_s = 0.0
         return reached
 
-    def _drop(self, flight: InFlightSlab) -> None:
+    def _drop(self, left: InFlightSlab) -> None:
         try:
-            landed = all(map(self._wait, flight.marks))
+            copied = all(map(self._wait, left.events))
         except RuntimeError:  # the device is broken, and what it still writes is unknown
-            landed = False
-        if landed:
-            self._pool.give(flight.slab)
+            copied = False
+        if copied:
+            self._pool.give(left.slab)
         else:
-            self._pool.lose(flight.slab)
+            self._pool.lose(left.slab)

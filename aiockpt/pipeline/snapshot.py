@@ -1,4 +1,4 @@
-"""How do live tensors get into slabs, and how long may training be held for it?
+"""Copies live tensors into slabs, and blocks training for as short a time as it can.
 
 Guarantees:
 
@@ -13,7 +13,7 @@ Guarantees:
   writers after each of hundreds of moves made the pause 1.5 × a plain copy; never letting it go kept the disk idle.
 - Beside the running program (a lazy snapshot) the GIL is let go during every move of 256 KiB and more.
 - What is on a device is copied from there into the slabs (`aiockpt.pipeline.device_copy`), beside what the host copies.
-- A program holds its tensors and their storages: their memory cannot be freed while it may be copied, unless somebody
+- A program refers to its tensors and their storages: their memory cannot be freed while it may be copied, unless somebody
   resizes a storage, which is noticed.
 """
 
@@ -22,11 +22,11 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
-from aiockpt.pipeline.address_check import Places
+from aiockpt.pipeline.address_check import AddressCheck
+from aiockpt.pipeline.copy_guard import CopyGuard
 from aiockpt.pipeline.device_copy import DeviceCopies, is_row_major, on_host
 from aiockpt.pipeline.in_flight import Deliver, InFlightSlabs
 from aiockpt.planning.write_plan import HEADER, Copy, FilePlan, SavePlan, Window
@@ -43,29 +43,9 @@ Moves = list[tuple[int, int, int]]
 """(offset in the window, address, bytes) of each copy."""
 
 
-_held_memmove = ctypes.PyDLL(None).memmove  # PyDLL keeps the GIL, here for less than a window
-_held_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_held_memmove.restype = None
-
-
-class Throttle(Protocol):
-    """Says how many slabs a copy beside the running program fills, and when (`aiockpt.lazy.throttle`)."""
-
-    @property
-    def whole(self) -> bool:
-        """Whether slabs for the whole state may have been wanted at once."""
-        ...
-
-    @property
-    def fills_more(self) -> bool:
-        """Whether the next slab belongs to the same batch, so that those that are full can wait for it."""
-        ...
-
-    def wait(self, left_bytes: int, timeout_s: float) -> None:
-        """Wait until a slab is worth filling, *left_bytes* being left to copy; *timeout_s* seconds at most."""
-
-    def copied(self, size_bytes: int, seconds: float) -> None:
-        """Note that a slab of *size_bytes* was filled in *seconds*."""
+_gil_memmove = ctypes.PyDLL(None).memmove  # PyDLL keeps the GIL, here for less than a window
+_gil_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_gil_memmove.restype = None
 
 
 class CopyProgram:
@@ -86,7 +66,7 @@ class CopyProgram:
         ]
         self._headers = [ctypes.create_string_buffer(file.header, len(file.header)) for file in plan.files]
         addresses = [tensor.data_ptr() for tensor in self._dense]
-        self._places = Places(shards, self._dense)
+        self._addresses = AddressCheck(shards, self._dense)
         self._in_place = all(dense is shard.data for dense, shard in zip(self._dense, shards, strict=True))
         self._windows: list[tuple[Window, Moves]] = []
         for file, header in zip(plan.files, self._headers, strict=True):
@@ -106,76 +86,72 @@ class CopyProgram:
         wanted: Callable[[], bool],
         timeout_s: float,
         beside: bool = False,
-        throttle: Throttle | None = None,
-        check: Callable[[], object] = lambda: None,
-        check_copied: bool = False,
         after: Sequence[tuple[torch.device, DeviceEvent]] = (),
-        enqueued: Callable[[Sequence[DeviceEvent]], object] = lambda _: None,
+        guard: CopyGuard,
+        host_copied: Callable[[Sequence[DeviceEvent]], object] = lambda _: None,
     ) -> None:
         """Copy window after window into slabs of *pool*, and *deliver* each full one.
 
-        Holds the calling thread for the length of the copy. Stops early, without an error, when *wanted* says False: the
+        Blocks the calling thread for the length of the copy. Stops early, without an error, when *wanted* says False: the
         save has failed or was cancelled, and nobody needs the rest.
 
         Args:
             beside: whether the program runs on meanwhile, and needs the GIL.
-            throttle: how many slabs it fills at once, and for how long; None fills as many as it gets.
-            check: called when all is copied, or enqueued on a device, before the last window is delivered; raises when the
-                copy is worth nothing.
-            check_copied: whether devices must have copied before that, too.
             after: how far the compute stream of each device was at the call: copies there begin behind that.
-            enqueued: called once nothing is left but what devices will do by themselves, with the marks behind it; not
-                where no device has a part.
+            guard: has the copy wait where nobody waits for it, and compares the state before the last window is delivered.
+            host_copied: called once nothing is left but what devices will do by themselves, with the events behind that;
+                not where no device has a part.
 
         Raises:
             StorageTimeoutError: no slab came free within *timeout_s* seconds, or a device did not answer.
-            TornSnapshotError: a tensor was moved or resized meanwhile.
+            TornSnapshotError: a tensor was moved or resized meanwhile; or *guard* has found another change.
         """
+        throttle = guard.throttle
         copy = _copy_beside if beside else _copy_fast
         on_devices = self._devices.begin(after)
-        last_marks: dict[torch.device, DeviceEvent] = {}
+        last_events: dict[torch.device, DeviceEvent] = {}
         left_bytes = sum(window.size for window, _ in self._windows)
-        with InFlightSlabs(pool, deliver, timeout_s) as flights:
+        with InFlightSlabs(pool, deliver, timeout_s) as in_flight:
             for number, (window, moves) in enumerate(self._windows):
                 if throttle is not None:
                     throttle.wait(left_bytes, timeout_s)
                 if not wanted():
                     return
-                flight = flights.begin(window)
+                filling = in_flight.begin(window)
                 began_ns = time.perf_counter_ns()
-                self._places.check(self._sources[number])
-                for device, mark in on_devices.enqueue(number, flight.slab):
-                    flight.marks.append(mark)
-                    last_marks[device] = mark
-                copy(flight.slab.address, moves, number)
+                self._addresses.check(self._sources[number])
+                for device, event in on_devices.enqueue(number, filling.slab):
+                    filling.events.append(event)
+                    last_events[device] = event
+                copy(filling.slab.address, moves, number)
                 left_bytes -= window.size
-                if throttle is not None and flights.fill(flight, anyway=not throttle.whole):
+                if throttle is not None and in_flight.is_full(filling, wait=not throttle.whole):
                     throttle.copied(window.size, (time.perf_counter_ns() - began_ns) / 1e9)
                 if not left_bytes:
-                    if check_copied:
-                        flights.wait()
-                    self._places.check()
-                    check()
+                    if guard.compares_bytes:
+                        in_flight.wait()
+                    self._addresses.check()
+                    guard.compare()
                 if throttle is None or not throttle.fills_more or not left_bytes:
-                    flights.hand_on()
-            if last_marks:
-                enqueued(list(last_marks.values()))
+                    in_flight.deliver_full()
+            if last_events:
+                host_copied(list(last_events.values()))
 
     def forget(self) -> None:
         """Let go of the tensors, whoever still holds this program: the traceback of a copy that failed does."""
         self._shards, self._dense, self._windows = (), [], []
-        self._places.forget()
+        self._addresses.forget()
         self._devices.forget()
 
 
 def _copy_fast(base: int, moves: Moves, number: int) -> None:
-    """Copy one window while training is held."""
+    """Copy one window while training is blocked."""
     if not moves:
         return
     for offset, source, size in moves[:-1]:
-        _held_memmove(base + offset, source, size)
+        _gil_memmove(base + offset, source, size)
     lets_go = number < YIELD_FIRST or number % YIELD_EVERY == 0
-    last_move = ctypes.memmove if lets_go else _held_memmove
+    last_move = ctypes.memmove if lets_go else _gil_memmove
     offset, source, size = moves[-1]
     last_move(base + offset, source, size)
 
@@ -183,7 +159,7 @@ def _copy_fast(base: int, moves: Moves, number: int) -> None:
 def _copy_beside(base: int, moves: Moves, _: int) -> None:
     """Copy one window while training runs."""
     for offset, source, size in moves:
-        (_held_memmove if size < LONG_MOVE_BYTES else ctypes.memmove)(base + offset, source, size)
+        (_gil_memmove if size < LONG_MOVE_BYTES else ctypes.memmove)(base + offset, source, size)
 
 
 def _moves(

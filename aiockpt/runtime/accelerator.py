@@ -1,12 +1,12 @@
-"""How do bytes leave a device while it computes? The contract: lanes, marks, pinned memory. No device is touched here.
+"""How do bytes leave a device while it computes? The contract: streams, events, pinned memory. No device is touched here.
 
 A device runs the work that it is given in *streams*, each in order, beside each other and later than the call. The
-program's own work is in its *compute stream*; copies of a snapshot are in a *lane*, a stream of ours. What is later than
-what is said with *marks*. Three orders make a snapshot right, and each has a test that fails without it:
+program's own work is in its *compute stream*; copies of a snapshot are in a *side stream*, one of ours. What is later
+than what is said with *events*. Three orders make a snapshot right, and each has a test that fails without it:
 
-- the lane follows the compute stream as of the call (`Accelerator.now`, `DeviceStream.follow`), or it copies too early;
-- the compute stream waits for the lane before an optimizer steps (`DeviceEvent.order_before_compute`);
-- nobody reads or reuses the memory of a copy on the host before its mark is *done*.
+- it follows the compute stream as of the call (`Accelerator.now`, `DeviceStream.follow`), or it copies too early;
+- the compute stream waits for it before an optimizer steps (`DeviceEvent.order_before_compute`);
+- nobody reads or reuses the memory of a copy on the host before its event is *done*.
 
 `aiockpt.runtime.cuda` is the real one, `aiockpt.testing.twin_accelerator` the twin that runs everything late.
 """
@@ -51,16 +51,16 @@ class Pins(Protocol):
 class DeviceStream(Pins, Protocol):
     """A stream of our own on one device. Any thread."""
 
-    def follow(self, mark: DeviceEvent) -> None:
-        """Put everything that is enqueued from now on behind *mark*."""
+    def follow(self, event: DeviceEvent) -> None:
+        """Put everything that is enqueued from now on behind *event*."""
         ...
 
     def empty(self, size_bytes: int) -> torch.Tensor:
-        """Return uninitialised bytes on the device, for work of this lane alone; they may be dropped once it is enqueued."""
+        """Return uninitialised bytes on the device, for this stream alone; they may be dropped once its work is enqueued."""
         ...
 
     def enqueue(self, work: Callable[[], object]) -> DeviceEvent:
-        """Let the device do what *work* calls of torch, after all that was enqueued before; return the mark behind it.
+        """Let the device do what *work* calls of torch, after all that was enqueued before; return the event behind it.
 
         When this raises, nothing of *work* is under way.
         """
@@ -71,15 +71,15 @@ class Accelerator(Protocol):
     """The devices of one process. Any thread."""
 
     def device_of(self, tensor: torch.Tensor) -> torch.device | None:
-        """Return where *tensor* is; None for host memory, and for devices that have no lanes."""
+        """Return where *tensor* is; None for host memory, and for devices that have no streams."""
         ...
 
-    def lane(self, device: torch.device) -> DeviceStream:
-        """Return the lane of *device*, always the same."""
+    def stream(self, device: torch.device) -> DeviceStream:
+        """Return the side stream of *device*, always the same."""
         ...
 
     def now(self, device: torch.device) -> DeviceEvent:
-        """Return the mark behind all that the calling thread's compute stream was given so far."""
+        """Return the event behind all that the calling thread's compute stream was given so far."""
         ...
 
     def clone(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:

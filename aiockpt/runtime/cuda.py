@@ -68,10 +68,10 @@ class CudaStream:
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def follow(self, mark: DeviceEvent) -> None:
-        assert isinstance(mark, CudaEvent)
+    def follow(self, event: DeviceEvent) -> None:
+        assert isinstance(event, CudaEvent)
         with torch.cuda.device(self._device):
-            self._stream.wait_event(mark.event)
+            self._stream.wait_event(event.event)
 
     def empty(self, size_bytes: int) -> torch.Tensor:
         with self._current():  # the allocator gives the memory of a stream back to that stream, in its order
@@ -115,18 +115,18 @@ class Cuda:
 
     def __init__(self) -> None:
         self._making = Lock()
-        self._lanes: dict[torch.device, CudaStream] = {}
+        self._streams: dict[torch.device, CudaStream] = {}
         self._lent_bytes: dict[torch.device, int] = {}
         self._training_bytes: dict[torch.device, int] = {}
 
     def device_of(self, tensor: torch.Tensor) -> torch.device | None:
         return tensor.device if tensor.is_cuda else None
 
-    def lane(self, device: torch.device) -> CudaStream:
+    def stream(self, device: torch.device) -> CudaStream:
         with self._making:
-            if device not in self._lanes:
-                self._lanes[device] = CudaStream(device)
-            return self._lanes[device]
+            if device not in self._streams:
+                self._streams[device] = CudaStream(device)
+            return self._streams[device]
 
     def now(self, device: torch.device) -> CudaEvent:
         with torch.cuda.device(device):

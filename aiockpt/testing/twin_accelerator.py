@@ -1,11 +1,11 @@
 """What would a device do, at its worst? A twin of `aiockpt.runtime.cuda` without a device, and without luck.
 
-Tensors in host memory are *placed* on devices. Their compute streams and lanes are queues of calls, which the twin carries
-out when it pleases, as long as each queue keeps its order and nobody passes a mark too early: the freedom that a real
+Tensors in host memory are *placed* on devices. Their compute and side streams are queues of calls, which the twin carries
+out when it pleases, as long as each queue keeps its order and nobody passes an event too early: the freedom that a real
 device has. So a missing order is no race that is won most of the time; it is wrong bytes in every run.
 
-- ``"late"``: lanes do only what somebody waits for, and compute streams all they can. What forgets to wait for a copy, or
-  to hold the optimizer for it, loses.
+- ``"late"``: side streams do only what somebody waits for, and compute streams all they can. What forgets to wait for a
+  copy, or to have the optimizer wait for it, loses.
 - ``"early"``: the reverse. What forgets that a copy must come after the program's own work loses.
 - a `random.Random`: in between, another way with every seed.
 
@@ -51,7 +51,7 @@ class TwinEvent:
 
 
 class _Stream:
-    """Calls and marks to come, in order; a mark of another stream must be reached there first."""
+    """Calls and events to come, in order; an event of another stream must be reached there first."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -71,15 +71,15 @@ class _Stream:
 
 
 class TwinStream:
-    """A lane of the twin."""
+    """A side stream of the twin."""
 
     def __init__(self, twin: TwinAccelerator, stream: _Stream) -> None:
         self._twin = twin
         self._stream = stream
 
-    def follow(self, mark: DeviceEvent) -> None:
-        assert isinstance(mark, TwinEvent)
-        self._twin._enqueue(self._stream, mark)
+    def follow(self, event: DeviceEvent) -> None:
+        assert isinstance(event, TwinEvent)
+        self._twin._enqueue(self._stream, event)
 
     def empty(self, size_bytes: int) -> torch.Tensor:
         memory = torch.full((size_bytes,), 0xA5, dtype=torch.uint8)  # what uninitialised memory never is by chance
@@ -112,8 +112,8 @@ class TwinAccelerator:
         pinned: what host memory is registered, by address; *pin_count*: how often some was.
         refuses_pins: whether it refuses to pin, as a container with little locked memory does.
         spare_bytes: what a device has room for beside training.
-        work_count: pieces of work that lanes were given; *host_wait_count*: how often a thread waited for a mark.
-        scratch_bytes: what lanes hold of their own; *peak_scratch_bytes*: the most they ever held.
+        work_count: pieces of work that side streams were given; *host_wait_count*: how often a thread waited for an event.
+        scratch_bytes: what side streams have of their own; *peak_scratch_bytes*: the most they ever held.
         clones: copies that were made on devices, as weak references.
     """
 
@@ -131,7 +131,7 @@ class TwinAccelerator:
         self._held = False
         self._changed = Condition()
         self._compute: dict[torch.device, _Stream] = {}
-        self._lanes: dict[torch.device, tuple[_Stream, TwinStream]] = {}
+        self._side_streams: dict[torch.device, tuple[_Stream, TwinStream]] = {}
         self._homes: dict[int, tuple[torch.device, object]] = {}
 
     # what tests do
@@ -150,7 +150,7 @@ class TwinAccelerator:
         self._enqueue(self._compute_stream(torch.device(device)), work)
 
     def hold(self) -> None:
-        """Let no lane do anything until `release`; whoever waits for one waits."""
+        """Let no side stream do anything until `release`; whoever waits for one waits."""
         with self._changed:
             self._held = True
 
@@ -170,8 +170,8 @@ class TwinAccelerator:
 
     @property
     def used_devices(self) -> Collection[torch.device]:
-        """The devices that have a lane."""
-        return self._lanes.keys()
+        """The devices that have a side stream."""
+        return self._side_streams.keys()
 
     # what the engine does
 
@@ -179,15 +179,15 @@ class TwinAccelerator:
         home = self._homes.get(tensor.untyped_storage().data_ptr())
         return None if home is None else home[0]
 
-    def lane(self, device: torch.device) -> TwinStream:
+    def stream(self, device: torch.device) -> TwinStream:
         with self._changed:
-            if device not in self._lanes:
+            if device not in self._side_streams:
                 stream = _Stream(device)
-                self._lanes[device] = (stream, TwinStream(self, stream))
-            return self._lanes[device][1]
+                self._side_streams[device] = (stream, TwinStream(self, stream))
+            return self._side_streams[device][1]
 
     def now(self, device: torch.device) -> TwinEvent:
-        return self._mark(self._compute_stream(device))
+        return self._event(self._compute_stream(device))
 
     def clone(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         device = self.device_of(tensor)
@@ -216,24 +216,24 @@ class TwinAccelerator:
             return self._compute.setdefault(device, _Stream(device))
 
     def _streams(self) -> Sequence[_Stream]:
-        return [*self._compute.values(), *(stream for stream, _ in self._lanes.values())]
+        return [*self._compute.values(), *(stream for stream, _ in self._side_streams.values())]
 
-    def _is_lane(self, stream: _Stream) -> bool:
+    def _is_side_stream(self, stream: _Stream) -> bool:
         return stream is not self._compute.get(stream.device)
 
     def _enqueue(self, stream: _Stream, item: Callable[[], object] | TwinEvent) -> TwinEvent:
         with self._changed:
             stream.queue.append(item)
-            if self._is_lane(stream) and not isinstance(item, TwinEvent):
+            if self._is_side_stream(stream) and not isinstance(item, TwinEvent):
                 self.work_count += 1
-            return self._mark(stream)
+            return self._event(stream)
 
-    def _mark(self, stream: _Stream) -> TwinEvent:
+    def _event(self, stream: _Stream) -> TwinEvent:
         with self._changed:
-            mark = TwinEvent(self, stream)
-            stream.queue.append(mark)
+            event = TwinEvent(self, stream)
+            stream.queue.append(event)
             self._play()
-            return mark
+            return event
 
     def _play(self) -> None:
         """Do what the pace lets happen by itself."""
@@ -248,22 +248,22 @@ class TwinAccelerator:
         while moved:
             moved = False
             for stream in self._streams():
-                while self._is_lane(stream) == early and self._able(stream):
+                while self._is_side_stream(stream) == early and self._able(stream):
                     stream.step()
                     moved = True
 
     def _able(self, stream: _Stream) -> bool:
-        return bool(stream.queue) and stream.blocked_by() is None and not (self._held and self._is_lane(stream))
+        return bool(stream.queue) and stream.blocked_by() is None and not (self._held and self._is_side_stream(stream))
 
-    def _demand(self, mark: TwinEvent) -> bool:
-        """Do what must be done to reach *mark*; return whether that was possible."""
-        while not mark.reached:
-            if self._held and self._is_lane(mark.stream):
+    def _demand(self, event: TwinEvent) -> bool:
+        """Do what must be done to reach *event*; return whether that was possible."""
+        while not event.reached:
+            if self._held and self._is_side_stream(event.stream):
                 return False
-            blocking = mark.stream.blocked_by()
+            blocking = event.stream.blocked_by()
             if blocking is not None and not self._demand(blocking):
                 return False
-            mark.stream.step()
+            event.stream.step()
         return True
 
     def _drain(self, stream: _Stream) -> None:
@@ -273,27 +273,27 @@ class TwinAccelerator:
                 self._demand(blocking)
             stream.step()
 
-    def _looked(self, mark: TwinEvent) -> bool:
+    def _looked(self, event: TwinEvent) -> bool:
         with self._changed:
             self._play()
-            return mark.reached
+            return event.reached
 
-    def _waited(self, mark: TwinEvent, timeout_s: float) -> bool:
+    def _waited(self, event: TwinEvent, timeout_s: float) -> bool:
         with self._changed:
             self.host_wait_count += 1
-            return self._await(mark, timeout_s)
+            return self._await(event, timeout_s)
 
-    def _await(self, mark: TwinEvent, timeout_s: float) -> bool:
+    def _await(self, event: TwinEvent, timeout_s: float) -> bool:
         gives_up_s = time.monotonic() + timeout_s
-        while not self._demand(mark):
+        while not self._demand(event):
             if not self._changed.wait(max(0.0, gives_up_s - time.monotonic())) and time.monotonic() >= gives_up_s:
                 return False
         self._changed.notify_all()
         return True
 
-    def _order(self, mark: TwinEvent) -> None:
+    def _order(self, event: TwinEvent) -> None:
         with self._changed:
             if self._immediate:
-                assert self._await(mark, STUCK_S), "a lane was held for ever"
+                assert self._await(event, STUCK_S), "a side stream was held for ever"
             else:
-                self._enqueue(self._compute_stream(mark.stream.device), mark)
+                self._enqueue(self._compute_stream(event.stream.device), event)

@@ -113,7 +113,7 @@ class WriterClient:
             self._begin(engine.loop.submit(self._replace, self._connection).result(), save, job)
 
     def _begin(self, connection: Connection, save: Save, job: SaveJob) -> None:
-        pending = PendingSave(connection, save, job.promise, self._tiers.stages(job.promise), job.look_again)
+        pending = PendingSave(connection, save, job.promise, self._tiers.stages(job.promise), job.recheck)
         self._errands[job.number] = self._begun[job.number] = pending
         job.hand_over = connection.takes_windows(job, self._engine.pool)
         connection.begin(save, job.plan)

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable
 
 from aiockpt.engine.context import Engine
-from aiockpt.engine.job import Call, Capture, SaveJob
+from aiockpt.engine.job import Call, SaveJob
+from aiockpt.engine.snapshotter import Capture
 from aiockpt.errors import WriterLostError
 from aiockpt.pipeline.upload import Handover
 from aiockpt.planning.write_plan import SavePlan, Window

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import aiockpt
+from aiockpt.engine.snapshotter import Unguarded
 from aiockpt.events import SnapshotTaken
 from aiockpt.options import MIB, Snapshot
 from aiockpt.pipeline.snapshot import CopyProgram
@@ -56,7 +57,7 @@ def loaded(place: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def test_memory_of_ours_is_pinned_and_unpinned() -> None:
-    lane = Cuda().lane(torch.device("cuda:0"))
+    lane = Cuda().stream(torch.device("cuda:0"))
     pool = SlabPool(MIB, 2 * MIB)
     pool.pin_with(lane)
     slab = pool.take(1)
@@ -67,7 +68,7 @@ def test_memory_of_ours_is_pinned_and_unpinned() -> None:
 
 
 def test_a_refused_registration_does_not_fail_the_next_kernel() -> None:
-    lane = Cuda().lane(torch.device("cuda:0"))
+    lane = Cuda().stream(torch.device("cuda:0"))
     pool = SlabPool(MIB, MIB)
     pool.pin_with(lane)
     slab = pool.take(1)
@@ -80,7 +81,7 @@ def test_a_refused_registration_does_not_fail_the_next_kernel() -> None:
 
 def test_copies_into_pinned_slabs_return_before_they_are_done() -> None:
     cuda, device = Cuda(), torch.device("cuda:0")
-    lane = cuda.lane(device)
+    lane = cuda.stream(device)
     pool = SlabPool(64 * MIB, 64 * MIB)
     pool.pin_with(lane)
     slab = pool.take(1)
@@ -111,13 +112,15 @@ def test_a_snapshot_of_many_kinds_of_tensors_is_exact(pool_slabs: int) -> None:
     cuda, device = Cuda(), torch.device("cuda:0")
     walked, plan = planned(state)
     pool = SlabPool(SLAB_BYTES, pool_slabs * SLAB_BYTES)
-    pool.pin_with(cuda.lane(device))
+    pool.pin_with(cuda.stream(device))
     program = CopyProgram(plan, walked.tensors, cuda)
     for _ in range(3):
         whole.mul_(2)
         expected = {name: tensor.cpu().contiguous() for name, tensor in state.items()}
         writer = Writer(plan, pool)
-        program.run(pool, writer, wanted=lambda: True, timeout_s=30, after=[(device, cuda.now(device))])
+        program.run(
+            pool, writer, wanted=lambda: True, timeout_s=30, after=[(device, cuda.now(device))], guard=Unguarded()
+        )
         found = read_back(walked, plan, writer.files)
         for name, tensor in expected.items():
             assert found[name].flatten().tolist() == tensor.flatten().tolist(), name

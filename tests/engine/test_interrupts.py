@@ -18,9 +18,9 @@ from aiockpt.engine.job import SaveJob
 from aiockpt.engine.submit import Submitter
 from aiockpt.errors import SaveCancelledError
 from aiockpt.events import SaveFailed
-from aiockpt.lazy.barrier import MutationBarrier
 from aiockpt.options import Snapshot
 from aiockpt.runtime.loop import LoopThread
+from aiockpt.runtime.pending_copies import PendingCopies
 from aiockpt.testing.faults import Fault, FaultyBackend
 from aiockpt.worker import process
 from tests.small_run import SMALL, Run
@@ -111,7 +111,7 @@ def test_what_a_writer_process_has_whole_it_commits_though_the_close_is_interrup
 
 WHERE = [
     (Submitter, "_begin"),
-    (MutationBarrier, "guard"),
+    (PendingCopies, "add"),
     (LoopThread, "in_worker"),
     (SaveJob, "prepare"),
     (LoopThread, "submit"),

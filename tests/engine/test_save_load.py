@@ -118,7 +118,7 @@ async def test_an_async_trainer_awaits_every_stage(backend: Backend, run: Run) -
 async def test_inside_a_loop_a_large_copy_runs_elsewhere_and_holds_the_optimizer(
     monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
-    monkeypatch.setattr("aiockpt.engine.submit.INLINE_COPY_BYTES", 0)
+    monkeypatch.setattr("aiockpt.lazy.snapshotter.INLINE_COPY_BYTES", 0)
     copied_on: list[str] = []
     go = threading.Event()
     real = CopyProgram.run

@@ -57,7 +57,7 @@ def test_the_second_save_looks_for_nobody_and_makes_no_new_copies(
     gc.collect()  # garbage of other tests, which may go at any moment
     looks: list[object] = []
     programs: list[object] = []
-    monkeypatch.setattr(OptimizerOwned, "look", counted(looks, OptimizerOwned.look))
+    monkeypatch.setattr(OptimizerOwned, "find", counted(looks, OptimizerOwned.find))
     monkeypatch.setattr(CopyProgram, "__init__", counted(programs, CopyProgram.__init__))
     with aiockpt.Checkpointer(tmp_path, snapshot="lazy") as ckpt:
         for step in range(4):
@@ -99,7 +99,7 @@ def test_what_a_hook_gives_in_other_memory_than_the_parameter_is_copied() -> Non
 
     def moving() -> list[bool]:
         walked = walker.walk(state)
-        still = mutability.hold(walked, state, trusting=False, reuse=True)
+        still = mutability.copy_mutable(walked, state, trusting=False, reuse=True)
         return [live is not held for live, held in zip(walked.tensors, still.tensors, strict=True)]
 
     assert moving() == [False, False]
@@ -116,7 +116,7 @@ def test_every_dtype_is_copied_into_the_same_memory_again(dtype: torch.dtype) ->
     state = {"t": tensor, "empty": torch.zeros(0), "scalar": torch.tensor(1.0)}
     for value in (0, 1):
         tensor.copy_(torch.full((4, 3), value).to(dtype))
-        held = mutability.hold(walker.walk(state), state, trusting=False, reuse=True).tensors
+        held = mutability.copy_mutable(walker.walk(state), state, trusting=False, reuse=True).tensors
         assert torch.equal(held[0].data.to(torch.complex64), tensor.to(torch.complex64))
 
 
@@ -124,7 +124,7 @@ def test_a_state_of_another_shape_is_held_anew() -> None:
     walker, mutability = StateWalker(), Mutability()
     for size in (2, 3, 2):
         state = {"some": [torch.full((size,), float(size))], "t": torch.ones(1)}
-        held = mutability.hold(walker.walk(state), state, trusting=False, reuse=True).tensors
+        held = mutability.copy_mutable(walker.walk(state), state, trusting=False, reuse=True).tensors
         assert [tuple(shard.data.shape) for shard in held if shard.name == "some[0]"] == [(size,)]
 
 

@@ -157,7 +157,7 @@ def test_an_eager_save_returns_when_the_device_is_done(tmp_path: Path) -> None:
     with run.open(tmp_path) as ckpt:
         save = ckpt.save(1, run.state)
         assert save.snapshotted().done()
-        assert all(not stream.queue for stream, _ in run.twin._lanes.values())
+        assert all(not stream.queue for stream, _ in run.twin._side_streams.values())
 
 
 def test_a_snapshot_on_the_device_holds_no_optimizer_and_reads_its_copy_alone(tmp_path: Path) -> None:

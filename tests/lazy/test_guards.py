@@ -52,7 +52,7 @@ def test_every_kind_of_the_table_is_met_and_treated_as_it_says() -> None:
     walker, mutability = StateWalker(), Mutability(["model.named"], ["model.frozen"])
     mutability.distrust(["model.torn.bias"])
     walked = walker.walk(state)
-    still = mutability.hold(walked, state, trusting=False, reuse=True)
+    still = mutability.copy_mutable(walked, state, trusting=False, reuse=True)
     kinds = mutability.kinds
     expected = {
         "model.owned.weight": "owned",

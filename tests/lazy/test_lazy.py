@@ -33,6 +33,7 @@ from aiockpt.lazy import barrier
 from aiockpt.lazy.find_optimizers import OptimizerFinder
 from aiockpt.options import MIB
 from aiockpt.pipeline import snapshot as copying
+from aiockpt.runtime import pending_copies
 from aiockpt.runtime.promise import Promise
 from aiockpt.runtime.slabs import SlabPool
 from aiockpt.runtime.world import World
@@ -40,7 +41,7 @@ from aiockpt.testing.faults import Fault, FaultyBackend
 from aiockpt.testing.simulation import SimulatedClock
 from tests.example_counts import examples
 from tests.lazy.copy_gate import CopyGate
-from tests.seams import promise_of
+from tests.seams import lazy_of, promise_of
 from tests.watch import Watch, until
 
 SMALL = aiockpt.IO(pool_bytes=64 * 1024, slab_bytes=64 * 1024, block_bytes=64 * 1024, read_bytes=64 * 1024)
@@ -177,22 +178,22 @@ def test_the_digests_find_nothing_in_an_honest_save(tmp_path: Path) -> None:
 
 def test_one_hook_serves_all_checkpointers_and_holds_nobody_for_a_closed_one(tmp_path: Path) -> None:
     gc.collect()  # those of earlier tests would be forgotten meanwhile
-    hooks, known = dict(_global_optimizer_pre_hooks), barrier._barriers
+    hooks, known = dict(_global_optimizer_pre_hooks), pending_copies._known
     for number in range(3):
         with aiockpt.Checkpointer(tmp_path / str(number)):
-            assert len(barrier._barriers) == len(known) + 1
-    assert barrier._barriers == known
+            assert len(pending_copies._known) == len(known) + 1
+    assert pending_copies._known == known
     assert dict(_global_optimizer_pre_hooks) == hooks
 
 
 def test_a_barrier_that_is_dropped_is_forgotten() -> None:
     gc.collect()  # those of earlier tests
-    known = barrier._barriers
-    dropped = barrier.MutationBarrier(1)
-    assert len(barrier._barriers) == len(known) + 1
+    known = pending_copies._known
+    dropped = pending_copies.PendingCopies(1)
+    assert len(pending_copies._known) == len(known) + 1
     del dropped
     gc.collect()
-    assert barrier._barriers == known
+    assert pending_copies._known == known
 
 
 def test_hooks_of_others_are_walked_to_their_end_while_a_copy_ends(tmp_path: Path, gate: CopyGate) -> None:
@@ -389,7 +390,7 @@ def test_copies_at_the_call_are_made_into_the_same_memory_again(tmp_path: Path) 
             run.forward_and_backward()
             expected = run.copied()["model"]
             ckpt.save(step, {"model": run.model, "optimizer": run.optimizer}).result(60)
-            held.add(id(ckpt._launcher._mutability._held))
+            held.add(id(lazy_of(ckpt)._mutability._copies))
             assert equal(loaded_model(tmp_path), expected)
         assert len(held) == 1
 
@@ -633,7 +634,7 @@ def until_at_rest(ckpt: aiockpt.Checkpointer) -> None:
 
     def rests() -> bool:
         pool = ckpt.statistics().pool
-        return pool.used_slabs == pool.waiting == len(ckpt._barrier._copying) == 0
+        return pool.used_slabs == pool.waiting == len(ckpt._copies._copying) == 0
 
     until(rests, "all slabs back, and nobody held", timeout_s=10)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import aiockpt
 from aiockpt.pipeline import snapshot as copying
-from aiockpt.pipeline.address_check import Places
+from aiockpt.pipeline.address_check import AddressCheck
 from aiockpt.pipeline.device_copy import on_host
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import TensorShard
@@ -101,7 +101,9 @@ def test_the_digests_leave_storages_as_they_are(tmp_path: Path) -> None:
 
 def test_all_that_moved_are_named_and_those_that_stayed_are_not() -> None:
     tensors = [torch.ones(4) for _ in range(4)]
-    places = Places([TensorShard(f"t{n}", "F32", (4,), (Box.whole((4,)),), data) for n, data in enumerate(tensors)])
+    places = AddressCheck(
+        [TensorShard(f"t{n}", "F32", (4,), (Box.whole((4,)),), data) for n, data in enumerate(tensors)]
+    )
     places.check()
     move(tensors[1])
     move(tensors[2])

@@ -32,7 +32,7 @@ class Holder:
     def moving(self, state: State) -> set[str]:
         """Return the names of what is copied in the call."""
         walked = self.walker.walk(state)
-        still = self.mutability.hold(walked, state, trusting=False, reuse=True)
+        still = self.mutability.copy_mutable(walked, state, trusting=False, reuse=True)
         return {live.name for live, held in zip(walked.tensors, still.tensors, strict=True) if live is not held}
 
 

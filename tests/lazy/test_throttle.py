@@ -17,6 +17,7 @@ from aiockpt.lazy.throttle import BATCH, Pacing, Throttle
 from aiockpt.runtime.host_memory import PrivateMemory
 from aiockpt.runtime.slabs import Slab, SlabPool
 from tests.gates import Gate
+from tests.seams import lazy_of
 from tests.small_run import OneLayer
 from tests.watch import until
 
@@ -36,8 +37,8 @@ def held_place() -> Gate:
 
 def known(ckpt: aiockpt.Checkpointer, quiet_s: float) -> None:
     """Have it know a program that leaves its state alone for *quiet_s*, and a fast memory."""
-    ckpt._launcher._pacing.stepped(quiet_s)
-    ckpt._launcher._pacing.copied(1 << 30, 1.0)
+    lazy_of(ckpt)._pacing.stepped(quiet_s)
+    lazy_of(ckpt)._pacing.copied(1 << 30, 1.0)
 
 
 def used(ckpt: aiockpt.Checkpointer) -> int:
@@ -127,7 +128,7 @@ def test_how_long_a_program_leaves_its_state_alone_is_learned_from_its_steps() -
             ckpt.save(step, run.state).result(30)
             run.step()
             run.step()
-        assert len(ckpt._launcher._pacing._quiet_s) == 3
+        assert len(lazy_of(ckpt)._pacing._quiet_s) == 3
 
 
 class Clock:
@@ -282,7 +283,7 @@ def test_a_program_that_steps_no_optimizer_leaves_nothing_behind() -> None:
     with aiockpt.Checkpointer("memory://", snapshot="lazy") as ckpt:
         for step in range(8):
             ckpt.save(step, {"x": torch.ones(3)}).result(30)
-        assert len(ckpt._barrier._unstepped) <= 4
+        assert len(ckpt._copies._on_change) <= 4
 
 
 def test_a_metric_that_nobody_can_write_down_is_refused() -> None:

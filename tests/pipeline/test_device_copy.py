@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.adapters.native import StateWalker
+from aiockpt.engine.snapshotter import Unguarded
 from aiockpt.errors import StorageTimeoutError
 from aiockpt.pipeline.device_copy import SMALL_BYTES
 from aiockpt.pipeline.snapshot import CopyProgram
@@ -36,19 +37,19 @@ class Snapshot:
         self.writer = Writer(self.plan, self.pool)
         self.program = CopyProgram(self.plan, self.walked.tensors, twin)
         self.used_devices = {device for device in map(twin.device_of, state.values()) if device is not None}
-        self.marks: Sequence[DeviceEvent] = ()
+        self.events: Sequence[DeviceEvent] = ()
 
     def take(self, enqueued: Callable[[], object] = lambda: None, **options: Any) -> dict[str, torch.Tensor]:
         """Copy; *enqueued* is what the program does when it may."""
 
-        def note(marks: Sequence[DeviceEvent]) -> None:
-            self.marks = marks
+        def note(events: Sequence[DeviceEvent]) -> None:
+            self.events = events
             enqueued()
 
         options.setdefault("after", [(device, self.twin.now(device)) for device in self.used_devices])
         options.setdefault("timeout_s", 10)
         options.setdefault("wanted", lambda: True)
-        self.program.run(self.pool, self.writer, enqueued=note, **options)
+        self.program.run(self.pool, self.writer, host_copied=note, guard=Unguarded(), **options)
         return read_back(self.walked, self.plan, self.writer.files)
 
 
@@ -92,8 +93,8 @@ def test_an_optimizer_behind_the_marks_changes_nothing_that_is_copied() -> None:
     snapshot = Snapshot(twin, state)
 
     def step() -> None:
-        for mark in snapshot.marks:
-            mark.order_before_compute()
+        for event in snapshot.events:
+            event.order_before_compute()
         twin.compute(lambda: [tensor.add_(1) for tensor in state.values()])
 
     found = snapshot.take(step)
@@ -183,7 +184,7 @@ def test_tensors_of_two_devices_and_of_the_host_share_a_window() -> None:
     snapshot = Snapshot(twin, state)
     assert_equal(snapshot.take(), state)
     assert set(twin.used_devices) == {CUDA0, CUDA1}
-    assert len(snapshot.marks) == 2
+    assert len(snapshot.events) == 2
 
 
 def test_a_state_in_host_memory_starts_no_device() -> None:
@@ -192,7 +193,7 @@ def test_a_state_in_host_memory_starts_no_device() -> None:
     snapshot = Snapshot(twin, state)
     assert_equal(snapshot.take(), state)
     assert not twin.used_devices
-    assert snapshot.marks == ()
+    assert snapshot.events == ()
 
 
 def test_a_program_serves_as_long_as_the_tensors_are_where_they_were() -> None:
@@ -213,7 +214,7 @@ def test_a_snapshot_that_nobody_wants_any_more_leaves_no_slab_under_way() -> Non
     snapshot.take(wanted=lambda: next(answers))
     assert snapshot.pool.statistics().used_slabs == 0
     assert len(snapshot.writer.offsets) == 3
-    assert snapshot.marks == ()
+    assert snapshot.events == ()
 
 
 def test_a_slab_that_the_device_never_fills_is_never_used_again() -> None:
@@ -239,7 +240,7 @@ def test_moves_that_were_not_enqueued_are_not_waited_for() -> None:
     def broken(*_: object) -> Any:
         raise RuntimeError("CUDA error: unspecified launch failure")
 
-    twin.lane(CUDA0).enqueue = broken  # type: ignore[assignment, method-assign]
+    twin.stream(CUDA0).enqueue = broken  # type: ignore[assignment, method-assign]
     with pytest.raises(RuntimeError, match="launch failure"):
         snapshot.take()
     assert snapshot.pool.statistics().used_slabs == 0
@@ -283,8 +284,8 @@ def test_the_bytes_are_those_of_the_call_whatever_the_devices_do_and_when(
             twin.compute(partial(tensor.add_, 1), device)
 
     def step() -> None:
-        for mark in snapshot.marks:
-            mark.order_before_compute()
+        for event in snapshot.events:
+            event.order_before_compute()
         train()
 
     snapshot = Snapshot(twin, state, pool_slabs)

@@ -35,7 +35,7 @@ class Scene:
 
     def __init__(self, slabs: int = 4, timeout_s: float = 10) -> None:
         self.twin = TwinAccelerator("late")
-        self.lane = self.twin.lane(torch.device("cuda:0"))
+        self.stream = self.twin.stream(torch.device("cuda:0"))
         self.pool = WatchfulPool(slabs)
         self.delivered: list[tuple[int, int]] = []
         self.flights = InFlightSlabs(self.pool, self.deliver, timeout_s)
@@ -45,13 +45,13 @@ class Scene:
         self.pool.give(slab)
 
     def fill(self, number: int, *, on_device: bool = True) -> None:
-        flight = self.flights.begin(WINDOWS[number])
-        memory = flight.slab.memory
+        filling = self.flights.begin(WINDOWS[number])
+        memory = filling.slab.memory
         if on_device:
-            flight.marks.append(self.lane.enqueue(lambda: memory.__setitem__(0, 7)))
+            filling.events.append(self.stream.enqueue(lambda: memory.__setitem__(0, 7)))
         else:
             memory[0] = 9
-        self.flights.hand_on()
+        self.flights.deliver_full()
 
     def fly(self, count: int, then: Callable[[], object] = lambda: None) -> None:
         with self.flights:
@@ -93,9 +93,9 @@ def test_after_an_error_slabs_go_back_when_the_device_is_done_with_them_and_nobo
 def test_slabs_that_a_device_never_fills_are_lost_and_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     scene, waits, wait = Scene(timeout_s=0.05), list[float](), TwinEvent.wait
 
-    def noted(mark: TwinEvent, timeout_s: float) -> bool:
+    def noted(event: TwinEvent, timeout_s: float) -> bool:
         waits.append(timeout_s)
-        return wait(mark, timeout_s)
+        return wait(event, timeout_s)
 
     monkeypatch.setattr(TwinEvent, "wait", noted)
     scene.twin.hold()

@@ -37,7 +37,7 @@ from aiockpt.testing.twin_accelerator import TwinAccelerator
 from tests.example_counts import examples
 from tests.gates import Gate
 from tests.property.tensor_changes import MAKE, by_data, counters_of, like, local, set_counters
-from tests.seams import compare_nothing, hold_up_copies, is_compared, is_stopped, promise_of
+from tests.seams import compare_nothing, hold_up_copies, is_compared, is_stopped, lazy_of, promise_of
 from tests.watch import until
 
 ELEMENTS = 16 * 1024
@@ -181,8 +181,8 @@ class Bench:
                 opened = aiockpt.Checkpointer(place, snapshot=kind, on_error="warn", io=IO, world=world)
                 ckpt = stack.enter_context(opened)
             else:
-                mutability = ckpt._launcher._mutability
-                mutability._torn, mutability._news = frozenset(), []  # each try is the first one
+                mutability = lazy_of(ckpt)._mutability
+                mutability._torn, mutability._newly_torn = frozenset(), []  # each try is the first one
                 mutability.forget()
                 self._stop_writer(True)
                 stack.callback(self._stop_writer, False)

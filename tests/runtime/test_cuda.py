@@ -140,7 +140,7 @@ def test_a_worker_thread_leaves_no_context_on_a_device_that_the_state_is_not_on(
     def work() -> None:
         try:
             mark = cuda.now(SECOND)
-            lane = cuda.lane(SECOND)
+            lane = cuda.stream(SECOND)
             lane.follow(mark)
             lane.empty(8)
             copied = lane.enqueue(lambda: model.reach("copy", model.stream_of(model.device).name))
@@ -163,7 +163,7 @@ def test_a_worker_thread_leaves_no_context_on_a_device_that_the_state_is_not_on(
 
 def test_work_is_done_in_the_lane_and_marked_behind_it(model: Model) -> None:
     cuda = Cuda()
-    lane = cuda.lane(FIRST)
+    lane = cuda.stream(FIRST)
     lane.follow(cuda.now(FIRST))
     lane.empty(8)
     mark = lane.enqueue(lambda: model.reach("copy", model.stream_of(0).name))
@@ -182,15 +182,15 @@ def test_work_is_done_in_the_lane_and_marked_behind_it(model: Model) -> None:
 
 def test_every_device_has_one_lane(model: Model) -> None:
     cuda = Cuda()
-    assert cuda.lane(FIRST) is cuda.lane(FIRST)
-    assert cuda.lane(FIRST) is not cuda.lane(SECOND)
+    assert cuda.stream(FIRST) is cuda.stream(FIRST)
+    assert cuda.stream(FIRST) is not cuda.stream(SECOND)
 
 
 def test_after_an_error_nothing_of_the_work_is_under_way(model: Model) -> None:
     def work() -> None:
         raise ValueError("not that")
 
-    lane = Cuda().lane(FIRST)
+    lane = Cuda().stream(FIRST)
     with pytest.raises(ValueError, match="not that"):
         lane.enqueue(work)
     assert model.calls[-1][:2] == ("synchronize", "lane0")
@@ -214,14 +214,14 @@ def test_in_the_capture_of_a_graph_no_stream_waits_for_what_is_outside(model: Mo
 
 
 def test_memory_is_pinned_for_every_device_of_the_process(model: Model) -> None:
-    Cuda().lane(FIRST).pin(4096, 8192)
+    Cuda().stream(FIRST).pin(4096, 8192)
     assert model.registered == {4096: 8192}
     assert model.calls[-1][:2] == ("register", 1)
 
 
 def test_a_refused_registration_leaves_no_error_behind_for_others(model: Model) -> None:
     model.refuses = True
-    lane = Cuda().lane(FIRST)
+    lane = Cuda().stream(FIRST)
     with pytest.raises(RuntimeError, match="cudaHostRegister answered with error 712"):
         lane.pin(4096, 8192)
     assert model.calls[-1][0] == "zeros"

@@ -24,7 +24,7 @@ def test_slabs_are_pinned_when_they_are_made_and_those_that_were_there_when_they
 ) -> None:
     pool = SlabPool(4 * KIB, 16 * KIB)
     pool.warm_up(2)
-    pool.pin_with(twin.lane(CUDA0))
+    pool.pin_with(twin.stream(CUDA0))
     assert twin.pinned == {}
     first = pool.take(1)
     assert twin.pinned == {first.address: 4 * KIB}
@@ -47,7 +47,7 @@ def test_a_pool_that_no_device_fills_pins_nothing(twin: TwinAccelerator) -> None
 
 def test_closing_unpins_what_is_free_and_the_rest_when_it_comes_back(twin: TwinAccelerator) -> None:
     pool = SlabPool(4 * KIB, 8 * KIB)
-    pool.pin_with(twin.lane(CUDA0))
+    pool.pin_with(twin.stream(CUDA0))
     pool.warm_up(2)
     held = pool.take(1)
     pool.close()
@@ -59,7 +59,7 @@ def test_closing_unpins_what_is_free_and_the_rest_when_it_comes_back(twin: TwinA
 def test_a_refusal_is_told_once_and_asked_once(twin: TwinAccelerator, caplog: pytest.LogCaptureFixture) -> None:
     twin.refuses_pins = True
     pool = SlabPool(4 * KIB, 16 * KIB)
-    pool.pin_with(twin.lane(CUDA0))
+    pool.pin_with(twin.stream(CUDA0))
     with caplog.at_level(logging.WARNING, "aiockpt"):
         pool.warm_up(4)
     twin.refuses_pins = False
@@ -71,7 +71,7 @@ def test_a_refusal_is_told_once_and_asked_once(twin: TwinAccelerator, caplog: py
 
 def test_a_lost_slab_stays_pinned_and_out_of_use(twin: TwinAccelerator) -> None:
     pool = SlabPool(4 * KIB, 8 * KIB)
-    pool.pin_with(twin.lane(CUDA0))
+    pool.pin_with(twin.stream(CUDA0))
     lost = pool.take(1)
     pool.lose(lost)
     assert pool.take(1) is not lost

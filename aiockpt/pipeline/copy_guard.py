@@ -1,0 +1,46 @@
+"""What a copy is told by whoever guards its state: how fast to go, and what to compare at the end. Protocols; no torch."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Throttle(Protocol):
+    """Says how many slabs a copy beside the running program fills, and when (`aiockpt.lazy.throttle`)."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether slabs for the whole state may have been wanted at once."""
+        ...
+
+    @property
+    def fills_more(self) -> bool:
+        """Whether the next slab belongs to the same batch, so that those that are full can wait for it."""
+        ...
+
+    def wait(self, left_bytes: int, timeout_s: float) -> None:
+        """Wait until a slab is worth filling, *left_bytes* being left to copy; *timeout_s* seconds at most."""
+
+    def copied(self, size_bytes: int, seconds: float) -> None:
+        """Note that a slab of *size_bytes* was filled in *seconds*."""
+
+
+class CopyGuard(Protocol):
+    """Guards a state while it is copied."""
+
+    @property
+    def throttle(self) -> Throttle | None:
+        """How many slabs the copy fills at once, and for how long; None fills as many as it gets."""
+        ...
+
+    @property
+    def compares_bytes(self) -> bool:
+        """Whether devices must have copied before `compare`."""
+        ...
+
+    def compare(self) -> None:
+        """Compare the state with what it was at the call; when all is copied, or enqueued on a device.
+
+        Raises:
+            TornSnapshotError: it has changed: the copy is worth nothing.
+        """

@@ -1,0 +1,250 @@
+"""Which copies of a state are made beside the program, and who changes a state by hand? Each waits for the other.
+
+A save whose call returns before its state is copied registers that copy here (`PendingCopies.add`). Loads, ``mutating()``
+and ``barrier()`` wait for it; what else waits (`aiockpt.lazy.barrier`: optimizers) is built on this. Guarantees:
+
+- Whoever waits waits for the copies of all checkpointers of the process.
+- A wait ends: a copy that is stuck fails its save, and training goes on. A torn snapshot is never published.
+- No save begins while somebody changes the state by hand: it would have half of the change.
+- A forked child does not wait for the threads of its parent, which did not come along.
+- Whoever comes here, and finds a copy that is over and that nobody has compared since, has it compared once more before
+  going on: whatever this thread has changed without us is done, and counted by torch, and nothing it changes now can matter.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from threading import Lock, RLock
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from aiockpt.errors import StorageTimeoutError, UsageError
+from aiockpt.runtime.accelerator import DeviceEvent
+from aiockpt.runtime.loop import refuse_in_event_loop, refuse_on_loop_thread
+from aiockpt.runtime.promise import Promise, SavePromise
+
+MOST_UNCHANGED = 4
+"""Saves whose next change of the state is waited for, the newest: some programs step no optimizer of torch at all."""
+_changing_here: ContextVar[int] = ContextVar("changing", default=0)
+"""How many blocks of `Mutating` this thread, or this task, is in; of whatever checkpointer."""
+
+
+class PendingCopy(msgspec.Struct, eq=False):
+    """A copy that is made beside the program.
+
+    Attributes:
+        save: whose it is; its *snapshotted* is settled when the copy is over.
+        give_up: fails the save, when its copy is stuck.
+        host_copied: settled when only devices have something left to copy, with the events behind that; with *snapshotted*
+            at the latest.
+        recheck: compares the state once more, on the first thread of the program that comes here after *host_copied*; on
+            several, when they come at once.
+    """
+
+    save: SavePromise
+    give_up: Callable[[BaseException], object]
+    host_copied: Promise[Sequence[DeviceEvent]]
+    recheck: Callable[[], object]
+
+
+class PendingCopies:
+    """The copies of one checkpointer, and who changes the state by hand. Thread-safe.
+
+    Args:
+        timeout_s: how long one wait may last. A copy that is stuck for longer fails its save, and training goes on: the
+            state is about to change under it.
+        on_waited: told each wait of a millisecond or more: for which save, and how many seconds. On the thread that waited.
+    """
+
+    def __init__(self, timeout_s: float, on_waited: Callable[[int, float], object] = lambda *_: None) -> None:
+        self._timeout_s = timeout_s
+        self._on_waited = on_waited
+        self._pid = os.getpid()
+        self._lock = Lock()
+        self._copying: dict[Promise[None], PendingCopy] = {}
+        self._unchecked: dict[Promise[None], PendingCopy] = {}
+        self._on_change: tuple[Callable[[], object], ...] = ()
+        self._changing = 0
+        _register(self)
+
+    def add(self, copy: PendingCopy, on_change: Callable[[], object] | None = None) -> None:
+        """Have whoever is about to change the state wait for *copy* from now on.
+
+        Args:
+            on_change: told when the state is about to change for the first time from now on, copied or not.
+        """
+        if on_change is not None:
+            with self._lock:
+                self._on_change = (*self._on_change, on_change)[-MOST_UNCHANGED:]
+        snapshotted = copy.save.snapshotted
+        self._copying[snapshotted] = self._unchecked[snapshotted] = copy
+        snapshotted.when_settled(lambda: self._copying.pop(snapshotted, None))
+
+    @property
+    def copying(self) -> list[PendingCopy]:
+        """What is being copied."""
+        return list(self._copying.values())
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is of this process, and no forked child's copy of its parent's."""
+        return self._pid == os.getpid()
+
+    def count_change(self, more: int) -> None:
+        """Count who is changing the state by hand."""
+        with self._lock:
+            self._changing += more
+
+    def check_unchanging(self) -> None:
+        """Raise UsageError when the state is being changed by hand: a snapshot would have half of it."""
+        if self._changing or _changing_here.get():
+            raise UsageError(
+                "save() inside mutating(): the state is being changed there; save before the block or after"
+            )
+
+    def wait(self) -> None:
+        """Block until nothing of this process is being copied.
+
+        Raises:
+            BlockingCallError: on a loop thread of ours, which copies depend on.
+        """
+        for copies, copy in _all_copying():
+            refuse_on_loop_thread("waiting for a snapshot")
+            copies.wait_for(copy, copy.save.snapshotted)
+        _recheck_all()
+
+    async def wait_async(self) -> None:
+        """The same, for event loops."""
+        for copies, copy in _all_copying():
+            await copies.wait_for_async(copy)
+        _recheck_all()
+
+    def wait_for(self, copy: PendingCopy, point: Promise[Any]) -> None:
+        """Block until *point* of one copy is reached, or the time is over."""
+        began_s = time.perf_counter()
+        point.wait_anyway(self._timeout_s)
+        self._end_wait(copy, point, time.perf_counter() - began_s)
+
+    async def wait_for_async(self, copy: PendingCopy) -> None:
+        """Wait until one copy is over, or the time is."""
+        began_s = time.perf_counter()
+        await copy.save.snapshotted.settled_within(self._timeout_s)
+        self._end_wait(copy, copy.save.snapshotted, time.perf_counter() - began_s)
+
+    def _end_wait(self, copy: PendingCopy, awaited: Promise[Any], seconds: float) -> None:
+        if not awaited.is_settled:
+            copy.give_up(
+                StorageTimeoutError(f"the snapshot was not copied within {self._timeout_s:g} s; it is given up")
+            )
+        if seconds >= 0.001:
+            self._on_waited(copy.save.step, seconds)
+
+    def recheck(self) -> None:
+        """Have what is copied compared once more, on a thread of the program."""
+        for snapshotted, copy in list(self._unchecked.items()):
+            if copy.host_copied.is_settled:
+                copy.recheck()
+                self._unchecked.pop(snapshotted, None)  # now: another thread that comes here must not go on before that
+
+    def tell_change(self) -> None:
+        """Say that the state is about to change."""
+        if self._on_change:
+            with self._lock:
+                told, self._on_change = self._on_change, ()
+            for on_change in told:
+                on_change()
+
+    def close(self) -> None:
+        """Hold up nobody any more. Idempotent."""
+        _forget(self)
+
+    def __repr__(self) -> str:
+        return f"<PendingCopies: {len(self._copying)} snapshots being copied>"
+
+
+_registering = RLock()  # the collector may forget one in the middle of registering another
+_known: tuple[weakref.ref[PendingCopies], ...] = ()
+"""Of this process. Replaced and never changed: optimizer steps read it on any thread."""
+
+
+def _register(copies: PendingCopies) -> None:
+    global _known
+    with _registering:
+        _known = (*_known, weakref.ref(copies, _forget))
+
+
+def _forget(gone: object) -> None:
+    """Take one, or a reference to one that is no more, from the list."""
+    global _known
+    with _registering:
+        _known = tuple(known for known in _known if known is not gone and known() not in (gone, None))
+
+
+def pending_copies() -> Iterator[PendingCopies]:
+    """Yield those of all checkpointers of this process; those of its parent are not a forked child's."""
+    for known in _known:
+        copies = known()
+        if copies is not None and copies.is_ours:
+            yield copies
+
+
+def _all_copying() -> Iterator[tuple[PendingCopies, PendingCopy]]:
+    """Yield what is being copied in this process; say first that the state is about to change."""
+    ours = list(pending_copies())
+    for copies in ours:
+        copies.tell_change()
+    for copies in ours:
+        for copy in copies.copying:
+            yield copies, copy
+
+
+def _recheck_all() -> None:
+    for copies in pending_copies():
+        copies.recheck()
+
+
+class Mutating:
+    """The block in which somebody changes the state by hand: ``with`` in a sync program, ``async with`` in an event loop.
+
+    It begins when no snapshot is being copied, and no save may begin in it.
+    """
+
+    def __init__(self, copies: PendingCopies) -> None:
+        self._copies = copies
+
+    def __enter__(self) -> None:
+        refuse_in_event_loop("a plain `with ckpt.mutating()`", "write `async with ckpt.mutating()`")
+        self._count(1)
+        try:
+            self._copies.wait()
+        except BaseException:
+            self._count(-1)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._count(-1)
+
+    async def __aenter__(self) -> None:
+        self._count(1)
+        try:
+            await self._copies.wait_async()
+        except BaseException:
+            self._count(-1)
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._count(-1)
+
+    def _count(self, more: int) -> None:
+        self._copies.count_change(more)
+        _changing_here.set(_changing_here.get() + more)
