@@ -97,7 +97,7 @@ def _ask_codec(path: Path, live: torch.Tensor, node: Node, matcher: Matcher) -> 
         made = value()
         if not isinstance(made, torch.Tensor) or not replace_content(live, made):
             raise StateMismatchError(
-                matcher.where,
+                matcher.stored.where,
                 [f"{join_name(path)}: what the codec {node['name']!r} made cannot take the place of {in_words(live)}"],
                 "The state is partly overwritten: build it anew.",
             )
@@ -172,7 +172,7 @@ def _ask_one(path: Path, live: Any, written: Written, matcher: Matcher) -> Thunk
     def replace() -> Any:
         if not replace_content(live, made()):
             raise StateMismatchError(
-                matcher.where,
+                matcher.stored.where,
                 [f"{join_name(path)}: {in_words(live)} is held by others and cannot become what was saved"],
                 "The state is partly overwritten: build it anew, without views or gradients of this tensor.",
             )
@@ -227,7 +227,7 @@ def _fill_in_place(path: Path, here: Parts, written: Written, matcher: Matcher) 
             if not is_composite(inner):
                 return False
             continue
-        facts = matcher.facts(written.tensors[key]["name"])
+        facts = matcher.stored.facts(written.tensors[key]["name"])
         if not is_plain(inner) or facts != (dtype_code(inner.dtype), tuple(inner.shape)):
             return False
     for key, inner in here.tensors.items():

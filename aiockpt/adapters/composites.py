@@ -20,12 +20,12 @@ import torch
 
 from aiockpt.adapters.dtensors import is_dtensor, local_of
 from aiockpt.adapters.sharded_tensors import is_sharded_tensor
+from aiockpt.adapters.tensors import ORDINARY
 from aiockpt.errors import kind_in_words
 from aiockpt.state.codecs import DEFAULT_CODECS
 
 SUBCLASS, QUANTIZED, SPARSE = "subclass", "quantized", "sparse"
 KINDS = (SUBCLASS, QUANTIZED, SPARSE)
-_ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _UNFINISHED = frozenset({"AsyncCollectiveTensor", "FakeTensor", "FunctionalTensor"})
 """Subclasses of torch's own that stand for a tensor which is not there, or not yet."""
 _COMPRESSED = {
@@ -60,7 +60,7 @@ def is_composite(tensor: object) -> bool:
     cls = type(tensor)
     if not isinstance(tensor, torch.Tensor):
         return False
-    if cls in _ORDINARY:
+    if cls in ORDINARY:
         return tensor.layout != torch.strided or tensor.is_quantized
     if is_dtensor(tensor):
         return is_composite(local_of(tensor))
@@ -181,4 +181,4 @@ def in_words(tensor: torch.Tensor) -> str:
         return f"a DTensor of {in_words(local_of(tensor))}"
     if tensor.is_quantized:
         return f"a quantised tensor ({tensor.dtype})"
-    return f"a tensor of layout {tensor.layout}" if type(tensor) in _ORDINARY else kind_in_words(tensor)
+    return f"a tensor of layout {tensor.layout}" if type(tensor) in ORDINARY else kind_in_words(tensor)

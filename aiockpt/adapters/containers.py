@@ -15,21 +15,10 @@ from aiockpt.adapters.kinds import kind_of
 from aiockpt.adapters.matcher import Matcher
 from aiockpt.adapters.plain_values import DICTS, name_of_node, removed
 from aiockpt.adapters.stored import members_of
-from aiockpt.errors import UsageError, kind_in_words
 from aiockpt.format.names import join_name
 from aiockpt.state.tree import Path
 
 Value = Callable[[], Any]
-
-
-def check_settable(container: Any, path: Path) -> None:
-    """Refuse a mapping in which nothing can be set.
-
-    Raises:
-        UsageError: says which.
-    """
-    if not isinstance(container, MutableMapping | list):
-        raise UsageError(f"{'.'.join(map(str, path))}: {kind_in_words(container)} cannot be filled; give a dict")
 
 
 def set_part(container: Any, key: Any, value: Value) -> None:

@@ -10,20 +10,16 @@ import torch
 from torch.nn.parameter import is_lazy as is_uninitialized
 
 from aiockpt.adapters.local_shards import FlatRange, LocalShards
-from aiockpt.adapters.tensors import dtype_code, empty_like, is_lazy, local_tensors, overlaps_itself
+from aiockpt.adapters.tensors import dtype_code, empty_like, is_fillable, local_tensors
 from aiockpt.errors import kind_in_words
 from aiockpt.format.dtypes import torch_name
-
-
-def _fillable(tensor: torch.Tensor) -> bool:
-    return not overlaps_itself(tensor) and not is_lazy(tensor)
 
 
 def fits(live: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor | torch.device, flat: FlatRange | None) -> bool:
     """Return whether *live* can hold a tensor of *shape*; with *flat*, that slice of it, as the slice *like* does."""
     if flat is not None and isinstance(like, torch.Tensor):
-        return live.shape == like.shape and _fillable(live)
-    return tuple(live.shape) == shape and all(map(_fillable, local_tensors(live)))
+        return live.shape == like.shape and is_fillable(live)
+    return tuple(live.shape) == shape and all(map(is_fillable, local_tensors(live)))
 
 
 def misfit(own_dtype: torch.dtype, held: LocalShards, dtype: str, shape: tuple[int, ...]) -> str | None:
@@ -32,7 +28,7 @@ def misfit(own_dtype: torch.dtype, held: LocalShards, dtype: str, shape: tuple[i
         return f"shape {held.shape} in the state, {shape} in the checkpoint"
     if dtype_code(own_dtype) != dtype:
         return f"{own_dtype} in the state, torch.{torch_name(dtype)} in the checkpoint"
-    if not all(_fillable(piece.local) for piece in held.pieces):
+    if not all(is_fillable(piece.local) for piece in held.pieces):
         return "its elements share memory or are lazily conjugated; give a plain copy (clone())"
     return None
 

@@ -5,14 +5,14 @@ Optimizers know parameters, not names: here are the names that the modules of th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from aiockpt.adapters.fsdp1 import find_slices
-from aiockpt.adapters.fsdp2 import show_shards
+from aiockpt.adapters.fsdp import FSDP, find_slices, show_shards
 from aiockpt.adapters.kinds import kind_of, members
 from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.module import walk_modules
@@ -77,8 +77,9 @@ class Index:
                 self._enter(value, (*path, key), bare)
 
     def _enter_module(self, module: nn.Module, path: Path) -> None:
-        show_shards(module)
-        self.slices |= {id(parameter): flat for parameter, flat in find_slices(module, path)}
+        if FSDP in sys.modules:
+            show_shards(module)
+            self.slices |= {id(parameter): flat for parameter, flat in find_slices(module, path)}
         for member_path, member in walk_modules(module, path):
             for mapping in (member._parameters, member._buffers):
                 for name, tensor in mapping.items():

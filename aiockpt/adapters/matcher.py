@@ -8,10 +8,11 @@ fills the tensors of `LoadTarget.wanted`.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import cache, partial
 from typing import Any
 
+import msgspec
 import torch
 
 from aiockpt.adapters.fit import fits, misfit, new_tensor
@@ -32,7 +33,7 @@ from aiockpt.state.shards import TensorShard
 from aiockpt.state.tree import TAG, Decoder, Encoder, Node, Path, damaged
 
 
-class LoadTarget:
+class LoadTarget(msgspec.Struct, eq=False, kw_only=True):
     """A load that is ready to go.
 
     Attributes:
@@ -45,44 +46,32 @@ class LoadTarget:
         problems: every difference, in words; not empty only when ``strict`` is False.
         told: what is removed or replaced, in words; what refuses to be filled is added by `apply`.
         written: names of the leaves that are overwritten.
+        steps: what `apply` has still to do.
         may_refuse: whether `apply` asks objects that may refuse what they get: then all ranks must hear of it.
     """
 
-    def __init__(
-        self,
-        wanted: Sequence[TensorShard],
-        missing: Sequence[str],
-        unexpected: Sequence[str],
-        unexpected_claimed: Sequence[str],
-        problems: Sequence[str],
-        told: list[str],
-        written: frozenset[str],
-        steps: Sequence[Callable[[], object]],
-        left_out: Sequence[str] = (),
-        may_refuse: bool = False,
-    ) -> None:
-        self.may_refuse = may_refuse
-        self.left_out = tuple(left_out)
-        self.wanted = tuple(wanted)
-        self.missing = tuple(missing)
-        self.unexpected = tuple(unexpected)
-        self.unexpected_claimed = tuple(unexpected_claimed)
-        self.problems = tuple(problems)
-        self.told = told
-        self.written = written
-        self._steps = list(steps)
+    wanted: tuple[TensorShard, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    unexpected_claimed: tuple[str, ...]
+    left_out: tuple[str, ...]
+    problems: tuple[str, ...]
+    told: list[str]
+    written: frozenset[str]
+    steps: list[Callable[[], object]]
+    may_refuse: bool
 
     def __repr__(self) -> str:
-        return f"<LoadTarget of {len(self.wanted)} tensors, {len(self.missing)} missing, {len(self._steps)} to apply>"
+        return f"<LoadTarget of {len(self.wanted)} tensors, {len(self.missing)} missing, {len(self.steps)} to apply>"
 
     def apply(self) -> None:
         """Set what is not a tensor, once all tensors are filled. Idempotent; a step that raised is tried again.
 
         All values are decoded before the first object changes.
         """
-        while self._steps:
-            self._steps[0]()
-            del self._steps[0]
+        while self.steps:
+            self.steps[0]()
+            del self.steps[0]
 
 
 class Matcher:
@@ -100,12 +89,12 @@ class Matcher:
     ) -> None:
         self.strict = strict
         self._judge_unexpected = judge_unexpected
-        self._stored = stored
+        self.stored = stored
         self._sorted_names: list[str] | None = None
         self._only = None if only is None else {split_name(name): name for name in only}
         self._met: set[str] = set()
         self._names: set[str] = set()
-        self._rename = Renaming(rename)
+        self._rename = None if rename is None else Renaming(rename)
         self._codecs = codecs
         self._wanted: list[TensorShard] = []
         # With the tensor, so that its address is no other tensor's meanwhile.
@@ -132,12 +121,16 @@ class Matcher:
 
     def stored_name(self, path: Path) -> str:
         """Return what the leaf at *path* of the state is called in the checkpoint."""
+        name = join_name(path)
+        if self._rename is None:
+            return name
         self._rename.meet(path)
-        return self._rename(join_name(path))
+        return self._rename(name)
 
     def selects(self, path: Path) -> bool:
         """Return whether ``only`` lets the leaf at *path* be loaded."""
-        self._rename.meet(path)
+        if self._rename is not None:
+            self._rename.meet(path)
         if self._only is None:
             return True
         self._names.update(prefixes(join_name(path)))
@@ -163,43 +156,20 @@ class Matcher:
                 raise UsageError(f"only={name!r} is a part of {join_name(path)!r}, which loads as a whole: {why}")
         return False
 
-    # ---------------------------------------------------------------- ranks
-
-    @property
-    def rank(self) -> int:
-        """Which rank loads."""
-        return self._stored.rank
-
-    @property
-    def where(self) -> str:
-        """What to call the checkpoint in messages."""
-        return self._stored.where
-
-    @property
-    def step(self) -> int:
-        """The step of the checkpoint."""
-        return self._stored.step
-
-    @property
-    def world_changed(self) -> str | None:
-        """How the number of ranks changed, in words; None where it is the same."""
-        saved, here = self._stored.saved_world_size, self._stored.world_size
-        return None if saved == here else f"saved by {saved} ranks, and here are {here}"
-
     # ---------------------------------------------------------------- values
 
     def find(self, path: Path) -> Found | None:
         """Return the node of the leaf at *path*, or None when the checkpoint has none."""
-        return find_node(self._stored.values, split_name(self.stored_name(path)))
+        return find_node(self.stored.values, split_name(self.stored_name(path)))
 
     def find_own(self, path: Path) -> Found | None:
         """Return the node of this rank's own value at *path*, or None."""
-        return find_flat(self._stored.per_rank, self.stored_name(path))
+        return find_flat(self.stored.per_rank, self.stored_name(path))
 
     def find_of_another(self, path: Path) -> Found | None:
         """Return the node at *path* of the saved rank that a rank without one derives its own from, or None."""
-        ranks = max(self._stored.saved_world_size, 1)
-        return find_flat(self._stored.every_rank.get(str(self.rank % ranks)), self.stored_name(path))
+        ranks = max(self.stored.saved_world_size, 1)
+        return find_flat(self.stored.every_rank.get(str(self.stored.rank % ranks)), self.stored_name(path))
 
     def find_tagged(self, path: Path, kind: str) -> dict[str, Any] | None:
         """Return the tagged object of *kind* at *path*, or None."""
@@ -266,7 +236,7 @@ class Matcher:
             live = here.get(need.path)
             if is_spread(live) or need.kind in OWN_KINDS:
                 like = live if is_spread(live) else _local_device(need.device)
-                receiver.put(need, self._obtain(need.path, need.name, None, like))
+                receiver.put(need, self.fill(need.path, need.name, None, like))
             else:
                 name = self.same_tensor(need.name)
                 if name not in made:
@@ -281,7 +251,7 @@ class Matcher:
         probe = Probe()
         Decoder(self._codecs, probe, dry=True).decode(node, path)
         for need in probe.needs:
-            if self._stored.facts(need.name) is None:
+            if self.stored.facts(need.name) is None:
                 raise damaged(need.path, f"refers to the tensor {need.name!r}, which is not there")
             ask(need)
         self._used.add(self.stored_name(path))
@@ -300,7 +270,7 @@ class Matcher:
     def _complete(self) -> None:
         """Ask for what only the checkpoint has in dicts; a name that map= gave to something else is used there."""
         met = {prefix for name in self._used | self._claimed | self._passed_over for prefix in prefixes(name)}
-        for path, node, here, add in self._incomplete if self._judge_unexpected else ():
+        for path, node, here, add in self._incomplete:
             root = split_name(self.stored_name(path))
             for key, inner in members_of(node).items():
                 name = join_name((*root, key))
@@ -317,20 +287,20 @@ class Matcher:
         self.tell(f"{join_name(self._held[id(here)][2])}: {what}")
 
     def _make(self, need: Need) -> torch.Tensor:
-        return self._obtain(need.path, need.name, None, _local_device(need.device))
+        return self.fill(need.path, need.name, None, _local_device(need.device))
 
     # ---------------------------------------------------------------- what a match asks
 
     def tensor_misfit(self, tensor: torch.Tensor, name: str, path: Path) -> str | None:
         """Return in words why *tensor* cannot be filled from tensor *name* of the checkpoint, or None."""
-        facts = self._stored.facts(name)
+        facts = self.stored.facts(name)
         if facts is None:
             raise damaged(path, f"refers to the tensor {name!r}, which is not there")
         return misfit(tensor.dtype, hold(tensor, path), *facts)
 
     def is_scalar(self, name: str) -> bool:
         """Return whether tensor *name* of the checkpoint has no axes."""
-        facts = self._stored.facts(name)
+        facts = self.stored.facts(name)
         return facts is not None and facts[1] == ()
 
     def hold(self, here: object, node: Node, path: Path, *, by_key: bool = True) -> str | None:
@@ -355,7 +325,7 @@ class Matcher:
 
     def same_tensor(self, name: str) -> str:
         """Return what all names of one tensor of the checkpoint have in common."""
-        return self._stored.alias.get(name, name)
+        return self.stored.alias.get(name, name)
 
     def want(
         self, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None, *, stored: str | None = None
@@ -371,6 +341,25 @@ class Matcher:
         self.rewrites(path)
         return True
 
+    def leave(self, name: str) -> None:
+        """Note that of tensor *name* of the checkpoint this rank has nothing, so that it is no difference."""
+        self._used.add(name)
+
+    def share(self, path: Path, tensor: torch.Tensor, name: str) -> None:
+        """Note that *tensor*, at *path*, is filled from tensor *name* by its owner: what shares its memory must agree."""
+        stored_as = self.stored.alias.get(name, name)
+        key = (memory_key(tensor),)
+        other, other_stored_as, _ = self._filled.setdefault(key, (join_name(path), stored_as, tensor))
+        if other_stored_as != stored_as and key != (None,):
+            self.problem(_two_tensors(join_name(path), other, other_stored_as, name))
+
+    def names_below(self, name: str) -> list[str]:
+        """Return the tensors of the checkpoint whose names begin with *name* and a dot, in order."""
+        if self._sorted_names is None:
+            self._sorted_names = sorted({*self.stored.tensors, *self.stored.alias})
+        start, end = (bisect_left(self._sorted_names, f"{name}{end}") for end in (".", "/"))
+        return self._sorted_names[start:end]
+
     def fill(
         self,
         path: Path,
@@ -380,8 +369,8 @@ class Matcher:
         flat: FlatRange | None = None,
         *,
         beside: str | None = None,
-    ) -> torch.Tensor | None:
-        """Have *live* filled from tensor *name* where it fits, else a new tensor; None when it is not selected.
+    ) -> torch.Tensor:
+        """Have *live* filled from tensor *name* where it fits, else a new tensor, and return which; whatever `selects` says.
 
         Args:
             like: the tensor whose device (and sharding, where the shape is the same) a new one gets, or a device. It lies
@@ -390,53 +379,15 @@ class Matcher:
             beside: the name of the tensor that *like* is; where that is known to have had another order, and this one is
                 not, this one was row-major.
         """
-        return self._obtain(path, name, live, like, flat, beside) if self.selects(path) else None
-
-    def leave(self, name: str) -> None:
-        """Note that of tensor *name* of the checkpoint this rank has nothing, so that it is no difference."""
-        self._used.add(name)
-
-    def facts(self, name: str) -> tuple[str, tuple[int, ...]] | None:
-        """Return (dtype code, global shape) of the tensor *name* of the checkpoint, or None."""
-        return self._stored.facts(name)
-
-    def axes_of(self, name: str) -> tuple[int, ...] | None:
-        """Return the order in which the axes of tensor *name* lay in memory; None where it is not known to be another."""
-        return self._stored.axes_of(name)
-
-    def share(self, path: Path, tensor: torch.Tensor, name: str) -> None:
-        """Note that *tensor*, at *path*, is filled from tensor *name* by its owner: what shares its memory must agree."""
-        stored_as = self._stored.alias.get(name, name)
-        key = (memory_key(tensor),)
-        other, other_stored_as, _ = self._filled.setdefault(key, (join_name(path), stored_as, tensor))
-        if other_stored_as != stored_as and key != (None,):
-            self.problem(_two_tensors(join_name(path), other, other_stored_as, name))
-
-    def names_below(self, name: str) -> list[str]:
-        """Return the tensors of the checkpoint whose names begin with *name* and a dot, in order."""
-        if self._sorted_names is None:
-            self._sorted_names = sorted({*self._stored.tensors, *self._stored.alias})
-        start, end = (bisect_left(self._sorted_names, f"{name}{end}") for end in (".", "/"))
-        return self._sorted_names[start:end]
-
-    def _obtain(
-        self,
-        path: Path,
-        name: str,
-        live: Any,
-        like: torch.Tensor | torch.device,
-        flat: FlatRange | None = None,
-        beside: str | None = None,
-    ) -> torch.Tensor:
-        facts = self._stored.facts(name)
+        facts = self.stored.facts(name)
         if facts is None:
             raise damaged(path, f"refers to the tensor {name!r}, which is not there")
         dtype, shape = getattr(torch, torch_name(facts[0])), facts[1]
         if isinstance(like, torch.device) or flat is None or flat.shape != shape:
             flat = None
         can_hold = isinstance(live, torch.Tensor) and live.dtype == dtype and fits(live, shape, like, flat)
-        axes = self._stored.axes_of(name)
-        if axes is None and beside is not None and self._stored.axes_of(beside) is not None:
+        axes = self.stored.axes_of(name)
+        if axes is None and beside is not None and self.stored.axes_of(beside) is not None:
             axes = tuple(range(len(shape)))
         tensor = live if can_hold else new_tensor(shape, dtype, like, flat, axes)
         self._enter(path, name, tensor, flat)
@@ -444,12 +395,12 @@ class Matcher:
 
     def _enter(self, path: Path, name: str, tensor: torch.Tensor, flat: FlatRange | None = None) -> bool:
         state_name = join_name(path)
-        facts = self._stored.facts(name)
+        facts = self.stored.facts(name)
         if facts is None:
             if not self.stays(path, tensor, flat, stored=name):
                 self._miss_tensor(path)
             return False
-        stored_as = self._stored.alias.get(name, name)
+        stored_as = self.stored.alias.get(name, name)
         self._used.add(name)
         held = hold(tensor, path, flat)
         problem = misfit(tensor.dtype, held, *facts)
@@ -515,10 +466,10 @@ class Matcher:
             stored: its name in the checkpoint, where it is another than `stored_name` of *path*.
         """
         name = stored or self.stored_name(path)
-        if not self._stored.leaves_out(name):
+        if not self.stored.leaves_out(name):
             return False
         state_name = join_name(path)
-        there, here = self._stored.left_out.get(name), None if tensor is None else facts_of(tensor, flat)
+        there, here = self.stored.left_out.get(name), None if tensor is None else facts_of(tensor, flat)
         if there is not None and here is not None and here != there:
             self.problem(
                 f"{state_name}: {_in_words(here)} in the state, {_in_words(there)} when the checkpoint was made without it"
@@ -529,7 +480,7 @@ class Matcher:
 
     def left_out_below(self, name: str) -> list[str]:
         """Return the names below *name* that the checkpoint was made without."""
-        return [other for other in self._stored.left_out if other.startswith((f"{name}.", f"{name}["))]
+        return [other for other in self.stored.left_out if other.startswith((f"{name}.", f"{name}["))]
 
     def pass_over(self, path: Path) -> None:
         """Say that what the checkpoint has below *path* is known, and not all of it wanted: the rest is no difference."""
@@ -562,42 +513,44 @@ class Matcher:
             StateMismatchError: something differs, and strict.
             UsageError: ``only`` names nothing of the state, or an entry of the mapping renames nothing.
         """
-        self._refuse_idle_arguments()
-        self._complete()
+        if self._only is not None:
+            self._refuse_idle_names(self._only.values())
+        if self._rename is not None:
+            self._rename.refuse_idle(self.stored.names(), self.stored.where, state_is_whole=self._judge_unexpected)
+        if self._incomplete and self._judge_unexpected:
+            self._complete()
         self._made.settle()
-        unexpected = [
-            name for name in self._stored.unused(self._used, self._claimed, self._passed_over) if self._in_scope(name)
-        ]
-        self._hint(unexpected)
+        unexpected = list(self.stored.unused(self._used, self._claimed, self._passed_over))
+        if self._only is not None:
+            scope = set(map(self.stored_name, self._only))
+            unexpected = [name for name in unexpected if not scope.isdisjoint(prefixes(name))]
+        if self._hints and unexpected:
+            self._hint(unexpected)
         claimed = [name for name in unexpected if any(prefix in self._claimed for prefix in prefixes(name))]
         if self._judge_unexpected:
             for name in claimed:
                 self.problem(f"{name}: in the checkpoint but not in the state")
         if self._problems and self.strict:
             advice = "Change the state, rename with map=, choose with only=, or load what fits with strict=False."
-            raise StateMismatchError(self._stored.where, sorted(self._problems), advice)
-        written = frozenset(self._written)
-        wanted, together = separate(self._wanted, self._stored.where)
-        steps = [*together, *self._decodes, *self._steps, *self._last_steps]
+            raise StateMismatchError(self.stored.where, sorted(self._problems), advice)
+        wanted, together = separate(self._wanted, self.stored.where)
         return LoadTarget(
-            wanted,
-            self._missing,
-            unexpected,
-            claimed,
-            self._problems,
-            self._told,
-            written,
-            steps,
-            self._left_out,
+            wanted=tuple(wanted),
+            missing=tuple(self._missing),
+            unexpected=tuple(unexpected),
+            unexpected_claimed=tuple(claimed),
+            left_out=tuple(self._left_out),
+            problems=tuple(self._problems),
+            told=self._told,
+            written=frozenset(self._written),
+            steps=[*together, *self._decodes, *self._steps, *self._last_steps],
             may_refuse=self._may_refuse,
         )
 
     def _hint(self, unexpected: Sequence[str]) -> None:
         """Add to what the checkpoint lacks the names that it has unused and that may be meant."""
-        if not self._hints or not unexpected:
-            return
         free = {prefix for name in unexpected for prefix in prefixes(name)}
-        there = {prefix for name in self._stored.names() for prefix in prefixes(name)}
+        there = {prefix for name in self.stored.names() for prefix in prefixes(name)}
         told: dict[str, str] = {}
         for number, name in self._hints:
             wrong = next((prefix for prefix in reversed(prefixes(name)) if prefix not in there), "")
@@ -605,18 +558,11 @@ class Matcher:
                 told[wrong] = near_key(wrong, free)
             self._problems[number] += told.get(wrong, "")
 
-    def _in_scope(self, name: str) -> bool:
-        scope = {self._rename(prefix) for prefix in (self._only or {}).values()}
-        return self._only is None or any(prefix in scope for prefix in prefixes(name))
-
-    def _refuse_idle_arguments(self) -> None:
-        nothing = sorted(set((self._only or {}).values()) - self._met)
+    def _refuse_idle_names(self, names: Collection[str]) -> None:
+        nothing = sorted(set(names) - self._met)
         if nothing:
             told = ", ".join(f"{name!r}{near(name, self._names)}" for name in nothing)
             raise UsageError(f"only={told} names nothing in the state; give keys of it, or prefixes of its names")
-        idle = list(self._rename.idle_entries(self._stored.names(), state_is_whole=self._judge_unexpected))
-        if idle:
-            raise UsageError(f"{self._stored.where}: {'; '.join(idle)}")
 
 
 def _tensors_in(value: Any, path: Path, codecs: CodecRegistry) -> dict[Path, torch.Tensor]:

@@ -21,8 +21,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from aiockpt.adapters.composites import is_composite
-from aiockpt.adapters.fsdp1 import is_fsdp1
-from aiockpt.adapters.fsdp2 import is_own_hook
+from aiockpt.adapters.fsdp import is_fsdp1, is_own_hook
 from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.run import Run
 from aiockpt.adapters.selection import Choice
@@ -37,6 +36,7 @@ METADATA = "metadata"
 """Member of a module's node: what its own ``load_state_dict()`` is told of the versions that were saved."""
 PLAIN_VERSION = {"version": 1}
 _CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
+_FSDP1_WRAPPED = "_fsdp_wrapped_module"
 Slices = Callable[[torch.Tensor], FlatRange | None]
 """Which part of an original parameter a tensor is; None when it is whole."""
 
@@ -45,8 +45,8 @@ def wrapped_name(module: nn.Module) -> str | None:
     """Return the name under which a transparent wrapper holds the module it wraps; None when it is no wrapper."""
     if isinstance(module, DistributedDataParallel | DataParallel):
         return "module"
-    if is_fsdp1(module):
-        return "_fsdp_wrapped_module"
+    if _FSDP1_WRAPPED in module._modules and is_fsdp1(module):
+        return _FSDP1_WRAPPED
     if _CHECKPOINT_WRAPPED in module._modules:
         return _CHECKPOINT_WRAPPED
     if type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules:

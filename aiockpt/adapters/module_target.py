@@ -136,7 +136,7 @@ def _load_tensor(tensor: torch.Tensor, path: Path, flat: FlatRange | None, sourc
     name = source.stored_name(path, matcher) if source.keys else None
     if not is_composite(tensor):
         matcher.want(path, tensor, flat, stored=name)
-    elif matcher.facts(name or matcher.stored_name(path)) is not None:
+    elif matcher.stored.facts(name or matcher.stored_name(path)) is not None:
         matcher.mismatch(path, f"{in_words(tensor)} in the state, an ordinary tensor in the checkpoint")
     elif not matcher.stays(path, tensor, stored=name):
         matcher.miss(path)
@@ -162,7 +162,7 @@ def _load_extra(member: nn.Module, path: Path, source: _Source, matcher: Matcher
     matcher.leave(source.stored_name(name, matcher))
 
     def apply() -> None:
-        with asking(member, path, matcher.where):
+        with asking(member, path, matcher.stored.where):
             member.set_extra_state(value())
 
     matcher.later(apply, may_refuse=True)
@@ -236,7 +236,7 @@ class _OwnLoad:
             for bare in source.keys:
                 key = bare.removeprefix(f"{prefix}.") if prefix else bare
                 name = source.stored_name((*source.path, *bare.split(".")), matcher)
-                if (key != bare or not prefix) and matcher.facts(name) is not None:
+                if (key != bare or not prefix) and matcher.stored.facts(name) is not None:
                     yield key, name
             return
         renamed = {matcher.stored_name(self._leaf(key)): key for key in current}
@@ -244,7 +244,7 @@ class _OwnLoad:
         start = len(split_name(root))
         found = {name: ".".join(map(str, split_name(name)[start:])) for name in matcher.names_below(root)}
         for name, key in {**found, **renamed}.items():
-            if matcher.facts(name) is not None:
+            if matcher.stored.facts(name) is not None:
                 yield key, name
 
     def _stored_values(self) -> Iterator[tuple[str, Node]]:
@@ -256,7 +256,7 @@ class _OwnLoad:
     def _want(self, key: str, name: str, live: Any, made: dict[str, torch.Tensor]) -> None:
         """Ask for one stored tensor: a new one on the CPU; one that is spread over ranks stays spread like what is here."""
         matcher, leaf = self._matcher, self._leaf(key)
-        facts = matcher.facts(name)
+        facts = matcher.stored.facts(name)
         assert facts is not None
         code, shape = facts
         if isinstance(live, torch.Tensor) and dtype_code(live.dtype) != code:
@@ -267,7 +267,7 @@ class _OwnLoad:
         if name not in made:
             like = live if is_spread(live) and tuple(live.shape) == shape else torch.device("cpu")
             dtype = getattr(torch, torch_name(code))
-            made[name] = new_tensor(shape, dtype, like, None, matcher.axes_of(name))
+            made[name] = new_tensor(shape, dtype, like, None, matcher.stored.axes_of(name))
         if matcher.want(leaf, made[name], stored=name):
             self._tensors[key] = made[name]
             if is_plain(live) and tuple(live.shape) == shape:  # else the module gives it other memory
@@ -300,7 +300,7 @@ class _OwnLoad:
         metadata = modules | {plain.get(key, key): value for key, value in versions.items()}
         state._metadata = metadata  # type: ignore[attr-defined]
         how = {"strict": self._matcher.strict} if _takes_strict(bare) else {}
-        with asking(bare, self._path, self._matcher.where):
+        with asking(bare, self._path, self._matcher.stored.where):
             bare.load_state_dict(state, **how)
 
 

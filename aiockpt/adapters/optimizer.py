@@ -29,7 +29,7 @@ from aiockpt.adapters.optimizer_parts import Form, Owner, Placed, StateParts, di
 from aiockpt.adapters.run import Run
 from aiockpt.adapters.tensors import is_spread
 from aiockpt.adapters.watch import Watch
-from aiockpt.adapters.zero import is_zero, keeper_of
+from aiockpt.adapters.zero import keeper_of
 from aiockpt.errors import kind_in_words
 from aiockpt.format.names import join_name, split_name
 from aiockpt.state.tree import TAG, Node, Path, refuse
@@ -50,8 +50,8 @@ class View(msgspec.Struct, frozen=True):
 
 def is_plain(optimizer: Optimizer) -> bool:
     """Return whether the optimizer leaves saving and loading to its ``state`` and ``param_groups``."""
-    if is_zero(optimizer):
-        return is_plain(keeper_of(optimizer))
+    if (keeper := keeper_of(optimizer)) is not optimizer:
+        return is_plain(keeper)
     cls = type(optimizer)
     return (
         cls.state_dict is Optimizer.state_dict

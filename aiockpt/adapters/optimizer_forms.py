@@ -209,7 +209,9 @@ def pair_up(members: Sequence[Sequence[Id]], saved: SavedOptimizer, *, flat: boo
     # side may begin at a module, and those of the other at the top of the state.
     ours = {str(one): one for one in here}
     theirs = {str(one) if saved.is_dict else ".".join(map(str, split_name(str(one)))): one for one in there}
-    best: dict[Id, Id] = {}
+    best: dict[Id, Id] = {one: theirs[name] for name, one in ours.items() if name in theirs}
+    if len(best) == len(ours):
+        return best
     for cut_ours, cut_theirs in _cuts(ours, theirs):
         known = {_cut(name, cut_theirs): one for name, one in theirs.items()}
         trial = {one: known[cut] for name, one in ours.items() if (cut := _cut(name, cut_ours)) in known}
@@ -220,7 +222,6 @@ def pair_up(members: Sequence[Sequence[Id]], saved: SavedOptimizer, *, flat: boo
 
 def _cuts(ours: Iterable[str], theirs: Iterable[str]) -> Iterator[tuple[int, int]]:
     """Yield how many leading parts may be missing: of our names, or of theirs."""
-    yield 0, 0
     for depth in range(1, 1 + max((name.count(".") for name in (*ours, *theirs)), default=0)):
         yield depth, 0
         yield 0, depth

@@ -101,7 +101,7 @@ def agreed_values(
             if key in HOW_TO_STEP:
                 continue
             known, first = said.setdefault(key, (node, speaker))
-            if _plain(known, same_tensor) != _plain(node, same_tensor):
+            if known is not node and _plain(known, same_tensor) != _plain(node, same_tensor):
                 refused.setdefault(
                     key,
                     f"{key} is {_show(known)} for {first} and {_show(node)} for {speaker} in the checkpoint; "

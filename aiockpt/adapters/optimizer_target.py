@@ -25,7 +25,7 @@ from aiockpt.adapters.optimizer_forms import Id, SavedOptimizer, pair_up, read_f
 from aiockpt.adapters.optimizer_groups import agreed_values, class_misfit
 from aiockpt.adapters.optimizer_parts import Form, Owner, form_of
 from aiockpt.adapters.tensors import may_spread
-from aiockpt.adapters.zero import keeper_of, kept_parameters
+from aiockpt.adapters.zero import keeper_of
 from aiockpt.format.dtypes import torch_name
 from aiockpt.format.names import join_name, split_name
 from aiockpt.state.tree import TAG, Path
@@ -40,13 +40,14 @@ class Match:
     def __init__(self, optimizer: Optimizer, path: Path, index: Index, saved: SavedOptimizer, matcher: Matcher) -> None:
         self.optimizer = optimizer
         self.keeper = keeper_of(optimizer, path)
-        self.kept = kept_parameters(optimizer)
         self.path = path
         self.index = index
         self.saved = saved
         self.matcher = matcher
         self.members = name_members(optimizer, path, index)
-        names = [[_dotted(split_name(matcher.stored_name(owner))) for owner in some] for some in self.members]
+        names = [
+            [".".join(map(str, split_name(matcher.stored_name(owner)))) for owner in some] for some in self.members
+        ]
         ids = pair_up(names, saved)
         self.ids: dict[Path, Id] = {
             owner: ids[name]
@@ -54,10 +55,6 @@ class Match:
             for owner, name in zip(some, called, strict=True)
             if name in ids
         }
-
-
-def _dotted(path: Path) -> str:
-    return ".".join(map(str, path))
 
 
 def load_optimizer(optimizer: Optimizer, path: Path, index: Index, matcher: Matcher) -> None:
@@ -82,18 +79,12 @@ def load_optimizer(optimizer: Optimizer, path: Path, index: Index, matcher: Matc
     rest = None if saved.rest is None else matcher.value((*path, "rest"), saved.rest, fresh=True)
     if plain:
         whole = matcher.selects(path)
-        if whole:
-            _note_rewritten(match)
+        if whole:  # all the state that is there is filled or dropped, also what the checkpoint does not have
+            for place in (path, *_state_places(match)):
+                matcher.rewrites(place)
         matcher.later(lambda: _apply_plain(match, groups, states, rest, whole=whole))
     else:
         matcher.later(lambda: _apply_general(optimizer, groups, states, rest))
-
-
-def _note_rewritten(match: Match) -> None:
-    """All the state that is there is filled or dropped, also what the checkpoint does not have."""
-    match.matcher.rewrites(match.path)
-    for place in _state_places(match):
-        match.matcher.rewrites(place)
 
 
 def _state_places(match: Match) -> Iterator[Path]:
@@ -162,6 +153,7 @@ def _leave_groups(match: Match) -> None:
 def _want_states(match: Match) -> list[tuple[torch.Tensor, Thunks]]:
     """Return what will set each parameter's state; tensors that are there are filled in place, others are made."""
     found = []
+    kept = {id(parameter) for group in match.keeper.param_groups for parameter in group["params"]}
     if match.saved.by_numbers and not match.ids:
         match.matcher.problem(f"{join_name(match.path)}: {_counts(match)}")
         return []
@@ -173,8 +165,7 @@ def _want_states(match: Match) -> list[tuple[torch.Tensor, Thunks]]:
                 match.matcher.miss((*match.path, "state", *owner), why)
                 continue
             flat = match.index.slice_of(parameter)
-            elsewhere = match.kept is not None and parameter not in match.kept
-            if elsewhere or (flat is not None and flat.start == flat.end):
+            if id(parameter) not in kept or (flat is not None and flat.start == flat.end):
                 # What is here stays as it is: no step ever reaches it.
                 for name in tensor_names(match.saved.state.get(match.ids[owner], {})):
                     match.matcher.leave(name)
@@ -197,13 +188,14 @@ def _want_state(match: Match, path: Path, owner: Owner, group: Mapping[str, Any]
     thunks: Thunks = {}
     for key, node in match.saved.state.get(match.ids[path], {}).items():
         place = state_path(match.path, path, key)
+        if not matcher.selects(place):
+            continue
         if type(node) is dict and node.get(TAG) == "tensor":
             like = device_for(owner.parameter, key, group)
             beside = matcher.stored_name(path)
             tensor = _want_tensor(match, owner, match.ids[path], key, node["name"], place, live.get(key), like, beside)
-            if tensor is not None:
-                thunks[key] = _returning(tensor)
-        elif matcher.selects(place):
+            thunks[key] = _returning(tensor)
+        else:
             thunks[key] = ask_value(place, live.get(key), node, matcher, owner.parameter)
     return thunks
 
@@ -218,10 +210,10 @@ def _want_tensor(
     live: Any,
     like: torch.Tensor | torch.device,
     beside: str,
-) -> torch.Tensor | None:
+) -> torch.Tensor:
     """Ask for one state tensor, of the parameter that the optimizer there calls *one*; see `Matcher.fill`."""
     matcher, saved, parameter = match.matcher, match.saved, owner.parameter
-    facts = matcher.facts(name)
+    facts = matcher.stored.facts(name)
     if facts is None or not owner.is_spread:
         return matcher.fill(place, name, live, like, beside=beside)
     form: Form = "part" if key in saved.part.get(one, ()) else "whole" if key in saved.whole.get(one, ()) else "like"
@@ -235,7 +227,7 @@ def _want_tensor(
     placements = saved.spread.get(one, {}).get(key)
     if live is None and placements is not None and is_dtensor(parameter):
         dtype = getattr(torch, torch_name(facts[0]))
-        live = dtensor_placed(placements, parameter, facts[1], dtype, matcher.axes_of(name))
+        live = dtensor_placed(placements, parameter, facts[1], dtype, matcher.stored.axes_of(name))
     return matcher.fill(place, name, live, like, owner.flat, beside=beside)
 
 

@@ -21,11 +21,14 @@ class Renaming:
     """Renames the leaves of one state, and remembers which there were.
 
     Args:
-        rename: a function of a name, or a mapping that renames by its longest prefix that is a name; None changes nothing.
+        rename: a function of a name, or a mapping that renames by its longest prefix that is a name.
+
+    Raises:
+        UsageError: it is neither.
     """
 
-    def __init__(self, rename: Rename | None) -> None:
-        if not (rename is None or callable(rename) or isinstance(rename, Mapping)):
+    def __init__(self, rename: Rename) -> None:
+        if not (callable(rename) or isinstance(rename, Mapping)):
             raise UsageError(f"map= takes a dict, or a function of a name, and not a {type(rename).__name__}")
         self._mapping = rename if isinstance(rename, Mapping) else None
         self._function = rename if callable(rename) else None
@@ -46,13 +49,21 @@ class Renaming:
         if self._mapping is not None:
             self._met.update(prefixes(join_name(path)))
 
-    def idle_entries(self, stored: Collection[str], *, state_is_whole: bool) -> Iterator[str]:
-        """Yield in words each entry of the mapping that has no leaf on one of its sides.
+    def refuse_idle(self, stored: Collection[str], where: str, *, state_is_whole: bool) -> None:
+        """Refuse a mapping with entries that have no leaf on one of their sides.
 
         Args:
             stored: every name of the checkpoint; prefixes of them are names too.
+            where: what to call the checkpoint.
             state_is_whole: False where other ranks have leaves that this one has not.
+
+        Raises:
+            UsageError: says which.
         """
+        if idle := list(self._idle_entries(stored, state_is_whole=state_is_whole)):
+            raise UsageError(f"{where}: {'; '.join(idle)}")
+
+    def _idle_entries(self, stored: Collection[str], *, state_is_whole: bool) -> Iterator[str]:
         if not self._mapping:
             return
         there = {prefix for name in stored for prefix in prefixes(name)}

@@ -54,6 +54,12 @@ class Stored(msgspec.Struct, frozen=True):
         """Return the order in which the axes of tensor *name* lay in memory; None where it is not known to be another."""
         return self.axes.get(self.alias.get(name, name))
 
+    @property
+    def world_changed(self) -> str | None:
+        """How the number of ranks changed, in words; None where it is the same."""
+        saved, here = self.saved_world_size, self.world_size
+        return None if saved == here else f"saved by {saved} ranks, and here are {here}"
+
     def leaves_out(self, name: str) -> bool:
         """Return whether *name*, or something that it is a part of, was chosen not to be saved."""
         if not self.left_out:

@@ -12,7 +12,7 @@ import torch
 from aiockpt.adapters.composite_nodes import is_composite_node
 from aiockpt.adapters.composite_target import load_composite
 from aiockpt.adapters.composites import is_composite
-from aiockpt.adapters.containers import check_settable, keys_only_here, set_part, set_tuple, settle_dict
+from aiockpt.adapters.containers import keys_only_here, set_part, set_tuple, settle_dict
 from aiockpt.adapters.index import Index
 from aiockpt.adapters.kinds import kind_of, members, reads_data
 from aiockpt.adapters.leaves import read_plain_leaf
@@ -30,6 +30,7 @@ from aiockpt.adapters.rng import RNG, derive_state
 from aiockpt.adapters.schedulers import give_state, scheduler_misfit, take_state
 from aiockpt.adapters.stored import Stored
 from aiockpt.adapters.tensors import may_spread
+from aiockpt.errors import UsageError, kind_in_words
 from aiockpt.format.names import join_name
 from aiockpt.state.codecs import DEFAULT_CODECS, CodecRegistry
 from aiockpt.state.scalars import field
@@ -162,7 +163,7 @@ def _load_stateful(value: Any, path: Path, matcher: Matcher) -> None:
     state = matcher.value(path, node, template, fresh=True)
 
     def apply() -> None:
-        with asking(value, path, matcher.where):
+        with asking(value, path, matcher.stored.where):
             take_state(value, state())
 
     matcher.later(apply, may_refuse=True)
@@ -183,9 +184,10 @@ def _load_own(value: Any, path: Path, matcher: Matcher) -> None:
     if not matcher.selects_whole(path, "it belongs to one rank"):
         return
     holder = of_this_rank(value)
-    if reads_data(holder) and matcher.world_changed:
+    if reads_data(holder) and matcher.stored.world_changed:
         matcher.miss(
-            path, f"{matcher.world_changed}; wrap it in aiockpt.Loader(...), so that no sample is lost or repeated"
+            path,
+            f"{matcher.stored.world_changed}; wrap it in aiockpt.Loader(...), so that no sample is lost or repeated",
         )
         return
     found = matcher.find_own(path)
@@ -198,7 +200,7 @@ def _load_own(value: Any, path: Path, matcher: Matcher) -> None:
         state = matcher.value(path, found.node)
 
         def apply() -> None:
-            with asking(holder, path, matcher.where):
+            with asking(holder, path, matcher.stored.where):
                 holder.load_state_dict(state())
 
         matcher.later(apply, last=isinstance(holder, RNG), may_refuse=isinstance(holder, OwnOptimizer))
@@ -212,7 +214,7 @@ def _why_none(path: Path, matcher: Matcher) -> str | None:
         return None
     if matcher.find_tagged(path, "per_rank") is None:
         return "one value for all ranks in the checkpoint; load it without aiockpt.per_rank(...)"
-    changed = f" ({matcher.world_changed})" if matcher.world_changed else ""
+    changed = f" ({matcher.stored.world_changed})" if matcher.stored.world_changed else ""
     return f"this rank has none in the checkpoint{changed}; strict=False keeps what is here, only= leaves it out"
 
 
@@ -222,7 +224,9 @@ def _derive_random(rng: RNG, path: Path, matcher: Matcher) -> bool:
     if found is None:
         return False
     state = matcher.value(path, found.node)
-    matcher.later(lambda: rng.load_state_dict(derive_state(state(), matcher.rank, matcher.step)), last=True)
+    matcher.later(
+        lambda: rng.load_state_dict(derive_state(state(), matcher.stored.rank, matcher.stored.step)), last=True
+    )
     return True
 
 
@@ -280,7 +284,8 @@ def _load_saved_object(container: Any, key: Any, path: Path, matcher: Matcher) -
 def _load_node(container: Any, key: Any, path: Path, node: Any, matcher: Matcher) -> None:
     if not matcher.selects_whole(path, "it is one plain value"):
         return
-    check_settable(container, path)
+    if not isinstance(container, MutableMapping | list):
+        raise UsageError(f"{'.'.join(map(str, path))}: {kind_in_words(container)} cannot be filled; give a dict")
     value = matcher.refill(path, container[key], node)
     if value is not None:
         matcher.later(lambda: set_part(container, key, value))

@@ -33,6 +33,8 @@ from aiockpt.state.shards import TensorShard
 from aiockpt.state.tree import Path, refuse
 
 _DISPATCH = attrgetter("__torch_dispatch__")
+ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+"""Classes whose tensors are never spread over ranks, and made of others only by their layout."""
 
 
 class Leaf(msgspec.Struct, frozen=True, eq=False):
@@ -84,17 +86,19 @@ def hold(tensor: torch.Tensor, path: Path, flat: FlatRange | None = None) -> Loc
     Raises:
         UnsupportedStateError: it cannot be stored.
     """
-    if flat is None and is_dtensor(tensor):
-        held = hold_dtensor(tensor, path)
-    elif flat is None and is_sharded_tensor(tensor):
-        held = hold_sharded_tensor(tensor)
-    else:
-        check_tensor(tensor, path)
-        shape = tuple(tensor.shape)
-        return LocalShards(shape, (Piece((Box.whole(shape),), tensor),)) if flat is None else flat.hold(tensor)
-    for piece in held.pieces:
-        check_tensor(piece.local, path)
-    return held
+    held = None
+    if flat is None and is_spread(tensor):
+        if is_dtensor(tensor):
+            held = hold_dtensor(tensor, path)
+        elif is_sharded_tensor(tensor):
+            held = hold_sharded_tensor(tensor)
+    for local in [tensor] if held is None else [piece.local for piece in held.pieces]:
+        if (reason := _unsupported(local)) is not None:
+            refuse(path, reason)
+    if held is not None:
+        return held
+    shape = tuple(tensor.shape)
+    return LocalShards(shape, (Piece((Box.whole(shape),), tensor),)) if flat is None else flat.hold(tensor)
 
 
 def facts_of(tensor: torch.Tensor, flat: FlatRange | None = None) -> tuple[str, tuple[int, ...]] | None:
@@ -168,7 +172,7 @@ def empty_like(tensor: torch.Tensor, dtype: torch.dtype, axes: Sequence[int] | N
 
 def is_spread(tensor: object) -> TypeGuard[torch.Tensor]:
     """Return whether *tensor* has its elements in local tensors, on several ranks."""
-    return is_dtensor(tensor) or is_sharded_tensor(tensor)
+    return type(tensor) not in ORDINARY and (is_dtensor(tensor) or is_sharded_tensor(tensor))
 
 
 def is_plain(tensor: object) -> TypeGuard[torch.Tensor]:
@@ -186,25 +190,16 @@ def local_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
     None for a lazy parameter, which has no shape yet.
     """
-    if is_dtensor(tensor):
-        return [local_of(tensor)]
-    if is_sharded_tensor(tensor):
-        return [piece.local for piece in hold_sharded_tensor(tensor).pieces]
+    if is_spread(tensor):
+        if is_dtensor(tensor):
+            return [local_of(tensor)]
+        if is_sharded_tensor(tensor):
+            return [piece.local for piece in hold_sharded_tensor(tensor).pieces]
     return [] if is_uninitialized(tensor) else [tensor]
 
 
-def check_tensor(tensor: torch.Tensor, path: Path) -> None:
-    """Refuse a tensor whose bytes are not its value.
-
-    Raises:
-        UnsupportedStateError: says what it is and what to do.
-    """
-    reason = _unsupported(tensor)
-    if reason is not None:
-        refuse(path, reason)
-
-
 def _unsupported(tensor: torch.Tensor) -> str | None:
+    """Return in words why the bytes of *tensor* are not its value, and what to do; None where they are."""
     if is_uninitialized(tensor):
         return "a lazy parameter has no shape yet; run a forward pass first"
     if _DISPATCH(type(tensor)) != _DISPATCH(torch.Tensor):
@@ -253,11 +248,12 @@ def memory_key(tensor: torch.Tensor) -> Hashable:
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
 
-def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Return whether several elements lie in the same memory (`expand`), so that it cannot be filled."""
-    if tensor.is_contiguous():
+def is_fillable(tensor: torch.Tensor) -> bool:
+    """Return whether each element lies in memory of its own (not so after `expand`), and is what is there."""
+    if is_lazy(tensor):
         return False
-    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+    steps = zip(tensor.stride(), tensor.shape, strict=True)
+    return tensor.is_contiguous() or not any(step == 0 and size > 1 for step, size in steps)
 
 
 def dtype_code(dtype: torch.dtype) -> str:

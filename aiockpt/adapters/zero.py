@@ -10,18 +10,11 @@ from __future__ import annotations
 
 import sys
 
-import torch
 from torch.optim import Optimizer
 
 from aiockpt.state.tree import Path, refuse
 
 _MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
-
-
-def is_zero(optimizer: Optimizer) -> bool:
-    """Return whether *optimizer* is a ``ZeroRedundancyOptimizer``."""
-    module = sys.modules.get(_MODULE)
-    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
 def keeper_of(optimizer: Optimizer, path: Path = ()) -> Optimizer:
@@ -30,7 +23,8 @@ def keeper_of(optimizer: Optimizer, path: Path = ()) -> Optimizer:
     Raises:
         UnsupportedStateError: it is one that steps while the gradients are computed, which has no such optimizer.
     """
-    if not is_zero(optimizer):
+    module = sys.modules.get(_MODULE)
+    if module is None or not isinstance(optimizer, module.ZeroRedundancyOptimizer):
         return optimizer
     inner = getattr(optimizer, "optim", None)
     if not isinstance(inner, Optimizer):
@@ -40,10 +34,3 @@ def keeper_of(optimizer: Optimizer, path: Path = ()) -> Optimizer:
             "consolidate_state_dict(to=rank) on all ranks and save its state_dict() on that one",
         )
     return inner
-
-
-def kept_parameters(optimizer: Optimizer) -> set[torch.Tensor] | None:
-    """Return the parameters that *optimizer* steps on this rank; None where these are all that it has."""
-    if not is_zero(optimizer):
-        return None
-    return {parameter for group in keeper_of(optimizer).param_groups for parameter in group["params"]}

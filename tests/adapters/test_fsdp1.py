@@ -22,4 +22,4 @@ PINNED = {
 def test_the_source_that_the_adapter_relies_on_is_unchanged(name: str) -> None:
     method: Any = getattr(FlatParamHandle, name)
     digest = hashlib.sha256(inspect.getsource(method).encode()).hexdigest()[:16]
-    assert digest == PINNED[name], "read it again, see that aiockpt/adapters/fsdp1.py still fits, then pin it anew"
+    assert digest == PINNED[name], "read it again, see that aiockpt/adapters/fsdp.py still fits, then pin it anew"

@@ -1,11 +1,14 @@
-"""What has this rank of the parameters below an FSDP1 ``FullyShardedDataParallel``? Slices, without gathering anything.
+"""Modules under FSDP: what this rank has of their parameters. Nothing is gathered.
 
-FSDP1 puts the parameters of a module one after the other into a flat one (with padding between them) and gives each rank
-an equal share. With ``use_orig_params=True`` each parameter is then a 1-D view of this share, empty on the ranks that have
-nothing of it; so is the optimizer's state of it. What was flattened may be a part of the parameter (tensor parallelism
-under FSDP1), and its axes lie as they lay in memory (``channels_last``).
+FSDP1 (``FullyShardedDataParallel``) puts the parameters of a module one after the other into a flat one (with padding
+between them) and gives each rank an equal share. With ``use_orig_params=True`` each parameter is then a 1-D view of this
+share, empty on the ranks that have nothing of it; so is the optimizer's state of it. What was flattened may be a part of the
+parameter (tensor parallelism under FSDP1), and its axes lie as they lay in memory (``channels_last``). FSDP1's private
+``FlatParamHandle`` is the only place that says which elements these are; the tests pin its source.
 
-FSDP1's private ``FlatParamHandle`` is the only place that says which elements these are; the tests pin its source.
+FSDP2 (``fully_shard``) has DTensors as parameters, which are read directly. It hooks ``state_dict()`` and
+``load_state_dict()`` for one thing only: to show the sharded parameters instead of those gathered for a forward pass.
+`show_shards` does the same, so these hooks need not have a say.
 """
 
 from __future__ import annotations
@@ -23,11 +26,34 @@ from aiockpt.errors import kind_in_words
 from aiockpt.state.geometry import Box
 from aiockpt.state.tree import Path, refuse
 
+FSDP = "torch.distributed.fsdp"
+"""A program that has not imported it has no such module."""
+_FSDP2 = f"{FSDP}._fully_shard."
+
 
 def is_fsdp1(module: nn.Module) -> bool:
     """Return whether *module* is an FSDP1 wrapper."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
+    fsdp = sys.modules.get(FSDP)
     return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
+
+
+def is_own_hook(hook: Any) -> bool:
+    """Return whether a hook of a module is one of FSDP2's."""
+    return str(getattr(hook, "__module__", "")).startswith(_FSDP2)
+
+
+def show_shards(module: nn.Module) -> None:
+    """Have all modules below *module* show their sharded parameters: what was gathered is freed, nothing is sent.
+
+    After a forward pass without a backward pass the outermost module keeps what it gathered, but optimizers and
+    checkpoints know the shards only.
+    """
+    fsdp: Any = sys.modules.get(FSDP)
+    if fsdp is None or not hasattr(fsdp, "FSDPModule"):
+        return
+    sharded: list[Any] = [member for member in module.modules() if isinstance(member, fsdp.FSDPModule)]
+    for member in sharded:
+        member.reshard()
 
 
 def find_slices(module: nn.Module, path: Path) -> Iterator[tuple[torch.Tensor, FlatRange]]:
