@@ -146,82 +146,72 @@ class Blocks(nn.Module):
         return self.down(self.up(x).relu()) * self.row
 
 
-def with_gradient(group: dict[str, Any]) -> list[Any]:
-    """FSDP1 gives none to those that lie on other ranks."""
-    return [parameter for parameter in group["params"] if parameter.grad is not None]
+class Stepped(torch.optim.Optimizer):
+    """An optimizer that is one function of a parameter, its gradient and its state."""
+
+    def __init__(self, parameters: Any, lr: float = 0.01) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:  # FSDP1 gives none to those that lie on other ranks
+                    self.update(parameter, parameter.grad, self.state[parameter], group["lr"])
+
+    def update(self, parameter: Any, gradient: Any, state: State, lr: float) -> None:
+        raise NotImplementedError
 
 
-class Preconditioned(torch.optim.Optimizer):
+class Preconditioned(Stepped):
     """Like Shampoo: keeps a plain matrix of a shape of its own beside each parameter, and a list of tensors."""
 
-    def __init__(self, parameters: Any, lr: float = 0.01, own: float = 0.0) -> None:
-        super().__init__(parameters, {"lr": lr})
-        self._own = own
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in with_gradient(group):
-                state = self.state[parameter]
-                if not state:
-                    state["statistics"] = torch.eye(3) * (1 + self._own * dist.get_rank())
-                    state["powers"] = [torch.ones(2), torch.zeros(1)]
-                    state["momentum"] = torch.zeros_like(parameter)
-                state["statistics"] += 0.5
-                state["powers"][0] += 1
-                state["momentum"].add_(parameter.grad)
-                parameter.add_(state["momentum"], alpha=-group["lr"] * float(state["statistics"][0, 0]))
+    def update(self, parameter: Any, gradient: Any, state: State, lr: float) -> None:
+        if not state:
+            state["statistics"] = torch.eye(3)
+            state["powers"] = [torch.ones(2), torch.zeros(1)]
+            state["momentum"] = torch.zeros_like(parameter)
+        state["statistics"] += 0.5
+        state["powers"][0] += 1
+        state["momentum"].add_(gradient)
+        parameter.add_(state["momentum"], alpha=-lr * float(state["statistics"][0, 0]))
 
 
-class Local(torch.optim.Optimizer):
+class Local(Stepped):
     """Keeps its moments as plain local tensors beside DTensors; gathered ones, too, for parameters of two axes."""
 
-    def __init__(self, parameters: Any, lr: float = 0.01) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in with_gradient(group):
-                state, gradient, here = self.state[parameter], parameter.grad, parameter
-                if isinstance(parameter, DTensor):
-                    gradient, here = gradient.to_local(), parameter.to_local()
-                if not state:
-                    state["moment"] = torch.zeros_like(here)
-                    state["mean"] = torch.zeros(parameter.shape)
-                    state["count"] = 0
-                full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-                state["moment"].lerp_(gradient, 0.5)
-                state["mean"].lerp_(full, 0.5)
-                state["count"] += 1
-                here.sub_(state["moment"], alpha=group["lr"])
+    def update(self, parameter: Any, gradient: Any, state: State, lr: float) -> None:
+        full = here = parameter
+        if isinstance(parameter, DTensor):
+            gradient, here, full = gradient.to_local(), parameter.to_local(), parameter.full_tensor()
+        if not state:
+            state["moment"] = torch.zeros_like(here)
+            state["mean"] = torch.zeros(parameter.shape)
+            state["count"] = 0
+        state["moment"].lerp_(gradient, 0.5)
+        state["mean"].lerp_(full, 0.5)
+        state["count"] += 1
+        here.sub_(state["moment"], alpha=lr)
 
 
-class Adafactors(torch.optim.Optimizer):
+class Adafactors(Stepped):
     """Like Adafactor as users write it: a row and a column of second moments for a matrix, all of them for a vector."""
 
-    def __init__(self, parameters: Any, lr: float = 0.01) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in with_gradient(group):
-                state, gradient = self.state[parameter], parameter.grad
-                square = gradient * gradient + 1e-6
-                if parameter.dim() < 2:
-                    state["all"] = state.get("all", torch.zeros_like(parameter)).lerp(square, 0.5)
-                    scale = state["all"].sqrt()
-                else:
-                    for key, axis in (("row", -1), ("column", -2)):
-                        mean = square.mean(axis, keepdim=True)
-                        mean = mean.redistribute(placements=[Replicate()]) if isinstance(mean, DTensor) else mean
-                        state[key] = mean if key not in state else state[key].lerp(mean, 0.5)
-                    scale = (state["row"] * state["column"]).sqrt()
-                update = gradient / (scale + 1)
-                if isinstance(update, DTensor):
-                    update = update.redistribute(placements=parameter.placements)
-                parameter.sub_(update, alpha=group["lr"])
+    def update(self, parameter: Any, gradient: Any, state: State, lr: float) -> None:
+        square = gradient * gradient + 1e-6
+        if parameter.dim() < 2:
+            state["all"] = state.get("all", torch.zeros_like(parameter)).lerp(square, 0.5)
+            scale = state["all"].sqrt()
+        else:
+            for key, axis in (("row", -1), ("column", -2)):
+                mean = square.mean(axis, keepdim=True)
+                mean = mean.redistribute(placements=[Replicate()]) if isinstance(mean, DTensor) else mean
+                state[key] = mean if key not in state else state[key].lerp(mean, 0.5)
+            scale = (state["row"] * state["column"]).sqrt()
+        change = gradient / (scale + 1)
+        if isinstance(change, DTensor):
+            change = change.redistribute(placements=parameter.placements)
+        parameter.sub_(change, alpha=lr)
 
 
 def muon(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
