@@ -21,6 +21,8 @@ from aiockpt import redaction
 from tests.absent_servers import name_server, say_what_was_skipped
 from tests.example_counts import PROFILES
 
+pytest_plugins = ["tests.checkpointers", "tests.servers.s3_fixtures"]  # one server for all folders
+
 # Workers of `pytest -n` are told the width of the runner's terminal; what is tested prints as wide as into a pipe.
 os.environ.pop("COLUMNS", None)
 for _name in PROFILES:

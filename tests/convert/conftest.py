@@ -1,4 +1,4 @@
-"""Checkpoints with weights to convert, and the servers that conversions talk to."""
+"""Checkpoints with weights to convert."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.convert.small_models import save_model
-from tests.servers.s3_fixtures import aws_environment, s3_url, seaweed
-
-__all__ = ["aws_environment", "s3_url", "seaweed"]
 
 
 @pytest.fixture

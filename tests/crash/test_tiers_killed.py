@@ -17,7 +17,6 @@ import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.shm import SHARED_MEMORY
 from aiockpt.testing.faults import Fault, FaultyBackend
-from tests.servers import s3_fixtures
 from tests.servers.seaweed import Seaweed, find_weed, seaweed_server
 from tests.small_run import SMALL, Run
 from tests.tiers.test_tiers import flip
@@ -29,8 +28,6 @@ pytestmark = [
 ]
 DEADLINE_S = 60
 HOME = Path(f"{SHARED_MEMORY}/aiockpt-{os.geteuid()}")
-
-aws_environment, s3_url = s3_fixtures.aws_environment, s3_fixtures.s3_url
 
 
 @pytest.fixture

@@ -14,10 +14,7 @@ import torch
 import aiockpt
 from tests.docs.pages import ROOT, blocks, pages, section
 from tests.docs.running import command_lines, run_block, run_command
-from tests.servers.s3_fixtures import aws_environment, s3_url, seaweed
 from tests.servers.seaweed import Seaweed
-
-__all__ = ["aws_environment", "s3_url", "seaweed"]
 
 GUIDE = ROOT / "docs" / "guide"
 

@@ -1,4 +1,4 @@
-"""Which S3 do tests talk to? Fixtures; import them into a ``conftest.py``.
+"""Fixtures: the S3 servers that tests talk to.
 
 ``seaweed`` and ``moto`` are one server each for the whole session; ``s3_url`` is a place of its own for each test.
 """
@@ -14,8 +14,6 @@ import pytest
 
 from tests.servers.moto import moto_server
 from tests.servers.seaweed import BUCKET, CREDENTIALS, Seaweed, find_weed, seaweed_server
-
-__all__ = ["aws_environment", "moto", "s3_url", "seaweed"]
 
 
 @pytest.fixture(scope="session")

@@ -11,9 +11,6 @@ import pytest
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.storage.backend import Backend, Listing
 from aiockpt.stress.plan import BLOCK_BYTES, Plan
-from tests.servers.s3_fixtures import aws_environment, s3_url, seaweed
-
-__all__ = ["aws_environment", "s3_url", "seaweed"]
 
 
 class _Changed:

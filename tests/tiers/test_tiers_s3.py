@@ -21,7 +21,6 @@ from aiockpt.events import Promoted, PromotionFailed
 from aiockpt.pipeline import copy
 from aiockpt.storage.retry import Retrying, RetryPolicy
 from aiockpt.tiers import promotion
-from tests.servers import s3_fixtures
 from tests.servers.seaweed import Seaweed, find_weed, seaweed_server
 from tests.small_run import SMALL, Run
 from tests.watch import Watch
@@ -33,8 +32,6 @@ pytestmark = [
 ]
 DEADLINE_S = 60
 IMPATIENT = RetryPolicy(attempts=2, deadline_s=10, first_wait_s=0.05, failures_to_open=10**6)
-
-aws_environment, s3_url = s3_fixtures.aws_environment, s3_fixtures.s3_url
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Checkpointers on every backend."""
+"""Fixtures: checkpointers on every backend, a small run to save, and a gate before its copy."""
 
 from __future__ import annotations
 
