@@ -163,7 +163,7 @@ def buffers_and_state_that_only_some_ranks_have_come_back_there() -> None:
     assert [tuple(parameter.shape) for parameter in other["optimizer"].state] == [(8, 6)]
 
 
-@check(4)
+@check(2)
 def compiled_modules_have_the_names_of_the_bare_ones_wherever_they_are_wrapped() -> None:
     def compiled(net: nn.Module) -> nn.Module:
         found: Any = torch.compile(net, backend="eager")

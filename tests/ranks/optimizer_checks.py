@@ -287,7 +287,7 @@ def forms(state: State) -> dict[tuple[str, str], Any]:
     }
 
 
-@check(4)
+@check(2)
 def state_of_optimizers_of_every_kind_goes_on_beside_sharded_parameters() -> None:
     for kind in KINDS:
         for wrap in (fsdp2, fsdp1):
