@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import anyio
+import msgspec
 import pytest
 import torch
 from hypothesis import example, given
@@ -639,48 +640,8 @@ def until_at_rest(ckpt: aiockpt.Checkpointer) -> None:
     until(rests, "all slabs back, and nobody held", timeout_s=10)
 
 
-@given(
-    data=st.lists(
-        st.tuples(st.sampled_from(["lazy", "eager", "step", "cancel", "wait"]), st.integers(0, 5)),
-        min_size=1,
-        max_size=14,
-    ),
-    slabs=st.integers(1, 3),
-    in_flight=st.integers(1, 3),
-)
-@examples(25)
-def test_tickets_of_any_kind_and_order_share_a_small_pool(
-    data: list[tuple[str, int]], slabs: int, in_flight: int
-) -> None:
-    run = Run("sgd")
-    io = aiockpt.IO(pool_bytes=slabs << 16, slab_bytes=1 << 16, block_bytes=1 << 16, read_bytes=1 << 16)
-    place = MemoryBackend(f"lazy-{uuid.uuid4()}")
-    saves: list[tuple[aiockpt.SaveFuture, dict[str, Any]]] = []
-    with aiockpt.Checkpointer(place, io=io, max_in_flight=in_flight, on_error="warn") as ckpt:
-        for number, (action, which) in enumerate(data):
-            if action in ("lazy", "eager"):
-                saves.append((ckpt.save(number, run.state, snapshot=action), run.copied()))  # type: ignore[arg-type]
-            elif action == "step":
-                run.forward_and_backward()
-                run.optimizer.step()
-            elif saves and action == "cancel":
-                saves[which % len(saves)][0].cancel()
-            elif saves:
-                saves[which % len(saves)][0].exception(60)
-        ckpt.wait()
-        until_at_rest(ckpt)
-        assert ckpt.statistics().pool.peak_used_slabs <= slabs
-        for save, expected in saves:
-            if save.exception(60) is None:
-                fresh = Run("sgd")
-                ckpt.load(fresh.state, save.step).result(60)
-                assert equal(fresh.copied(), expected)
-            else:
-                assert save.cancelled()
-
-
 SLOW = aiockpt.IO(pool_bytes=16384, slab_bytes=16384, block_bytes=4096, read_bytes=16384, bandwidth=10e6)
-"""One slab, which a state of several windows waits for while the next save begins."""
+"""One slab, which a state of several windows waits for while the next save begins. Some moves are made with three."""
 
 
 @dataclass
@@ -769,19 +730,25 @@ def check_ended(save: aiockpt.SaveFuture, refused: bool) -> None:
         max_size=12,
     ),
     in_flight=st.integers(1, 4),
+    slabs=st.sampled_from([1, 1, 3]),
 )
-@example(moves=[Move("lazy"), Move("lazy", whole=False), Move("eager", whole=False), Move("step")], in_flight=4)
+@example(
+    moves=[Move("lazy"), Move("lazy", whole=False), Move("eager", whole=False), Move("step")], in_flight=4, slabs=1
+)
 @examples(25)
-def test_tickets_are_served_in_order_whatever_becomes_of_the_others(moves: list[Move], in_flight: int) -> None:
+def test_tickets_are_served_in_order_whatever_becomes_of_the_others(
+    moves: list[Move], in_flight: int, slabs: int
+) -> None:
     run, seen = Run("sgd"), Watch()
+    io = msgspec.structs.replace(SLOW, pool_bytes=slabs * SLOW.slab_bytes)
     place = FaultyBackend(MemoryBackend(f"lazy-{uuid.uuid4()}"), refuse(moves))
-    options: Any = {"io": SLOW, "max_in_flight": in_flight, "on_error": lambda _: None, "observers": [seen]}
+    options: Any = {"io": io, "max_in_flight": in_flight, "on_error": lambda _: None, "observers": [seen]}
     with aiockpt.Checkpointer(place, **options) as ckpt:
         saves = play(moves, run, ckpt)
         for save, move, _ in saves:
             check_ended(save, refused=bool(move.refused))
         until_at_rest(ckpt)
-        assert ckpt.statistics().pool.peak_used_slabs <= 1
+        assert ckpt.statistics().pool.peak_used_slabs <= slabs
         well = {save.step: (move.whole, expected) for save, move, expected in saves if save.exception(0) is None}
         assert [taken.step for taken in seen.of(SnapshotTaken) if taken.step in well] == list(well)
         for step, (whole, expected) in well.items():
