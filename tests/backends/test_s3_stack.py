@@ -39,10 +39,11 @@ from tests.servers.seaweed import Seaweed, find_weed, seaweed_server
 from tests.watch import Watch
 
 DEADLINE_S = 90
-ELEMENTS = 5 << 20
-"""Of float32: three parts of 8 MiB."""
+PART_BYTES = 8 << 20
+ELEMENTS = 17 << 18
+"""Of float32: two parts and a short one."""
 SOON = RetryPolicy(attempts=12, first_wait_s=0.01, throttled_first_wait_s=0.01, longest_wait_s=0.2)
-STALL_S = 2.0
+STALL_S = 1.0
 
 
 class Job:
@@ -60,8 +61,8 @@ class Job:
         self.policy = policy
 
     def open(self) -> aiockpt.Checkpointer:
-        s3 = S3Backend(self.url, endpoint_url=self.proxy.endpoint_url, part_bytes=8 << 20, stall_s=STALL_S)
-        io = aiockpt.IO(slab_bytes=8 << 20, read_bytes=8 << 20)
+        s3 = S3Backend(self.url, endpoint_url=self.proxy.endpoint_url, part_bytes=PART_BYTES, stall_s=STALL_S)
+        io = aiockpt.IO(slab_bytes=PART_BYTES, read_bytes=PART_BYTES)
         backend = Retrying(s3, self.policy)
         return aiockpt.Checkpointer(backend, io=io, observers=[self.watch], on_error=lambda _: None)
 
@@ -214,7 +215,7 @@ def test_a_server_killed_in_the_middle_of_a_save_and_started_again_has_the_step(
     with seaweed_server(program) as server:
         aws_environment.setenv("AWS_ENDPOINT_URL", server.endpoint_url)
         url = "s3://test/run"
-        io = aiockpt.IO(slab_bytes=8 << 20, read_bytes=8 << 20)
+        io = aiockpt.IO(slab_bytes=PART_BYTES, read_bytes=PART_BYTES)
         with aiockpt.Checkpointer(url, io=io) as ckpt:
             ckpt.save(1, make(1)).result(DEADLINE_S)
         restarting: list[threading.Thread] = []
