@@ -47,7 +47,7 @@ demo: $(BIN)/.installed
 	$(BIN)/aiockpt demo $(ARGS)
 
 test: lint types layers
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 QUICK := tests/crash/test_damage.py tests/crash/test_power_cut.py tests/format tests/state tests/planning tests/adapters \
 	tests/pipeline tests/storage tests/engine/test_save_load.py tests/engine/test_failures.py tests/backends/test_local.py

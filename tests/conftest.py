@@ -2,7 +2,8 @@
 
 - Hypothesis never judges by time: the machine may be busy. ``pytest --hypothesis-profile=NAME`` chooses how many examples
   are drawn: ``quick``, ``ci`` (the default) or ``campaign``; `tests.example_counts` has the factors.
-- The contract runs first: backends, format, crashes. Benchmarks run last. What fails early is what matters most.
+- The contract runs first: backends, format, crashes. What fails early is what matters most. Then comes what takes long, and
+  short files last: workers that take a file at a time end together.
 - A test that hangs fails alone, with its traceback. It may have left threads behind that hold what the next ones need, and
   each of those would wait for its own timeout: so the third one ends the session.
 - The last line says which servers were not there, and how many tests that skipped.
@@ -30,13 +31,24 @@ for _name in PROFILES:
 settings.load_profile("ci")
 
 FIRST = ("backends/test_conformance.py", "crash/", "format/", "engine/test_save_load.py", "property/", "backends/")
-LAST = ("ranks/", "stress/", "examples/", "campaigns/", "benchmarks/")
+LONG = (
+    "ranks/",
+    "campaigns/",
+    "worker/",
+    "lazy/test_lazy",
+    "examples/",
+    "benchmarks/",
+    "pairs/",
+    "cli/",
+    "real/",
+    "stress/",
+)
 HANGS_ALLOWED = 2
 _hangs = pytest.StashKey[int]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put what shows the contract first, and what only measures last; the rest stays in order."""
+    """Put what shows the contract first, and then what takes long; the rest stays in order."""
     items.sort(key=_importance)
 
 
@@ -51,13 +63,8 @@ def _forgets_secrets() -> None:
 
 def _importance(item: pytest.Item) -> int:
     path = item.path.as_posix().rpartition("/tests/")[2]
-    for place, start in enumerate(FIRST):
-        if path.startswith(start):
-            return place
-    for place, start in enumerate(LAST):
-        if path.startswith(start):
-            return len(FIRST) + 1 + place
-    return len(FIRST)
+    places = (place for place, start in enumerate(FIRST + LONG) if path.startswith(start))
+    return next(places, len(FIRST + LONG))
 
 
 @pytest.hookimpl(wrapper=True)
