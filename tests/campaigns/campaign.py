@@ -63,11 +63,19 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 Tell = Callable[[Report], object]
 
 
-def run(campaign: Campaign, count: int, *, first_seed: int = 0, tell: Tell = lambda _: None) -> Report:
+def run(
+    campaign: Campaign,
+    count: int,
+    *,
+    first_seed: int = 0,
+    most_findings: int = MAX_FINDINGS,
+    tell: Tell = lambda _: None,
+) -> Report:
     """Look at *count* things or a few more: a case is never cut short.
 
     Args:
         first_seed: of the first case; each further one has the next.
+        most_findings: as many end it.
         tell: given the report so far after each case.
     """
     case = campaign.prepare()
@@ -92,6 +100,6 @@ def run(campaign: Campaign, count: int, *, first_seed: int = 0, tell: Tell = lam
             findings=tuple(findings),
         )
         tell(report)
-        if report.count >= count or len(findings) >= MAX_FINDINGS:
+        if report.count >= count or len(findings) >= most_findings:
             return report
         seed += 1
