@@ -52,12 +52,12 @@ def test_the_third_test_that_hangs_ends_the_session(tmp_path: Path) -> None:
     assert "3 failed in" in done.stdout, "the ones behind it did not run"
 
 
-def test_what_shows_the_contract_runs_first_and_what_measures_last() -> None:
+def test_what_shows_the_contract_runs_first_and_what_is_short_last() -> None:
     files = ["tests/benchmarks/test_smoke.py", "tests/test_public_names.py", "tests/crash/test_damage.py"]
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=100, check=False)
     found = list(dict.fromkeys(line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line))
-    assert found == [files[2], files[1], files[0]]
+    assert found == [files[2], files[0], files[1]]
 
 
 def test_a_session_says_which_servers_were_not_there(tmp_path: Path) -> None:
