@@ -9,10 +9,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, TypeVarTuple
 
 import anyio
 import anyio.to_thread
@@ -23,9 +22,9 @@ from aiockpt.adapters.selection import Trainable, make_selection
 from aiockpt.cadence import Cadence
 from aiockpt.engine import maintenance
 from aiockpt.engine.context import Engine
-from aiockpt.engine.coordinator import WARM_UP
+from aiockpt.engine.coordinator import WARM_UP, Alone, Coordinator
 from aiockpt.engine.failures import raise_failures, report_failures, undelivered
-from aiockpt.engine.load import Filled, LoadRequest, load
+from aiockpt.engine.load import LoadRequest
 from aiockpt.engine.maintenance import Copied, Description, Pruned, StepInfo, Verified
 from aiockpt.engine.outcome_log import log_loaded
 from aiockpt.engine.read import read
@@ -53,9 +52,6 @@ from aiockpt.options import (
 )
 from aiockpt.pipeline.state_devices import StateDevices
 from aiockpt.prove.probe import find_probe
-from aiockpt.ranks.coordinator import TELL_DEADLINE_S
-from aiockpt.ranks.load import RankLoads
-from aiockpt.ranks.peers import find_peers
 from aiockpt.runtime.background import run_background
 from aiockpt.runtime.limits import LimiterStatistics, run_blocking
 from aiockpt.runtime.loop import LoopThread, refuse_in_event_loop, refuse_on_loop_thread, runs_event_loop
@@ -64,12 +60,15 @@ from aiockpt.runtime.promise import LoadPromise, Promise
 from aiockpt.runtime.ranks import Ranks, check_found, find_ranks
 from aiockpt.runtime.shared_memory import SharedMemory
 from aiockpt.runtime.slabs import PoolStatistics
-from aiockpt.runtime.world import World
+from aiockpt.runtime.world import Loop, World
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
 from aiockpt.tiers.tiers import Tiers
 from aiockpt.worker.client import WriterClient
 from aiockpt.worker.setup import check_worker
+
+if TYPE_CHECKING:
+    from aiockpt.ranks.peers import Peers
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -188,7 +187,7 @@ class Checkpointer:
             )
         self._found_ranks = find_ranks() if ranks is None else None
         ranks = ranks or self._found_ranks or Ranks()
-        peers = find_peers(load_group, ranks)
+        peers = _find_peers(load_group, ranks)
         if not isinstance(observers, Sequence):
             refuse_value("", "observers", observers, "a list of observers, with a method on_event(event) each")
         for observer in observers:
@@ -208,7 +207,8 @@ class Checkpointer:
         memory = SharedMemory() if worker == "process" else None
         self._loop = (world.make_loop or LoopThread)("aiockpt", self._drain_at_exit)
         try:
-            self._engine = Engine(backends[0], self._loop, self._options, observers, world, ranks, memory=memory)
+            coordinator = _make_coordinator(ranks, peers, tiers, backends[0], self._loop, self._options, world)
+            self._engine = Engine(backends[0], self._loop, self._options, observers, world, coordinator, memory=memory)
             companions = [
                 run_background(self._loop, observer) for observer in observers if isinstance(observer, BackgroundTask)
             ]
@@ -216,15 +216,10 @@ class Checkpointer:
                 place = backends[0].url
                 companions.append(cadence.join(self._loop, ranks, place, world.clock, max_in_flight, deadlines.ranks_s))
             here = Tiers(tiers, self._engine, backends, working=memory is None)
-            self._tiers: Destination = here if memory is None else WriterClient(here, tiers, memory)
+            self._tiers: Destination = here if memory is None else WriterClient(here, tiers, memory, ranks)
             companions.append(self._tell_closing)
             self._copies = PendingCopies(deadlines.slab_s, self._tell_waited)
             self._launcher = Submitter(self._tiers, self._copies, self._make_snapshotter())
-            coordinator = self._engine.coordinator
-            self._together = None if coordinator is None else RankLoads(self._engine, coordinator, peers)
-            if coordinator is not None:
-                coordinator.joint.terms = _terms(tiers, self._options)
-                self._loop.submit(coordinator.register)
             self._unclaimed: list[LoadPromise[LoadResult | None]] = []
             self._ending = Shutdown(self._engine, self._launcher, self._tiers, self._copies, companions)
         except BaseException:
@@ -303,7 +298,7 @@ class Checkpointer:
     def warm_up(self, state: State) -> Future[None]:
         """Make the first save as cheap as the later ones: plan it, and fault the staging pool in, in the background."""
         self._check_call_of_ranks()
-        walked, save_round = self._launcher.walk(state, self._selection), self._engine.next_round(WARM_UP)
+        walked, save_round = self._launcher.walk(state, self._selection), self._engine.coordinator.next_round(WARM_UP)
         return self._operation(
             "warm_up", run_blocking, self._engine.state_work, self._launcher.warm_up, walked, save_round
         )
@@ -379,21 +374,17 @@ class Checkpointer:
         )
         self._unclaimed.append(promise)
 
-        number = None if self._engine.coordinator is None else self._engine.coordinator.next_load()
+        number = self._engine.coordinator.next_load()
 
         async def run() -> LoadResult | None:
             for earlier in refused:
                 await earlier.settled()
-            filled: Filled | None
-            if self._together is None or number is None:
-                filled = await load(self._engine, request)
-            else:
-                filled = await self._together.load(request, number)
-            log_loaded(None if filled is None else filled.result, self._engine.ranks)
+            filled = await self._engine.coordinator.load(self._engine, request, number)
+            log_loaded(None if filled is None else filled.result, self._engine.coordinator)
             if filled is not None:
                 promise.on_finish = filled.apply
-                if filled.agree and self._together is not None and number is not None:
-                    promise.agree = partial(self._agree_applied, self._together, number)
+                if filled.agree:
+                    promise.agree = partial(self._agree_applied, number)
             if probe is not None:
                 promise.on_finish = probe.watch_load(asked, filled)
             return None if filled is None else filled.result
@@ -401,10 +392,10 @@ class Checkpointer:
         promise.follow(self._loop.submit(run))
         return LoadFuture(promise)
 
-    def _agree_applied(self, together: RankLoads, number: int, error: Exception | None) -> Promise[None]:
+    def _agree_applied(self, number: int, error: Exception | None) -> Promise[None]:
         """Have all ranks know whether the objects of all took what was loaded."""
         promise: Promise[None] = Promise(f"end of load number {number}")
-        promise.follow(self._loop.submit(together.agree_applied, number, error))
+        promise.follow(self._loop.submit(self._engine.coordinator.agree_applied, number, error))
         return promise
 
     def read(self, step: int | None, name: str, *, rows: slice | None = None) -> Future[torch.Tensor]:
@@ -565,7 +556,7 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            self._tell_leaving(f"{type(error).__name__}: {error}", failed=True)
+            self._engine.coordinator.depart(f"{type(error).__name__}: {error}", failed=True)
         try:
             self.close()
         except BackgroundSaveError as failure:
@@ -580,7 +571,7 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            self._tell_leaving(f"{type(error).__name__}: {error}", failed=True)
+            self._engine.coordinator.depart(f"{type(error).__name__}: {error}", failed=True)
         try:
             await self.aclose()
         except BackgroundSaveError as failure:
@@ -590,22 +581,9 @@ class Checkpointer:
 
     # ------------------------------------------------------------------ inside
 
-    def _tell_leaving(self, reason: str, *, failed: bool, wait_s: float = 0.0) -> None:
-        """Tell the other ranks, in the background, that this one makes no more calls; wait *wait_s* for that.
-
-        Args:
-            failed: as of `RankCoordinator.depart`.
-        """
-        coordinator = self._engine.coordinator
-        if coordinator is not None and self._loop.usable:
-            telling = self._loop.submit(partial(coordinator.depart, reason, failed=failed))
-            if wait_s:
-                with suppress(TimeoutError):
-                    telling.result(wait_s)
-
     def _tell_closing(self) -> None:
         """Tell the other ranks, at the end of all that this one does, that it makes no more calls."""
-        self._tell_leaving("its Checkpointer was closed", failed=False, wait_s=TELL_DEADLINE_S)
+        self._engine.coordinator.depart("its Checkpointer was closed", failed=False)
 
     def _check_call(self) -> None:
         """Raise when this process may not use it, or when an earlier load was never waited for."""
@@ -646,6 +624,35 @@ class Checkpointer:
         running = len(self._launcher.in_flight)
         status = "running" if self._loop.usable else "closed"
         return f"<Checkpointer {self._engine.backend.url}, {running} saves in flight, {status}>"
+
+
+def _find_peers(load_group: torch.distributed.ProcessGroup | None, ranks: Ranks) -> Peers | None:
+    """Return the ranks that this one reads once with; None where it was given none."""
+    if load_group is None:
+        return None
+    from aiockpt.ranks.peers import find_peers
+
+    return find_peers(load_group, ranks)
+
+
+def _make_coordinator(
+    ranks: Ranks,
+    peers: Peers | None,
+    tiers: Sequence[Tier],
+    place: Backend,
+    loop: Loop,
+    options: Options,
+    world: World,
+) -> Coordinator:
+    """Return how this process agrees with those that save with it; alone it needs nothing for that."""
+    if ranks.world_size == 1:
+        return Alone()
+    from aiockpt.ranks.coordinator import RankCoordinator
+
+    secret, terms = world.token(16).hex(), _terms(tiers, options)
+    coordinator = RankCoordinator(ranks, place.url, loop, options, secret, terms=terms, peers=peers)
+    coordinator.register()
+    return coordinator
 
 
 def _terms(tiers: Sequence[Tier], options: Options) -> dict[str, str]:

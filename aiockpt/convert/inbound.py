@@ -76,7 +76,7 @@ async def convert_folder(
     engine: Engine, folder: Backend, request: Request, on_written: Callable[[int], object]
 ) -> Inbound:
     """Save the weights of *folder* as a step; only plan it where that was asked for."""
-    if engine.ranks.world_size > 1 or len(engine.tiers) > 1:
+    if engine.coordinator.world_size > 1 or len(engine.tiers) > 1:
         raise UsageError(
             "a conversion is the work of one process, into one place: make a Checkpointer of its own for it"
         )

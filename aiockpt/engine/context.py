@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import anyio
 
-from aiockpt.engine.coordinator import SaveRound
 from aiockpt.engine.lineage import Lineage
 from aiockpt.errors import CheckpointError
 from aiockpt.events import Event, Observer
@@ -24,21 +23,19 @@ from aiockpt.pipeline.discover import Heads, StepEntry
 from aiockpt.pipeline.upload import Uploader
 from aiockpt.planning.shard_map import check_whole
 from aiockpt.planning.write_plan import PAGE_BYTES, SavePlan, plan_save
-from aiockpt.ranks.coordinator import PLAN_IN_CALL_S, RankCoordinator, make_coordinator
 from aiockpt.runtime.accelerator import Accelerator
 from aiockpt.runtime.host_memory import Memory
 from aiockpt.runtime.limits import Limiter, Pace
-from aiockpt.runtime.notes import StoreLostError
 from aiockpt.runtime.promise import SavePromise
-from aiockpt.runtime.ranks import Ranks
 from aiockpt.runtime.slabs import Lender, SlabPool
 from aiockpt.runtime.world import Loop, World
 from aiockpt.state.shards import ShardedState, TensorShard
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.retry import Retrying
 
-if TYPE_CHECKING:  # a writer process copies no state, and need not load torch
-    from aiockpt.pipeline.snapshot import CopyProgram
+if TYPE_CHECKING:
+    from aiockpt.engine.coordinator import Coordinator
+    from aiockpt.pipeline.snapshot import CopyProgram  # a writer process copies no state, and need not load torch
 
 logger = logging.getLogger("aiockpt")
 
@@ -50,17 +47,18 @@ class Engine:
     """The shared part of all operations below one root. Owned by one checkpointer.
 
     Args:
-        nearer: the engine of a nearer tier, whose pool, ranks, lineage and observers this one shares.
+        coordinator: how this process agrees with those that save and load with it.
+        nearer: the engine of a nearer tier, whose pool, lineage and observers this one shares.
         memory: of the staging pool; that of this process alone for None.
         lender: whom slabs go back to that were written; the pool for None.
 
     Attributes:
         lineage: where new saves stand among all others.
         tiers: the engines of all tiers, the nearest first; in most checkpointers just this one.
-        sharing: how ranks share a state out; None for a process that saves alone.
         busy_attempts: nonces of attempts under way here; garbage collection leaves them alone.
         heads: what retention has read of the steps here.
         thin_steps: (id, generation) of the steps that are known to have their weights alone here.
+        number: of the tier, 0 is the nearest.
         failed: failed saves, oldest first, until the checkpointer has told its caller.
         tell_given_up: told a step, and why a place has given it up whose ``on_error`` says that the next call raises.
     """
@@ -72,7 +70,7 @@ class Engine:
         options: Options,
         observers: Sequence[Observer],
         world: World,
-        ranks: Ranks,
+        coordinator: Coordinator,
         nearer: Engine | None = None,
         *,
         memory: Memory | None = None,
@@ -82,19 +80,11 @@ class Engine:
         self.loop = loop
         self.options = options
         self.world = world
-        self.ranks = ranks
+        self.coordinator = coordinator
         if nearer is None:
-            self.coordinator = make_coordinator(
-                ranks,
-                backend.url,
-                options.deadlines.ranks_s,
-                self.token(16),
-                plan_s=None if options.on_error == "raise" else PLAN_IN_CALL_S,
-                writes=options.worker == "thread",
-            )
             self.pool = SlabPool(options.io.slab_bytes, options.io.pool_bytes, memory)
             self.lender: Lender = lender or self.pool
-            self.lineage = Lineage(ranks, lambda: self.token(6))
+            self.lineage = Lineage(coordinator, lambda: self.token(6))
             self.busy_attempts: set[str] = set()
             self.failed: deque[SaveFuture] = deque()
             self.tell_given_up: Callable[[int, BaseException], object] = self._note_given_up
@@ -102,15 +92,16 @@ class Engine:
             self.tiers: list[Engine] = []
         else:
             self.tiers = nearer.tiers
-            self.coordinator, self.pool, self.lineage = nearer.coordinator, nearer.pool, nearer.lineage
+            self.pool, self.lineage = nearer.pool, nearer.lineage
             self.lender, self.tell_given_up = nearer.lender, nearer.tell_given_up
             self.busy_attempts, self.failed, self._observers = nearer.busy_attempts, nearer.failed, nearer._observers
+        self.number = len(self.tiers)
         self.tiers.append(self)
         self.lineage.places.append(backend)
         block_bytes = options.io.block_bytes
         if block_bytes is None:
-            block_bytes = BLOCK_BYTES if ranks.world_size == 1 else SHARED_BLOCK_BYTES
-        self._payload_alignment = PAGE_BYTES if ranks.world_size == 1 else max(PAGE_BYTES, block_bytes)
+            block_bytes = BLOCK_BYTES if coordinator.world_size == 1 else SHARED_BLOCK_BYTES
+        self._payload_alignment = PAGE_BYTES if coordinator.world_size == 1 else max(PAGE_BYTES, block_bytes)
         self.uploader = Uploader(backend, self.lender, block_bytes, Pace(options.io.bandwidth, world.clock))
         self.state_work = Limiter("state", 2)
         self.cleaning = anyio.Lock()
@@ -128,44 +119,12 @@ class Engine:
         promise.fail(error)
         self.failed.append(SaveFuture(promise))
 
-    def next_round(self, step: int) -> SaveRound | None:
-        """Return the turn of a save that begins now; None in a process that saves alone. Any thread."""
-        return None if self.coordinator is None else self.coordinator.next_round(step)
-
-    def abort(self, save_round: SaveRound | None, error: BaseException) -> None:
-        """Tell the other ranks, in the background, why this one takes no part in *turn*. Any thread."""
-        if save_round is not None and self.coordinator is not None:
-            self.loop.submit(self._abort, self.coordinator, save_round, error)
-
-    @staticmethod
-    async def _abort(coordinator: RankCoordinator, save_round: SaveRound, error: BaseException) -> None:
-        coordinator.invalidate()
-        await coordinator.tell_failure(save_round, error)
-        await coordinator.leave(save_round)
-
-    def leave(self, save_round: SaveRound | None) -> None:
-        """Tell the other ranks, in the background, that this one is done with *turn*. Any thread."""
-        if save_round is not None and self.coordinator is not None:
-            self.loop.submit(self.coordinator.leave, save_round)
-
-    def share(self, save_round: SaveRound | None, state: ShardedState) -> tuple[ShardedState, bool]:
-        """Return what this rank writes of *state*, and whether that had to be planned with others (then it waited).
-
-        Any thread but the loop's.
-        """
-        if self.coordinator is None or save_round is None:
-            return state, False
-        known = self.coordinator.known(state)
-        if known is not None:
-            return known, False
-        return self.loop.submit(self.coordinator.plan, save_round, state).result()
-
     def plan(self, state: ShardedState) -> SavePlan:
         """Return the plan for *state*: the cached one while its structure is the same. Any thread."""
         cached = self._plan  # read once: several saves may be planned on several threads
         if cached is not None and cached[0] == state.structure:
             return cached[1]
-        if self.coordinator is None:
+        if self.coordinator.world_size == 1:
             check_whole(state)
         io = self.options.io
         plan = plan_save(
@@ -212,16 +171,6 @@ class Engine:
         from aiockpt.runtime.cuda import Cuda
 
         return Cuda()
-
-    @property
-    def outlives_store(self) -> bool:
-        """Whether saves go on here when the store where ranks meet is lost, as those of a writer process do."""
-        return self.coordinator is not None and self.coordinator.board.relayed
-
-    def surviving_store(self) -> suppress:
-        """End the block, where saves go on without the store, at the word that it is lost; elsewhere that is an error."""
-        ends = (StoreLostError,) if self.outlives_store else ()
-        return suppress(*ends)
 
     @property
     def being_read(self) -> frozenset[str]:

@@ -1,11 +1,31 @@
-"""Who saves and loads with this process, and how do they agree? `Alone`, or the ranks of a job (`aiockpt.ranks`)."""
+"""How does a process agree with those that save and load the same state? Alone it has nobody to ask.
+
+`Alone` is the process that saves by itself; `aiockpt.ranks.coordinator` is one rank of a job. Whoever makes a checkpointer
+chooses once; nothing else asks how many there are before it tells the story of a save or a load.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
 import msgspec
 
+from aiockpt.engine.save import save
+from aiockpt.errors import RankTimeoutError
+from aiockpt.futures import SaveResult
+from aiockpt.state.shards import ShardedState
+
+if TYPE_CHECKING:
+    from aiockpt.engine.context import Engine
+    from aiockpt.engine.job import SaveJob
+    from aiockpt.engine.load import Filled, LoadRequest
+
+F = TypeVar("F")
+N = TypeVar("N")
 WARM_UP = -1
-"""The step of a turn that plans and saves nothing."""
+"""The step of a round that plans and saves nothing."""
 
 
 class SaveRound(msgspec.Struct, frozen=True):
@@ -27,5 +47,224 @@ class SaveRound(msgspec.Struct, frozen=True):
         return f"the save of step {self.step}" + (f", number {self.number}" if self.number > 1 else "")
 
     def key(self, *parts: object) -> str:
-        """Return the key of a note of this turn."""
+        """Return the key of a note of this round."""
         return "/".join([self.prefix, *map(str, parts)])
+
+
+class Coordinator(Protocol):
+    """How the processes that save one state together act as one.
+
+    Attributes:
+        rank, world_size: which of them this process is.
+        board_name: what tells their notes from those of other jobs and checkpointers; empty where there are none.
+    """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def board_name(self) -> str: ...
+
+    # ------------------------------------------------------------------ the calls; any thread, in the order of all ranks
+
+    def next_round(self, step: int) -> SaveRound | None:
+        """Return the round of a save that begins now, which says what the ranks mean; None where nobody has to know."""
+
+    def next_load(self) -> int:
+        """Return the number of the load that is called now."""
+        ...
+
+    def share(self, save_round: SaveRound | None, state: ShardedState) -> tuple[ShardedState, bool]:
+        """Return what this process writes of *state*, and whether that had to be planned with others: then it waited.
+
+        Any thread but the loop's.
+
+        Raises:
+            RankError: the ranks cannot save this together.
+        """
+        ...
+
+    def abort(self, save_round: SaveRound | None, error: BaseException) -> None:
+        """Tell the others, in the background, why this process takes no part in a round."""
+
+    def leave(self, save_round: SaveRound | None) -> None:
+        """Tell the others, in the background, that this process is done with a round."""
+
+    def depart(self, reason: str, *, failed: bool) -> None:
+        """Tell the others that this process makes no more calls; wait until they can know.
+
+        Args:
+            failed: whether others may wait for it. Then this does not wait.
+        """
+
+    # ------------------------------------------------------------------ on the loop
+
+    def taking_part(self, job: SaveJob, places: Sequence[Engine]) -> AbstractAsyncContextManager[None]:
+        """Have the others know what ends this block before `save` has begun.
+
+        Args:
+            places: where the save may be written to.
+        """
+        ...
+
+    async def save(self, place: Engine, job: SaveJob) -> SaveResult:
+        """Save one state to a place; when this returns it is committed. Raises as `aiockpt.engine.save.save`."""
+        ...
+
+    async def load(self, place: Engine, request: LoadRequest, number: int) -> Filled | None:
+        """Fill a state; None only when no checkpoint exists at all. Raises as `aiockpt.engine.load.load`.
+
+        Args:
+            number: from `next_load`.
+        """
+        ...
+
+    async def agree_applied(self, number: int, error: Exception | None) -> None:
+        """Have all know whether the objects of each took what load *number* gave them; raise where they did not."""
+
+    # ------------------------------------------------------------------ on the loop: several places, and a writer process
+
+    async def choose_place(
+        self, job: SaveJob, places: Sequence[Engine], choose: Callable[[], Awaitable[Engine]]
+    ) -> Engine:
+        """Return the one of *places* that a save is written to: what *choose* returns on rank 0.
+
+        Raises:
+            RankError: rank 0 has not said it, and its vote is in none of them.
+        """
+        ...
+
+    async def tell(self, key: str, note: object, outdated: Sequence[str] = ()) -> None:
+        """Leave a note for the others, as far as they can be reached, and remove those under *outdated* keys."""
+
+    async def hear(
+        self,
+        place: Engine,
+        key: str,
+        kind: type[N],
+        what: str,
+        find: Callable[[], Awaitable[F | None]],
+        *,
+        pause_s: float,
+        deadline_s: float,
+    ) -> N | F:
+        """Return the note that rank 0 leaves under *key*; or, after a while without it, what shows the same.
+
+        Args:
+            place: that it is about.
+            what: is waited for.
+            find: looks at the storage, every *pause_s* seconds.
+
+        Raises:
+            RankTimeoutError: neither came within *deadline_s* seconds.
+        """
+        ...
+
+    def join(self, board_name: str) -> None:
+        """Use the notes of that name, which another process of this rank has begun."""
+
+    def name_attempt(self, save_round: SaveRound | None) -> str | None:
+        """Return the nonce that a save has on all ranks; None where any will do. On the thread that copies: it may wait."""
+
+    async def announce(self, job: SaveJob) -> None:
+        """Say that this process knows what to write of a save that another one makes for it."""
+
+    def accompanying(
+        self, job: SaveJob, places: Sequence[Engine], died: Callable[[], Exception | None]
+    ) -> AbstractAsyncContextManager[None]:
+        """Be there for the others while the block waits for a save that another process makes, and leave its round.
+
+        Args:
+            places: where the save may be written to.
+            died: returns how that process ended, if it has, and nobody goes on with the save.
+        """
+        ...
+
+
+class Alone:
+    """A process that saves and loads by itself."""
+
+    rank, world_size, board_name = 0, 1, ""
+
+    def next_round(self, step: int) -> SaveRound | None:
+        """Return None: nobody counts saves."""
+        return None
+
+    def next_load(self) -> int:
+        """Return 0: nobody counts loads."""
+        return 0
+
+    def share(self, save_round: SaveRound | None, state: ShardedState) -> tuple[ShardedState, bool]:
+        """Return all of *state*."""
+        return state, False
+
+    def abort(self, save_round: SaveRound | None, error: BaseException) -> None:
+        """Nobody waits."""
+
+    def leave(self, save_round: SaveRound | None) -> None:
+        """Nobody waits."""
+
+    def depart(self, reason: str, *, failed: bool) -> None:
+        """Nobody waits."""
+
+    def taking_part(self, job: SaveJob, places: Sequence[Engine]) -> AbstractAsyncContextManager[None]:
+        """Return a block that nobody hears of."""
+        return nullcontext()
+
+    async def save(self, place: Engine, job: SaveJob) -> SaveResult:
+        """Save one state; see `aiockpt.engine.save.save`."""
+        return await save(place, job)
+
+    async def load(self, place: Engine, request: LoadRequest, number: int) -> Filled | None:
+        """Fill a state; see `aiockpt.engine.load.load`."""
+        from aiockpt.engine.load import load  # it loads torch, which a writer process (`aiockpt.worker`) need not
+
+        return await load(place, request)
+
+    async def agree_applied(self, number: int, error: Exception | None) -> None:
+        """Raise *error*, if there is one: this process is all that there is."""
+        if error is not None:
+            raise error
+
+    async def choose_place(
+        self, job: SaveJob, places: Sequence[Engine], choose: Callable[[], Awaitable[Engine]]
+    ) -> Engine:
+        """Return what *choose* returns."""
+        return await choose()
+
+    async def tell(self, key: str, note: object, outdated: Sequence[str] = ()) -> None:
+        """Nobody reads it."""
+
+    async def hear(
+        self,
+        place: Engine,
+        key: str,
+        kind: type[N],
+        what: str,
+        find: Callable[[], Awaitable[F | None]],
+        *,
+        pause_s: float,
+        deadline_s: float,
+    ) -> N | F:
+        """Return what is found: nobody else will say it."""
+        found = await find()
+        if found is None:
+            raise RankTimeoutError(f"{what}: not there, and there is no other rank to wait for", [])
+        return found
+
+    def join(self, board_name: str) -> None:
+        """There are no notes."""
+
+    def name_attempt(self, save_round: SaveRound | None) -> str | None:
+        """Return None: any will do."""
+        return None
+
+    async def announce(self, job: SaveJob) -> None:
+        """Nobody waits."""
+
+    def accompanying(
+        self, job: SaveJob, places: Sequence[Engine], died: Callable[[], Exception | None]
+    ) -> AbstractAsyncContextManager[None]:
+        """Return a block that nobody hears of."""
+        return nullcontext()

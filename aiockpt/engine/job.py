@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
 
 from aiockpt.engine.context import Engine
-from aiockpt.engine.coordinator import SaveRound
 from aiockpt.engine.snapshotter import Capture
 from aiockpt.errors import SaveCancelledError, TornSnapshotError
 from aiockpt.events import SaveFailed, SnapshotTaken
@@ -21,6 +21,9 @@ from aiockpt.runtime.accelerator import DeviceEvent
 from aiockpt.runtime.promise import Promise, SavePromise
 from aiockpt.runtime.slabs import Slab
 from aiockpt.state.shards import ShardedState
+
+if TYPE_CHECKING:
+    from aiockpt.engine.coordinator import SaveRound
 
 logger = logging.getLogger("aiockpt")
 
@@ -106,7 +109,7 @@ class SaveJob:
         Raises:
             RankError: the ranks cannot save this together.
         """
-        self.state, self.agreed = self._engine.share(self.save_round, self.state)
+        self.state, self.agreed = self._engine.coordinator.share(self.save_round, self.state)
         self.plan = self._engine.plan(self.state)
         self.slabs = [Handover(self._engine.lender, len(file.windows)) for file in self.plan.files]
 

@@ -172,7 +172,7 @@ async def open_manifest(engine: Engine, request: LoadRequest, manifest: Manifest
         StateMismatchError: they do not fit; also when the weights alone were found for a state that wants more, and
             ``strict=False`` would take them for the newest step.
     """
-    stored = stored_state(manifest, engine.ranks.rank, engine.ranks.world_size)
+    stored = stored_state(manifest, engine.coordinator.rank, engine.coordinator.world_size)
     target = await run_blocking(
         engine.state_work,
         lambda: open_target(
@@ -181,7 +181,7 @@ async def open_manifest(engine: Engine, request: LoadRequest, manifest: Manifest
             only=request.only,
             strict=request.strict,
             rename=request.rename,
-            judge_unexpected=engine.ranks.world_size == 1,  # other ranks may want what this one does not
+            judge_unexpected=engine.coordinator.world_size == 1,  # other ranks may want what this one does not
         ),
     )
     if target.missing and request.step is None and has_weights_only(manifest):

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import logging
 
+from aiockpt.engine.coordinator import Coordinator
 from aiockpt.futures import LoadResult, SaveResult
-from aiockpt.runtime.ranks import Ranks
 from aiockpt.units import size
 
 logger = logging.getLogger("aiockpt")
 
 
-def log_saved(saved: SaveResult, ranks: Ranks) -> None:
+def log_saved(saved: SaveResult, coordinator: Coordinator) -> None:
     """Log a save that is committed."""
-    if ranks.rank != 0:
+    if coordinator.rank != 0:
         return
     if saved.existed:
         logger.info("step %d is committed already, and left as it is, in %s", saved.step, saved.url)
         return
-    whose = f" of rank 0 of {ranks.world_size}" if ranks.world_size > 1 else ""
+    whose = f" of rank 0 of {coordinator.world_size}" if coordinator.world_size > 1 else ""
     logger.info(
         "saved step %d%s: %s%s in %.2f s, to %s",
         saved.step,
@@ -33,9 +33,9 @@ def log_saved(saved: SaveResult, ranks: Ranks) -> None:
     )
 
 
-def log_loaded(loaded: LoadResult | None, ranks: Ranks) -> None:
+def log_loaded(loaded: LoadResult | None, coordinator: Coordinator) -> None:
     """Log a load whose tensors are filled, or one that found no checkpoint at all."""
-    if ranks.rank != 0:
+    if coordinator.rank != 0:
         return
     if loaded is None:
         logger.info("nothing to load: there is no checkpoint yet")

@@ -143,8 +143,8 @@ async def write_files(engine: Engine, job: SaveJob, nonce: str) -> tuple[FileEnt
     async def write(index: int) -> None:
         entries[index] = await engine.uploader.write_file(
             step_id(job.step),
-            data_path(nonce, engine.ranks.rank, index),
-            engine.ranks.rank,
+            data_path(nonce, engine.coordinator.rank, index),
+            engine.coordinator.rank,
             job.plan.files[index],
             job.slabs[index],
             on_written,

@@ -92,7 +92,7 @@ class Submitter:
         self._engine = engine = tiers.engines[0]
         self._copies = copies
         self._snapshotter = snapshotter
-        self._walker = StateWalker(rank=engine.ranks.rank, alone=engine.ranks.world_size == 1)
+        self._walker = StateWalker(rank=engine.coordinator.rank, alone=engine.coordinator.world_size == 1)
         self._calls = Mutex()  # around what a call finds out of the state and of other saves; never around a wait
         self._calling = False
         self._saves: list[SavePromise] = []
@@ -142,7 +142,7 @@ class Submitter:
     ) -> SaveFuture | tuple[SaveJob, Sequence[Promise[Any]] | None]:
         """Capture the state, or skip the save. Return what its copy must wait for, where the caller is to make it."""
         options = self._engine.options
-        save_round = self._engine.next_round(check_step(step))
+        save_round = self._engine.coordinator.next_round(check_step(step))
         try:
             if snapshot is None:
                 snapshot = options.snapshot
@@ -174,7 +174,7 @@ class Submitter:
             )
             job = SaveJob(self._engine, call, capture)
         except BaseException as error:
-            self._engine.abort(save_round, error)
+            self._engine.coordinator.abort(save_round, error)
             raise
         self._tiers.prepare(job.promise)
         if not capture.beside:
@@ -213,7 +213,7 @@ class Submitter:
             if job.begun:
                 job.refuse(error)
             else:  # nobody but the caller knows of it
-                self._engine.abort(job.save_round, error)
+                self._engine.coordinator.abort(job.save_round, error)
             raise
 
     async def _copy_later(self, before: Sequence[Promise[Any]], job: SaveJob) -> None:
@@ -233,7 +233,7 @@ class Submitter:
     def _refuse(self, job: SaveJob, error: BaseException) -> None:
         """End a save that may not have begun; if so, it cannot tell the other ranks."""
         if not job.begun:
-            self._engine.abort(job.save_round, error)
+            self._engine.coordinator.abort(job.save_round, error)
         job.refuse(error)
 
     def _begin(self, job: SaveJob) -> None:
@@ -252,8 +252,8 @@ class Submitter:
             tasks.start_soon(self._fill_pool, job)
             result = await job.run(self._tiers.save)
             if result is not None:
-                log_saved(result, self._engine.ranks)
-            if result is not None and not result.existed and self._engine.ranks.rank == 0:
+                log_saved(result, self._engine.coordinator)
+            if result is not None and not result.existed and self._engine.coordinator.rank == 0:
                 await self._tiers.clean_up(result)
         if not self._engine.pool.is_settled:
             await run_blocking(self._engine.state_work, self._engine.pool.settle)
@@ -295,7 +295,7 @@ class Submitter:
     def _skip(self, step: int, save_round: SaveRound | None, reason: str) -> SaveFuture:
         promise = SavePromise(step)
         skipped = SaveSkippedError(f"step {step} was not saved: {reason}")
-        self._engine.abort(save_round, skipped)
+        self._engine.coordinator.abort(save_round, skipped)
         promise.fail(skipped)
         event = SaveSkipped(at_ns=self._engine.now_ns(), step=step, reason=reason)
         self._engine.loop.call_soon(self._engine.emit, event)
@@ -309,11 +309,11 @@ class Submitter:
     def warm_up(self, walked: ShardedState, save_round: SaveRound | None) -> None:
         """Plan, and allocate the pool. Runs on a worker: other ranks may come later."""
         try:
-            share, _ = self._engine.share(save_round, walked)
+            share, _ = self._engine.coordinator.share(save_round, walked)
         except BaseException as error:
-            self._engine.abort(save_round, error)
+            self._engine.coordinator.abort(save_round, error)
             raise
-        self._engine.leave(save_round)
+        self._engine.coordinator.leave(save_round)
         plan, pool = self._engine.plan(share), self._engine.pool
         self._snapshotter.warm_up(share)
         pool.fit(plan.window_count, available_bytes)

@@ -1,305 +1,283 @@
-"""How do the ranks of a job act as one when they save? They count saves alike, and tell each other how each ends.
+"""How does one rank of a job stand where a process stands alone? As the core's `Coordinator`, made of what is told here.
 
-Every save has a *turn*: its step, and which save of that step it is, so that ranks that call ``save`` alike mean the same.
-What they tell each other about it are notes of that turn (`aiockpt.runtime.notes`). Guarantees:
-
-- A save that one rank forgets, or comes to when the others have given it up, is lost; the next step that all save is not.
-- Turns are planned in the order of the calls (`aiockpt.ranks.joint_plan`): one that comes while an earlier one is being
-  planned waits for what that finds out.
-- Whatever was planned, the votes decide: pieces that overlap or leave a gap are no checkpoint (`aiockpt.format.merge`),
-  and after such a save every rank plans anew. A rank that begins the next one before it has heard of the failure goes on
-  as before; then those that have heard keep their parts, too.
-- The name of an attempt follows from a secret of rank 0, shared once, and the turn: no save waits to learn it.
-- A rank that leaves says so, and what it still takes part in: the others do not wait for it.
+The rounds of saves are counted and ended in `rounds`, planned in `joint_plan`; `save` and `load` tell what all do together,
+`storage_fallback` what a rank can know when nobody tells it, `visibility` whether they all see a place.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, TypeVar
 
-import anyio
-import msgspec
-import xxhash
-
-from aiockpt.engine.coordinator import WARM_UP, SaveRound
-from aiockpt.errors import RankError, RankFailedError
-from aiockpt.ranks.gathering import vote_keys
-from aiockpt.ranks.joint_plan import PLAN_NOTES, JointPlan, PlanRound, shared_plan_notes
-from aiockpt.ranks.membership import Calls, Membership
-from aiockpt.ranks.waiting import Waiting
-from aiockpt.runtime.notes import Lookout, NoteBoard, StoreLostError
+from aiockpt.engine.context import Engine
+from aiockpt.engine.coordinator import SaveRound
+from aiockpt.engine.job import SaveJob
+from aiockpt.futures import SaveResult
+from aiockpt.options import Options
+from aiockpt.ranks.rounds import TELL_DEADLINE_S, Rounds
+from aiockpt.ranks.save import abort_attempt, save_with_ranks
+from aiockpt.ranks.storage_fallback import StorageFallback, hear_or_find
+from aiockpt.ranks.visibility import Visibility
+from aiockpt.runtime.notes import NoteBoard, StoreLostError
 from aiockpt.runtime.ranks import Ranks
 from aiockpt.runtime.relay import RelayedStore
-from aiockpt.runtime.tasks import open_tasks
+from aiockpt.runtime.world import Loop
 from aiockpt.state.shards import ShardedState
 
-SESSION = "session"
+if TYPE_CHECKING:  # a writer process loads nothing, and need not load torch
+    from aiockpt.engine.load import Filled, LoadRequest
+    from aiockpt.ranks.load import RankLoads
+    from aiockpt.ranks.peers import Peers
+
+F = TypeVar("F")
+N = TypeVar("N")
 PLAN_IN_CALL_S = 30.0
 """For the other ranks to come to a plan, where a call is not to fail for their sake."""
-TELL_DEADLINE_S = 10.0
-"""For the word of a rank that leaves."""
-_LOOKS = 4
-"""At turns that this rank has left and others may not have, whenever it leaves one."""
-
-
-class End(msgspec.Struct, frozen=True):
-    """The last note of a turn: the generation that was committed, or why none was.
-
-    Attributes:
-        rank: who says it.
-        ranks: whose fault it was, where it was that of others.
-    """
-
-    generation: int = 0
-    rank: int = 0
-    failure: str | None = None
-    ranks: tuple[int, ...] = ()
 
 
 class RankCoordinator:
-    """One rank's view of what all do together. Its coroutines run on the engine's loop.
+    """One rank among those that save and load one state together; see `aiockpt.engine.coordinator.Coordinator`.
 
     Args:
-        meeting: where the ranks' notes are.
-        deadline_s: for the other ranks.
-        plan_s: for them to come to a plan; None for the same.
-        secret: random hex; that of rank 0 is used.
-        writes: whether this process writes what it saves; see `aiockpt.ranks.membership.Member`.
+        ranks: which one it is, and where all of them meet.
+        place: what they save to, the same on all of them.
+        loop: what its coroutines run on.
+        secret: random hex; that of rank 0 names all attempts.
+        terms: options that all ranks must share, by name, in words.
+        peers: those with which this rank reads once; None reads alone.
+        seen: numbers of the places that all ranks are known to see.
+        on_seen: called with the number of a place once they are.
     """
 
     def __init__(
-        self, board: NoteBoard, deadline_s: float, secret: str, *, plan_s: float | None = None, writes: bool = True
+        self,
+        ranks: Ranks,
+        place: str,
+        loop: Loop,
+        options: Options,
+        secret: str,
+        *,
+        terms: Mapping[str, str] = {},
+        peers: Peers | None = None,
+        seen: Collection[int] = (),
+        on_seen: Callable[[int], object] = lambda number: None,
     ) -> None:
-        self.board = board
-        self.members = Membership(board, writes=writes)
-        self.joint = JointPlan(board)
-        self._deadline_s = deadline_s
-        self._plan_s = deadline_s if plan_s is None else min(plan_s, deadline_s)
-        self._secret: str | None = secret if board.rank == 0 else None
-        self._posted = False
-        self._saves: Counter[int] = Counter()
-        self._loads = 0
-        self._open: dict[SaveRound, None] = {}
-        self._loading: set[str] = set()
-        self._undecided: dict[SaveRound, None] = {}
-        self._decided = anyio.Event()
-        self._departed = False
-        self._left: deque[SaveRound] = deque()
+        self.rank, self.world_size = ranks.rank, ranks.world_size
+        relayed = isinstance(ranks.store, RelayedStore)
+        self.board = NoteBoard(ranks.store, place, ranks.rank, ranks.world_size, relayed=relayed)
+        self.rounds = Rounds(
+            self.board,
+            options.deadlines.ranks_s,
+            secret,
+            plan_s=None if options.on_error == "raise" else PLAN_IN_CALL_S,
+            writes=options.worker == "thread",
+        )
+        self.rounds.joint.terms = terms
+        self._ranks_s = options.deadlines.ranks_s
+        self._peers = peers
+        self._loop = loop
+        self._seen = seen
+        self._on_seen = on_seen
+        self._visible: dict[int, Visibility] = {}
+        self._begun: set[SaveRound] = set()
+
+    @property
+    def board_name(self) -> str:
+        """What tells the notes of these ranks from those of others."""
+        return self.board.name
+
+    def register(self) -> None:
+        """Say, in the background, in which process this rank is, so that others of its host see it end."""
+        self._loop.submit(self.rounds.register)
+
+    # ------------------------------------------------------------------ the calls
 
     def next_round(self, step: int) -> SaveRound:
-        """Return the turn of the save that the caller begins; called once for each, in the order of the calls."""
-        self.board.begin()
-        self._saves[step] += 1
-        save_round = SaveRound(step, self._saves[step])
-        self._open[save_round] = self._undecided[save_round] = None
-        return save_round
+        """Return the round of a save that begins now: the same on all ranks that call alike."""
+        return self.rounds.next_round(step)
 
     def next_load(self) -> int:
-        """Return the number of the load that the caller begins, in the order of the calls."""
-        self.board.begin()
-        self._loads += 1
-        return self._loads
+        """Return the number of the load that is called now."""
+        return self.rounds.next_load()
 
-    async def register(self) -> None:
-        """Say in which process this rank is, so that others of its host see it end."""
-        with suppress(StoreLostError):
-            await self.members.register()
+    def share(self, save_round: SaveRound | None, state: ShardedState) -> tuple[ShardedState, bool]:
+        """Return this rank's share of *state*, and whether it had to be planned with others."""
+        assert save_round is not None
+        known = self.rounds.known(state)
+        if known is not None:
+            return known, False
+        return self._loop.submit(self.rounds.plan, save_round, state).result()
 
-    async def report(self, call: str, step: int = WARM_UP) -> None:
-        """Leave the note of what this rank has called last; without it others only know less.
+    def abort(self, save_round: SaveRound | None, error: BaseException) -> None:
+        """Tell the other ranks, in the background, why this one takes no part in a round."""
+        if save_round is not None:
+            self._loop.submit(self._abort, save_round, error)
 
-        Args:
-            step: of a save.
-        """
-        with suppress(StoreLostError):
-            await self.members.report(Calls(call, step, self._loads, self._saves[WARM_UP]))
+    async def _abort(self, save_round: SaveRound, error: BaseException) -> None:
+        self.rounds.invalidate()
+        await self.rounds.tell_failure(save_round, error)
+        await self.rounds.leave(save_round)
 
-    # ------------------------------------------------------------------ the end of a turn
+    def leave(self, save_round: SaveRound | None) -> None:
+        """Tell the other ranks, in the background, that this one is done with a round."""
+        if save_round is not None:
+            self._loop.submit(self.rounds.leave, save_round)
 
-    async def read_end(self, save_round: SaveRound, deadline_s: float, lookout: Lookout | None = None) -> int:
-        """Wait for the end of a turn; return the generation that was committed.
+    def depart(self, reason: str, *, failed: bool) -> None:
+        """Tell the other ranks that this one makes no more calls; wait for that, unless it has *failed*."""
+        if self._loop.usable:
+            telling = self._loop.submit(partial(self.rounds.depart, reason, failed=failed))
+            if not failed:
+                with suppress(TimeoutError):
+                    telling.result(TELL_DEADLINE_S)
 
-        Raises:
-            RankFailedError: a rank said that it failed, or *lookout* that rank 0 will not say any more.
-            RankTimeoutError: there is no end yet.
-        """
-        what = f"the commit of step {save_round.step}"
-        end = await self.board.wait(save_round.key("end"), End, deadline_s, what, lookout=lookout)
-        if end.failure is None:
-            return end.generation
-        what = "warm_up() was" if save_round.step == WARM_UP else f"step {save_round.step} was"
-        if end.ranks:
-            raise RankFailedError(f"{what} given up on rank {end.rank}: {end.failure}", end.ranks)
-        raise RankFailedError(f"{what} given up because rank {end.rank} failed: {end.failure}", [end.rank])
+    # ------------------------------------------------------------------ saves and loads
 
     @asynccontextmanager
-    async def watching_failures(self, save_round: SaveRound) -> AsyncIterator[None]:
-        """Stop the block, and raise, as soon as another rank says that it failed."""
-        async with open_tasks() as tasks:
-            tasks.start_soon(self._watch_failures, save_round)
-            yield
-            tasks.cancel_scope.cancel()
-
-    async def _watch_failures(self, save_round: SaveRound) -> None:
-        with suppress(StoreLostError):  # the block meets it when it needs the store
-            await self.read_end(save_round, float("inf"))
-
-    async def tell_failure(self, save_round: SaveRound, error: BaseException) -> bool:
-        """Tell the other ranks at once why there will be no checkpoint of *turn*; the caller is certain of that.
-
-        Returns:
-            Whether they can know now.
-        """
-        if isinstance(error, RankFailedError) and not (error.seen_here or isinstance(error, StoreLostError)):
-            return True
-        others = error.ranks if isinstance(error, RankError) and not isinstance(error, StoreLostError) else ()
-        with anyio.move_on_after(self._deadline_s, shield=True), suppress(StoreLostError):
-            end = End(rank=self.board.rank, failure=f"{type(error).__name__}: {error}", ranks=tuple(others))
-            await self.board.post(save_round.key("end"), end)
-            return True
-        return False
-
-    # ------------------------------------------------------------------ the plan
-
-    def invalidate(self) -> None:
-        """Have the next save planned anew. Any thread."""
-        self.joint.invalidate()
-
-    def known(self, state: ShardedState) -> ShardedState | None:
-        """Return this rank's share of *state* when its structure is the planned one, else None. Any thread, no waiting."""
-        return self.joint.known(state)
-
-    def waiting(self, save_round: SaveRound, deadline_s: float | None = None) -> Waiting:
-        """Return what accompanies the waits of *turn* for other ranks."""
-        return Waiting(
-            self.members, save_round.prefix, save_round.call, deadline_s or self._deadline_s, step=save_round.step
-        )
-
-    async def announce(self, save_round: SaveRound) -> None:
-        """Leave the note that this rank knows what to write."""
-        self._decide(save_round)
-        await self.joint.announce(self._round(save_round))
-        await self.report(save_round.call, save_round.step)
-
-    def _round(self, save_round: SaveRound) -> PlanRound:
-        return PlanRound(save_round.prefix, save_round.call, self._plan_s)
-
-    def _decide(self, save_round: SaveRound) -> None:
-        """Let the turns after this one go on: it is clear what this rank writes."""
-        self._undecided.pop(save_round, None)
-        self._decided.set()
-        self._decided = anyio.Event()
-
-    async def _wait_for_earlier_turns(self, save_round: SaveRound) -> None:
-        while (
-            save_round in self._undecided and save_round not in list(self._undecided)[:1]
-        ):  # a list: other threads add to it
-            await self._decided.wait()
-
-    async def plan(self, save_round: SaveRound, state: ShardedState) -> tuple[ShardedState, bool]:
-        """Plan *state* with the ranks that do not know what to write either.
-
-        Returns:
-            This rank's share, and whether it was planned with others; not, when an earlier turn has found it meanwhile.
-
-        Raises:
-            RanksDisagreeError: other options are meant by a rank, or the tensors do not fit together.
-            RankTimeoutError: names the ranks that did not begin this turn.
-            RankFailedError: a rank has failed, or has left and never will.
-        """
-        async with self.watching_failures(save_round):
-            await self._wait_for_earlier_turns(save_round)
-            known = self.known(state)
-            if known is not None:
-                return known, False
-            await self.report(save_round.call, save_round.step)
-            share = await self.joint.make(self._round(save_round), state, self.waiting(save_round, self._plan_s))
-            self._decide(save_round)
-            return share, True
-
-    async def attempt_nonce(self, save_round: SaveRound) -> str:
-        """Return the 12 hex digits that name the attempt of *turn* on every rank."""
-        if self._secret is None:
-            async with self.watching_failures(save_round):  # rank 0 may have failed before it said
-                waiting = self.waiting(save_round, self._plan_s)
-                self._secret = await self.board.wait(
-                    SESSION, str, self._plan_s, f"the first save, at {save_round.call}", lookout=waiting
-                )
-        elif not self._posted and self.board.rank == 0:
-            self._posted = True
-            await self.board.post(SESSION, self._secret)
-        return _nonce(self._secret, save_round)
-
-    def known_nonce(self, save_round: SaveRound) -> str | None:
-        """Return the same where nothing has to be asked or said for it. Any thread, no waiting."""
-        told = self._posted or self.board.rank != 0
-        return _nonce(self._secret, save_round) if told and self._secret is not None else None
-
-    # ------------------------------------------------------------------ leaving
-
-    async def leave(self, save_round: SaveRound) -> None:
-        """Say that this rank needs no note of *turn* any more, and remove what no rank needs. Idempotent.
-
-        A rank may be many turns behind: only the last to leave removes what all of them read.
-        """
-        if save_round not in self._open:
-            return
-        del self._open[save_round]
-        self._decide(save_round)
-        with anyio.move_on_after(self._deadline_s, shield=True), suppress(StoreLostError):
-            world_size = self.board.world_size
-            if await self.board.arrive(save_round.key("past")) == world_size:
-                shared = [*shared_plan_notes(world_size), "entry", "begun", "end", "past"]
-                await self.board.forget([*vote_keys(save_round.key("votes"), world_size), *map(save_round.key, shared)])
-            self._left.append(save_round)
-            await self._forget_own()
-
-    async def _forget_own(self) -> None:
-        """Remove this rank's notes of turns that all ranks have left; one that a rank never leaves holds up no other."""
-        for _ in range(_LOOKS):
-            if not self._left:
-                return
-            save_round = self._left[0]
-            self._left.rotate(-1)  # that of another one is looked at next
-            if not await self.board.is_there(save_round.key("past")) and save_round in self._left:
-                self._left.remove(save_round)  # still there: another turn may have been left meanwhile
-                await self.board.forget([save_round.key(name, self.board.rank) for name in PLAN_NOTES])
-
-    @contextmanager
-    def loading(self, operation: str) -> Iterator[None]:
-        """Note that this rank takes part in a load for the length of the block."""
-        self._loading.add(operation)
+    async def taking_part(self, job: SaveJob, places: Sequence[Engine]) -> AsyncIterator[None]:
+        """Tell the other ranks what ends the block while the save has not begun: later the save tells it itself."""
+        assert job.save_round is not None
         try:
             yield
+        except BaseException as error:
+            if job.save_round not in self._begun:
+                why = job.why(error)
+                self.rounds.invalidate()
+                if not await self.rounds.tell_failure(job.save_round, why) and job.nonce is not None:
+                    await abort_attempt(places, job, job.nonce, why, untold=self.rounds)
+                await self.rounds.leave(job.save_round)
+            raise
         finally:
-            self._loading.discard(operation)
+            self._begun.discard(job.save_round)
 
-    async def depart(self, reason: str, *, failed: bool) -> None:
-        """Tell the other ranks that this one makes no more calls, and in what it still takes part; idempotent.
+    async def save(self, place: Engine, job: SaveJob) -> SaveResult:
+        """Save this rank's share to a place that all ranks see."""
+        assert job.save_round is not None
+        visibility = self._visibility(place)
+        if not visibility.seen:
+            await visibility.check(self.rounds, job.save_round, _fallback(place, job))
+            self._on_seen(place.number)
+        self._begun.add(job.save_round)
+        return await save_with_ranks(place, self.rounds, job)
 
-        Args:
-            failed: whether others may wait for it; a rank that only looked at what is there closes without a word.
+    def _visibility(self, place: Engine) -> Visibility:
+        number = place.number
+        if number not in self._visible:
+            self._visible[number] = Visibility(place, number, seen=number in self._seen)
+        return self._visible[number]
+
+    @cached_property
+    def loads(self) -> RankLoads:
+        """The loads of this rank."""
+        from aiockpt.ranks.load import RankLoads
+
+        return RankLoads(self.rounds, self._ranks_s, self._peers)
+
+    async def load(self, place: Engine, request: LoadRequest, number: int) -> Filled | None:
+        """Fill this rank's part of a state."""
+        return await self.loads.load(place, request, number)
+
+    async def agree_applied(self, number: int, error: Exception | None) -> None:
+        """Tell the other ranks whether the objects of this one took what load *number* gave them, and hear of theirs."""
+        await self.loads.agree_applied(number, error)
+
+    # ------------------------------------------------------------------ several places, and a writer process
+
+    async def choose_place(
+        self, job: SaveJob, places: Sequence[Engine], choose: Callable[[], Awaitable[Engine]]
+    ) -> Engine:
+        """Return the place that rank 0 chooses; it is in its note, or where its vote is."""
+        assert job.save_round is not None
+        key = job.save_round.key("entry")
+        if self.rank == 0:
+            chosen = await choose()
+            with self.rounds.surviving_store():
+                await self.board.post(key, chosen.number)
+            return chosen
+        by_number = {place.number: place for place in places}
+
+        async def hear(seconds: float) -> Engine:
+            return by_number[await self.board.wait(key, int, seconds, "the choice")]
+
+        async def find(lost: bool) -> Engine | None:
+            for place in places:
+                fallback = _fallback(place, job)
+                if fallback is not None and await fallback.begun() is not None:
+                    return place
+            return None
+
+        async with self.rounds.watching_failures(job.save_round):
+            waiting = self.rounds.waiting(job.save_round)
+            return await hear_or_find(places[0], self.rounds, "rank 0's choice of a tier", hear, find, waiting=waiting)
+
+    async def tell(self, key: str, note: object, outdated: Sequence[str] = ()) -> None:
+        """Leave a note for the other ranks, and remove *outdated* ones; a store that is lost has none."""
+        with suppress(StoreLostError):
+            await self.board.post(key, note)
+            if outdated:
+                await self.board.forget(outdated)
+
+    async def hear(
+        self,
+        place: Engine,
+        key: str,
+        kind: type[N],
+        what: str,
+        find: Callable[[], Awaitable[F | None]],
+        *,
+        pause_s: float,
+        deadline_s: float,
+    ) -> N | F:
+        """Return rank 0's note, or what is found in its place."""
+
+        async def listen(seconds: float) -> N | F:
+            return await self.board.wait(key, kind, seconds, what)
+
+        async def look(lost: bool) -> F | None:
+            return await find()
+
+        return await hear_or_find(place, self.rounds, what, listen, look, patience_s=pause_s, deadline_s=deadline_s)
+
+    def join(self, board_name: str) -> None:
+        """Use the notes that another process of this rank has begun."""
+        self.board.join(board_name)
+
+    def name_attempt(self, save_round: SaveRound | None) -> str | None:
+        """Return the nonce that a save has on all ranks."""
+        assert save_round is not None
+        known = self.rounds.known_nonce(save_round)
+        return known or self._loop.submit(self.rounds.attempt_nonce, save_round).result()
+
+    async def announce(self, job: SaveJob) -> None:
+        """Say that this rank knows what to write, when it did not have to ask; its writer saves without the note, too."""
+        assert job.save_round is not None
+        if not job.agreed:
+            with suppress(StoreLostError):
+                await self.rounds.announce(job.save_round)
+
+    @asynccontextmanager
+    async def accompanying(
+        self, job: SaveJob, places: Sequence[Engine], died: Callable[[], Exception | None]
+    ) -> AsyncIterator[None]:
+        """Leave the round of a save that a writer process makes, however it ends.
+
+        A writer that dies has its save aborted before the others hear of it: they neither commit it nor wait for it. Where
+        it had voted and the commit is decided, they hear of no failure.
         """
-        if self._departed or not (failed or self.board.name):
-            return
-        self._departed = True
-        part = [*(save_round.prefix for save_round in list(self._open)), *self._loading]
-        with anyio.move_on_after(TELL_DEADLINE_S, shield=True), suppress(StoreLostError):
-            await (self.members.leave(reason, part) if self.board.name else self.members.leave_early(reason))
+        assert job.save_round is not None
+        assert job.nonce is not None
+        try:
+            yield
+        except BaseException:
+            self.rounds.invalidate()
+            if (death := died()) is not None:  # reaped: nobody writes, votes or commits in this rank's name any more
+                await abort_attempt(places, job, job.nonce, death, untold=self.rounds)
+            raise
+        finally:
+            await self.rounds.leave(job.save_round)
 
 
-def _nonce(secret: str, save_round: SaveRound) -> str:
-    return xxhash.xxh3_128_hexdigest(f"{secret}/{save_round.step}/{save_round.number}".encode())[:12]
-
-
-def make_coordinator(
-    ranks: Ranks, place: str, deadline_s: float, secret: str, *, plan_s: float | None = None, writes: bool = True
-) -> RankCoordinator | None:
-    """Return how *ranks* share; None for a single process, which shares with nobody. Arguments as of `RankCoordinator`."""
-    if ranks.world_size == 1:
-        return None
-    relayed = isinstance(ranks.store, RelayedStore)
-    board = NoteBoard(ranks.store, place, ranks.rank, ranks.world_size, relayed=relayed)
-    return RankCoordinator(board, deadline_s, secret, plan_s=plan_s, writes=writes)
+def _fallback(place: Engine, job: SaveJob) -> StorageFallback | None:
+    return None if job.nonce is None else StorageFallback(place, job.step, job.nonce)

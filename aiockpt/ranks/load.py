@@ -48,10 +48,10 @@ from aiockpt.errors import (
 from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.manifests import read_manifest
 from aiockpt.ranks.agreement import Agreement, Report
-from aiockpt.ranks.coordinator import RankCoordinator
 from aiockpt.ranks.load_notes import TELL_DEADLINE_S, LoadNotes, Notes
 from aiockpt.ranks.peers import Peers
 from aiockpt.ranks.read_once import ReadOnce
+from aiockpt.ranks.rounds import Rounds
 from aiockpt.runtime.notes import name_ranks
 from aiockpt.runtime.tasks import open_tasks
 
@@ -90,16 +90,17 @@ class RankLoads:
     """The loads of one rank of a job. Use on the engine's loop.
 
     Args:
-        sharing: how the ranks act as one.
+        rounds: how the ranks act as one.
+        deadline_s: for the other ranks, for messages.
         peers: those with which this rank reads once; None reads alone.
     """
 
-    def __init__(self, engine: Engine, coordinator: RankCoordinator, peers: Peers | None) -> None:
-        self._engine = engine
+    def __init__(self, rounds: Rounds, deadline_s: float, peers: Peers | None) -> None:
+        self._deadline_s = deadline_s
         self._peers = peers
-        self._notes = LoadNotes(coordinator, engine.options.deadlines.ranks_s)
+        self._notes = LoadNotes(rounds, deadline_s)
 
-    async def load(self, request: LoadRequest, number: int) -> Filled | None:
+    async def load(self, engine: Engine, request: LoadRequest, number: int) -> Filled | None:
         """Fill this rank's part of a state; None, on all ranks, when no checkpoint exists at all.
 
         Args:
@@ -110,10 +111,9 @@ class RankLoads:
             NoValidCheckpointError, StateMismatchError, CorruptionError: as `aiockpt.engine.load.load`, on every rank.
         """
         async with self._notes.taking(number) as notes:
-            return await self._load(request, notes)
+            return await self._load(engine, request, notes)
 
-    async def _load(self, request: LoadRequest, notes: Notes) -> Filled | None:
-        engine = self._engine
+    async def _load(self, engine: Engine, request: LoadRequest, notes: Notes) -> Filled | None:
         begun_ns = engine.now_ns()
         skipped: Skipped = []
         touched: frozenset[str] = frozenset()
@@ -159,7 +159,7 @@ class RankLoads:
 
         async with self._notes.taking(number, "end") as notes:
             try:
-                await Agreement(notes, "end", self._engine.options.deadlines.ranks_s).on("apply", applied)
+                await Agreement(notes, "end", self._deadline_s).on("apply", applied)
             except StateMismatchError as shared:
                 raise StateMismatchError("the checkpoint", shared.problems, PARTLY_OVERWRITTEN) from error
 
@@ -242,7 +242,7 @@ class _Chooser:
             raise
         choice = Choice(skipped=tuple(self._skipped[len(self._told) :]))
         if chosen is not None:
-            manifest, tier = chosen.manifest, self._engine.tiers.index(chosen.engine)
+            manifest, tier = chosen.manifest, chosen.engine.number
             choice = Choice(manifest.id, manifest.step, manifest.generation, tier, skipped=choice.skipped)
         await self._notes.post(key, choice)
         return choice

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-from aiockpt.ranks.coordinator import RankCoordinator
+from aiockpt.ranks.rounds import Rounds
 from aiockpt.ranks.waiting import Waiting
 from aiockpt.runtime.notes import NoteBoard, StoreLostError
 
@@ -81,22 +81,22 @@ class LoadNotes:
         deadline_s: for the other ranks, for messages.
     """
 
-    def __init__(self, coordinator: RankCoordinator, deadline_s: float) -> None:
-        self._coordinator = coordinator
-        self._board = coordinator.board
+    def __init__(self, rounds: Rounds, deadline_s: float) -> None:
+        self._rounds = rounds
+        self._board = rounds.board
         self._deadline_s = deadline_s
         self._left: deque[Notes] = deque()
 
     @asynccontextmanager
     async def taking(self, number: int, part: str = "") -> AsyncIterator[Notes]:
         """Lend the notes of load *number*, or of a *part* of it, for the length of the block."""
-        call, coordinator = f"load() number {number}", self._coordinator
+        call, rounds = f"load() number {number}", self._rounds
         prefix = "/".join(filter(None, (load_prefix(number), part)))
-        waiting = Waiting(coordinator.members, prefix, call, self._deadline_s)
+        waiting = Waiting(rounds.members, prefix, call, self._deadline_s)
         notes = Notes(self._board, prefix, waiting)
         try:
-            with coordinator.loading(prefix):
-                await coordinator.report(call)
+            with rounds.loading(prefix):
+                await rounds.report(call)
                 yield notes
         finally:
             with anyio.move_on_after(TELL_DEADLINE_S, shield=True), suppress(StoreLostError):

@@ -51,8 +51,8 @@ from aiockpt.futures import SaveResult
 from aiockpt.pipeline.commit import Attempt, claim, wait_votes
 from aiockpt.pipeline.discover import look_at, votes_to_finish
 from aiockpt.pipeline.receipts import ranks_that_voted
-from aiockpt.ranks.coordinator import End, RankCoordinator
 from aiockpt.ranks.gathering import count_vote, takes_over, wait_likely
+from aiockpt.ranks.rounds import End, Rounds
 from aiockpt.ranks.storage_fallback import (
     FailureRecord,
     StorageFallback,
@@ -76,48 +76,45 @@ class Begun(msgspec.Struct, frozen=True):
     existing: SaveResult | None = None
 
 
-async def save_with_ranks(engine: Engine, job: SaveJob) -> SaveResult:
+async def save_with_ranks(engine: Engine, rounds: Rounds, job: SaveJob) -> SaveResult:
     """Save this rank's share of one step; when this returns the step is committed on all ranks.
 
     Raises:
         RankError: other ranks failed, are silent, or mean another save.
         CommitConflictError, CommitTimeoutError, StepExistsError, StorageError: as `aiockpt.engine.save.save`.
     """
-    coordinator, save_round = engine.coordinator, job.save_round
-    assert coordinator is not None
+    save_round = job.save_round
     assert save_round is not None
     emit_start(engine, job)
     nonce = ""
     try:
         if not job.agreed:
-            await coordinator.announce(save_round)
-        nonce = job.nonce or await coordinator.attempt_nonce(save_round)
+            await rounds.announce(save_round)
+        nonce = job.nonce or await rounds.attempt_nonce(save_round)
         engine.busy_attempts.add(nonce)
-        story = _lead if engine.ranks.rank == 0 else _follow
-        return await story(engine, job, coordinator, save_round, nonce)
+        story = _lead if engine.coordinator.rank == 0 else _follow
+        return await story(engine, job, rounds, save_round, nonce)
     except BaseException as error:
-        await _give_up(engine, job, coordinator, save_round, nonce, job.why(error))
+        await _give_up(engine, job, rounds, save_round, nonce, job.why(error))
         raise
     finally:
         engine.busy_attempts.discard(nonce)
-        await coordinator.leave(save_round)
+        await rounds.leave(save_round)
 
 
-async def _lead(
-    engine: Engine, job: SaveJob, coordinator: RankCoordinator, save_round: SaveRound, nonce: str
-) -> SaveResult:
-    board = coordinator.board
+async def _lead(engine: Engine, job: SaveJob, rounds: Rounds, save_round: SaveRound, nonce: str) -> SaveResult:
+    board = rounds.board
     begun = await begin(engine, job, nonce)
     if isinstance(begun, SaveResult):
-        await _post_begun(engine, coordinator, save_round, Begun(existing=begun))
+        await _post_begun(engine, rounds, save_round, Begun(existing=begun))
         return begun
-    await _post_begun(engine, coordinator, save_round, Begun(attempt=begun))
-    async with watching_failures(coordinator, save_round, StorageFallback(engine, save_round.step, nonce)):
+    await _post_begun(engine, rounds, save_round, Begun(attempt=begun))
+    async with watching_failures(rounds, save_round, StorageFallback(engine, save_round.step, nonce)):
         files = await write_files(engine, job, nonce)
         own = await vote(engine, job, begun, files)
         await count_vote(board, save_round.key("votes"), engine.backend, own)
         pauses = pauses_without_store(engine, RELIST_S)
-        waiting = coordinator.waiting(save_round, engine.options.deadlines.commit_s)
+        waiting = rounds.waiting(save_round, engine.options.deadlines.commit_s)
 
         async def until_likely() -> None:
             try:
@@ -130,7 +127,7 @@ async def _lead(
 
         votes = await wait_votes(engine.backend, begun, own, engine.options.deadlines.commit_s, until_likely)
     manifest = await commit_votes(engine, begun, votes)
-    await _tell(coordinator, save_round, manifest.generation)
+    await _tell(rounds, save_round, manifest.generation)
     return committed(engine, job, manifest.generation)
 
 
@@ -139,41 +136,37 @@ async def _missing_votes(engine: Engine, attempt: Attempt) -> set[int]:
     return set(range(attempt.world_size)) - await ranks_that_voted(engine.backend, attempt.id, attempt.attempt)
 
 
-async def _post_begun(engine: Engine, coordinator: RankCoordinator, save_round: SaveRound, note: Begun) -> None:
-    with engine.surviving_store():
-        await coordinator.board.post(save_round.key("begun"), note)
+async def _post_begun(engine: Engine, rounds: Rounds, save_round: SaveRound, note: Begun) -> None:
+    with rounds.surviving_store():
+        await rounds.board.post(save_round.key("begun"), note)
 
 
-async def _follow(
-    engine: Engine, job: SaveJob, coordinator: RankCoordinator, save_round: SaveRound, nonce: str
-) -> SaveResult:
+async def _follow(engine: Engine, job: SaveJob, rounds: Rounds, save_round: SaveRound, nonce: str) -> SaveResult:
     begun: Begun | None = None
     fallback = StorageFallback(engine, save_round.step, nonce)
-    async with watching_failures(coordinator, save_round, fallback):
+    async with watching_failures(rounds, save_round, fallback):
         if engine.options.on_exists != "new_generation":  # else rank 0 hardly ever says no: write meanwhile
-            begun = await _read_begun(engine, coordinator, save_round, fallback)
+            begun = await _read_begun(engine, rounds, save_round, fallback)
         files: tuple[FileEntry, ...] = ()
         if begun is None or begun.attempt is not None:
             await check_space(engine, job)
             files = await write_files(engine, job, nonce)
-            begun = begun or await _read_begun(engine, coordinator, save_round, fallback)
+            begun = begun or await _read_begun(engine, rounds, save_round, fallback)
         if begun.attempt is None:
             assert begun.existing is not None
             return left_alone(engine, job, begun.existing)
-        attempt = msgspec.structs.replace(begun.attempt, rank=engine.ranks.rank)
+        attempt = msgspec.structs.replace(begun.attempt, rank=engine.coordinator.rank)
         own = await vote(engine, job, attempt, files)
-        await count_vote(coordinator.board, save_round.key("votes"), engine.backend, own)
-        generation = await _await_commit(engine, coordinator, save_round, attempt, fallback)
+        await count_vote(rounds.board, save_round.key("votes"), engine.backend, own)
+        generation = await _await_commit(engine, rounds, save_round, attempt, fallback)
     return committed(engine, job, generation)
 
 
-async def _read_begun(
-    engine: Engine, coordinator: RankCoordinator, save_round: SaveRound, fallback: StorageFallback
-) -> Begun:
+async def _read_begun(engine: Engine, rounds: Rounds, save_round: SaveRound, fallback: StorageFallback) -> Begun:
     """Wait for rank 0 to begin this very save, or for its vote, which says the same."""
 
     async def hear(seconds: float) -> Begun:
-        return await coordinator.board.wait(save_round.key("begun"), Begun, seconds, "the save")
+        return await rounds.board.wait(save_round.key("begun"), Begun, seconds, "the save")
 
     async def find(lost: bool) -> Begun | None:
         attempt = await fallback.begun()
@@ -184,15 +177,16 @@ async def _read_begun(
 
     return await hear_or_find(
         engine,
+        rounds,
         f"the save of step {save_round.step}",
         hear,
         find,
-        waiting=coordinator.waiting(save_round, engine.options.deadlines.ranks_s),
+        waiting=rounds.waiting(save_round, engine.options.deadlines.ranks_s),
     )
 
 
 async def _await_commit(
-    engine: Engine, coordinator: RankCoordinator, save_round: SaveRound, attempt: Attempt, fallback: StorageFallback
+    engine: Engine, rounds: Rounds, save_round: SaveRound, attempt: Attempt, fallback: StorageFallback
 ) -> int:
     """Return the generation that was committed; after a while without news, or without rank 0, see to it.
 
@@ -202,11 +196,11 @@ async def _await_commit(
     """
     deadlines = engine.options.deadlines
     begun_ns, pauses = engine.now_ns(), pauses_without_store(engine, min(RELIST_S, deadlines.takeover_s))
-    waiting = coordinator.waiting(save_round, deadlines.commit_s)
+    waiting = rounds.waiting(save_round, deadlines.commit_s)
     while True:
         alone = False
         try:
-            return await coordinator.read_end(save_round, deadlines.takeover_s, _ForRank0(engine, attempt, waiting))
+            return await rounds.read_end(save_round, deadlines.takeover_s, _ForRank0(engine, attempt, waiting))
         except RankTimeoutError:
             pass
         except StoreLostError:  # rank 0 may have ended with it, after the commit
@@ -217,7 +211,7 @@ async def _await_commit(
             alone = True
         generation = await _take_over(engine, attempt)
         if generation is not None:
-            await _tell(coordinator, save_round, generation)
+            await _tell(rounds, save_round, generation)
             return generation
         failure = await fallback.failure()  # of a rank that could not say it
         if failure is not None:
@@ -262,10 +256,10 @@ async def _go_on_without_rank_0(engine: Engine, attempt: Attempt, waiting: Waiti
     await anyio.sleep(pause_s)
 
 
-async def _tell(coordinator: RankCoordinator, save_round: SaveRound, generation: int) -> None:
+async def _tell(rounds: Rounds, save_round: SaveRound, generation: int) -> None:
     """Wake the ranks that wait for the commit; it stands without that."""
     with suppress(StoreLostError):
-        await coordinator.board.post(save_round.key("end"), End(generation=generation))
+        await rounds.board.post(save_round.key("end"), End(generation=generation))
 
 
 async def _take_over(engine: Engine, attempt: Attempt) -> int | None:
@@ -273,30 +267,30 @@ async def _take_over(engine: Engine, attempt: Attempt) -> int | None:
     entry = await look_at(engine.backend, attempt.id)
     if entry.head is not None and entry.head.attempt == attempt.attempt:
         return entry.head.generation
-    if not takes_over(engine.ranks.rank, engine.ranks.world_size):
+    if not takes_over(engine.coordinator.rank, engine.coordinator.world_size):
         return None
     votes = await votes_to_finish(engine.backend, entry, attempt.attempt)
     return None if votes is None else (await commit_votes(engine, attempt, votes)).generation
 
 
 async def _give_up(
-    engine: Engine, job: SaveJob, coordinator: RankCoordinator, save_round: SaveRound, nonce: str, error: BaseException
+    engine: Engine, job: SaveJob, rounds: Rounds, save_round: SaveRound, nonce: str, error: BaseException
 ) -> None:
     """Tell the others that there will be no checkpoint, as soon as that is certain, and remove this rank's part of it.
 
     Without this rank's vote nobody can commit, nor once another attempt has taken the generation. Once the vote may be
     there, the decision record decides, and a commit that was faster stands: then the others hear of no failure.
     """
-    coordinator.invalidate()
+    rounds.invalidate()
     certain = not job.voting or isinstance(error, CommitConflictError)
     if certain:
-        await coordinator.tell_failure(save_round, error)
+        await rounds.tell_failure(save_round, error)
     if nonce and not isinstance(error, CommitTimeoutError):
-        await abort_attempt([engine], job, nonce, error, untold=None if certain else coordinator)
+        await abort_attempt([engine], job, nonce, error, untold=None if certain else rounds)
 
 
 async def abort_attempt(
-    engines: Sequence[Engine], job: SaveJob, nonce: str, error: BaseException, untold: RankCoordinator | None
+    engines: Sequence[Engine], job: SaveJob, nonce: str, error: BaseException, untold: Rounds | None
 ) -> None:
     """See to it that nobody commits the attempt *nonce* any more, and remove this rank's part of it.
 
@@ -323,7 +317,7 @@ async def abort_attempt(
 async def _forget(engine: Engine, job: SaveJob, nonce: str, error: BaseException) -> None:
     """Leave the reason, and remove this rank's part of an attempt that is never committed; the rest is others' to remove."""
     folder = step_id(job.step)
-    rank = engine.ranks.rank
+    rank = engine.coordinator.rank
     keys = [f"{folder}/{data_path(nonce, rank, index)}" for index in range(len(job.plan.files))]
     reason = msgspec.json.encode(FailureRecord(rank, f"{type(error).__name__}: {error}"))
     await engine.backend.delete(

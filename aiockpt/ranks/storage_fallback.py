@@ -1,6 +1,6 @@
 """What can a rank know of the others when nobody tells it? What they left in storage.
 
-Ranks tell each other by notes in a store (`aiockpt.ranks.coordinator`). A trainer that is killed takes its way to the store
+Ranks tell each other by notes in a store (`aiockpt.ranks.rounds`). A trainer that is killed takes its way to the store
 along, or the store itself, while its writer process goes on (`aiockpt.worker`). Guarantees:
 
 - Rank 0's receipt says all that its notes would have: the place, the generation, the lineage. Rank 0 needs no note at all.
@@ -26,7 +26,7 @@ from aiockpt.format.manifest import Receipt, decode_receipt
 from aiockpt.format.names import failure_key, parse_failure, receipt_folder, receipt_key, step_id
 from aiockpt.format.validate import check_receipt
 from aiockpt.pipeline.commit import Attempt
-from aiockpt.ranks.coordinator import RankCoordinator
+from aiockpt.ranks.rounds import Rounds
 from aiockpt.ranks.waiting import Waiting
 from aiockpt.runtime.notes import StoreLostError, growing_pauses
 from aiockpt.runtime.tasks import open_tasks
@@ -125,16 +125,14 @@ class StorageFallback:
 
 
 @asynccontextmanager
-async def watching_failures(
-    coordinator: RankCoordinator, save_round: SaveRound, fallback: StorageFallback
-) -> AsyncIterator[None]:
+async def watching_failures(rounds: Rounds, save_round: SaveRound, fallback: StorageFallback) -> AsyncIterator[None]:
     """Stop the block, and raise, as soon as another rank says that it failed; on rank 0 also when it has left a record.
 
     So one rank looks for those whose way to the store is lost, and tells the others, unless its own is lost, too. Then
     they find the record where they look for what rank 0 does not say.
     """
-    async with coordinator.watching_failures(save_round), open_tasks() as tasks:
-        if coordinator.board.rank == 0:
+    async with rounds.watching_failures(save_round), open_tasks() as tasks:
+        if rounds.board.rank == 0:
             tasks.start_soon(fallback.watch_failures)
         yield
         tasks.cancel_scope.cancel()
@@ -142,6 +140,7 @@ async def watching_failures(
 
 async def hear_or_find(
     engine: Engine,
+    rounds: Rounds,
     what: str,
     hear: Callable[[float], Awaitable[T]],
     find: Callable[[bool], Awaitable[T | None]],
@@ -174,7 +173,7 @@ async def hear_or_find(
         except RankTimeoutError:
             pass
         except StoreLostError:
-            if not engine.outlives_store:
+            if not rounds.outlives_store:
                 raise
             lost, left_s = True, deadlines.commit_s
             await anyio.sleep(min(next(pauses), left_s))
@@ -190,9 +189,9 @@ async def hear_or_find(
 
 def pauses_without_store(engine: Engine, last_s: float) -> Iterator[float]:
     """Yield the pauses between looks once the store is lost, and nothing else will tell."""
-    return growing_pauses(FIRST_LOOK_S + LOOK_OF_A_RANK_S * engine.ranks.world_size, last_s)
+    return growing_pauses(FIRST_LOOK_S + LOOK_OF_A_RANK_S * engine.coordinator.world_size, last_s)
 
 
 def look_pause_s(engine: Engine) -> float:
     """Return how long a rank waits before it looks at the storage again."""
-    return LOOK_S + LOOK_OF_A_RANK_S * engine.ranks.world_size
+    return LOOK_S + LOOK_OF_A_RANK_S * engine.coordinator.world_size

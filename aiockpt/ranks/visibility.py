@@ -18,7 +18,7 @@ from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import SaveRound
 from aiockpt.errors import CheckpointError, ObjectNotFoundError, UsageError
 from aiockpt.pipeline.commit import Attempt
-from aiockpt.ranks.coordinator import RankCoordinator
+from aiockpt.ranks.rounds import Rounds
 from aiockpt.ranks.storage_fallback import StorageFallback, hear_or_find
 from aiockpt.runtime.notes import StoreLostError
 
@@ -44,30 +44,25 @@ class Visibility:
 
     Args:
         number: of the tier, the same on every rank.
+        seen: whether they are known to, so that nobody has to ask.
     """
 
-    def __init__(self, engine: Engine, number: int) -> None:
+    def __init__(self, engine: Engine, number: int, *, seen: bool) -> None:
         self._engine = engine
         self._note = f"place/{number}"
         self._asking = anyio.Lock()
-        self._seen = False
+        self._seen = seen
 
     @property
     def seen(self) -> bool:
         """Whether that is known, so that nobody has to ask again."""
         return self._seen
 
-    def note_seen(self) -> None:
-        """Note that another process of this rank has asked."""
-        self._seen = True
-
-    async def check(
-        self, coordinator: RankCoordinator, save_round: SaveRound, fallback: StorageFallback | None
-    ) -> None:
+    async def check(self, rounds: Rounds, save_round: SaveRound, fallback: StorageFallback | None) -> None:
         """Return when this rank sees what rank 0 wrote; at once after the first time.
 
         Args:
-            traces: of the save that asks: rank 0's vote is an answer, too. None where its name is not known yet.
+            fallback: of the save that asks: rank 0's vote is an answer, too. None where its name is not known yet.
 
         Raises:
             UsageError: it does not; says what to do.
@@ -75,17 +70,15 @@ class Visibility:
         """
         async with self._asking:
             if not self._seen:
-                async with coordinator.watching_failures(save_round):
-                    self._seen = await self._look(coordinator, save_round, fallback)
+                async with rounds.watching_failures(save_round):
+                    self._seen = await self._look(rounds, save_round, fallback)
 
-    async def _look(
-        self, coordinator: RankCoordinator, save_round: SaveRound, fallback: StorageFallback | None
-    ) -> bool:
+    async def _look(self, rounds: Rounds, save_round: SaveRound, fallback: StorageFallback | None) -> bool:
         """Look; return False when nobody can say what to look for: then the votes will show it, or their absence."""
-        board, backend = coordinator.board, self._engine.backend
-        with self._engine.surviving_store():
+        board, backend = rounds.board, self._engine.backend
+        with rounds.surviving_store():
             probe = await (
-                self._hear_of_probe(coordinator, save_round, fallback) if board.rank else self._leave_probe(coordinator)
+                self._hear_of_probe(rounds, save_round, fallback) if board.rank else self._leave_probe(rounds)
             )
             if isinstance(probe, Probe):
                 try:
@@ -97,19 +90,19 @@ class Visibility:
             return True
         return False
 
-    async def _leave_probe(self, coordinator: RankCoordinator) -> Probe:
+    async def _leave_probe(self, rounds: Rounds) -> Probe:
         probe = Probe(f".seen-{self._engine.token(6)}", platform.node())
         await self._engine.backend.put(probe.key, b"")
-        await coordinator.board.post(self._note, probe)
+        await rounds.board.post(self._note, probe)
         return probe
 
     async def _hear_of_probe(
-        self, coordinator: RankCoordinator, save_round: SaveRound, fallback: StorageFallback | None
+        self, rounds: Rounds, save_round: SaveRound, fallback: StorageFallback | None
     ) -> Probe | Attempt:
         """Wait for rank 0's note, or for its vote."""
 
         async def hear(seconds: float) -> Probe | Attempt:
-            return await coordinator.board.wait(self._note, Probe, seconds, "the object")
+            return await rounds.board.wait(self._note, Probe, seconds, "the object")
 
         async def find(lost: bool) -> Probe | Attempt | None:
             if lost:
@@ -117,7 +110,7 @@ class Visibility:
             return None if fallback is None else await fallback.begun()
 
         what = f"rank 0's object in {self._engine.backend.url}"
-        return await hear_or_find(self._engine, what, hear, find, waiting=coordinator.waiting(save_round))
+        return await hear_or_find(self._engine, rounds, what, hear, find, waiting=rounds.waiting(save_round))
 
     async def _look_for(self, probe: Probe, rank: int) -> None:
         backend = self._engine.backend

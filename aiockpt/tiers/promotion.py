@@ -43,11 +43,7 @@ from aiockpt.pipeline.copy import Windows, copied_files, copy_files, copy_step
 from aiockpt.pipeline.copy_source import CopySource, open_copy_source
 from aiockpt.pipeline.discover import StepCopy, find_copy
 from aiockpt.pipeline.manifests import read_manifest
-from aiockpt.ranks.coordinator import RankCoordinator
-from aiockpt.ranks.storage_fallback import hear_or_find
-from aiockpt.ranks.visibility import Visibility
 from aiockpt.runtime.limits import Pace
-from aiockpt.runtime.notes import StoreLostError
 from aiockpt.runtime.progress import note_progress, told_of_progress
 from aiockpt.runtime.promise import Promise
 from aiockpt.tiers.catch_up import find_missing_step
@@ -121,16 +117,12 @@ class Promoter:
     Args:
         number: its place among the tiers, 0 is the nearest.
         holders: the engines of all tiers; those that have a step keep it while it waits here.
-
-    Attributes:
-        visibility: whether all ranks see it.
     """
 
     def __init__(self, number: int, tier: Tier, engine: Engine, holders: Sequence[Engine]) -> None:
         self.number = number
         self.tier = tier
         self.engine = engine
-        self.visibility = Visibility(engine, number)
         # Its own: a tier that is stalled holds all of them.
         self._windows = Windows(engine.backend.traits.block_writes + 1, engine.options.io.read_bytes)
         self._holders = holders
@@ -218,7 +210,7 @@ class Promoter:
                 left = self._leave(0)
                 left.stage.resolve(result)
                 await self._thin_memory(left)
-                if self.engine.ranks.rank == 0:
+                if self.engine.coordinator.rank == 0:
                     await self._by_deadline("what is to be deleted", partial(maintenance.clean_up, self.engine, result))
 
     async def _keep_in_memory(self, waiting: _Waiting) -> None:
@@ -249,7 +241,7 @@ class Promoter:
         for number in left.held:
             engine = self._holders[number]
             rules = engine.options.retention
-            if engine.backend.traits.durable or rules is None or self.engine.ranks.rank != 0:
+            if engine.backend.traits.durable or rules is None or self.engine.coordinator.rank != 0:
                 continue
             try:
                 async with engine.cleaning:
@@ -269,7 +261,7 @@ class Promoter:
 
     async def _catch_up(self) -> None:
         """Have the newest step that an earlier process left in a nearer tier copied here, if this tier takes it."""
-        if self.engine.ranks.rank != 0:
+        if self.engine.coordinator.rank != 0:
             return
         try:
             copies = await find_missing_step(self.tier, self.number, self._holders)
@@ -368,7 +360,7 @@ class Promoter:
         return result
 
     async def _take_with_others(self, promotion: Promotion, pace: Pace) -> StepCopy:
-        engine, ranks = self.engine, self.engine.ranks
+        engine, ranks = self.engine, self.engine.coordinator
         io = engine.options.io
         source = await open_copy_source(
             promotion.sources(),
@@ -396,47 +388,49 @@ class Promoter:
 
     async def _hear(self, promotion: Promotion) -> StepCopy:
         """Wait for rank 0 to commit: for its note, or for what it commits."""
-        engine = self.engine
-        assert engine.coordinator is not None
-        board, what = engine.coordinator.board, f"step {promotion.step} in {self.url}"
+        engine, pause_s = self.engine, min(PATIENCE_S, self.tier.deadline)
 
-        async def hear(seconds: float) -> StepCopy:
-            note_progress(seconds)  # rank 0 leaves a tier where nothing moves, and says so
-            note = await board.wait(self._note(promotion.result.id, promotion.attempt), Arrived, seconds, what)
-            if note.final:
-                raise SaveSkippedError(f"{self.url}: rank 0 gave step {promotion.step} up: {note.failure}")
-            if note.failure is not None:
-                raise RankFailedError(f"{self.url}: rank 0 could not commit step {promotion.step}: {note.failure}", [0])
-            return StepCopy(engine.backend, await read_manifest(engine.backend, promotion.result.id, note.generation))
-
-        async def find(lost: bool) -> StepCopy | None:
+        async def find() -> StepCopy | None:
             manifest = await find_copy(engine.backend, promotion.result.id, promotion.attempt)
+            note_progress(pause_s)  # rank 0 leaves a tier where nothing moves, and says so
             return None if manifest is None else StepCopy(engine.backend, manifest)
 
-        return await hear_or_find(engine, what, hear, find, patience_s=PATIENCE_S, deadline_s=self.tier.deadline)
+        note_progress(pause_s)
+        said = await engine.coordinator.hear(
+            engine,
+            self._note(promotion.result.id, promotion.attempt),
+            Arrived,
+            f"step {promotion.step} in {self.url}",
+            find,
+            pause_s=pause_s,
+            deadline_s=self.tier.deadline,
+        )
+        if isinstance(said, StepCopy):
+            return said
+        if said.final:
+            raise SaveSkippedError(f"{self.url}: rank 0 gave step {promotion.step} up: {said.failure}")
+        if said.failure is not None:
+            raise RankFailedError(f"{self.url}: rank 0 could not commit step {promotion.step}: {said.failure}", [0])
+        return StepCopy(engine.backend, await read_manifest(engine.backend, promotion.result.id, said.generation))
 
     async def _tell_ranks(self, promotion: Promotion, note: Arrived) -> None:
-        coordinator = self.engine.coordinator
-        if coordinator is not None and coordinator.board.rank == 0 and not promotion.alone:
-            await self._post(coordinator, self._note(promotion.result.id, promotion.attempt), note)
+        if self.engine.coordinator.rank == 0 and not promotion.alone:
+            await self._tell(self._note(promotion.result.id, promotion.attempt), note)
 
     async def tell_lost(self, step_id: str, attempt: str, error: Exception) -> None:
         """Have the other ranks not wait for a copy that rank 0's writer process took with it; the next one makes it."""
-        assert self.engine.coordinator is not None
         note = Arrived(failure=str(error), final=True)
         with suppress(CheckpointError), anyio.move_on_after(PATIENCE_S):  # the other tiers are told of after this one
             manifest = await find_copy(self.engine.backend, step_id, attempt)
             note = note if manifest is None else Arrived(manifest.generation)
-        await self._post(self.engine.coordinator, self._note(step_id, attempt), note)
+        await self._tell(self._note(step_id, attempt), note)
 
-    async def _post(self, coordinator: RankCoordinator, key: str, note: Arrived) -> None:
+    async def _tell(self, key: str, note: Arrived) -> None:
         """Leave rank 0's note, and remove those that nobody waits for any more. What is there is there without it."""
         if key not in self._notes:
             self._notes.append(key)
-        with suppress(StoreLostError):
-            await coordinator.board.post(key, note)
-            while len(self._notes) > 2 * (MOST_WAITING + 1):
-                await coordinator.board.forget([self._notes.pop(0)])
+        outdated, self._notes = self._notes[: -2 * (MOST_WAITING + 1)], self._notes[-2 * (MOST_WAITING + 1) :]
+        await self.engine.coordinator.tell(key, note, outdated)
 
     def _note(self, step_id: str, attempt: str) -> str:
         return f"tier/{self.number}/{step_id}/{attempt}"

@@ -12,8 +12,9 @@ Guarantees (docs/decisions.md#tiers):
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 
 import anyio
 import msgspec
@@ -21,7 +22,7 @@ import msgspec
 from aiockpt.engine import maintenance
 from aiockpt.engine.context import Engine
 from aiockpt.engine.job import SaveJob
-from aiockpt.engine.save import records_bytes, save
+from aiockpt.engine.save import records_bytes
 from aiockpt.errors import CheckpointError, SaveSkippedError
 from aiockpt.events import PromotionFailed
 from aiockpt.format.names import step_id
@@ -29,10 +30,7 @@ from aiockpt.futures import SaveResult
 from aiockpt.options import Retention, Tier
 from aiockpt.pipeline.discover import StepCopy
 from aiockpt.pipeline.manifests import read_manifest
-from aiockpt.ranks.save import abort_attempt, save_with_ranks
-from aiockpt.ranks.storage_fallback import StorageFallback, hear_or_find
 from aiockpt.runtime.limits import Pace
-from aiockpt.runtime.notes import StoreLostError
 from aiockpt.runtime.promise import Promise, SavePromise
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend
@@ -51,7 +49,6 @@ class Tiers:
 
     Attributes:
         engines: of all tiers, each with the retention of its tier.
-        on_seen: called with the number of a tier once all ranks are known to see it.
     """
 
     def __init__(
@@ -64,17 +61,11 @@ class Tiers:
             Promoter(number, tier, engine, self.engines)
             for number, (tier, engine) in enumerate(zip(tiers, self.engines, strict=True))
         ]
-        self.on_seen: Callable[[int], object] = lambda number: None
         self._alone: dict[int, anyio.Lock] = {}
         self._uncapped = Pace(None, nearest.world.clock)
         self._promoting = self._promoters[1:] if working else []
         for promoter in self._promoting:
             nearest.loop.submit(promoter.work)
-
-    def note_seen(self, numbers: Iterable[int]) -> None:
-        """Note that all ranks see these tiers."""
-        for number in numbers:
-            self._promoters[number].visibility.note_seen()
 
     def takes(self, step: int) -> bool:
         """Say whether any tier takes *step*."""
@@ -107,13 +98,15 @@ class Tiers:
         Raises:
             CheckpointError: as `aiockpt.engine.save.save`; no durable tier has it then.
         """
-        async with AsyncExitStack() as until_saved:
-            promoter = await self._choose(job, until_saved)
-            tell = save if job.save_round is None else save_with_ranks
-            backend = promoter.engine.backend
-            result = await tell(promoter.engine, job)
-            result = msgspec.structs.replace(result, url=backend.url, durable=backend.traits.durable)
-            return await self._promote(promoter, job, result) if len(self._promoters) > 1 else result
+        coordinator, candidates = self.engines[0].coordinator, self.candidates(job)
+        async with coordinator.taking_part(job, candidates), self._alone_at(job.step):
+            place = candidates[0]
+            if len(self.engines) > 1:
+                place = await coordinator.choose_place(job, candidates, partial(self._choose, job, candidates))
+            result = await coordinator.save(place, job)
+            result = msgspec.structs.replace(result, url=place.backend.url, durable=place.backend.traits.durable)
+            first = self._promoters[place.number]
+            return await self._promote(first, job, result) if len(self._promoters) > 1 else result
 
     @asynccontextmanager
     async def _alone_at(self, step: int) -> AsyncIterator[None]:
@@ -126,88 +119,34 @@ class Tiers:
             if not alone.locked():
                 self._alone.pop(step, None)
 
-    async def _choose(self, job: SaveJob, until_saved: AsyncExitStack) -> Promoter:
-        """Return the tier to write to, which all ranks see; when that fails on one rank all hear of it."""
-        save_round, coordinator = job.save_round, self.engines[0].coordinator
-        try:
-            await until_saved.enter_async_context(self._alone_at(job.step))
-            promoter = await self._entry(job) if len(self._promoters) > 1 else self._promoters[0]
-            if save_round is not None and coordinator is not None and not promoter.visibility.seen:
-                await promoter.visibility.check(coordinator, save_round, _fallback(promoter, job))
-                self.on_seen(promoter.number)
-        except BaseException as error:
-            if save_round is not None and coordinator is not None:
-                why = job.why(error)
-                coordinator.invalidate()
-                if not await coordinator.tell_failure(save_round, why) and job.nonce is not None:
-                    await self.abort_attempt(job, why)
-                await coordinator.leave(save_round)
-            raise
-        return promoter
-
-    async def _entry(self, job: SaveJob) -> Promoter:
-        """Return the first tier that takes the step, and has room for it if it is a memory tier; rank 0 says which."""
-        engine = self.engines[0]
-        if job.save_round is None or engine.coordinator is None:
-            return await self._with_room(job)
-        key, board = job.save_round.key("entry"), engine.coordinator.board
-        if board.rank == 0:
-            promoter = await self._with_room(job)
-            with engine.surviving_store():
-                await board.post(key, promoter.number)
-            return promoter
-
-        async def hear(seconds: float) -> Promoter:
-            return self._promoters[await board.wait(key, int, seconds, "the choice")]
-
-        async def find(lost: bool) -> Promoter | None:
-            for promoter in self._candidates(job):
-                fallback = _fallback(promoter, job)
-                if fallback is not None and await fallback.begun() is not None:
-                    return promoter
-            return None
-
-        async with engine.coordinator.watching_failures(job.save_round):
-            waiting = engine.coordinator.waiting(job.save_round)
-            return await hear_or_find(engine, "rank 0's choice of a tier", hear, find, waiting=waiting)
-
-    async def abort_attempt(self, job: SaveJob, error: BaseException) -> None:
-        """Have nobody commit a save that this rank has failed before it knew, or could say, in which tier.
-
-        The other ranks hear of it, where they can, once that is certain.
-        """
-        assert job.nonce is not None
-        engines = [promoter.engine for promoter in self._candidates(job)]
-        await abort_attempt(engines, job, job.nonce, error, untold=self.engines[0].coordinator)
-
     async def tell_lost(self, step: int, nonce: str, numbers: Iterable[int], error: Exception) -> None:
         """Tell the other ranks, where this is rank 0, that the copies of a save to these tiers ended with its writer."""
-        engine = self.engines[0]
-        if engine.coordinator is not None and engine.ranks.rank == 0:
-            with suppress(StoreLostError):
-                for number in numbers:
-                    await self._promoters[number].tell_lost(step_id(step), nonce, error)
+        coordinator = self.engines[0].coordinator
+        if coordinator.world_size > 1 and coordinator.rank == 0:
+            for number in numbers:
+                await self._promoters[number].tell_lost(step_id(step), nonce, error)
 
-    def _candidates(self, job: SaveJob) -> list[Promoter]:
+    def candidates(self, job: SaveJob) -> Sequence[Engine]:
         """Return the tiers that a save may be written to, the nearest first."""
-        return [promoter for promoter in self._promoters if promoter.tier.full and promoter.tier.takes(job.step)]
+        return [promoter.engine for promoter in self._promoters if promoter.tier.full and promoter.tier.takes(job.step)]
 
-    async def _with_room(self, job: SaveJob) -> Promoter:
-        taking = self._candidates(job)
-        needed = (job.plan.file_bytes + records_bytes(job)) * self.engines[0].ranks.world_size
-        for promoter in taking[:-1]:
+    async def _choose(self, job: SaveJob, candidates: Sequence[Engine]) -> Engine:
+        """Return the first of the *candidates* that has room for the step if it is a memory tier."""
+        needed = (job.plan.file_bytes + records_bytes(job)) * self.engines[0].coordinator.world_size
+        for place in candidates[:-1]:
+            promoter = self._promoters[place.number]
             if promoter.durable:
-                return promoter
+                return place
             try:
-                free = (await promoter.engine.backend.space()).free_bytes
+                free = (await place.backend.space()).free_bytes
             except CheckpointError as error:
                 self._pass_over(promoter, job.step, error)
                 continue
             if free is None or free >= needed:
-                return promoter
+                return place
             full = SaveSkippedError(f"{promoter.url} has {free:,} bytes free and step {job.step} needs {needed:,}")
             self._pass_over(promoter, job.step, full)
-        return taking[-1]
+        return candidates[-1]
 
     def _pass_over(self, promoter: Promoter, step: int, error: CheckpointError) -> None:
         logger.warning("%s is passed over for step %d: %s", promoter.url, step, error)
@@ -229,7 +168,7 @@ class Tiers:
                 promise.reach(promise.in_memory)
                 if any(promoter.commits for promoter in above):
                     result = await self._commit_durably(promotion, above, stages)
-                if engine.ranks.rank == 0 and result is not promotion.result:
+                if engine.coordinator.rank == 0 and result is not promotion.result:
                     await maintenance.clean_up(engine, promotion.result)
         finally:
             for promoter in above:
@@ -278,10 +217,6 @@ class Tiers:
                 await engine.backend.close()
 
 
-def _fallback(promoter: Promoter, job: SaveJob) -> StorageFallback | None:
-    return None if job.nonce is None else StorageFallback(promoter.engine, job.step, job.nonce)
-
-
 def _retention(tier: Tier, backend: Backend, farther: Sequence[Backend]) -> Retention | None:
     """Return what stays in a tier: where nothing is said, all; but memory before a durable tier holds the newest step."""
     if tier.keep is None and not backend.traits.durable and any(other.traits.durable for other in farther):
@@ -291,4 +226,4 @@ def _retention(tier: Tier, backend: Backend, farther: Sequence[Backend]) -> Rete
 
 def _engine_of(rules: Retention | None, nearest: Engine, backend: Backend) -> Engine:
     options = msgspec.structs.replace(nearest.options, retention=rules)
-    return Engine(backend, nearest.loop, options, (), nearest.world, nearest.ranks, nearer=nearest)
+    return Engine(backend, nearest.loop, options, (), nearest.world, nearest.coordinator, nearer=nearest)

@@ -23,6 +23,7 @@ from aiockpt.futures import SaveResult
 from aiockpt.options import Tier
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.promise import SavePromise
+from aiockpt.runtime.ranks import Ranks
 from aiockpt.runtime.relay import ask
 from aiockpt.runtime.shared_memory import SharedMemory
 from aiockpt.tiers.tiers import Tiers
@@ -52,7 +53,6 @@ from aiockpt.worker.messages import (
 )
 from aiockpt.worker.packed_errors import pack, unpack
 from aiockpt.worker.process import WriterProcess
-from aiockpt.worker.rounds import agree, name_attempt, taking_part
 from aiockpt.worker.setup import compose_setup
 
 logger = logging.getLogger("aiockpt")
@@ -68,15 +68,17 @@ class WriterClient:
         tiers: the same, as this process reads them; not working.
         given: what they were made of.
         memory: in which the slabs are.
+        ranks: this process among those that save together.
     """
 
-    def __init__(self, tiers: Tiers, given: Sequence[Tier], memory: SharedMemory) -> None:
+    def __init__(self, tiers: Tiers, given: Sequence[Tier], memory: SharedMemory, ranks: Ranks) -> None:
         self._tiers = tiers
         self._given = given
         self._memory = memory
         self._engine = tiers.engines[0]
+        self._ranks = ranks
         self._talking = Limiter("writer", 2)
-        self._hello = compose_setup(given, self._engine.options, self._engine.ranks)
+        self._hello = compose_setup(given, self._engine.options, ranks)
         self._replacing = anyio.Lock()
         self._errands: dict[int, PendingSave] = {}
         self._begun: dict[int, PendingSave] = {}  # the same, until `save` asks for it: it may have ended by then
@@ -104,7 +106,7 @@ class WriterClient:
             WriterLostError: the writer is gone, and so is the one that was started in its place.
         """
         engine = self._engine
-        job.nonce = name_attempt(engine, job)
+        job.nonce = engine.coordinator.name_attempt(job.save_round) or engine.token(6)
         engine.busy_attempts.add(job.nonce)  # what this process prunes leaves it alone
         save = self._order(job, job.nonce)
         try:
@@ -120,7 +122,6 @@ class WriterClient:
 
     def _order(self, job: SaveJob, nonce: str) -> Save:
         run, parent, seen = self._engine.lineage.position()
-        coordinator = self._engine.coordinator
         return Save(
             number=job.number,
             step=job.step,
@@ -136,7 +137,7 @@ class WriterClient:
             parent=parent,
             seen=seen,
             save_round=job.save_round,
-            board="" if coordinator is None else coordinator.board.name,
+            board=self._engine.coordinator.board_name,
             unsure=job.is_unsure,
         )
 
@@ -149,9 +150,9 @@ class WriterClient:
         """
         emit_start(engine, job)
         pending = self._begun.pop(job.number)
-        async with taking_part(self._tiers, job, pending):
+        async with engine.coordinator.accompanying(job, self._tiers.candidates(job), pending.death):
             try:
-                await agree(engine, job)
+                await engine.coordinator.announce(job)
                 await pending.answer.settled()
             except anyio.get_cancelled_exc_class() as cancelled:
                 with anyio.CancelScope(shield=True):
@@ -271,7 +272,7 @@ class WriterClient:
 
     def _reply(self, connection: Connection, asked: Asked) -> None:
         """Ask the store what a writer wants to know: one thing at a time, so one worker is enough."""
-        reply = ask(self._engine.ranks.store, asked.question)
+        reply = ask(self._ranks.store, asked.question)
         with suppress(CheckpointError):  # nobody is there to hear it
             connection.tell(Replied(asked.number, reply))
 

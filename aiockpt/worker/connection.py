@@ -121,7 +121,6 @@ class PendingSave:
         step, nonce: which one.
         stages: of the tiers, the nearest first; none where there is only one.
         answer: the outcome; *tidied*: nothing follows but what farther tiers do.
-        orphaned: whether its writer has died, and nobody goes on with it.
         look_again: compares the state with its copy, if nobody has; returns why the save ends when it was torn.
     """
 
@@ -139,7 +138,7 @@ class PendingSave:
         self.stages = stages
         self.answer: Promise[SaveResult] = Promise(f"save of step {step}, in the writer")
         self.tidied: Promise[None] = Promise(f"save of step {step}, tidied")
-        self.orphaned = False
+        self._orphaned = False
         self.look_again = look_again
         self._promise = promise
 
@@ -157,6 +156,10 @@ class PendingSave:
     def ended(self) -> bool:
         """Whether nothing more will be heard of it."""
         return self.tidied.is_settled and all(stage.is_settled for stage in self.stages)
+
+    def death(self) -> Exception | None:
+        """Return how its writer died, if it did, and nobody goes on with the save."""
+        return self.connection.death() if self._orphaned else None
 
     def hear(self, answer: Reached | TierSettled | Settled | Tidied) -> None:
         """Settle what the writer says is settled."""
@@ -177,7 +180,7 @@ class PendingSave:
 
         The tiers of a save that has no outcome yet fail with it. (One that was never sent is given to the next writer.)
         """
-        self.orphaned = not self.connection.left_alone
+        self._orphaned = not self.connection.left_alone
         if self.answer.is_settled:
             for stage in self.stages:
                 stage.fail(error)

@@ -19,6 +19,7 @@ import msgspec
 from anyio.abc import TaskGroup
 
 from aiockpt.engine.context import Engine
+from aiockpt.engine.coordinator import Alone, Coordinator
 from aiockpt.engine.job import SaveJob
 from aiockpt.events import Event, SaveFailed, SaveStarted
 from aiockpt.futures import SaveResult
@@ -127,14 +128,22 @@ class Service:
             io=setup.io, deadlines=setup.deadlines, on_exists=setup.on_exists, on_error="warn", worker="process"
         )
         self._store = RelayedStore(lambda number, question: loop.call_soon(post, Asked(number, question)))
-        ranks = Ranks(setup.rank, setup.world_size, self._store)
-        self._engine = Engine(backends[0], loop, options, [Teller(post)], world, ranks, lender=self._slabs)
+        coordinator: Coordinator = Alone()
+        if setup.world_size > 1:
+            from aiockpt.ranks.coordinator import RankCoordinator
+
+            ranks = Ranks(setup.rank, setup.world_size, self._store)
+            secret = world.token(16).hex()
+            coordinator = RankCoordinator(
+                *(ranks, backends[0].url, loop, options, secret),
+                seen=setup.seen,
+                on_seen=lambda tier: post(Seen(tier)),
+            )
+        self._engine = Engine(backends[0], loop, options, [Teller(post)], world, coordinator, lender=self._slabs)
         self._engine.failed = deque(maxlen=0)  # a save tells of itself
         self._engine.tell_given_up = lambda step, error: post(GaveUp(step, None, pack(error)))
         tiers = [_tier_of(order, number, post) for number, order in enumerate(setup.tiers)]
         self._tiers = Tiers(tiers, self._engine, backends)
-        self._tiers.note_seen(setup.seen)
-        self._tiers.on_seen = lambda tier: post(Seen(tier))
         self._plan: SavePlan | None = None
         self._saves: dict[int, Writing] = {}
 
@@ -191,8 +200,7 @@ class Service:
 
     def _begin(self, order: Save, tasks: TaskGroup) -> None:
         assert self._plan is not None
-        if self._engine.coordinator is not None:
-            self._engine.coordinator.board.join(order.board)
+        self._engine.coordinator.join(order.board)
         writing = self._saves[order.number] = Writing(self._engine, self._slabs, order, self._plan, self._post)
         tasks.start_soon(self._write, writing)
 
@@ -205,7 +213,7 @@ class Service:
             result = await job.run(self._tiers.save)
             error = job.promise.error
             self._post(Settled(job.number, result, None if error is None else pack(error)))
-            if result is not None and not result.existed and self._engine.ranks.rank == 0:
+            if result is not None and not result.existed and self._engine.coordinator.rank == 0:
                 await self._clean_up(result)
         finally:
             del self._saves[job.number]

@@ -24,8 +24,8 @@ from aiockpt.pipeline import receipts
 from aiockpt.pipeline.commit import Attempt, cast_vote, commit, wait_votes
 from aiockpt.planning import groups
 from aiockpt.planning.groups import group_of
-from aiockpt.ranks.coordinator import RankCoordinator
 from aiockpt.ranks.gathering import count_vote, wait_likely
+from aiockpt.ranks.rounds import Rounds
 from aiockpt.ranks.save import RELIST_S
 from aiockpt.runtime.world import World
 from aiockpt.state.geometry import Box
@@ -153,7 +153,7 @@ def exchange(ranks: int) -> dict[str, float]:
     """Let all ranks of a world plan their first save: a row of each tensor a rank, until the last one knows its part."""
     store = CountingStore()
     meetings = [SlowMeeting(store, rank, ranks) for rank in range(ranks)]
-    sharings = [RankCoordinator(board, DEADLINE_S, ATTEMPT) for board in meetings]
+    sharings = [Rounds(board, DEADLINE_S, ATTEMPT) for board in meetings]
 
     async def plan(rank: int) -> None:
         tensors = tuple(

@@ -18,6 +18,7 @@ from aiockpt.convert import Converted, to_hugging_face
 from aiockpt.convert.folder_layout import INDEX_NAME, SINGLE_NAME, decode_index
 from aiockpt.convert.outbound import Request, convert_step
 from aiockpt.engine.context import Engine
+from aiockpt.engine.coordinator import Alone
 from aiockpt.errors import (
     CheckpointError,
     CorruptionError,
@@ -196,7 +197,7 @@ def convert_on(files: Files, step: int, max_shard_bytes: int) -> None:
 
     async def main() -> None:
         loop = InlineLoop("convert", lambda: None)
-        engine = Engine(backend, loop, Options(io=TINY), (), world, aiockpt.Ranks())
+        engine = Engine(backend, loop, Options(io=TINY), (), world, Alone())
         await convert_step(engine, LocalBackend(OUT, world=world), request(step, max_shard_bytes), lambda _: None)
         await backend.close()
 

@@ -15,12 +15,20 @@ import msgspec
 import torch.distributed
 
 import aiockpt
+from aiockpt.ranks.coordinator import RankCoordinator
 
 T = TypeVar("T")
 QUICK = aiockpt.Deadlines(ranks_s=20, commit_s=20, takeover_s=10, close_s=60)
 PATIENT = aiockpt.Deadlines(ranks_s=100, commit_s=100, takeover_s=100, close_s=20)
 """Longer than tests wait for a future: what ranks learn in time, they were told, on however slow a machine."""
 SMALL = aiockpt.IO(pool_bytes=1 << 20, slab_bytes=16384, block_bytes=4096, read_bytes=16384)
+
+
+def coordinator_of(checkpointer: aiockpt.Checkpointer) -> RankCoordinator:
+    """Return how a rank agrees with the others."""
+    coordinator = checkpointer._engine.coordinator
+    assert isinstance(coordinator, RankCoordinator)
+    return coordinator
 
 
 class Crew:
@@ -72,12 +80,12 @@ class Crew:
         """Return a list that gets the key of every note that a rank leaves from now on."""
         posted: list[str] = []
         for checkpointer in self.checkpointers:
-            board = checkpointer._engine.coordinator.board  # type: ignore[union-attr]
+            board: Any = coordinator_of(checkpointer).board
             post = board.post
 
             async def note(key: str, value: Any, post: Any = post) -> None:
                 posted.append(key)
                 await post(key, value)
 
-            board.post = note  # type: ignore[method-assign]
+            board.post = note
         return posted

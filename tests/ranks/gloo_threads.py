@@ -10,9 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from aiockpt.ranks.load import RankLoads
 from aiockpt.ranks.peers import Peers
-from tests.ranks.crew import Crew
+from tests.ranks.crew import Crew, coordinator_of
 
 
 def connect(ranks: Sequence[int]) -> list[Peers]:
@@ -40,15 +39,11 @@ def crew_with_groups(
 
 def use(crew: Crew, peers: Peers) -> None:
     """Give a rank of the crew its peers, as ``load_group`` does with those of a process."""
-    checkpointer = crew.checkpointers[peers.rank]
-    coordinator = checkpointer._engine.coordinator
-    assert coordinator is not None
-    checkpointer._together = RankLoads(checkpointer._engine, coordinator, peers)
+    coordinator_of(crew.checkpointers[peers.rank]).loads._peers = peers
 
 
 def peers_of(crew: Crew, rank: int) -> Peers:
     """Return the peers of a rank that has some."""
-    together = crew.checkpointers[rank]._together
-    assert together is not None
-    assert together._peers is not None
-    return together._peers
+    peers = coordinator_of(crew.checkpointers[rank]).loads._peers
+    assert peers is not None
+    return peers

@@ -15,7 +15,7 @@ from aiockpt.planning import groups
 from aiockpt.ranks.gathering import takes_over, vote_keys
 from aiockpt.runtime.world import World
 from aiockpt.testing.faults import Fault, FaultyBackend
-from tests.ranks.crew import QUICK, Crew
+from tests.ranks.crew import QUICK, Crew, coordinator_of
 from tests.ranks.test_save import equal, failing_on, loaded, replicated
 
 pytestmark = pytest.mark.timeout(60)
@@ -81,7 +81,7 @@ def test_one_rank_of_a_group_takes_over() -> None:
 
 def test_no_note_about_votes_is_left_behind(tmp_path: Path) -> None:
     with Crew(RANKS, tmp_path, deadlines=QUICK) as crew:
-        store = crew.checkpointers[0]._engine.ranks.store
+        store: Any = coordinator_of(crew.checkpointers[0]).board._store
         for step in range(1, 9):
             save(crew, step)
         assert store.num_keys() < 60

@@ -17,7 +17,7 @@ from aiockpt.backends.local import LocalBackend
 from aiockpt.errors import RankFailedError, RankTimeoutError, StateMismatchError
 from aiockpt.runtime.world import World
 from aiockpt.testing.faults import Fault, FaultyBackend
-from tests.ranks.crew import Crew
+from tests.ranks.crew import Crew, coordinator_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -207,9 +207,7 @@ def test_the_store_holds_the_notes_of_one_load_however_many_there_were(tmp_path:
     save(tmp_path, 1, 2)
     flip = Fault(do="flip", verb="reader.read", match="step-00000002/*", bit=80_000, times=None)
     with Crew(3, one_rank_sees(tmp_path, 1, flip)) as crew:
-        coordinator = crew.checkpointers[0]._engine.coordinator
-        assert coordinator is not None
-        store: Any = coordinator.board._store
+        store: Any = coordinator_of(crew.checkpointers[0]).board._store
         counts = []
         for _ in range(18):
             crew.on_all(lambda rank, ckpt: ckpt.load(empty()).result(30))

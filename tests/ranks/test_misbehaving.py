@@ -148,7 +148,7 @@ def test_a_step_saved_again_after_going_back_is_another_save(tmp_path: Path) -> 
 def test_a_save_raises_nothing_that_others_did_and_does_not_wait_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_error: Any
 ) -> None:
-    monkeypatch.setattr("aiockpt.engine.context.PLAN_IN_CALL_S", 0.5)
+    monkeypatch.setattr("aiockpt.ranks.coordinator.PLAN_IN_CALL_S", 0.5)
     with Crew(2, tmp_path, deadlines=PATIENT, on_error=on_error) as crew, Warnings() as warnings:
         future = crew.checkpointers[0].save(1, replicated(1))
         error = future.exception(30)

@@ -20,7 +20,7 @@ from aiockpt.errors import ObjectNotFoundError, RankFailedError, SaveCancelledEr
 from aiockpt.runtime.world import World
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.gates import Gate
-from tests.ranks.crew import QUICK, Crew
+from tests.ranks.crew import QUICK, Crew, coordinator_of
 from tests.ranks.test_save import parameter
 
 pytestmark = pytest.mark.timeout(60)
@@ -90,15 +90,14 @@ def test_the_save_after_a_failed_one_works_on_ranks_that_have_not_heard_of_the_f
         return ckpt.save(3, state).result(30).step
 
     with Crew(2, backend, deadlines=QUICK, on_error=lambda future: None) as crew:
-        coordinator = crew.checkpointers[0]._engine.coordinator
-        assert coordinator is not None
-        tell_failure = coordinator.tell_failure
+        rounds = coordinator_of(crew.checkpointers[0]).rounds
+        tell_failure = rounds.tell_failure
 
         async def tell_late(save_round: SaveRound, error: BaseException) -> bool:
             await anyio.sleep(0.5)
             return await tell_failure(save_round, error)
 
-        coordinator.tell_failure = tell_late  # type: ignore[method-assign]
+        rounds.tell_failure = tell_late  # type: ignore[method-assign]
         assert crew.on_all(save_all) == [3, 3]
 
 
@@ -167,8 +166,7 @@ async def test_saves_started_at_once_from_an_event_loop_are_planned_one_after_th
 def test_a_store_that_is_gone_after_the_commit_fails_no_save(tmp_path: Path) -> None:
     with Crew(2, tmp_path, deadlines=aiockpt.Deadlines(ranks_s=20, commit_s=10, takeover_s=0.3, close_s=60)) as crew:
         crew.on_all(lambda rank, ckpt: ckpt.save(1, state_at(1)).result(30))
-        coordinator = crew.checkpointers[1]._engine.coordinator
-        assert coordinator is not None
+        coordinator = coordinator_of(crew.checkpointers[1])
         store = coordinator.board._store
         gone: list[str] = []
 
@@ -217,8 +215,7 @@ def test_a_turn_that_a_rank_never_leaves_does_not_keep_the_notes_of_later_ones(t
         checkpointer.save(1, state_at(1)).result()
     steps = [count(1), count(1)]
     with Crew(2, tmp_path, deadlines=QUICK) as crew:
-        coordinator = crew.checkpointers[1]._engine.coordinator
-        assert coordinator is not None
+        coordinator = coordinator_of(crew.checkpointers[1])
         store: Any = ForgetsToLeave(coordinator.board._store, "save/1/1/past" if what == "save" else "load/1/past")
         coordinator.board._store = store
         held = []

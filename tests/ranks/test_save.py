@@ -22,7 +22,7 @@ from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.gates import Gate
-from tests.ranks.crew import PATIENT, QUICK, Crew
+from tests.ranks.crew import PATIENT, QUICK, Crew, coordinator_of
 from tests.watch import until
 
 pytestmark = pytest.mark.timeout(60)
@@ -378,7 +378,7 @@ def test_a_process_that_saves_alone_with_a_part_of_a_tensor_is_told_who_has_the_
 
 def test_no_note_is_left_behind_for_ever(tmp_path: Path) -> None:
     with Crew(2, tmp_path, deadlines=QUICK) as crew:
-        store = crew.checkpointers[0]._engine.ranks.store
+        store: Any = coordinator_of(crew.checkpointers[0]).board._store
         for step in range(1, 12):
             crew.on_all(lambda rank, ckpt, step=step: ckpt.save(step, replicated(step)).result(30))  # type: ignore[misc]
         assert store.num_keys() < 40

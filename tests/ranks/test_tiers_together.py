@@ -23,7 +23,7 @@ from aiockpt.testing.recording import RecordingBackend
 from aiockpt.tiers.promotion import MOST_WAITING
 from aiockpt.tiers.tiers import Tiers
 from tests.gates import Around, Gate
-from tests.ranks.crew import Crew
+from tests.ranks.crew import Crew, coordinator_of
 from tests.ranks.test_save import equal, loaded, replicated
 from tests.watch import Watch
 
@@ -110,7 +110,7 @@ def test_a_copy_that_is_there_is_not_told_as_lost_though_its_writer_died_before_
         return ckpt.save(1, replicated(1)).committed(far).result(30).url
 
     with Crew(3, lambda rank: [tmp_path / "near", far]) as crew:
-        board = crew.checkpointers[0]._engine.coordinator.board  # type: ignore[union-attr]
+        board = coordinator_of(crew.checkpointers[0]).board
         post, swallowed = board.post, []
 
         async def die_instead(key: str, note: Any) -> None:
@@ -139,14 +139,14 @@ def test_notes_of_lost_copies_are_removed_when_newer_ones_come(tmp_path: Path) -
     with Crew(2, lambda rank: [tmp_path / "near", tmp_path / "far"]) as crew:
         ckpt = crew.checkpointers[0]
         crew.on_all(lambda rank, ckpt: ckpt.save(0, replicated(0)).committed(tmp_path / "far").result(30))
-        board = ckpt._engine.coordinator.board  # type: ignore[union-attr]
+        board: Any = coordinator_of(ckpt).board
         forget, forgotten = board.forget, list[str]()
 
         async def noted(keys: Sequence[str]) -> None:
             forgotten.extend(keys)
             await forget(keys)
 
-        board.forget = noted  # type: ignore[method-assign]
+        board.forget = noted
         attempts = [f"{number:012x}" for number in range(8)]
         for attempt in attempts:
             ckpt._loop.submit(ckpt._launcher._tiers.tell_lost, 1, attempt, [1], WriterLostError("killed")).result(30)  # type: ignore[attr-defined]

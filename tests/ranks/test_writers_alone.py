@@ -19,6 +19,7 @@ import torch.distributed
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.engine.context import Engine
+from aiockpt.engine.coordinator import Alone
 from aiockpt.errors import RankFailedError, StorageFullError, WriterLostError
 from aiockpt.format.names import failure_key
 from aiockpt.ranks.storage_fallback import StorageFallback
@@ -114,7 +115,7 @@ def test_a_rank_that_fails_before_it_knows_the_tier_leaves_word_of_it(orders: Or
 
 async def test_a_record_of_a_failure_says_more_than_those_of_ranks_that_it_made_give_up(tmp_path: Path) -> None:
     backend = LocalBackend(str(tmp_path))
-    fallback = StorageFallback(cast(Engine, SimpleNamespace(backend=backend, ranks=aiockpt.Ranks())), 1, NONCE)
+    fallback = StorageFallback(cast(Engine, SimpleNamespace(backend=backend, coordinator=Alone())), 1, NONCE)
     assert await fallback.failure() is None
     told = [(0, "RankFailedError: rank 2 failed"), (2, "StorageFullError: no room")]
     for rank, failure in told:

@@ -117,14 +117,17 @@ def test_a_save_that_its_writer_never_had_may_be_given_to_the_next_one() -> None
     for committed in (False, True):
         far: Promise[SaveResult] = Promise("far")
         pending = PendingSave(
-            cast(Connection, SimpleNamespace(left_alone=committed)), save_order(1), SavePromise(1), [far]
+            cast(Connection, SimpleNamespace(left_alone=committed, death=RuntimeError)),
+            save_order(1),
+            SavePromise(1),
+            [far],
         )
         if committed:
             pending.hear(Settled(1, result))
         pending.fail(errors.WriterLostError("gone"))
         assert far.is_settled == committed
         assert pending.is_committed == committed
-        assert pending.orphaned != committed  # a writer that was left alone may still be at it
+        assert (pending.death() is not None) != committed  # a writer that was left alone may still be at it
         assert pending.tidied.is_settled
 
 

@@ -1,0 +1,43 @@
+"""A process that saves alone asks nobody, and loads nothing of the ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from aiockpt.engine.coordinator import Alone
+from aiockpt.errors import RankTimeoutError
+
+ONE_PROCESS = """
+import sys
+import torch
+import aiockpt
+with aiockpt.Checkpointer(sys.argv[1]) as ckpt:
+    ckpt.save(1, {"w": torch.ones(3)}).result()
+    ckpt.load({"w": torch.zeros(3)}).result()
+print(*sorted(name for name in sys.modules if name.startswith("aiockpt.ranks")))
+"""
+
+
+def test_one_process_imports_nothing_of_the_ranks(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_PROCESS, str(tmp_path)], check=True, capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout.split() == []
+
+
+async def test_alone_what_is_found_is_all_that_is_heard() -> None:
+    there: list[int] = []
+
+    async def find() -> int | None:
+        return there[0] if there else None
+
+    with pytest.raises(RankTimeoutError, match="step 1: not there"):
+        await Alone().hear(None, "key", str, "step 1", find, pause_s=0.0, deadline_s=0.0)  # type: ignore[arg-type]
+    there.append(7)
+    assert await Alone().hear(None, "key", str, "step 1", find, pause_s=0.0, deadline_s=0.0) == 7  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="refused"):
+        await Alone().agree_applied(0, ValueError("refused"))
