@@ -23,14 +23,16 @@ from aiockpt.cadence import Cadence
 from aiockpt.engine import maintenance
 from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import WARM_UP, Alone, Coordinator
+from aiockpt.engine.destination import Destination, OnePlace
 from aiockpt.engine.failures import raise_failures, report_failures, undelivered
 from aiockpt.engine.load import LoadRequest
 from aiockpt.engine.maintenance import Copied, Description, Pruned, StepInfo, Verified
 from aiockpt.engine.outcome_log import log_loaded
+from aiockpt.engine.place import Place as EnginePlace
 from aiockpt.engine.read import read
 from aiockpt.engine.shutdown import Shutdown
 from aiockpt.engine.snapshotter import ByCall, Eager
-from aiockpt.engine.submit import Destination, Submitter, check_step
+from aiockpt.engine.submit import Submitter, check_step
 from aiockpt.errors import BackgroundSaveError, UsageError
 from aiockpt.events import BackgroundTask, BarrierWaited, Observer
 from aiockpt.futures import Future, LoadFuture, LoadResult, SaveFuture
@@ -58,17 +60,14 @@ from aiockpt.runtime.loop import LoopThread, refuse_in_event_loop, refuse_on_loo
 from aiockpt.runtime.pending_copies import Mutating, PendingCopies
 from aiockpt.runtime.promise import LoadPromise, Promise
 from aiockpt.runtime.ranks import Ranks, check_found, find_ranks
-from aiockpt.runtime.shared_memory import SharedMemory
 from aiockpt.runtime.slabs import PoolStatistics
 from aiockpt.runtime.world import Loop, World
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
-from aiockpt.tiers.tiers import Tiers
-from aiockpt.worker.client import WriterClient
-from aiockpt.worker.setup import check_worker
 
 if TYPE_CHECKING:
     from aiockpt.ranks.peers import Peers
+    from aiockpt.runtime.shared_memory import SharedMemory
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -201,27 +200,26 @@ class Checkpointer:
         else:
             tiers, backends = self._probe.open_places(tiers, world or World(), by_url=worker == "process")
             observers += self._probe.observers
-        if worker == "process":
-            check_worker(tiers, backends, world)
+        memory = _share_memory(tiers, backends, world) if worker == "process" else None
         world = world or World()
-        memory = SharedMemory() if worker == "process" else None
         self._loop = (world.make_loop or LoopThread)("aiockpt", self._drain_at_exit)
         try:
             coordinator = _make_coordinator(ranks, peers, tiers, backends[0], self._loop, self._options, world)
-            self._engine = Engine(backends[0], self._loop, self._options, observers, world, coordinator, memory=memory)
+            self._engine = Engine(self._loop, self._options, observers, world, coordinator, memory=memory)
             companions = [
                 run_background(self._loop, observer) for observer in observers if isinstance(observer, BackgroundTask)
             ]
             for cadence in (observer for observer in observers if isinstance(observer, Cadence)):
                 place = backends[0].url
                 companions.append(cadence.join(self._loop, ranks, place, world.clock, max_in_flight, deadlines.ranks_s))
-            here = Tiers(tiers, self._engine, backends, working=memory is None)
-            self._tiers: Destination = here if memory is None else WriterClient(here, tiers, memory, ranks)
+            self._destination = _make_destination(self._engine, tiers, backends, working=memory is None)
+            if memory is not None:
+                self._destination = _start_writer(self._destination, tiers, memory, ranks)
             companions.append(self._tell_closing)
             self._copies = PendingCopies(deadlines.slab_s, self._tell_waited)
-            self._launcher = Submitter(self._tiers, self._copies, self._make_snapshotter())
+            self._launcher = Submitter(self._destination, self._copies, self._make_snapshotter())
             self._unclaimed: list[LoadPromise[LoadResult | None]] = []
-            self._ending = Shutdown(self._engine, self._launcher, self._tiers, self._copies, companions)
+            self._ending = Shutdown(self._engine, self._launcher, self._destination, self._copies, companions)
         except BaseException:
             self._loop.discard()
             if memory is not None:
@@ -237,7 +235,7 @@ class Checkpointer:
             devices,
             self._copies,
             engine.pool,
-            engine.uploader.busy_slabs,
+            self._destination.places[0].uploader.busy_slabs,
             engine.now_ns,
         )
         compares = self._options.debug == "digest"
@@ -379,7 +377,7 @@ class Checkpointer:
         async def run() -> LoadResult | None:
             for earlier in refused:
                 await earlier.settled()
-            filled = await self._engine.coordinator.load(self._engine, request, number)
+            filled = await self._engine.coordinator.load(self._destination, request, number)
             log_loaded(None if filled is None else filled.result, self._engine.coordinator)
             if filled is not None:
                 promise.on_finish = filled.apply
@@ -411,22 +409,22 @@ class Checkpointer:
             StateMismatchError: the step has no tensor of that name; said is what it is instead, or close names.
             UsageError: *rows* is no slice, has a step, or the tensor is a scalar.
         """
-        return self._operation(f"read of {name}", read, self._engine, _number(step), name, rows)
+        return self._operation(f"read of {name}", read, self._destination, _number(step), name, rows)
 
     def describe(self, step: int | None = None) -> Future[Description]:
         """List what a step holds (the newest valid one for None), without reading data."""
-        return self._operation("describe", maintenance.describe, self._engine, _number(step))
+        return self._operation("describe", maintenance.describe, self._destination, _number(step))
 
     def steps(self) -> Future[tuple[StepInfo, ...]]:
         """List the committed steps, the newest first; damaged ones carry their problem.
 
         Retention deletes after a commit, in the background: for a moment there may be more than it keeps.
         """
-        return self._operation("steps", maintenance.steps, self._engine)
+        return self._operation("steps", maintenance.steps, self._destination)
 
     def latest(self) -> Future[int | None]:
         """Return the newest valid step; None when there is none."""
-        return self._operation("latest", maintenance.latest, self._engine)
+        return self._operation("latest", maintenance.latest, self._destination)
 
     def verify(self, step: int | None = None, *, on_read: Callable[[int], object] = _tell_nobody) -> Future[Verified]:
         """Read and compare every block of a step, and mark it as verified.
@@ -434,7 +432,7 @@ class Checkpointer:
         Args:
             on_read: told the bytes of each read, on the loop thread; for progress.
         """
-        return self._operation("verify", maintenance.verify, self._engine, _number(step), on_read)
+        return self._operation("verify", maintenance.verify, self._destination, _number(step), on_read)
 
     def copy(self, step: int | None, to: Place, *, on_copied: Callable[[int], object] = _tell_nobody) -> Future[Copied]:
         """Copy a step (the newest valid one for None) to another place, every block compared on the way.
@@ -450,7 +448,7 @@ class Checkpointer:
     async def _copy(self, step: int | None, to: Place, on_copied: Callable[[int], object]) -> Copied:
         target = open_backend(to, world=self._engine.world)
         try:
-            return await maintenance.copy(self._engine, step, target, on_copied)
+            return await maintenance.copy(self._destination, step, target, on_copied)
         finally:
             if target is not to:
                 await target.close()
@@ -458,16 +456,16 @@ class Checkpointer:
     def prune(self, rules: Retention | None = None, *, dry_run: bool = False) -> Future[Pruned]:
         """Delete what the rules (its own ``retention`` for None) do not keep, and the garbage of dead saves."""
         chosen = rules or self._options.retention or Retention()
-        return self._operation("prune", _prune, self._engine, chosen, dry_run)
+        return self._operation("prune", _prune, self._destination.places[0], chosen, dry_run)
 
     def finish_commits(self) -> Future[tuple[StepInfo, ...]]:
         """Commit what dead jobs could not: every attempt with all its votes and no manifest. ``load`` does it by itself."""
-        return self._operation("finish_commits", maintenance.finish, self._engine)
+        return self._operation("finish_commits", maintenance.finish, self._destination.places[0])
 
     def delete(self, step: int) -> Future[None]:
         """Delete one step, manifests first."""
         step = check_step(step)
-        return self._operation(f"delete of step {step}", maintenance.delete, self._engine, step)
+        return self._operation(f"delete of step {step}", maintenance.delete, self._destination, step)
 
     # ------------------------------------------------------------------ the policy form
 
@@ -612,7 +610,7 @@ class Checkpointer:
     def statistics(self) -> Statistics:
         """Return what is going on at this instant. Any thread."""
         running = len(self._launcher.in_flight)
-        return Statistics(running, self._engine.pool.statistics(), self._engine.uploader.statistics())
+        return Statistics(running, self._engine.pool.statistics(), self._destination.places[0].uploader.statistics())
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -623,7 +621,7 @@ class Checkpointer:
     def __repr__(self) -> str:
         running = len(self._launcher.in_flight)
         status = "running" if self._loop.usable else "closed"
-        return f"<Checkpointer {self._engine.backend.url}, {running} saves in flight, {status}>"
+        return f"<Checkpointer {self._destination.places[0].backend.url}, {running} saves in flight, {status}>"
 
 
 def _find_peers(load_group: torch.distributed.ProcessGroup | None, ranks: Ranks) -> Peers | None:
@@ -655,6 +653,37 @@ def _make_coordinator(
     return coordinator
 
 
+def _make_destination(
+    engine: Engine, tiers: Sequence[Tier], backends: Sequence[Backend], *, working: bool
+) -> Destination:
+    """Return where saves go and where steps lie.
+
+    Args:
+        working: whether steps are saved, and copied from place to place, by this process.
+    """
+    if len(tiers) == 1:
+        return OnePlace(EnginePlace(engine, backends[0], retention=tiers[0].retention), tiers[0])
+    from aiockpt.tiers.tiers import Tiers
+
+    return Tiers(tiers, engine, backends, working=working)
+
+
+def _share_memory(tiers: Sequence[Tier], backends: Sequence[Backend], world: World | None) -> SharedMemory:
+    """Return memory that a writer process can see, when one can write to these places."""
+    from aiockpt.runtime.shared_memory import SharedMemory
+    from aiockpt.worker.setup import check_worker
+
+    check_worker(tiers, backends, world)
+    return SharedMemory()
+
+
+def _start_writer(here: Destination, tiers: Sequence[Tier], memory: SharedMemory, ranks: Ranks) -> Destination:
+    """Start a writer process; return what hands saves to it, and reads *here*."""
+    from aiockpt.worker.client import WriterClient
+
+    return WriterClient(here, tiers, memory, ranks)
+
+
 def _terms(tiers: Sequence[Tier], options: Options) -> dict[str, str]:
     """Return the options that all ranks must share, in words."""
     places = [f"every={tier.every}, content={tier.content!r}" for tier in tiers]
@@ -684,6 +713,6 @@ def _number(step: object) -> int | None:
     return None if step is None else check_step(step)
 
 
-async def _prune(engine: Engine, rules: Retention, dry_run: bool) -> Pruned:
-    async with engine.cleaning:
-        return await maintenance.prune(engine, rules, dry_run=dry_run)
+async def _prune(place: EnginePlace, rules: Retention, dry_run: bool) -> Pruned:
+    async with place.cleaning:
+        return await maintenance.prune(place, rules, dry_run=dry_run)

@@ -17,7 +17,7 @@ from aiockpt.convert.inbound import convert_folder
 from aiockpt.convert.outbound import Request as _OutboundRequest
 from aiockpt.convert.outbound import convert_step
 from aiockpt.convert.source import SUFFIX
-from aiockpt.engine.context import Engine
+from aiockpt.engine.destination import Destination
 from aiockpt.engine.submit import check_step
 from aiockpt.errors import UsageError
 from aiockpt.futures import Future
@@ -25,7 +25,7 @@ from aiockpt.redaction import redact
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
 
-Convert = Callable[[Engine, Backend, int], Awaitable["Converted"]]
+Convert = Callable[[Destination, Backend, int], Awaitable["Converted"]]
 
 
 class Converted(msgspec.Struct, frozen=True):
@@ -93,8 +93,8 @@ def to_hugging_face(
         None if step is None else check_step(step), prefix, parse_dtype(dtype), max_shard_bytes, replace, dry_run
     )
 
-    async def convert(engine: Engine, place: Backend, begun_ns: int) -> Converted:
-        done = await convert_step(engine, place, request, on_written)
+    async def convert(steps: Destination, place: Backend, begun_ns: int) -> Converted:
+        done = await convert_step(steps, place, request, on_written)
         return Converted(
             step=done.manifest.step,
             url=place.url,
@@ -104,7 +104,7 @@ def to_hugging_face(
             dtypes=_count(weight.becomes for weight in done.chosen.weights),
             ties=done.chosen.ties,
             bytes=done.layout.file_bytes,
-            seconds=engine.since_s(begun_ns),
+            seconds=steps.engine.since_s(begun_ns),
             dry_run=dry_run,
             left_out=done.chosen.left_out,
         )
@@ -146,18 +146,18 @@ def from_hugging_face(
     step = check_step(step)
     request = _InboundRequest(step, prefix, parse_dtype(dtype), ties or {}, replace, dry_run, only)
 
-    async def convert(engine: Engine, place: Backend, begun_ns: int) -> Converted:
-        done = await convert_folder(engine, place, request, on_written)
+    async def convert(steps: Destination, place: Backend, begun_ns: int) -> Converted:
+        done = await convert_folder(steps, place, request, on_written)
         return Converted(
             step=step,
-            url=engine.backend.url,
+            url=steps.places[0].backend.url,
             prefix=done.prefix,
             files=done.files,
             tensor_count=len(done.state.tensors),
             dtypes=_count(shard.dtype for shard in done.state.tensors),
             ties=dict(done.state.alias),
             bytes=done.file_bytes,
-            seconds=engine.since_s(begun_ns),
+            seconds=steps.engine.since_s(begun_ns),
             dry_run=dry_run,
         )
 
@@ -166,13 +166,13 @@ def from_hugging_face(
 
 def _start(checkpointer: Checkpointer, folder: Place, what: str, convert: Convert) -> Future[Converted]:
     """Run *convert* on the checkpointer's loop, with the backend of *folder*."""
-    engine = checkpointer._engine
+    steps = checkpointer._destination
 
     async def run() -> Converted:
-        begun_ns = engine.now_ns()
-        place = open_backend(folder, world=engine.world)
+        begun_ns = steps.engine.now_ns()
+        place = open_backend(folder, world=steps.engine.world)
         try:
-            return await convert(engine, place, begun_ns)
+            return await convert(steps, place, begun_ns)
         finally:
             if place is not folder:
                 await place.close()

@@ -18,7 +18,9 @@ from aiockpt.convert.source import Source, open_source
 from aiockpt.convert.streaming import write_file
 from aiockpt.engine import maintenance
 from aiockpt.engine.context import Engine
+from aiockpt.engine.destination import Destination
 from aiockpt.engine.job import Call, SaveJob
+from aiockpt.engine.place import Place
 from aiockpt.engine.save import check_space, committed, write_and_commit
 from aiockpt.engine.snapshotter import Capture
 from aiockpt.errors import StepExistsError, UsageError
@@ -73,18 +75,19 @@ class Inbound(msgspec.Struct, frozen=True):
 
 
 async def convert_folder(
-    engine: Engine, folder: Backend, request: Request, on_written: Callable[[int], object]
+    destination: Destination, folder: Backend, request: Request, on_written: Callable[[int], object]
 ) -> Inbound:
     """Save the weights of *folder* as a step; only plan it where that was asked for."""
-    if engine.coordinator.world_size > 1 or len(engine.tiers) > 1:
+    engine, place = destination.engine, destination.places[0]
+    if engine.coordinator.world_size > 1 or len(destination.places) > 1:
         raise UsageError(
             "a conversion is the work of one process, into one place: make a Checkpointer of its own for it"
         )
     path = parse_prefix(request.prefix)
-    entry = await look_at(engine.backend, step_id(request.step))
+    entry = await look_at(place.backend, step_id(request.step))
     if entry.committed and not request.replace:
         raise StepExistsError(
-            f"{engine.backend.url} has step {request.step} already: give another number, or replace it (--force)"
+            f"{place.backend.url} has step {request.step} already: give another number, or replace it (--force)"
         )
     async with open_source(folder, request.only) as source:
         state = await run_blocking(engine.state_work, _describe, source, path, request)
@@ -92,13 +95,13 @@ async def convert_folder(
         job = SaveJob(engine, call, Capture(state=state))
         job.plan = await run_blocking(engine.state_work, engine.plan, state)
         planned = Inbound(source.files, state, join_name(path), job.plan.file_bytes, None)
-        await check_space(engine, job)
+        await check_space(place, job)
         if request.dry_run:
             return planned
         attempt = await engine.begin_attempt(entry, engine.token(6), job.number)
-        write = partial(_write_files, engine, job, attempt, source, folder, on_written)
-        manifest = await write_and_commit(engine, job, attempt, write)
-        await maintenance.clean_up(engine, committed(engine, job, manifest.generation))
+        write = partial(_write_files, place, job, attempt, source, folder, on_written)
+        manifest = await write_and_commit(place, job, attempt, write)
+        await maintenance.clean_up(place, committed(engine, job, manifest.generation))
     return msgspec.structs.replace(planned, manifest=manifest)
 
 
@@ -138,13 +141,14 @@ def _ties(source: Source, wanted: Mapping[str, str]) -> Iterator[tuple[str, str]
 
 
 async def _write_files(
-    engine: Engine,
+    place: Place,
     job: SaveJob,
     attempt: Attempt,
     source: Source,
     folder: Backend,
     on_written: Callable[[int], object],
 ) -> tuple[FileEntry, ...]:
+    engine = place.engine
     windows = Windows(WINDOWS, engine.options.io.slab_bytes)
     reading = Limiter("folder reads", folder.traits.block_reads)
     block_bytes = engine.options.io.block_bytes or BLOCK_BYTES
@@ -154,7 +158,7 @@ async def _write_files(
         sums = BlockSums(file.size, block_bytes)
         filler = _Filler(engine, source, file, job.state.tensors, reading)
         await write_file(
-            engine.backend,
+            place.backend,
             f"{attempt.id}/{path}",
             file.size,
             windows,

@@ -15,6 +15,7 @@ from aiockpt.convert.folder_layout import FilePlan, Layout, plan_folder
 from aiockpt.convert.publish import check_target, open_target
 from aiockpt.convert.slices import Slices
 from aiockpt.engine.context import Engine
+from aiockpt.engine.destination import Destination
 from aiockpt.engine.find import find_manifest
 from aiockpt.format.dtypes import itemsize
 from aiockpt.format.manifest import Manifest
@@ -49,11 +50,11 @@ class Outbound(msgspec.Struct, frozen=True):
 
 
 async def convert_step(
-    engine: Engine, folder: Backend, request: Request, on_written: Callable[[int], object]
+    destination: Destination, folder: Backend, request: Request, on_written: Callable[[int], object]
 ) -> Outbound:
     """Write the weights of a step into *folder*; only plan it where that was asked for."""
-    found = await find_manifest(engine, request.step)
-    engine, manifest = found.engine, found.manifest
+    found = await find_manifest(destination, request.step)
+    engine, manifest = destination.engine, found.manifest
     chosen = await run_blocking(engine.state_work, choose_weights, manifest, request.prefix, request.dtype)
     layout = plan_folder(chosen.weights, chosen.ties, request.max_shard_bytes)
     planned = Outbound(manifest, chosen, layout)
@@ -62,10 +63,10 @@ async def convert_step(
         return planned
     async with (
         open_target(folder, engine.world, layout.file_bytes, request.replace) as target,
-        engine.reading(manifest.id),
+        found.place.reading(manifest.id),
     ):
         windows = Windows(WINDOWS, SLABS_A_WINDOW * engine.options.io.slab_bytes)
-        slices = Slices(engine, manifest)
+        slices = Slices(found.place, manifest)
         try:
             for file in layout.files:
                 await target.write(file.name, file.size, windows, _Filler(engine, slices, file), on_written)

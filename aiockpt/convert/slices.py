@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from aiockpt.engine.context import Engine
-from aiockpt.engine.find import other_copies
+from aiockpt.engine.place import Place
 from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.fetch import Fetcher
 from aiockpt.pipeline.scatter import Places
@@ -27,20 +26,20 @@ class Slices:
     """Reads parts of the tensors of one step; `close` it.
 
     Args:
-        engine: of the tier that has the step.
+        place: that has the step.
         manifest: already checked.
     """
 
-    def __init__(self, engine: Engine, manifest: Manifest) -> None:
-        self._engine = engine
+    def __init__(self, place: Place, manifest: Manifest) -> None:
+        self._engine = place.engine
         self._manifest = manifest
-        self._read_bytes = engine.options.io.read_bytes
+        self._read_bytes = place.engine.options.io.read_bytes
         self._fetcher = Fetcher(
-            engine.backend,
+            place.backend,
             manifest,
             (),
             read_bytes=self._read_bytes,
-            elsewhere=partial(other_copies, engine, manifest),
+            elsewhere=partial(place.other_copies, manifest),
         )
         self._headers_seen: set[int] = set()
 

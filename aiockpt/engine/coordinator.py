@@ -19,8 +19,10 @@ from aiockpt.state.shards import ShardedState
 
 if TYPE_CHECKING:
     from aiockpt.engine.context import Engine
+    from aiockpt.engine.destination import Destination
     from aiockpt.engine.job import SaveJob
     from aiockpt.engine.load import Filled, LoadRequest
+    from aiockpt.engine.place import Place
 
 F = TypeVar("F")
 N = TypeVar("N")
@@ -100,7 +102,7 @@ class Coordinator(Protocol):
 
     # ------------------------------------------------------------------ on the loop
 
-    def taking_part(self, job: SaveJob, places: Sequence[Engine]) -> AbstractAsyncContextManager[None]:
+    def taking_part(self, job: SaveJob, places: Sequence[Place]) -> AbstractAsyncContextManager[None]:
         """Have the others know what ends this block before `save` has begun.
 
         Args:
@@ -108,11 +110,11 @@ class Coordinator(Protocol):
         """
         ...
 
-    async def save(self, place: Engine, job: SaveJob) -> SaveResult:
+    async def save(self, place: Place, job: SaveJob) -> SaveResult:
         """Save one state to a place; when this returns it is committed. Raises as `aiockpt.engine.save.save`."""
         ...
 
-    async def load(self, place: Engine, request: LoadRequest, number: int) -> Filled | None:
+    async def load(self, destination: Destination, request: LoadRequest, number: int) -> Filled | None:
         """Fill a state; None only when no checkpoint exists at all. Raises as `aiockpt.engine.load.load`.
 
         Args:
@@ -126,8 +128,8 @@ class Coordinator(Protocol):
     # ------------------------------------------------------------------ on the loop: several places, and a writer process
 
     async def choose_place(
-        self, job: SaveJob, places: Sequence[Engine], choose: Callable[[], Awaitable[Engine]]
-    ) -> Engine:
+        self, job: SaveJob, places: Sequence[Place], choose: Callable[[], Awaitable[Place]]
+    ) -> Place:
         """Return the one of *places* that a save is written to: what *choose* returns on rank 0.
 
         Raises:
@@ -140,7 +142,7 @@ class Coordinator(Protocol):
 
     async def hear(
         self,
-        place: Engine,
+        engine: Engine,
         key: str,
         kind: type[N],
         what: str,
@@ -152,7 +154,6 @@ class Coordinator(Protocol):
         """Return the note that rank 0 leaves under *key*; or, after a while without it, what shows the same.
 
         Args:
-            place: that it is about.
             what: is waited for.
             find: looks at the storage, every *pause_s* seconds.
 
@@ -171,7 +172,7 @@ class Coordinator(Protocol):
         """Say that this process knows what to write of a save that another one makes for it."""
 
     def accompanying(
-        self, job: SaveJob, places: Sequence[Engine], died: Callable[[], Exception | None]
+        self, job: SaveJob, places: Sequence[Place], died: Callable[[], Exception | None]
     ) -> AbstractAsyncContextManager[None]:
         """Be there for the others while the block waits for a save that another process makes, and leave its round.
 
@@ -208,19 +209,19 @@ class Alone:
     def depart(self, reason: str, *, failed: bool) -> None:
         """Nobody waits."""
 
-    def taking_part(self, job: SaveJob, places: Sequence[Engine]) -> AbstractAsyncContextManager[None]:
+    def taking_part(self, job: SaveJob, places: Sequence[Place]) -> AbstractAsyncContextManager[None]:
         """Return a block that nobody hears of."""
         return nullcontext()
 
-    async def save(self, place: Engine, job: SaveJob) -> SaveResult:
+    async def save(self, place: Place, job: SaveJob) -> SaveResult:
         """Save one state; see `aiockpt.engine.save.save`."""
         return await save(place, job)
 
-    async def load(self, place: Engine, request: LoadRequest, number: int) -> Filled | None:
+    async def load(self, destination: Destination, request: LoadRequest, number: int) -> Filled | None:
         """Fill a state; see `aiockpt.engine.load.load`."""
         from aiockpt.engine.load import load  # it loads torch, which a writer process (`aiockpt.worker`) need not
 
-        return await load(place, request)
+        return await load(destination, request)
 
     async def agree_applied(self, number: int, error: Exception | None) -> None:
         """Raise *error*, if there is one: this process is all that there is."""
@@ -228,8 +229,8 @@ class Alone:
             raise error
 
     async def choose_place(
-        self, job: SaveJob, places: Sequence[Engine], choose: Callable[[], Awaitable[Engine]]
-    ) -> Engine:
+        self, job: SaveJob, places: Sequence[Place], choose: Callable[[], Awaitable[Place]]
+    ) -> Place:
         """Return what *choose* returns."""
         return await choose()
 
@@ -238,7 +239,7 @@ class Alone:
 
     async def hear(
         self,
-        place: Engine,
+        engine: Engine,
         key: str,
         kind: type[N],
         what: str,
@@ -264,7 +265,7 @@ class Alone:
         """Nobody waits."""
 
     def accompanying(
-        self, job: SaveJob, places: Sequence[Engine], died: Callable[[], Exception | None]
+        self, job: SaveJob, places: Sequence[Place], died: Callable[[], Exception | None]
     ) -> AbstractAsyncContextManager[None]:
         """Return a block that nobody hears of."""
         return nullcontext()

@@ -14,13 +14,12 @@ Guarantees:
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from aiockpt.engine.context import Engine
-from aiockpt.engine.tier_query import query_tiers
-from aiockpt.engine.unfinished import tell_of_newer
+from aiockpt.engine.place import Place
 from aiockpt.errors import (
     CheckpointError,
     CorruptionError,
@@ -34,49 +33,48 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import step_id
 from aiockpt.pipeline import newest
 from aiockpt.pipeline.commit import roll_forward
-from aiockpt.pipeline.discover import StepCopy, StepEntry, find_copy, look_at, scan
+from aiockpt.pipeline.discover import StepEntry, look_at, scan
 from aiockpt.pipeline.hints import look_instead
+from aiockpt.pipeline.unfinished import Unfinished, tell_of_newer
 from aiockpt.planning.weights import has_weights_only
 from aiockpt.storage.backend import Backend
 
+if TYPE_CHECKING:
+    from aiockpt.engine.context import Engine
+    from aiockpt.engine.destination import Destination
+
 logger = logging.getLogger("aiockpt")
-LIST_PATIENCE_S = 10.0
-"""How long the other tiers have to list their steps once one has listed some."""
-COPY_PATIENCE_S = 3.0
-"""The same for a copy of one step, which is found by two requests."""
 Skipped = list[tuple[str, str]]
 """(step id, reason) of each step that was not taken."""
-Unfinished = list[tuple[Engine, StepEntry]]
-"""Steps that were begun and not committed, each with its tier."""
 
 
 class Listed(msgspec.Struct, frozen=True):
-    """A step that a listing of one tier shows."""
+    """A step that a listing of one place shows."""
 
-    engine: Engine
+    place: Place
     entry: StepEntry
 
     @property
     def backend(self) -> Backend:
         """Where it is."""
-        return self.engine.backend
+        return self.place.backend
 
     def without(self, entry: StepEntry) -> Listed:
         """Return the step as it is without the generation that turned out bad, which retention does not count any more."""
         assert self.entry.head is not None
-        self.engine.heads.doubted.add(self.entry.head.attempt)
-        return Listed(self.engine, entry)
+        self.place.heads.doubted.add(self.entry.head.attempt)
+        return Listed(self.place, entry)
 
 
 class Found(msgspec.Struct, frozen=True):
-    """A step whose manifest in one tier is valid."""
+    """A step whose manifest in one place is valid."""
 
-    engine: Engine
+    place: Place
     manifest: Manifest
 
 
 async def candidates(
-    engine: Engine, step: int | None, skipped: Skipped, *, to_load: bool = True
+    destination: Destination, step: int | None, skipped: Skipped, *, to_load: bool = True
 ) -> AsyncIterator[Found]:
     """Yield the copies of *step*, or for None those of all committed steps, the newest first; note what is skipped.
 
@@ -89,18 +87,18 @@ async def candidates(
         StepNotFoundError, ManifestError: of *step*.
         NoValidCheckpointError: the caller wanted more than there are.
     """
-    unfinished: Unfinished = []
-    listed = await committed_steps(engine, unfinished) if step is None else await find_step(engine, step)
+    unfinished: list[Unfinished] = []
+    listed = await committed_steps(destination, unfinished) if step is None else await find_step(destination, step)
     if to_load:
         top = next((one.entry.step for one in listed if one.entry.head is not None), None)
-        await tell_of_newer(unfinished, top)
+        await tell_of_newer(unfinished, top, destination.engine.world.clock)
         if not listed and not unfinished:
-            await _tell_what_is_there_instead(engine)
+            await _tell_what_is_there_instead(destination)
     first: list[CorruptionError] = []
 
     def pass_over(one: Listed, error: CorruptionError) -> None:
         first.append(error)
-        note_skipped(one.engine, one.entry.id, one.entry.step, error, skipped)
+        note_skipped(one.place.engine, one.entry.id, one.entry.step, error, skipped)
 
     weights: list[Found] = []
     try:
@@ -120,7 +118,7 @@ async def candidates(
     if step is not None and first:
         raise first[0]
     if listed and step is None:
-        raise NoValidCheckpointError(engine.backend.url, skipped)
+        raise NoValidCheckpointError(destination.places[0].backend.url, skipped)
 
 
 async def newest_first(
@@ -128,13 +126,13 @@ async def newest_first(
 ) -> AsyncIterator[Found]:
     """Yield what is valid of *listed*, the newest first; see `aiockpt.pipeline.newest`."""
     async for one, manifest in newest.newest_first(listed, pass_over):
-        yield Found(one.engine, manifest)
+        yield Found(one.place, manifest)
 
 
-async def _tell_what_is_there_instead(engine: Engine) -> None:
+async def _tell_what_is_there_instead(destination: Destination) -> None:
     """Log what another place may have been meant by: a load of nothing is no error, and nobody else would say it."""
-    for tier in engine.tiers:
-        for hint in (await look_instead(tier.backend)).hints(tier.backend.url):
+    for place in destination.places:
+        for hint in (await look_instead(place.backend)).hints(place.backend.url):
             logger.warning("nothing is loaded, and %s", hint)
 
 
@@ -145,54 +143,43 @@ def note_skipped(engine: Engine, step_id: str, step: int, error: CheckpointError
     engine.emit(StepSkipped(at_ns=engine.now_ns(), step=step, reason=str(error)))
 
 
-async def committed_steps(engine: Engine, unfinished: Unfinished | None = None) -> list[Listed]:
-    """Return the committed steps of all tiers, newest first, after finishing the commits that dead jobs could not.
-
-    A step that one tier cannot tell of now is left to another tier that can.
+async def committed_steps(destination: Destination, unfinished: list[Unfinished] | None = None) -> list[Listed]:
+    """Return the committed steps of all places, newest first, after finishing the commits that dead jobs could not.
 
     Args:
         unfinished: gets the steps that were begun and not committed.
     """
 
-    async def look(tier: Engine) -> list[StepEntry]:
-        entries = await _scan_finishing(tier)
+    async def look(place: Place) -> list[StepEntry]:
+        entries = await _scan_finishing(place)
         if unfinished is not None:
-            unfinished.extend((tier, entry) for entry in entries if entry.attempts and not entry.committed)
+            busy = place.engine.busy_attempts
+            begun = [entry for entry in entries if entry.attempts and not entry.committed]
+            unfinished.extend(Unfinished(place.backend, entry, busy) for entry in begun)
         return [entry for entry in entries if entry.committed]
 
-    return await _list_tiers(engine.tiers, look)
+    return _sorted(await destination.list_steps(look))
 
 
-async def _list_tiers(
-    tiers: Sequence[Engine], list_one: Callable[[Engine], Awaitable[list[StepEntry]]]
-) -> list[Listed]:
-    """Return what *list_one* finds in each tier, newest first, and of one step the nearest first."""
-    answers, failure = await query_tiers(tiers, list_one, LIST_PATIENCE_S, StorageError)
-    listed = [Listed(tier, entry) for tier, entries in answers for entry in entries]
-    if failure is not None and not listed:
-        raise failure
-    readable = {one.entry.id for one in listed if one.entry.head is not None}
-    known = [one for one in listed if one.entry.trouble is None or one.entry.id not in readable]
-    for one in listed:
-        if one not in known:
-            logger.warning("%s is left to another tier: %s", one.entry.id, one.entry.trouble)
-    return sorted(known, key=newest.newness)  # stable: the nearest stays first
+def _sorted(listed: Sequence[Listed]) -> list[Listed]:
+    return sorted(listed, key=newest.newness)  # stable: the nearest stays first
 
 
-async def _scan_finishing(engine: Engine) -> list[StepEntry]:
-    entries = await scan(engine.backend)
-    engine.lineage.see(entries)
-    finished = [manifest for entry in entries for manifest in await finish_commits(engine, entry)]
-    return await scan(engine.backend) if finished else entries
+async def _scan_finishing(place: Place) -> list[StepEntry]:
+    entries = await scan(place.backend)
+    place.engine.lineage.see(entries)
+    finished = [manifest for entry in entries for manifest in await finish_commits(place, entry)]
+    return await scan(place.backend) if finished else entries
 
 
-async def finish_commits(engine: Engine, entry: StepEntry) -> list[Manifest]:
+async def finish_commits(place: Place, entry: StepEntry) -> list[Manifest]:
     """Roll forward the attempts of a step that have all their votes and no manifest."""
+    engine = place.engine
     idle = tuple(attempt for attempt in entry.attempts if attempt not in engine.busy_attempts)
     if not idle or (entry.head is not None and idle == (entry.head.attempt,)):
         return []
     try:
-        finished = await roll_forward(engine.backend, msgspec.structs.replace(entry, attempts=idle), engine.world)
+        finished = await roll_forward(place.backend, msgspec.structs.replace(entry, attempts=idle), engine.world)
     except (
         CorruptionError,
         StorageError,
@@ -204,28 +191,28 @@ async def finish_commits(engine: Engine, entry: StepEntry) -> list[Manifest]:
     return finished
 
 
-async def find_step(engine: Engine, step: int) -> list[Listed]:
+async def find_step(destination: Destination, step: int) -> list[Listed]:
     """Return the copies of the committed step of that number, the newest save first, and of that the nearest.
 
     Raises:
         StepNotFoundError: there is none; the message lists those that are there.
     """
 
-    async def look(tier: Engine) -> list[StepEntry]:
-        entry = await look_at(tier.backend, step_id(step))
-        if not entry.committed and await finish_commits(tier, entry):
-            entry = await look_at(tier.backend, step_id(step))
+    async def look(place: Place) -> list[StepEntry]:
+        entry = await look_at(place.backend, step_id(step))
+        if not entry.committed and await finish_commits(place, entry):
+            entry = await look_at(place.backend, step_id(step))
         return [entry] if entry.committed else []
 
-    listed = await _list_tiers(engine.tiers, look)
+    listed = _sorted(await destination.list_steps(look))
     if not listed:
-        have = sorted({one.entry.step for one in await committed_steps(engine)}, reverse=True)
+        have = sorted({one.entry.step for one in await committed_steps(destination)}, reverse=True)
         shown = ", ".join(map(str, have[:10])) or "none"
-        raise StepNotFoundError(f"{engine.backend.url} has no step {step}; it has: {shown}")
+        raise StepNotFoundError(f"{destination.places[0].backend.url} has no step {step}; it has: {shown}")
     return listed
 
 
-async def find_manifest(engine: Engine, step: int | None) -> Found:
+async def find_manifest(destination: Destination, step: int | None) -> Found:
     """Return the nearest valid copy of a step; for None of the newest valid one that some tier has in full, if there is one.
 
     Raises:
@@ -233,7 +220,7 @@ async def find_manifest(engine: Engine, step: int | None) -> Found:
     """
     weights: Found | None = None
     try:
-        async for found in candidates(engine, step, [], to_load=False):
+        async for found in candidates(destination, step, [], to_load=False):
             if not has_weights_only(found.manifest):
                 return found
             weights = weights or found
@@ -241,19 +228,5 @@ async def find_manifest(engine: Engine, step: int | None) -> Found:
         if weights is None:
             raise
     if weights is None:
-        raise StepNotFoundError(f"{engine.backend.url} holds no checkpoint yet")
+        raise StepNotFoundError(f"{destination.places[0].backend.url} holds no checkpoint yet")
     return weights
-
-
-async def other_copies(engine: Engine, manifest: Manifest) -> list[StepCopy]:
-    """Return the copies of the same save in the other tiers, the nearest first; a tier that is away has none."""
-
-    async def look(tier: Engine) -> list[StepCopy]:
-        found = await find_copy(tier.backend, manifest.id, manifest.attempt)
-        # a thinned copy has other files under the same attempt
-        same = found is not None and [file.digest for file in found.files] == [file.digest for file in manifest.files]
-        return [StepCopy(tier.backend, found)] if found is not None and same else []
-
-    others = [tier for tier in engine.tiers if tier is not engine]
-    answers, _ = await query_tiers(others, look, COPY_PATIENCE_S, CheckpointError)
-    return [copy for _, copies in answers for copy in copies]

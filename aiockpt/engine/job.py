@@ -227,7 +227,7 @@ class SaveJob:
         if self._scope is not None:
             self._scope.cancel()
 
-    async def run(self, save: Callable[[Engine, SaveJob], Awaitable[SaveResult]]) -> SaveResult | None:
+    async def run(self, save: Callable[[SaveJob], Awaitable[SaveResult]]) -> SaveResult | None:
         """Run *save* on the loop and settle the future; return the result, or None when it failed."""
         result: SaveResult | None = None
         failure: BaseException | None = None
@@ -235,7 +235,7 @@ class SaveJob:
             with anyio.CancelScope() as self._scope:
                 if self._stopped_by is not None:
                     self._scope.cancel()
-                result = await save(self._engine, self)
+                result = await save(self)
         except Exception as error:  # noqa: BLE001  the future carries it to the caller
             failure = error
         except BaseException:

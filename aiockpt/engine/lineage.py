@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from aiockpt.engine.timeout import QueryTimeout
 from aiockpt.errors import StorageError
 from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.commit import Attempt, begin
 from aiockpt.pipeline.discover import StepEntry, newest_vote, scan
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend
+from aiockpt.storage.query_timeout import QueryTimeout
 
 if TYPE_CHECKING:
     from aiockpt.engine.coordinator import Coordinator

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from aiockpt.adapters.native import LoadTarget, Stored, open_target
-from aiockpt.engine.context import Engine
-from aiockpt.engine.find import Skipped, candidates, note_skipped, other_copies
+from aiockpt.engine.find import Skipped, candidates, note_skipped
+from aiockpt.engine.place import Place
 from aiockpt.errors import CorruptionError, NoValidCheckpointError, RankFailedError, StateMismatchError
 from aiockpt.events import Loaded
 from aiockpt.format.manifest import Manifest
@@ -21,6 +21,10 @@ from aiockpt.pipeline.scatter import Places
 from aiockpt.planning.weights import has_weights_only
 from aiockpt.runtime.limits import run_blocking
 from aiockpt.state.shards import TensorShard
+
+if TYPE_CHECKING:
+    from aiockpt.engine.context import Engine
+    from aiockpt.engine.destination import Destination
 
 
 class LoadRequest(msgspec.Struct, frozen=True):
@@ -57,7 +61,7 @@ class Filled(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self.result, differences=(*self.target.problems, *self.target.told))
 
 
-async def load(engine: Engine, request: LoadRequest) -> Filled | None:
+async def load(destination: Destination, request: LoadRequest) -> Filled | None:
     """Fill the tensors of a state; None only when no checkpoint exists at all.
 
     Raises:
@@ -66,26 +70,26 @@ async def load(engine: Engine, request: LoadRequest) -> Filled | None:
             that a state wants more of than it has is passed over while there are others.
         CorruptionError: the step that was asked for is damaged; the state may be partly overwritten.
     """
-    begun_ns = engine.now_ns()
+    begun_ns = destination.engine.now_ns()
     skipped: Skipped = []
     touched: frozenset[str] = frozenset()
     lacking = Lacking(request, skipped)
     with lacking.explaining():
-        async for found in candidates(engine, request.step, skipped):
-            tier, manifest = found.engine, found.manifest
+        async for found in candidates(destination, request.step, skipped):
+            place, manifest = found.place, found.manifest
             try:
-                target = await open_manifest(tier, request, manifest)
+                target = await open_manifest(place, request, manifest)
             except StateMismatchError as error:
-                lacking.pass_over(tier, manifest, error)
+                lacking.pass_over(place, manifest, error)
                 continue
             check_rewritten(manifest, target, touched, skipped)
             try:
-                traffic = await fill(tier, manifest, target)
+                traffic = await fill(place, manifest, target)
             except CorruptionError as error:
                 touched |= target.written
-                skip_or_raise(engine, request, manifest.id, manifest.step, error, skipped)
+                skip_or_raise(place.engine, request, manifest.id, manifest.step, error, skipped)
             else:
-                return finish(tier, manifest, target, traffic, begun_ns, skipped)
+                return finish(place, manifest, target, traffic, begun_ns, skipped)
     return None
 
 
@@ -101,17 +105,17 @@ class Lacking:
         self._skipped = skipped
         self._first: StateMismatchError | None = None
 
-    def pass_over(self, engine: Engine, manifest: Manifest, error: StateMismatchError) -> None:
+    def pass_over(self, place: Place, manifest: Manifest, error: StateMismatchError) -> None:
         """Go on from a copy that does not fit; raise when it is not the weights alone, or was asked for."""
         if not has_weights_only(manifest):
             raise error
         advice = 'Load what it has, as with only=["model"], or a step that is somewhere in full.'
-        where = f"{manifest.id} in {engine.backend.url}, which has its weights only,"
+        where = f"{manifest.id} in {place.backend.url}, which has its weights only,"
         explained = StateMismatchError(where, error.problems, advice)
         if self._request.step is not None:
             raise explained from error
         self._first = self._first or explained
-        note_skipped(engine, manifest.id, manifest.step, explained, self._skipped)
+        note_skipped(place.engine, manifest.id, manifest.step, explained, self._skipped)
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
@@ -165,23 +169,24 @@ def stored_state(manifest: Manifest, rank: int, world_size: int = 1) -> Stored:
     )
 
 
-async def open_manifest(engine: Engine, request: LoadRequest, manifest: Manifest) -> LoadTarget:
+async def open_manifest(place: Place, request: LoadRequest, manifest: Manifest) -> LoadTarget:
     """Match the state with a checkpoint; nothing of it changes.
 
     Raises:
         StateMismatchError: they do not fit; also when the weights alone were found for a state that wants more, and
             ``strict=False`` would take them for the newest step.
     """
-    stored = stored_state(manifest, engine.coordinator.rank, engine.coordinator.world_size)
+    rank, world_size = place.engine.coordinator.rank, place.engine.coordinator.world_size
+    stored = stored_state(manifest, rank, world_size)
     target = await run_blocking(
-        engine.state_work,
+        place.engine.state_work,
         lambda: open_target(
             request.state,
             stored,
             only=request.only,
             strict=request.strict,
             rename=request.rename,
-            judge_unexpected=engine.coordinator.world_size == 1,  # other ranks may want what this one does not
+            judge_unexpected=world_size == 1,  # other ranks may want what this one does not
         ),
     )
     if target.missing and request.step is None and has_weights_only(manifest):
@@ -189,22 +194,23 @@ async def open_manifest(engine: Engine, request: LoadRequest, manifest: Manifest
     return target
 
 
-async def fill(engine: Engine, manifest: Manifest, target: LoadTarget, tensors: FillTensors | None = None) -> Traffic:
+async def fill(place: Place, manifest: Manifest, target: LoadTarget, tensors: FillTensors | None = None) -> Traffic:
     """Fill the tensors of *target*, every block verified.
 
     Args:
         tensors: how; None reads all that is wanted here.
     """
-    async with engine.reading(manifest.id):
-        if engine.options.io.verify == "full":
-            await verify_files(engine, manifest)
-        return await (tensors or fill_tensors)(engine, manifest, target.wanted)
+    async with place.reading(manifest.id):
+        if place.engine.options.io.verify == "full":
+            await verify_files(place, manifest)
+        return await (tensors or fill_tensors)(place, manifest, target.wanted)
 
 
 def finish(
-    engine: Engine, manifest: Manifest, target: LoadTarget, traffic: Traffic, begun_ns: int, skipped: Skipped
+    place: Place, manifest: Manifest, target: LoadTarget, traffic: Traffic, begun_ns: int, skipped: Skipped
 ) -> Filled:
     """Begin a new line of saves at a step that is loaded for good, and tell observers."""
+    engine = place.engine
     engine.lineage.descend_from(manifest)
     result = LoadResult(
         step=manifest.step,
@@ -214,7 +220,7 @@ def finish(
         read_bytes=traffic.read_bytes,
         received_bytes=traffic.received_bytes,
         seconds=engine.since_s(begun_ns),
-        url=engine.backend.url,
+        url=place.backend.url,
         skipped=tuple(skipped),
         missing=target.missing,
         unexpected=target.unexpected,
@@ -236,17 +242,17 @@ def finish(
 class FillTensors(Protocol):
     """A way to fill tensors from a manifest's files, every block verified; `fill_tensors` is the plain one."""
 
-    async def __call__(self, engine: Engine, manifest: Manifest, wanted: Sequence[TensorShard], /) -> Traffic: ...
+    async def __call__(self, place: Place, manifest: Manifest, wanted: Sequence[TensorShard], /) -> Traffic: ...
 
 
-async def fill_tensors(engine: Engine, manifest: Manifest, wanted: Sequence[TensorShard]) -> Traffic:
+async def fill_tensors(place: Place, manifest: Manifest, wanted: Sequence[TensorShard]) -> Traffic:
     """Fill the tensors of *wanted* from the files of *manifest*, every block verified."""
-    places = await run_blocking(engine.state_work, Places, manifest, wanted)
+    places = await run_blocking(place.engine.state_work, Places, manifest, wanted)
     tally = Tally()
-    fetcher = open_fetcher(engine, manifest, places, tally)
+    fetcher = open_fetcher(place, manifest, places, tally)
     for landings in places.plan.passes:
         await fetcher.fetch(landings)
-    await run_blocking(engine.state_work, places.settle)
+    await run_blocking(place.engine.state_work, places.settle)
     return Traffic(tally.bytes)
 
 
@@ -260,26 +266,26 @@ class Tally:
         self.bytes += size
 
 
-def open_fetcher(engine: Engine, manifest: Manifest, places: Places, on_read: Callable[[int], object]) -> Fetcher:
+def open_fetcher(place: Place, manifest: Manifest, places: Places, on_read: Callable[[int], object]) -> Fetcher:
     """Return what reads the files of *manifest* into *places*, by the engine's options."""
-    io = engine.options.io
+    io = place.engine.options.io
     return Fetcher(
-        engine.backend,
+        place.backend,
         manifest,
         places.memories,
         read_bytes=io.read_bytes,
         verify=io.verify != "none",
         on_read=on_read,
-        elsewhere=partial(other_copies, engine, manifest),
+        elsewhere=partial(place.other_copies, manifest),
     )
 
 
-async def verify_files(engine: Engine, manifest: Manifest, on_read: Callable[[int], object] = lambda _: None) -> None:
+async def verify_files(place: Place, manifest: Manifest, on_read: Callable[[int], object] = lambda _: None) -> None:
     """Read and compare every block of every file of *manifest*.
 
     Raises:
         CorruptionError: names file, block, offset and tensors.
     """
-    fetcher = Fetcher(engine.backend, manifest, (), read_bytes=engine.options.io.read_bytes, on_read=on_read)
+    fetcher = Fetcher(place.backend, manifest, (), read_bytes=place.engine.options.io.read_bytes, on_read=on_read)
     for index in range(len(manifest.files)):
         await fetcher.verify_file(index)

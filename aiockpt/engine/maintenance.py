@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from aiockpt.engine.context import Engine
 from aiockpt.engine.find import committed_steps, find_manifest, find_step, finish_commits, newest_first
+from aiockpt.engine.place import Place
 from aiockpt.errors import CheckpointError, CorruptionError, StorageError
 from aiockpt.events import GarbageDeleted, StepDeleted
 from aiockpt.format.manifest import Manifest
@@ -38,6 +38,9 @@ from aiockpt.planning.weights import has_weights_only
 from aiockpt.retention import Doomed, Kept, StepFacts, explain_kept, may_be_thinned, plan_retention
 from aiockpt.runtime.limits import Pace
 from aiockpt.storage.backend import Backend
+
+if TYPE_CHECKING:
+    from aiockpt.engine.destination import Destination
 
 logger = logging.getLogger("aiockpt")
 
@@ -123,23 +126,23 @@ class Pruned(msgspec.Struct, frozen=True):
     thinned: tuple[Thinned, ...] = ()
 
 
-async def steps(engine: Engine) -> tuple[StepInfo, ...]:
+async def steps(destination: Destination) -> tuple[StepInfo, ...]:
     """Return every committed step, the newest first, damaged ones with their problem; what its nearest tier says of it."""
     nearest: dict[tuple[str, int], StepInfo] = {}
-    for listed in await committed_steps(engine):
+    for listed in await committed_steps(destination):
         which = (listed.entry.id, listed.entry.age_order[0])
         if which not in nearest:
-            nearest[which] = await look_into(listed.engine.backend, listed.entry)
+            nearest[which] = await look_into(listed.place.backend, listed.entry)
     return tuple(nearest.values())
 
 
-async def finish(engine: Engine) -> tuple[StepInfo, ...]:
+async def finish(place: Place) -> tuple[StepInfo, ...]:
     """Roll forward every attempt whose votes are complete; return what was committed by that."""
-    entries = await scan(engine.backend)
-    return tuple([tell(manifest, entry) for entry in entries for manifest in await finish_commits(engine, entry)])
+    entries = await scan(place.backend)
+    return tuple([tell(manifest, entry) for entry in entries for manifest in await finish_commits(place, entry)])
 
 
-async def latest(engine: Engine) -> int | None:
+async def latest(destination: Destination) -> int | None:
     """Return the newest valid step that some tier has in full; None when there is no valid step at all.
 
     Where there are only weights, the newest of these.
@@ -148,18 +151,18 @@ async def latest(engine: Engine) -> int | None:
         NewerFormatError, StorageError: of a step that may be the newest.
     """
     weights: int | None = None
-    async for found in newest_first(await committed_steps(engine), lambda *_: None):
+    async for found in newest_first(await committed_steps(destination), lambda *_: None):
         if not has_weights_only(found.manifest):
             return found.manifest.step
         weights = found.manifest.step if weights is None else weights
     return weights
 
 
-async def describe(engine: Engine, step: int | None) -> Description:
+async def describe(destination: Destination, step: int | None) -> Description:
     """Return what a step holds (the newest valid one for None), without reading data."""
-    found = await find_manifest(engine, step)
-    engine, manifest = found.engine, found.manifest
-    entry = await look_at(engine.backend, manifest.id)
+    found = await find_manifest(destination, step)
+    place, manifest = found.place, found.manifest
+    entry = await look_at(place.backend, manifest.id)
     tensors = []
     for name, stored in manifest.tensors.items():
         files = sorted({piece.file for piece in stored.pieces})
@@ -177,7 +180,9 @@ async def describe(engine: Engine, step: int | None) -> Description:
     )
 
 
-async def verify(engine: Engine, step: int | None, on_read: Callable[[int], object] = lambda _: None) -> Verified:
+async def verify(
+    destination: Destination, step: int | None, on_read: Callable[[int], object] = lambda _: None
+) -> Verified:
     """Read every block of a step, compare it, and leave a mark of what was found; retention goes by it.
 
     Raises:
@@ -185,23 +190,23 @@ async def verify(engine: Engine, step: int | None, on_read: Callable[[int], obje
     """
     from aiockpt.engine.load import verify_files  # it loads torch, which a writer process (`aiockpt.worker`) need not
 
-    begun_ns = engine.now_ns()
-    found = await find_manifest(engine, step)
-    engine, manifest = found.engine, found.manifest
-    async with engine.reading(manifest.id):
+    begun_ns = destination.engine.now_ns()
+    found = await find_manifest(destination, step)
+    place, manifest = found.place, found.manifest
+    async with place.reading(manifest.id):
         try:
-            await verify_files(engine, manifest, on_read)
+            await verify_files(place, manifest, on_read)
         except CorruptionError as error:
-            await _mark(engine, manifest, verified_key, damaged_key, {"problem": str(error)})
+            await _mark(place, manifest, verified_key, damaged_key, {"problem": str(error)})
             raise
     size = sum(file.size for file in manifest.files)
-    verified = Verified(manifest.step, manifest.id, manifest.generation, size, engine.since_s(begun_ns))
-    await _mark(engine, manifest, damaged_key, verified_key, {"bytes": size})
+    verified = Verified(manifest.step, manifest.id, manifest.generation, size, place.engine.since_s(begun_ns))
+    await _mark(place, manifest, damaged_key, verified_key, {"bytes": size})
     return verified
 
 
 async def copy(
-    engine: Engine, step: int | None, target: Backend, on_copied: Callable[[int], object] = lambda _: None
+    destination: Destination, step: int | None, target: Backend, on_copied: Callable[[int], object] = lambda _: None
 ) -> Copied:
     """Copy a step (the newest valid one for None) to *target*, every block compared on the way.
 
@@ -210,13 +215,13 @@ async def copy(
         CorruptionError: the step is damaged; nothing became visible at the target.
         StorageError: of either place. What was copied is not copied again the next time.
     """
-    begun_ns = engine.now_ns()
-    found = await find_manifest(engine, step)
-    engine, manifest = found.engine, found.manifest
+    begun_ns = destination.engine.now_ns()
+    found = await find_manifest(destination, step)
+    place, manifest = found.place, found.manifest
     existed = await find_copy(target, manifest.id, manifest.attempt) is not None
-    async with engine.reading(manifest.id):
-        io = engine.options.io
-        source = [StepCopy(engine.backend, manifest)]
+    async with place.reading(manifest.id):
+        engine, io = place.engine, place.engine.options.io
+        source = [StepCopy(place.backend, manifest)]
         there = await copy_step(
             await open_copy_source(source, "full", window_bytes=io.read_bytes, file_bytes=io.file_bytes),
             target,
@@ -231,38 +236,38 @@ async def copy(
 
 
 async def _mark(
-    engine: Engine, manifest: Manifest, old: Callable[[str, int], str], new: Callable[[str, int], str], facts: Any
+    place: Place, manifest: Manifest, old: Callable[[str, int], str], new: Callable[[str, int], str], facts: Any
 ) -> None:
     """Replace what an earlier verification said of a generation by what this one found."""
-    mark = {"verified_ns": engine.world.clock.time_ns(), "write_id": manifest.write_id, **facts}
+    mark = {"verified_ns": place.engine.world.clock.time_ns(), "write_id": manifest.write_id, **facts}
     try:
-        await engine.backend.delete([old(manifest.id, manifest.generation)])
-        await engine.backend.put(new(manifest.id, manifest.generation), msgspec.json.encode(mark))
+        await place.backend.delete([old(manifest.id, manifest.generation)])
+        await place.backend.put(new(manifest.id, manifest.generation), msgspec.json.encode(mark))
     except StorageError as error:  # a read-only place can be verified too
         logger.info("%s was verified; the mark cannot be left: %s", manifest.id, error)
 
 
-async def clean_up(engine: Engine, saved: SaveResult) -> None:
+async def clean_up(place: Place, saved: SaveResult) -> None:
     """After a commit: move the hint, collect what the new generation made garbage, apply retention.
 
     The checkpoint is safe by now: trouble here is logged, and tried again after the next commit.
     """
     try:
-        async with engine.cleaning:
-            await engine.backend.put(LATEST_KEY, f"{saved.id}\n".encode())
-            rules = engine.options.retention
+        async with place.cleaning:
+            await place.backend.put(LATEST_KEY, f"{saved.id}\n".encode())
+            rules = place.retention
             if rules is not None:
-                pruned = await prune(engine, rules, with_uploads=engine.uploads_are_due())
+                pruned = await prune(place, rules, with_uploads=place.uploads_are_due())
                 if pruned.note is not None:
-                    logger.info("%s: %s", engine.backend.url, pruned.note)
+                    logger.info("%s: %s", place.backend.url, pruned.note)
             elif saved.generation > 1:
-                entry = await look_at(engine.backend, saved.id)
-                await _collect_all(engine, [entry], Retention(), engine.busy_attempts, [], dry_run=False)
+                entry = await look_at(place.backend, saved.id)
+                await _collect_all(place, [entry], Retention(), place.engine.busy_attempts, [], dry_run=False)
     except CheckpointError as error:
         logger.warning("cleaning up after %s: %s", saved.id, error)
 
 
-async def prune(engine: Engine, rules: Retention, *, dry_run: bool = False, with_uploads: bool = True) -> Pruned:
+async def prune(place: Place, rules: Retention, *, dry_run: bool = False, with_uploads: bool = True) -> Pruned:
     """Delete what *rules* do not keep, and the garbage; with *dry_run* only say what that would be.
 
     What cannot be read or removed is left, with the reason: one bad step holds up no other.
@@ -273,34 +278,35 @@ async def prune(engine: Engine, rules: Retention, *, dry_run: bool = False, with
     Raises:
         StorageError: the place cannot be listed.
     """
+    engine = place.engine
     busy = set(engine.busy_attempts)  # before the look: what is committed during it would seem to be left behind
-    entries = await scan(engine.backend, engine.heads)
+    entries = await scan(place.backend, place.heads)
     busy |= engine.busy_attempts
     committed = [entry for entry in entries if entry.committed]
     by_id = {entry.id: entry for entry in entries}
-    facts = await step_facts(engine.backend, committed, rules.best is not None, engine.heads.doubted)
-    facts = await mark_unsound(engine.backend, facts, engine.lineage.runs)
+    facts = await step_facts(place.backend, committed, rules.best is not None, place.heads.doubted)
+    facts = await mark_unsound(place.backend, facts, engine.lineage.runs)
     saving = {entry.id for entry in entries if busy.intersection(entry.attempts)}
-    protected = engine.being_read | saving
+    protected = place.being_read | saving
     doomed: list[Doomed] = []
     left: list[tuple[str, str]] = []
     for step in plan_retention(facts, rules, protected):
         entry = by_id[step.id]
-        with _leaving(engine, entry.id, left):
-            if await is_leased(engine.backend, step.id, engine.token(6)):
+        with _leaving(place, entry.id, left):
+            if await is_leased(place.backend, step.id, engine.token(6)):
                 left.append((step.id, "another process is reading it"))
                 continue
             if not dry_run:
                 del by_id[step.id]
-                await delete_step(engine.backend, entry)
+                await delete_step(place.backend, entry)
                 engine.emit(StepDeleted(at_ns=engine.now_ns(), step=step.step, reason=step.reason))
             doomed.append(step)
-    garbage = await _collect_all(engine, list(by_id.values()), rules, busy, left, dry_run=dry_run)
+    garbage = await _collect_all(place, list(by_id.values()), rules, busy, left, dry_run=dry_run)
     kept = explain_kept(facts, rules, protected)
     judged = {fact.id for fact in facts}
     kept += [Kept(entry.id, entry.step, why_unread(entry)) for entry in committed if entry.id not in judged]
     thinned = await _thin(
-        engine,
+        place,
         rules,
         may_be_thinned(facts, rules, protected, by_id.keys() - {step.id for step in doomed}),
         left,
@@ -308,8 +314,8 @@ async def prune(engine: Engine, rules: Retention, *, dry_run: bool = False, with
     )
     swept = DeadUploads()
     if with_uploads:
-        swept = await find_leftovers(engine.backend, grace_s=rules.grace_s, nonce=engine.token(6), busy=busy)
-        swept = swept if dry_run else await abort_leftovers(engine.backend, swept)
+        swept = await find_leftovers(place.backend, grace_s=rules.grace_s, nonce=engine.token(6), busy=busy)
+        swept = swept if dry_run else await abort_leftovers(place.backend, swept)
     keys = tuple(upload.key for upload in swept.uploads)
     if not dry_run:
         for key in keys:
@@ -318,49 +324,50 @@ async def prune(engine: Engine, rules: Retention, *, dry_run: bool = False, with
 
 
 async def _thin(
-    engine: Engine, rules: Retention, steps: list[StepFacts], left: list[tuple[str, str]], *, dry_run: bool
+    place: Place, rules: Retention, steps: list[StepFacts], left: list[tuple[str, str]], *, dry_run: bool
 ) -> list[Thinned]:
     """Have the older of the kept *steps*, the newest first, keep their weights alone; return which."""
+    engine = place.engine
     thinned: list[Thinned] = []
     whole_count, verified = 0, False
     for fact in steps:
-        with _leaving(engine, fact.id, left):
-            entry = await look_at(engine.backend, fact.id)
-            if not entry.generations or (fact.id, entry.generations[0]) in engine.thin_steps:
+        with _leaving(place, fact.id, left):
+            entry = await look_at(place.backend, fact.id)
+            if not entry.generations or (fact.id, entry.generations[0]) in place.thin_steps:
                 continue
-            manifest = await read_generation(engine.backend, fact.id, entry.generations[0])
+            manifest = await read_generation(place.backend, fact.id, entry.generations[0])
             if has_weights_only(manifest):
-                engine.thin_steps.add((fact.id, manifest.generation))
+                place.thin_steps.add((fact.id, manifest.generation))
                 continue
             whole_count += 1
             stays = whole_count <= (rules.optimizer or 0) or (fact.verified and not verified)
             verified = verified or fact.verified
             if stays:
                 continue
-            if await is_leased(engine.backend, fact.id, engine.token(6)):
+            if await is_leased(place.backend, fact.id, engine.token(6)):
                 left.append((fact.id, "another process is reading it"))
                 continue
             if dry_run:
                 thinned.append(plan_thinning(manifest, entry.generations[0] + 1, "")[1])
                 continue
-            thinned.append(await thin(engine.backend, manifest, entry.generations[0], engine.token(16)))
+            thinned.append(await thin(place.backend, manifest, entry.generations[0], engine.token(16)))
             engine.emit(GarbageDeleted(at_ns=engine.now_ns(), step=fact.step, key=f"{fact.id}: all but its weights"))
     return thinned
 
 
 @contextmanager
-def _leaving(engine: Engine, step_id: str, left: list[tuple[str, str]]) -> Iterator[None]:
+def _leaving(place: Place, step_id: str, left: list[tuple[str, str]]) -> Iterator[None]:
     """Go on from what cannot be done to one step in the block: *left* gets the reason, the log once."""
     try:
         yield
     except CheckpointError as error:
         left.append((step_id, str(error)))
-        if engine.heads.is_news(f"{step_id}: {error}"):
-            logger.warning("%s in %s is left as it is: %s", step_id, engine.backend.url, error)
+        if place.heads.is_news(f"{step_id}: {error}"):
+            logger.warning("%s in %s is left as it is: %s", step_id, place.backend.url, error)
 
 
 async def _collect_all(
-    engine: Engine,
+    place: Place,
     entries: list[StepEntry],
     rules: Retention,
     busy: Collection[str],
@@ -368,25 +375,26 @@ async def _collect_all(
     *,
     dry_run: bool,
 ) -> list[Garbage]:
+    engine = place.engine
     collected: list[Garbage] = []
     for entry in entries:
-        if entry.id in engine.being_read:
+        if entry.id in place.being_read:
             continue
         found: list[Garbage] = []
-        with _leaving(engine, entry.id, left):
+        with _leaving(place, entry.id, left):
             found = await find_garbage(
-                engine.backend,
+                place.backend,
                 entry,
                 grace_s=rules.grace_s,
                 nonce=engine.token(6),
                 busy=busy,
-                doubted=engine.heads.doubted,
+                doubted=place.heads.doubted,
             )
-            if found and not dry_run and await is_leased(engine.backend, entry.id, engine.token(6)):
+            if found and not dry_run and await is_leased(place.backend, entry.id, engine.token(6)):
                 found = []
         for garbage in found:
-            with _leaving(engine, entry.id, left):
-                if dry_run or await collect(engine.backend, garbage, engine.token(16)):
+            with _leaving(place, entry.id, left):
+                if dry_run or await collect(place.backend, garbage, engine.token(16)):
                     collected.append(garbage)
                     if not dry_run:
                         key = f"{garbage.step_id}/a-{garbage.attempt}"
@@ -394,8 +402,8 @@ async def _collect_all(
     return collected
 
 
-async def delete(engine: Engine, step: int) -> None:
+async def delete(destination: Destination, step: int) -> None:
     """Delete one step from all tiers, manifests first; the farthest first, so that nothing seems to come back."""
-    for listed in sorted(await find_step(engine, step), key=lambda one: engine.tiers.index(one.engine), reverse=True):
-        await delete_step(listed.engine.backend, listed.entry)
-    engine.emit(StepDeleted(at_ns=engine.now_ns(), step=step, reason="asked for"))
+    for listed in sorted(await find_step(destination, step), key=lambda one: one.place.number, reverse=True):
+        await delete_step(listed.place.backend, listed.entry)
+    destination.engine.emit(StepDeleted(at_ns=destination.engine.now_ns(), step=step, reason="asked for"))

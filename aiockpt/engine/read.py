@@ -8,7 +8,7 @@ import torch
 
 from aiockpt.adapters.plain_values import objects_in
 from aiockpt.adapters.stored import find_node
-from aiockpt.engine.context import Engine
+from aiockpt.engine.destination import Destination
 from aiockpt.engine.find import find_manifest
 from aiockpt.engine.load import fill_tensors
 from aiockpt.errors import StateMismatchError, UsageError
@@ -20,17 +20,17 @@ from aiockpt.state.shards import TensorShard
 from aiockpt.state.tree import TAG, Node
 
 
-async def read(engine: Engine, step: int | None, name: str, rows: slice | None) -> torch.Tensor:
+async def read(destination: Destination, step: int | None, name: str, rows: slice | None) -> torch.Tensor:
     """Return tensor *name* of a step (the newest valid one for None), or the *rows* of its first axis, on the host."""
-    found = await find_manifest(engine, step)
-    engine, manifest = found.engine, found.manifest
+    found = await find_manifest(destination, step)
+    place, manifest = found.place, found.manifest
     stored = _stored_name(manifest, name)
     entry = manifest.tensors[stored]
     box = _rows(name, entry.shape, rows)
     tensor = torch.empty(box.sizes, dtype=getattr(torch, torch_name(entry.dtype)))
     shard = TensorShard(name=stored, dtype=entry.dtype, shape=entry.shape, boxes=(box,), data=tensor)
-    async with engine.reading(manifest.id):
-        await fill_tensors(engine, manifest, [shard])
+    async with place.reading(manifest.id):
+        await fill_tensors(place, manifest, [shard])
     return tensor
 
 

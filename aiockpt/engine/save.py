@@ -14,6 +14,7 @@ import msgspec
 
 from aiockpt.engine.context import Engine
 from aiockpt.engine.job import SaveJob
+from aiockpt.engine.place import Place
 from aiockpt.errors import CheckpointError, CommitTimeoutError, CorruptionError, StepExistsError, StorageFullError
 from aiockpt.events import BytesWritten, Committed, DataWritten, SaveSkipped, SaveStarted
 from aiockpt.format.checksum import digest128
@@ -33,19 +34,19 @@ RECORDS_BYTES, RECORD_BYTES = 256 << 10, 2 << 10
 """Room asked for beside the data before a save begins: folders, receipt and manifest, and what a tensor takes in them."""
 
 
-async def save(engine: Engine, job: SaveJob) -> SaveResult:
+async def save(place: Place, job: SaveJob) -> SaveResult:
     """Save one state; when this returns it is committed.
 
     Raises:
         CommitConflictError, CommitTimeoutError, StepExistsError, StorageError: see `aiockpt.errors`. Nothing is visible
             then, but for a time-out, whose outcome the storage knows.
     """
-    emit_start(engine, job)
-    begun = await begin(engine, job, job.nonce or engine.token(6))
+    emit_start(place.engine, job)
+    begun = await begin(place, job, job.nonce or place.engine.token(6))
     if isinstance(begun, SaveResult):
         return begun
-    manifest = await write_and_commit(engine, job, begun, partial(write_files, engine, job, begun.attempt))
-    return committed(engine, job, manifest.generation)
+    manifest = await write_and_commit(place, job, begun, partial(write_files, place, job, begun.attempt))
+    return committed(place.engine, job, manifest.generation)
 
 
 def emit_start(engine: Engine, job: SaveJob) -> None:
@@ -56,36 +57,36 @@ def emit_start(engine: Engine, job: SaveJob) -> None:
     )
 
 
-async def begin(engine: Engine, job: SaveJob, nonce: str) -> Attempt | SaveResult:
+async def begin(place: Place, job: SaveJob, nonce: str) -> Attempt | SaveResult:
     """Return a new attempt of the name *nonce*, or what is there already, where the policy leaves it as it is."""
-    entry = await look_at(engine.backend, step_id(job.step))
-    existing = await _existing(engine, entry)
+    entry = await look_at(place.backend, step_id(job.step))
+    existing = await _existing(place, entry)
     if existing is not None:
-        return left_alone(engine, job, existing)
-    await check_space(engine, job)
-    return await engine.begin_attempt(entry, nonce, job.number)
+        return left_alone(place.engine, job, existing)
+    await check_space(place, job)
+    return await place.engine.begin_attempt(entry, nonce, job.number)
 
 
-async def existing_save(engine: Engine, step: int) -> SaveResult | None:
+async def existing_save(place: Place, step: int) -> SaveResult | None:
     """Return what is there of *step*, where the policy leaves it as it is; None means: save."""
-    return await _existing(engine, await look_at(engine.backend, step_id(step)))
+    return await _existing(place, await look_at(place.backend, step_id(step)))
 
 
-async def _existing(engine: Engine, entry: StepEntry) -> SaveResult | None:
-    found = await _find_existing(engine, entry)
+async def _existing(place: Place, entry: StepEntry) -> SaveResult | None:
+    found = await _find_existing(place, entry)
     if found is None:
         return None
     size = sum(file.size for file in found.files)
     return SaveResult(found.step, found.id, found.generation, size, seconds=0.0, existed=True)
 
 
-async def _find_existing(engine: Engine, entry: StepEntry) -> Manifest | None:
+async def _find_existing(place: Place, entry: StepEntry) -> Manifest | None:
     """Return the valid manifest that the policy leaves as it is; None means: save (a new generation)."""
-    policy = engine.options.on_exists
+    policy = place.engine.options.on_exists
     if policy == "new_generation" or not entry.committed:
         return None
     try:
-        manifest = await newest_manifest(engine.backend, entry)
+        manifest = await newest_manifest(place.backend, entry)
     except CorruptionError:
         return None
     if policy == "raise":
@@ -107,44 +108,45 @@ def records_bytes(job: SaveJob) -> int:
     return min(MOST_RECORDS_BYTES, RECORDS_BYTES + RECORD_BYTES * len(job.plan.tensors))
 
 
-async def check_space(engine: Engine, job: SaveJob) -> None:
-    free = (await engine.backend.space()).free_bytes
+async def check_space(place: Place, job: SaveJob) -> None:
+    free = (await place.backend.space()).free_bytes
     reserve = records_bytes(job)
     needed = job.plan.file_bytes + reserve
     if free is not None and free < needed:
         raise StorageFullError(
             f"step {job.step} has {job.plan.file_bytes:,} bytes and keeps {reserve:,} in reserve for its "
-            f"records, {engine.backend.url} has {free:,} free: free space, or keep fewer steps (Retention)"
+            f"records, {place.backend.url} has {free:,} free: free space, or keep fewer steps (Retention)"
         )
 
 
 async def write_and_commit(
-    engine: Engine, job: SaveJob, attempt: Attempt, write: Callable[[], Awaitable[tuple[FileEntry, ...]]]
+    place: Place, job: SaveJob, attempt: Attempt, write: Callable[[], Awaitable[tuple[FileEntry, ...]]]
 ) -> Manifest:
     """Have *write* make the data files durable, and commit them; on a failure before the vote remove what was written."""
     try:
         try:
-            receipt = await vote(engine, job, attempt, await write())
+            receipt = await vote(place, job, attempt, await write())
         except BaseException:
-            await _forget(engine, attempt)
+            await _forget(place, attempt)
             raise
-        return await commit_votes(engine, attempt, [receipt])
+        return await commit_votes(place, attempt, [receipt])
     finally:
-        engine.busy_attempts.discard(attempt.attempt)
+        place.engine.busy_attempts.discard(attempt.attempt)
 
 
-async def write_files(engine: Engine, job: SaveJob, nonce: str) -> tuple[FileEntry, ...]:
+async def write_files(place: Place, job: SaveJob, nonce: str) -> tuple[FileEntry, ...]:
     """Stream this rank's data files into the attempt *nonce*, the windows in the order in which the copy fills them."""
     entries: dict[int, FileEntry] = {}
+    engine, rank = place.engine, place.engine.coordinator.rank
 
     def on_written(size: int) -> None:
         engine.emit(BytesWritten(at_ns=engine.now_ns(), step=job.step, bytes=size))
 
     async def write(index: int) -> None:
-        entries[index] = await engine.uploader.write_file(
+        entries[index] = await place.uploader.write_file(
             step_id(job.step),
-            data_path(nonce, engine.coordinator.rank, index),
-            engine.coordinator.rank,
+            data_path(nonce, rank, index),
+            rank,
             job.plan.files[index],
             job.slabs[index],
             on_written,
@@ -157,27 +159,28 @@ async def write_files(engine: Engine, job: SaveJob, nonce: str) -> tuple[FileEnt
     return tuple(entries[index] for index in range(len(entries)))
 
 
-async def vote(engine: Engine, job: SaveJob, attempt: Attempt, files: tuple[FileEntry, ...]) -> Receipt:
+async def vote(place: Place, job: SaveJob, attempt: Attempt, files: tuple[FileEntry, ...]) -> Receipt:
     """Leave this rank's receipt: from here it has done its part.
 
     Raises:
         TornSnapshotError: the state changed while it was copied; no receipt was left.
     """
     await job.confirm()
-    receipt = _receipt(engine, job, attempt, files)
+    receipt = _receipt(place, job, attempt, files)
     job.voting = True
-    await cast_vote(engine.backend, receipt)
+    await cast_vote(place.backend, receipt)
     job.promise.reach(job.promise.written)
+    engine = place.engine
     seconds = engine.since_s(job.begun_ns)
     engine.emit(DataWritten(at_ns=engine.now_ns(), step=job.step, bytes=job.plan.file_bytes, seconds=seconds))
     return receipt
 
 
-def _receipt(engine: Engine, job: SaveJob, attempt: Attempt, files: tuple[FileEntry, ...]) -> Receipt:
+def _receipt(place: Place, job: SaveJob, attempt: Attempt, files: tuple[FileEntry, ...]) -> Receipt:
     state = job.state
     return Receipt(
         **msgspec.structs.asdict(attempt),
-        created_ns=engine.world.clock.time_ns(),
+        created_ns=place.engine.world.clock.time_ns(),
         plan_digest=job.plan.digest,
         scalars_digest=digest128(msgspec.json.encode(state.values)),
         files=files,
@@ -191,23 +194,24 @@ def _receipt(engine: Engine, job: SaveJob, attempt: Attempt, files: tuple[FileEn
     )
 
 
-async def _forget(engine: Engine, attempt: Attempt) -> None:
+async def _forget(place: Place, attempt: Attempt) -> None:
     """Remove what an attempt left that has not voted: nobody can commit it. Garbage collection is the net below."""
     with anyio.move_on_after(CLEAN_UP_DEADLINE_S, shield=True):
         try:
-            await collect(engine.backend, Garbage(attempt.id, attempt.attempt), engine.token(16))
+            await collect(place.backend, Garbage(attempt.id, attempt.attempt), place.engine.token(16))
         except CheckpointError as error:
             logger.warning("attempt %s of %s is left as garbage: %s", attempt.attempt, attempt.id, error)
 
 
-async def commit_votes(engine: Engine, attempt: Attempt, votes: Sequence[Receipt]) -> Manifest:
+async def commit_votes(place: Place, attempt: Attempt, votes: Sequence[Receipt]) -> Manifest:
     """Commit the attempt that all *votes* are for; once that has begun, a cancellation comes too late."""
     manifest: Manifest | None = None
-    with anyio.move_on_after(engine.options.deadlines.commit_s, shield=True):
-        manifest = await commit(engine.backend, votes, engine.world)
+    deadline_s = place.engine.options.deadlines.commit_s
+    with anyio.move_on_after(deadline_s, shield=True):
+        manifest = await commit(place.backend, votes, place.engine.world)
     if manifest is None:
         raise CommitTimeoutError(
-            f"{attempt.id}: the storage did not answer within {engine.options.deadlines.commit_s:g} s; whether the step "
+            f"{attempt.id}: the storage did not answer within {deadline_s:g} s; whether the step "
             "is committed is unknown. Run `aiockpt commit`, or look with `aiockpt ls`."
         )
     return manifest

@@ -14,7 +14,8 @@ import logging
 from collections.abc import Callable, Sequence
 
 from aiockpt.engine.context import Engine
-from aiockpt.engine.submit import Destination, Submitter
+from aiockpt.engine.destination import Destination
+from aiockpt.engine.submit import Submitter
 from aiockpt.futures import SaveFuture
 from aiockpt.runtime.pending_copies import PendingCopies
 
@@ -37,13 +38,13 @@ class Shutdown:
         self,
         engine: Engine,
         launcher: Submitter,
-        tiers: Destination,
+        destination: Destination,
         copies: PendingCopies,
         companions: Sequence[Callable[[], object]],
     ) -> None:
         self._engine = engine
         self._launcher = launcher
-        self._tiers = tiers
+        self._destination = destination
         self._copies = copies
         self._companions = companions
 
@@ -87,20 +88,20 @@ class Shutdown:
     async def _idle(self) -> None:
         for promise in self._launcher.in_flight:
             await promise.settled()
-        async with self._engine.cleaning:
+        async with self._destination.places[0].cleaning:
             pass
 
     def _give_up(self) -> None:
         """End the saves in flight, and wait until they have."""
         waiting = self._launcher.in_flight
         for promise in waiting:
-            self._tiers.give_up(promise)
+            self._destination.give_up(promise)
         if waiting:
             logger.warning("not waited for to the end: %s", ", ".join(repr(SaveFuture(promise)) for promise in waiting))
         self._is_idle_within(GIVE_UP_S)
 
     def _release(self, patience_s: float) -> None:
-        closing = self._engine.loop.submit(self._tiers.close, patience_s)
+        closing = self._engine.loop.submit(self._destination.close, patience_s)
         in_order = False
         try:
             closing.result(2 * patience_s + CLOSE_S)  # it keeps deadlines of its own

@@ -18,7 +18,7 @@ import logging
 import operator
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,14 +26,14 @@ import torch
 
 from aiockpt.adapters.native import StateWalker
 from aiockpt.adapters.selection import ALL, Selection
-from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import SaveRound
+from aiockpt.engine.destination import Destination
 from aiockpt.engine.job import Call, SaveJob
 from aiockpt.engine.outcome_log import log_saved
 from aiockpt.engine.snapshotter import CaptureRequest, Snapshotter
 from aiockpt.errors import CheckpointError, SaveSkippedError, UsageError
 from aiockpt.events import SaveSkipped
-from aiockpt.futures import SaveFuture, SaveResult
+from aiockpt.futures import SaveFuture
 from aiockpt.options import Snapshot, check_choice
 from aiockpt.runtime.host_memory import available_bytes
 from aiockpt.runtime.limits import Limiter, run_blocking
@@ -46,50 +46,18 @@ from aiockpt.state.shards import ShardedState
 logger = logging.getLogger("aiockpt")
 
 
-class Destination(Protocol):
-    """Where saves go: the tiers, written to from here (`aiockpt.tiers.tiers`) or by another process (`aiockpt.worker`)."""
-
-    @property
-    def engines(self) -> Sequence[Engine]:
-        """Of all tiers, the nearest first."""
-        ...
-
-    def takes(self, step: int) -> bool:
-        """Say whether any tier takes *step*."""
-        ...
-
-    def prepare(self, promise: SavePromise) -> None:
-        """Give *promise* a stage for each tier, when it is registered."""
-
-    def announce(self, job: SaveJob) -> None:
-        """Hear that *job* is planned, and copied next; on the thread that copies."""
-
-    async def save(self, engine: Engine, job: SaveJob) -> SaveResult:
-        """Save one state; when this returns it is committed."""
-        ...
-
-    async def clean_up(self, result: SaveResult) -> None:
-        """Clean up where a save was committed."""
-
-    def give_up(self, promise: SavePromise) -> None:
-        """End a save that nobody waits for any more. Any thread."""
-
-    async def close(self, patience_s: float) -> None:
-        """Finish what is under way, for *patience_s* seconds, and close all tiers."""
-
-
 class Submitter:
     """Starts the saves of one checkpointer and knows which are in flight.
 
     Args:
-        tiers: where saves go.
+        destination: where saves go.
         copies: which copies are made beside the program, and who changes the state by hand.
         snapshotter: says how states are copied.
     """
 
-    def __init__(self, tiers: Destination, copies: PendingCopies, snapshotter: Snapshotter) -> None:
-        self._tiers = tiers
-        self._engine = engine = tiers.engines[0]
+    def __init__(self, destination: Destination, copies: PendingCopies, snapshotter: Snapshotter) -> None:
+        self._destination = destination
+        self._engine = engine = destination.engine
         self._copies = copies
         self._snapshotter = snapshotter
         self._walker = StateWalker(rank=engine.coordinator.rank, alone=engine.coordinator.world_size == 1)
@@ -149,7 +117,7 @@ class Submitter:
             check_choice("snapshot", snapshot, Snapshot)
             self._copies.check_unchanging()
             self._copies.recheck()
-            if not self._tiers.takes(step):
+            if not self._destination.takes(step):
                 return self._skip(step, save_round, "no tier takes it (Tier(every=…))")
             if options.when_full != "wait" and (reason := self._why_full(snapshot)):
                 if options.when_full == "skip":
@@ -176,7 +144,7 @@ class Submitter:
         except BaseException as error:
             self._engine.coordinator.abort(save_round, error)
             raise
-        self._tiers.prepare(job.promise)
+        self._destination.prepare(job.promise)
         if not capture.beside:
             return job, before
         self._register(job, before)
@@ -239,7 +207,7 @@ class Submitter:
     def _begin(self, job: SaveJob) -> None:
         """Plan this save and have it run; from here on it tells the other ranks itself what goes wrong."""
         job.prepare()
-        self._tiers.announce(job)
+        self._destination.announce(job)
         self._engine.pool.fit(job.plan.window_count, available_bytes)
         job.begun = True
         self._engine.loop.submit(self._run, job)
@@ -250,11 +218,11 @@ class Submitter:
     async def _run(self, job: SaveJob) -> None:
         async with open_tasks() as tasks:
             tasks.start_soon(self._fill_pool, job)
-            result = await job.run(self._tiers.save)
+            result = await job.run(self._destination.save)
             if result is not None:
                 log_saved(result, self._engine.coordinator)
             if result is not None and not result.existed and self._engine.coordinator.rank == 0:
-                await self._tiers.clean_up(result)
+                await self._destination.clean_up(result)
         if not self._engine.pool.is_settled:
             await run_blocking(self._engine.state_work, self._engine.pool.settle)
 

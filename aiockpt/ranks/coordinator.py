@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import SaveRound
 from aiockpt.engine.job import SaveJob
+from aiockpt.engine.place import Place
 from aiockpt.futures import SaveResult
 from aiockpt.options import Options
 from aiockpt.ranks.rounds import TELL_DEADLINE_S, Rounds
@@ -27,6 +28,7 @@ from aiockpt.runtime.world import Loop
 from aiockpt.state.shards import ShardedState
 
 if TYPE_CHECKING:  # a writer process loads nothing, and need not load torch
+    from aiockpt.engine.destination import Destination
     from aiockpt.engine.load import Filled, LoadRequest
     from aiockpt.ranks.load import RankLoads
     from aiockpt.ranks.peers import Peers
@@ -136,7 +138,7 @@ class RankCoordinator:
     # ------------------------------------------------------------------ saves and loads
 
     @asynccontextmanager
-    async def taking_part(self, job: SaveJob, places: Sequence[Engine]) -> AsyncIterator[None]:
+    async def taking_part(self, job: SaveJob, places: Sequence[Place]) -> AsyncIterator[None]:
         """Tell the other ranks what ends the block while the save has not begun: later the save tells it itself."""
         assert job.save_round is not None
         try:
@@ -152,7 +154,7 @@ class RankCoordinator:
         finally:
             self._begun.discard(job.save_round)
 
-    async def save(self, place: Engine, job: SaveJob) -> SaveResult:
+    async def save(self, place: Place, job: SaveJob) -> SaveResult:
         """Save this rank's share to a place that all ranks see."""
         assert job.save_round is not None
         visibility = self._visibility(place)
@@ -162,11 +164,10 @@ class RankCoordinator:
         self._begun.add(job.save_round)
         return await save_with_ranks(place, self.rounds, job)
 
-    def _visibility(self, place: Engine) -> Visibility:
-        number = place.number
-        if number not in self._visible:
-            self._visible[number] = Visibility(place, number, seen=number in self._seen)
-        return self._visible[number]
+    def _visibility(self, place: Place) -> Visibility:
+        if place.number not in self._visible:
+            self._visible[place.number] = Visibility(place, seen=place.number in self._seen)
+        return self._visible[place.number]
 
     @cached_property
     def loads(self) -> RankLoads:
@@ -175,9 +176,9 @@ class RankCoordinator:
 
         return RankLoads(self.rounds, self._ranks_s, self._peers)
 
-    async def load(self, place: Engine, request: LoadRequest, number: int) -> Filled | None:
+    async def load(self, destination: Destination, request: LoadRequest, number: int) -> Filled | None:
         """Fill this rank's part of a state."""
-        return await self.loads.load(place, request, number)
+        return await self.loads.load(destination, request, number)
 
     async def agree_applied(self, number: int, error: Exception | None) -> None:
         """Tell the other ranks whether the objects of this one took what load *number* gave them, and hear of theirs."""
@@ -186,8 +187,8 @@ class RankCoordinator:
     # ------------------------------------------------------------------ several places, and a writer process
 
     async def choose_place(
-        self, job: SaveJob, places: Sequence[Engine], choose: Callable[[], Awaitable[Engine]]
-    ) -> Engine:
+        self, job: SaveJob, places: Sequence[Place], choose: Callable[[], Awaitable[Place]]
+    ) -> Place:
         """Return the place that rank 0 chooses; it is in its note, or where its vote is."""
         assert job.save_round is not None
         key = job.save_round.key("entry")
@@ -198,10 +199,10 @@ class RankCoordinator:
             return chosen
         by_number = {place.number: place for place in places}
 
-        async def hear(seconds: float) -> Engine:
+        async def hear(seconds: float) -> Place:
             return by_number[await self.board.wait(key, int, seconds, "the choice")]
 
-        async def find(lost: bool) -> Engine | None:
+        async def find(lost: bool) -> Place | None:
             for place in places:
                 fallback = _fallback(place, job)
                 if fallback is not None and await fallback.begun() is not None:
@@ -210,7 +211,9 @@ class RankCoordinator:
 
         async with self.rounds.watching_failures(job.save_round):
             waiting = self.rounds.waiting(job.save_round)
-            return await hear_or_find(places[0], self.rounds, "rank 0's choice of a tier", hear, find, waiting=waiting)
+            return await hear_or_find(
+                places[0].engine, self.rounds, "rank 0's choice of a tier", hear, find, waiting=waiting
+            )
 
     async def tell(self, key: str, note: object, outdated: Sequence[str] = ()) -> None:
         """Leave a note for the other ranks, and remove *outdated* ones; a store that is lost has none."""
@@ -221,7 +224,7 @@ class RankCoordinator:
 
     async def hear(
         self,
-        place: Engine,
+        engine: Engine,
         key: str,
         kind: type[N],
         what: str,
@@ -238,7 +241,7 @@ class RankCoordinator:
         async def look(lost: bool) -> F | None:
             return await find()
 
-        return await hear_or_find(place, self.rounds, what, listen, look, patience_s=pause_s, deadline_s=deadline_s)
+        return await hear_or_find(engine, self.rounds, what, listen, look, patience_s=pause_s, deadline_s=deadline_s)
 
     def join(self, board_name: str) -> None:
         """Use the notes that another process of this rank has begun."""
@@ -259,7 +262,7 @@ class RankCoordinator:
 
     @asynccontextmanager
     async def accompanying(
-        self, job: SaveJob, places: Sequence[Engine], died: Callable[[], Exception | None]
+        self, job: SaveJob, places: Sequence[Place], died: Callable[[], Exception | None]
     ) -> AsyncIterator[None]:
         """Leave the round of a save that a writer process makes, however it ends.
 
@@ -279,5 +282,5 @@ class RankCoordinator:
             await self.rounds.leave(job.save_round)
 
 
-def _fallback(place: Engine, job: SaveJob) -> StorageFallback | None:
+def _fallback(place: Place, job: SaveJob) -> StorageFallback | None:
     return None if job.nonce is None else StorageFallback(place, job.step, job.nonce)

@@ -24,6 +24,7 @@ import msgspec
 from aiockpt.adapters.native import LoadTarget
 from aiockpt.adapters.refusal import PARTLY_OVERWRITTEN
 from aiockpt.engine.context import Engine
+from aiockpt.engine.destination import Destination
 from aiockpt.engine.find import Found, Skipped, candidates
 from aiockpt.engine.load import (
     Filled,
@@ -36,6 +37,7 @@ from aiockpt.engine.load import (
     open_manifest,
     skip_or_raise,
 )
+from aiockpt.engine.place import Place
 from aiockpt.errors import (
     CorruptionError,
     ManifestError,
@@ -100,7 +102,7 @@ class RankLoads:
         self._peers = peers
         self._notes = LoadNotes(rounds, deadline_s)
 
-    async def load(self, engine: Engine, request: LoadRequest, number: int) -> Filled | None:
+    async def load(self, destination: Destination, request: LoadRequest, number: int) -> Filled | None:
         """Fill this rank's part of a state; None, on all ranks, when no checkpoint exists at all.
 
         Args:
@@ -111,14 +113,15 @@ class RankLoads:
             NoValidCheckpointError, StateMismatchError, CorruptionError: as `aiockpt.engine.load.load`, on every rank.
         """
         async with self._notes.taking(number) as notes:
-            return await self._load(engine, request, notes)
+            return await self._load(destination, request, notes)
 
-    async def _load(self, engine: Engine, request: LoadRequest, notes: Notes) -> Filled | None:
+    async def _load(self, destination: Destination, request: LoadRequest, notes: Notes) -> Filled | None:
+        engine = destination.engine
         begun_ns = engine.now_ns()
         skipped: Skipped = []
         touched: frozenset[str] = frozenset()
         lacking = Lacking(request, skipped)
-        chooser = _Chooser(engine, notes, candidates(engine, request.step, skipped), skipped)
+        chooser = _Chooser(engine, notes, candidates(destination, request.step, skipped), skipped)
         await notes.post(f"call/{notes.rank}", LoadCall(request.step, request.strict))
         for trial in count():
             agree = Agreement(notes, str(trial), engine.options.deadlines.close_s)
@@ -127,22 +130,22 @@ class RankLoads:
             if choice is None:
                 return None
             target: LoadTarget | None = None
-            tier = engine.tiers[choice.tier]
+            place = destination.places[choice.tier]
             try:
-                manifest = await agree.on("read", partial(_read, tier, choice))
-                fit = partial(_fit, tier, request, manifest, touched, skipped)
+                manifest = await agree.on("read", partial(_read, place, choice))
+                fit = partial(_fit, place, request, manifest, touched, skipped)
                 try:
                     target = await agree.on("fit", fit, _report(request))
                 except StateMismatchError as error:
-                    lacking.pass_over(tier, manifest, error)
+                    lacking.pass_over(place, manifest, error)
                     continue
-                traffic = await agree.on("fill", partial(self._fill, tier, manifest, target, notes, trial))
+                traffic = await agree.on("fill", partial(self._fill, place, manifest, target, notes, trial))
             except CorruptionError as error:
                 if target is not None:
                     touched |= target.written
                 skip_or_raise(engine, request, choice.id, choice.step, error, skipped)
             else:
-                filled = finish(tier, manifest, target, traffic, begun_ns, skipped)
+                filled = finish(place, manifest, target, traffic, begun_ns, skipped)
                 return msgspec.structs.replace(filled, agree=agree.may_refuse)
         raise AssertionError("there is always another trial")
 
@@ -163,29 +166,29 @@ class RankLoads:
             except StateMismatchError as shared:
                 raise StateMismatchError("the checkpoint", shared.problems, PARTLY_OVERWRITTEN) from error
 
-    async def _fill(self, tier: Engine, manifest: Manifest, target: LoadTarget, notes: Notes, trial: int) -> Traffic:
+    async def _fill(self, place: Place, manifest: Manifest, target: LoadTarget, notes: Notes, trial: int) -> Traffic:
         if self._peers is None:
-            return await fill(tier, manifest, target)
+            return await fill(place, manifest, target)
         read_once = ReadOnce(self._peers, notes, str(trial))
         try:
-            return await fill(tier, manifest, target, read_once)
+            return await fill(place, manifest, target, read_once)
         except BaseException as error:
             await read_once.give_up(error)
             raise
 
 
-async def _read(engine: Engine, choice: Choice) -> Manifest:
+async def _read(place: Place, choice: Choice) -> Manifest:
     try:
-        return await read_manifest(engine.backend, choice.id, choice.generation)
+        return await read_manifest(place.backend, choice.id, choice.generation)
     except ObjectNotFoundError as error:
         message = f"{choice.id}: generation {choice.generation} was deleted meanwhile"
         raise ManifestError(message, key=error.key) from error
 
 
 async def _fit(
-    engine: Engine, request: LoadRequest, manifest: Manifest, touched: frozenset[str], skipped: Skipped
+    place: Place, request: LoadRequest, manifest: Manifest, touched: frozenset[str], skipped: Skipped
 ) -> LoadTarget:
-    target = await open_manifest(engine, request, manifest)
+    target = await open_manifest(place, request, manifest)
     check_rewritten(manifest, target, touched, skipped)
     return target
 
@@ -242,7 +245,7 @@ class _Chooser:
             raise
         choice = Choice(skipped=tuple(self._skipped[len(self._told) :]))
         if chosen is not None:
-            manifest, tier = chosen.manifest, chosen.engine.number
+            manifest, tier = chosen.manifest, chosen.place.number
             choice = Choice(manifest.id, manifest.step, manifest.generation, tier, skipped=choice.skipped)
         await self._notes.post(key, choice)
         return choice

@@ -24,6 +24,7 @@ import msgspec
 
 from aiockpt.engine.context import Engine
 from aiockpt.engine.load import Tally, Traffic, open_fetcher
+from aiockpt.engine.place import Place
 from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.fetch import Fetcher
 from aiockpt.pipeline.scatter import Places
@@ -93,20 +94,21 @@ class ReadOnce:
         self._leads = peers.rank == peers.ranks[0]
         self._told = self._settled = self._promised = False
 
-    async def __call__(self, engine: Engine, manifest: Manifest, wanted: Sequence[TensorShard]) -> Traffic:
+    async def __call__(self, place: Place, manifest: Manifest, wanted: Sequence[TensorShard]) -> Traffic:
         """Fill the tensors of *wanted*, every block verified.
 
         Raises:
             RankTimeoutError: names the ranks of the group that do not load.
             UnservedError: another rank could not read what this one was to receive.
         """
+        engine = place.engine
         places = await run_blocking(engine.state_work, Places, manifest, wanted)
         spans = await run_blocking(engine.state_work, _spans, manifest, places)
         terms = await self._agree(Wants(tuple(spans), broken=self._peers.broken), engine.options.deadlines.ranks_s)
         if terms.failed_rank >= 0:
             raise UnservedError(f"{manifest.id}: rank {terms.failed_rank} failed before it could read its part")
         tally = Tally()
-        fetcher = open_fetcher(engine, manifest, places, tally)
+        fetcher = open_fetcher(place, manifest, places, tally)
         try:
             if terms.broken is None:
                 received_bytes = await self._exchange(engine, manifest, places, fetcher, terms)

@@ -22,9 +22,9 @@ from functools import partial
 import anyio
 import msgspec
 
-from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import SaveRound
 from aiockpt.engine.job import SaveJob
+from aiockpt.engine.place import Place
 from aiockpt.engine.save import (
     CLEAN_UP_DEADLINE_S,
     begin,
@@ -76,7 +76,7 @@ class Begun(msgspec.Struct, frozen=True):
     existing: SaveResult | None = None
 
 
-async def save_with_ranks(engine: Engine, rounds: Rounds, job: SaveJob) -> SaveResult:
+async def save_with_ranks(place: Place, rounds: Rounds, job: SaveJob) -> SaveResult:
     """Save this rank's share of one step; when this returns the step is committed on all ranks.
 
     Raises:
@@ -85,84 +85,84 @@ async def save_with_ranks(engine: Engine, rounds: Rounds, job: SaveJob) -> SaveR
     """
     save_round = job.save_round
     assert save_round is not None
-    emit_start(engine, job)
+    emit_start(place.engine, job)
     nonce = ""
     try:
         if not job.agreed:
             await rounds.announce(save_round)
         nonce = job.nonce or await rounds.attempt_nonce(save_round)
-        engine.busy_attempts.add(nonce)
-        story = _lead if engine.coordinator.rank == 0 else _follow
-        return await story(engine, job, rounds, save_round, nonce)
+        place.engine.busy_attempts.add(nonce)
+        story = _lead if rounds.board.rank == 0 else _follow
+        return await story(place, job, rounds, save_round, nonce)
     except BaseException as error:
-        await _give_up(engine, job, rounds, save_round, nonce, job.why(error))
+        await _give_up(place, job, rounds, save_round, nonce, job.why(error))
         raise
     finally:
-        engine.busy_attempts.discard(nonce)
+        place.engine.busy_attempts.discard(nonce)
         await rounds.leave(save_round)
 
 
-async def _lead(engine: Engine, job: SaveJob, rounds: Rounds, save_round: SaveRound, nonce: str) -> SaveResult:
+async def _lead(place: Place, job: SaveJob, rounds: Rounds, save_round: SaveRound, nonce: str) -> SaveResult:
     board = rounds.board
-    begun = await begin(engine, job, nonce)
+    begun = await begin(place, job, nonce)
     if isinstance(begun, SaveResult):
-        await _post_begun(engine, rounds, save_round, Begun(existing=begun))
+        await _post_begun(place, rounds, save_round, Begun(existing=begun))
         return begun
-    await _post_begun(engine, rounds, save_round, Begun(attempt=begun))
-    async with watching_failures(rounds, save_round, StorageFallback(engine, save_round.step, nonce)):
-        files = await write_files(engine, job, nonce)
-        own = await vote(engine, job, begun, files)
-        await count_vote(board, save_round.key("votes"), engine.backend, own)
-        pauses = pauses_without_store(engine, RELIST_S)
-        waiting = rounds.waiting(save_round, engine.options.deadlines.commit_s)
+    await _post_begun(place, rounds, save_round, Begun(attempt=begun))
+    async with watching_failures(rounds, save_round, StorageFallback(place, save_round.step, nonce)):
+        files = await write_files(place, job, nonce)
+        own = await vote(place, job, begun, files)
+        await count_vote(board, save_round.key("votes"), place.backend, own)
+        pauses = pauses_without_store(place.engine, RELIST_S)
+        waiting = rounds.waiting(save_round, place.engine.options.deadlines.commit_s)
 
         async def until_likely() -> None:
             try:
                 await wait_likely(board, save_round.key("votes"), RELIST_S)
             except StoreLostError:
                 await anyio.sleep(next(pauses))
-            gone = await waiting.look_for_votes(partial(_missing_votes, engine, begun))
+            gone = await waiting.look_for_votes(partial(_missing_votes, place, begun))
             if gone is not None:
                 raise gone
 
-        votes = await wait_votes(engine.backend, begun, own, engine.options.deadlines.commit_s, until_likely)
-    manifest = await commit_votes(engine, begun, votes)
+        votes = await wait_votes(place.backend, begun, own, place.engine.options.deadlines.commit_s, until_likely)
+    manifest = await commit_votes(place, begun, votes)
     await _tell(rounds, save_round, manifest.generation)
-    return committed(engine, job, manifest.generation)
+    return committed(place.engine, job, manifest.generation)
 
 
-async def _missing_votes(engine: Engine, attempt: Attempt) -> set[int]:
+async def _missing_votes(place: Place, attempt: Attempt) -> set[int]:
     """Return the ranks that have not voted, as the storage shows it."""
-    return set(range(attempt.world_size)) - await ranks_that_voted(engine.backend, attempt.id, attempt.attempt)
+    return set(range(attempt.world_size)) - await ranks_that_voted(place.backend, attempt.id, attempt.attempt)
 
 
-async def _post_begun(engine: Engine, rounds: Rounds, save_round: SaveRound, note: Begun) -> None:
+async def _post_begun(place: Place, rounds: Rounds, save_round: SaveRound, note: Begun) -> None:
     with rounds.surviving_store():
         await rounds.board.post(save_round.key("begun"), note)
 
 
-async def _follow(engine: Engine, job: SaveJob, rounds: Rounds, save_round: SaveRound, nonce: str) -> SaveResult:
+async def _follow(place: Place, job: SaveJob, rounds: Rounds, save_round: SaveRound, nonce: str) -> SaveResult:
     begun: Begun | None = None
-    fallback = StorageFallback(engine, save_round.step, nonce)
+    fallback = StorageFallback(place, save_round.step, nonce)
     async with watching_failures(rounds, save_round, fallback):
-        if engine.options.on_exists != "new_generation":  # else rank 0 hardly ever says no: write meanwhile
-            begun = await _read_begun(engine, rounds, save_round, fallback)
+        if place.engine.options.on_exists != "new_generation":  # else rank 0 hardly ever says no: write meanwhile
+            begun = await _read_begun(place, rounds, save_round, fallback)
         files: tuple[FileEntry, ...] = ()
         if begun is None or begun.attempt is not None:
-            await check_space(engine, job)
-            files = await write_files(engine, job, nonce)
-            begun = begun or await _read_begun(engine, rounds, save_round, fallback)
+            await check_space(place, job)
+            files = await write_files(place, job, nonce)
+            begun = begun or await _read_begun(place, rounds, save_round, fallback)
         if begun.attempt is None:
             assert begun.existing is not None
-            return left_alone(engine, job, begun.existing)
-        attempt = msgspec.structs.replace(begun.attempt, rank=engine.coordinator.rank)
-        own = await vote(engine, job, attempt, files)
-        await count_vote(rounds.board, save_round.key("votes"), engine.backend, own)
-        generation = await _await_commit(engine, rounds, save_round, attempt, fallback)
-    return committed(engine, job, generation)
+            return left_alone(place.engine, job, begun.existing)
+        attempt = msgspec.structs.replace(begun.attempt, rank=rounds.board.rank)
+        own = await vote(place, job, attempt, files)
+        await count_vote(rounds.board, save_round.key("votes"), place.backend, own)
+        generation = await _await_commit(place, rounds, save_round, attempt, fallback)
+    return committed(place.engine, job, generation)
 
 
-async def _read_begun(engine: Engine, rounds: Rounds, save_round: SaveRound, fallback: StorageFallback) -> Begun:
+async def _read_begun(place: Place, rounds: Rounds, save_round: SaveRound, fallback: StorageFallback) -> Begun:
     """Wait for rank 0 to begin this very save, or for its vote, which says the same."""
 
     async def hear(seconds: float) -> Begun:
@@ -172,21 +172,21 @@ async def _read_begun(engine: Engine, rounds: Rounds, save_round: SaveRound, fal
         attempt = await fallback.begun()
         if attempt is not None:
             return Begun(attempt)
-        existing = await existing_save(engine, save_round.step) if lost else None
+        existing = await existing_save(place, save_round.step) if lost else None
         return None if existing is None else Begun(existing=existing)
 
     return await hear_or_find(
-        engine,
+        place.engine,
         rounds,
         f"the save of step {save_round.step}",
         hear,
         find,
-        waiting=rounds.waiting(save_round, engine.options.deadlines.ranks_s),
+        waiting=rounds.waiting(save_round, place.engine.options.deadlines.ranks_s),
     )
 
 
 async def _await_commit(
-    engine: Engine, rounds: Rounds, save_round: SaveRound, attempt: Attempt, fallback: StorageFallback
+    place: Place, rounds: Rounds, save_round: SaveRound, attempt: Attempt, fallback: StorageFallback
 ) -> int:
     """Return the generation that was committed; after a while without news, or without rank 0, see to it.
 
@@ -194,13 +194,13 @@ async def _await_commit(
         RankFailedError: a rank has left a record of its failure, or will not vote any more.
         CommitTimeoutError: no news, and votes are missing; the outcome is unknown.
     """
-    deadlines = engine.options.deadlines
-    begun_ns, pauses = engine.now_ns(), pauses_without_store(engine, min(RELIST_S, deadlines.takeover_s))
+    deadlines = place.engine.options.deadlines
+    begun_ns, pauses = place.engine.now_ns(), pauses_without_store(place.engine, min(RELIST_S, deadlines.takeover_s))
     waiting = rounds.waiting(save_round, deadlines.commit_s)
     while True:
         alone = False
         try:
-            return await rounds.read_end(save_round, deadlines.takeover_s, _ForRank0(engine, attempt, waiting))
+            return await rounds.read_end(save_round, deadlines.takeover_s, _ForRank0(place, attempt, waiting))
         except RankTimeoutError:
             pass
         except StoreLostError:  # rank 0 may have ended with it, after the commit
@@ -209,7 +209,7 @@ async def _await_commit(
             if not error.seen_here:
                 raise
             alone = True
-        generation = await _take_over(engine, attempt)
+        generation = await _take_over(place, attempt)
         if generation is not None:
             await _tell(rounds, save_round, generation)
             return generation
@@ -217,9 +217,9 @@ async def _await_commit(
         if failure is not None:
             raise failure
         if alone:
-            await _go_on_without_rank_0(engine, attempt, waiting, next(pauses))
-        if engine.since_s(begun_ns) > deadlines.commit_s:
-            missing = sorted(await _missing_votes(engine, attempt))
+            await _go_on_without_rank_0(place, attempt, waiting, next(pauses))
+        if place.engine.since_s(begun_ns) > deadlines.commit_s:
+            missing = sorted(await _missing_votes(place, attempt))
             late = f"no receipt from {name_ranks(missing)}" if missing else "all have voted, and rank 0 did not commit"
             raise CommitTimeoutError(
                 f"{attempt.id}: {late} within {deadlines.commit_s:g} s; the outcome is unknown. Run `aiockpt commit` "
@@ -231,8 +231,8 @@ async def _await_commit(
 class _ForRank0:
     """The lookout of a rank that waits for the commit: for rank 0, and with it for whoever has not voted."""
 
-    def __init__(self, engine: Engine, attempt: Attempt, waiting: Waiting) -> None:
-        self._engine, self._attempt, self._waiting = engine, attempt, waiting
+    def __init__(self, place: Place, attempt: Attempt, waiting: Waiting) -> None:
+        self._place, self._attempt, self._waiting = place, attempt, waiting
 
     async def look(self, ranks: Iterable[int]) -> RankError | None:
         return await self._waiting.look(ranks, for_whom=self._missing)
@@ -241,16 +241,16 @@ class _ForRank0:
         return await self._waiting.explain(ranks)
 
     async def _missing(self) -> Iterable[int]:
-        return await _missing_votes(self._engine, self._attempt) or [0]
+        return await _missing_votes(self._place, self._attempt) or [0]
 
 
-async def _go_on_without_rank_0(engine: Engine, attempt: Attempt, waiting: Waiting, pause_s: float) -> None:
+async def _go_on_without_rank_0(place: Place, attempt: Attempt, waiting: Waiting, pause_s: float) -> None:
     """Wait a little for the votes that are missing.
 
     Raises:
         RankFailedError: one of them will not come any more.
     """
-    gone = waiting.lost(await _missing_votes(engine, attempt), voting=True)
+    gone = waiting.lost(await _missing_votes(place, attempt), voting=True)
     if gone is not None:
         raise gone
     await anyio.sleep(pause_s)
@@ -262,19 +262,19 @@ async def _tell(rounds: Rounds, save_round: SaveRound, generation: int) -> None:
         await rounds.board.post(save_round.key("end"), End(generation=generation))
 
 
-async def _take_over(engine: Engine, attempt: Attempt) -> int | None:
+async def _take_over(place: Place, attempt: Attempt) -> int | None:
     """Commit in rank 0's place when every vote is there; return the generation, also of a commit that we missed."""
-    entry = await look_at(engine.backend, attempt.id)
+    entry = await look_at(place.backend, attempt.id)
     if entry.head is not None and entry.head.attempt == attempt.attempt:
         return entry.head.generation
-    if not takes_over(engine.coordinator.rank, engine.coordinator.world_size):
+    if not takes_over(place.engine.coordinator.rank, place.engine.coordinator.world_size):
         return None
-    votes = await votes_to_finish(engine.backend, entry, attempt.attempt)
-    return None if votes is None else (await commit_votes(engine, attempt, votes)).generation
+    votes = await votes_to_finish(place.backend, entry, attempt.attempt)
+    return None if votes is None else (await commit_votes(place, attempt, votes)).generation
 
 
 async def _give_up(
-    engine: Engine, job: SaveJob, rounds: Rounds, save_round: SaveRound, nonce: str, error: BaseException
+    place: Place, job: SaveJob, rounds: Rounds, save_round: SaveRound, nonce: str, error: BaseException
 ) -> None:
     """Tell the others that there will be no checkpoint, as soon as that is certain, and remove this rank's part of it.
 
@@ -286,44 +286,42 @@ async def _give_up(
     if certain:
         await rounds.tell_failure(save_round, error)
     if nonce and not isinstance(error, CommitTimeoutError):
-        await abort_attempt([engine], job, nonce, error, untold=None if certain else rounds)
+        await abort_attempt([place], job, nonce, error, untold=None if certain else rounds)
 
 
 async def abort_attempt(
-    engines: Sequence[Engine], job: SaveJob, nonce: str, error: BaseException, untold: Rounds | None
+    places: Sequence[Place], job: SaveJob, nonce: str, error: BaseException, untold: Rounds | None
 ) -> None:
     """See to it that nobody commits the attempt *nonce* any more, and remove this rank's part of it.
 
     Nothing is told and nothing removed where that comes too late, because the commit stands or will, or is not certain.
 
     Args:
-        engines: of the places where it may be.
+        places: where it may be.
         untold: where the other ranks are to be told once it is certain; None when they were.
     """
     folder = step_id(job.step)
     with anyio.move_on_after(CLEAN_UP_DEADLINE_S, shield=True):
         try:
-            for engine in engines:
-                if await claim(engine.backend, folder, nonce, "collect", engine.token(16)) == "commit":
+            for place in places:
+                if await claim(place.backend, folder, nonce, "collect", place.engine.token(16)) == "commit":
                     return
             if untold is not None and job.save_round is not None:
                 await untold.tell_failure(job.save_round, error)
-            for engine in engines:
-                await _forget(engine, job, nonce, error)
+            for place in places:
+                await _forget(place, job, nonce, error)
         except CheckpointError as trouble:
             logger.warning("attempt %s of %s is left as garbage: %s", nonce, folder, trouble)
 
 
-async def _forget(engine: Engine, job: SaveJob, nonce: str, error: BaseException) -> None:
+async def _forget(place: Place, job: SaveJob, nonce: str, error: BaseException) -> None:
     """Leave the reason, and remove this rank's part of an attempt that is never committed; the rest is others' to remove."""
     folder = step_id(job.step)
-    rank = engine.coordinator.rank
+    rank = place.engine.coordinator.rank
     keys = [f"{folder}/{data_path(nonce, rank, index)}" for index in range(len(job.plan.files))]
     reason = msgspec.json.encode(FailureRecord(rank, f"{type(error).__name__}: {error}"))
-    await engine.backend.delete(
-        [receipt_key(folder, nonce, rank)]
-    )  # or the loss of one record would revive the attempt
+    await place.backend.delete([receipt_key(folder, nonce, rank)])  # or the loss of one record would revive the attempt
     try:
-        await engine.backend.put(failure_key(folder, nonce, rank), reason)
+        await place.backend.put(failure_key(folder, nonce, rank), reason)
     finally:  # it may be a full disk that the reason does not fit on
-        await engine.backend.delete(keys)
+        await place.backend.delete(keys)

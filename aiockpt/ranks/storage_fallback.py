@@ -21,6 +21,7 @@ import msgspec
 
 from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import SaveRound
+from aiockpt.engine.place import Place
 from aiockpt.errors import CheckpointError, ManifestError, RankFailedError, RankTimeoutError
 from aiockpt.format.manifest import Receipt, decode_receipt
 from aiockpt.format.names import failure_key, parse_failure, receipt_folder, receipt_key, step_id
@@ -55,15 +56,14 @@ class StorageFallback:
     """What the ranks of one attempt left in one place.
 
     Args:
-        engine: of that place.
         nonce: of the attempt.
     """
 
-    def __init__(self, engine: Engine, step: int, nonce: str) -> None:
-        self._backend: Backend = engine.backend
+    def __init__(self, place: Place, step: int, nonce: str) -> None:
+        self._backend: Backend = place.backend
         self._id = step_id(step)
         self._nonce = nonce
-        self._pause_s = look_pause_s(engine)
+        self._pause_s = look_pause_s(place.engine)
 
     async def begun(self) -> Attempt | None:
         """Return the attempt as rank 0 began it; None before rank 0 has voted.

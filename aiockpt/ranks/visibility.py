@@ -14,8 +14,8 @@ from contextlib import suppress
 import anyio
 import msgspec
 
-from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import SaveRound
+from aiockpt.engine.place import Place
 from aiockpt.errors import CheckpointError, ObjectNotFoundError, UsageError
 from aiockpt.pipeline.commit import Attempt
 from aiockpt.ranks.rounds import Rounds
@@ -43,13 +43,12 @@ class Visibility:
     """Whether all ranks see one tier.
 
     Args:
-        number: of the tier, the same on every rank.
         seen: whether they are known to, so that nobody has to ask.
     """
 
-    def __init__(self, engine: Engine, number: int, *, seen: bool) -> None:
-        self._engine = engine
-        self._note = f"place/{number}"
+    def __init__(self, place: Place, *, seen: bool) -> None:
+        self._place = place
+        self._note = f"place/{place.number}"
         self._asking = anyio.Lock()
         self._seen = seen
 
@@ -75,7 +74,7 @@ class Visibility:
 
     async def _look(self, rounds: Rounds, save_round: SaveRound, fallback: StorageFallback | None) -> bool:
         """Look; return False when nobody can say what to look for: then the votes will show it, or their absence."""
-        board, backend = rounds.board, self._engine.backend
+        board, backend = rounds.board, self._place.backend
         with rounds.surviving_store():
             probe = await (
                 self._hear_of_probe(rounds, save_round, fallback) if board.rank else self._leave_probe(rounds)
@@ -91,8 +90,8 @@ class Visibility:
         return False
 
     async def _leave_probe(self, rounds: Rounds) -> Probe:
-        probe = Probe(f".seen-{self._engine.token(6)}", platform.node())
-        await self._engine.backend.put(probe.key, b"")
+        probe = Probe(f".seen-{self._place.engine.token(6)}", platform.node())
+        await self._place.backend.put(probe.key, b"")
         await rounds.board.post(self._note, probe)
         return probe
 
@@ -109,11 +108,11 @@ class Visibility:
                 raise StoreLostError("the store is lost", [0])
             return None if fallback is None else await fallback.begun()
 
-        what = f"rank 0's object in {self._engine.backend.url}"
-        return await hear_or_find(self._engine, rounds, what, hear, find, waiting=rounds.waiting(save_round))
+        what = f"rank 0's object in {self._place.backend.url}"
+        return await hear_or_find(self._place.engine, rounds, what, hear, find, waiting=rounds.waiting(save_round))
 
     async def _look_for(self, probe: Probe, rank: int) -> None:
-        backend = self._engine.backend
+        backend = self._place.backend
         with anyio.move_on_after(LOOK_FOR_S):
             while True:
                 with suppress(ObjectNotFoundError):

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 
@@ -26,7 +26,8 @@ import anyio
 import msgspec
 
 from aiockpt.engine import maintenance
-from aiockpt.engine.context import Engine
+from aiockpt.engine.destination import Destination
+from aiockpt.engine.place import Place
 from aiockpt.errors import (
     CheckpointError,
     CorruptionError,
@@ -115,18 +116,18 @@ class Promoter:
     """One tier at work. Used on the engine's loop.
 
     Args:
-        number: its place among the tiers, 0 is the nearest.
-        holders: the engines of all tiers; those that have a step keep it while it waits here.
+        destination: all tiers; those that have a step keep it while it waits here.
     """
 
-    def __init__(self, number: int, tier: Tier, engine: Engine, holders: Sequence[Engine]) -> None:
-        self.number = number
+    def __init__(self, tier: Tier, place: Place, destination: Destination) -> None:
+        self.number = place.number
         self.tier = tier
-        self.engine = engine
+        self.place = place
+        self.engine = place.engine
         # Its own: a tier that is stalled holds all of them.
-        self._windows = Windows(engine.backend.traits.block_writes + 1, engine.options.io.read_bytes)
-        self._holders = holders
-        self._capped = Pace(tier.bandwidth, engine.world.clock)
+        self._windows = Windows(place.backend.traits.block_writes + 1, place.engine.options.io.read_bytes)
+        self._destination = destination
+        self._capped = Pace(tier.bandwidth, place.engine.world.clock)
         self._waiting: list[_Waiting] = []
         self._looks_back = self._caught_up = False
         self._changed = anyio.Event()
@@ -139,7 +140,7 @@ class Promoter:
     @property
     def url(self) -> str:
         """What the tier is called."""
-        return self.engine.backend.url
+        return self.place.backend.url
 
     @property
     def names(self) -> set[str]:
@@ -150,7 +151,7 @@ class Promoter:
     @property
     def durable(self) -> bool:
         """Whether it outlives this host."""
-        return self.engine.backend.traits.durable
+        return self.place.backend.traits.durable
 
     @property
     def commits(self) -> bool:
@@ -159,9 +160,9 @@ class Promoter:
 
     async def enqueue(self, promotion: Promotion, stage: Promise[SaveResult]) -> None:
         """Have *promotion* copied here in the background."""
-        held = tuple(number for number in promotion.copies if self._holders[number].backend.traits.durable)
+        held = tuple(number for number in promotion.copies if self._destination.places[number].backend.traits.durable)
         for number in held:
-            self._holders[number].hold(promotion.result.id)
+            self._destination.places[number].hold(promotion.result.id)
         self._waiting.append(_Waiting(promotion, stage, held))
         self._waiting[1:] = sorted(
             self._waiting[1:], key=lambda waiting: waiting.promotion.age
@@ -211,7 +212,7 @@ class Promoter:
                 left.stage.resolve(result)
                 await self._thin_memory(left)
                 if self.engine.coordinator.rank == 0:
-                    await self._by_deadline("what is to be deleted", partial(maintenance.clean_up, self.engine, result))
+                    await self._by_deadline("what is to be deleted", partial(maintenance.clean_up, self.place, result))
 
     async def _keep_in_memory(self, waiting: _Waiting) -> None:
         """Have the memory tiers keep a step from now, when it is copied, until it is there: one that waits is not kept.
@@ -221,17 +222,17 @@ class Promoter:
         """
         promotion = waiting.promotion
         for number in list(promotion.copies):
-            engine = self._holders[number]
-            if engine.backend.traits.durable:
+            place = self._destination.places[number]
+            if place.backend.traits.durable:
                 continue
-            engine.hold(promotion.result.id)
+            place.hold(promotion.result.id)
             waiting.held += (number,)
             with suppress(CheckpointError):
-                if await find_copy(engine.backend, promotion.result.id, promotion.attempt) is not None:
+                if await find_copy(place.backend, promotion.result.id, promotion.attempt) is not None:
                     continue
             if len(promotion.copies) == 1:
                 raise SaveSkippedError(
-                    f"step {promotion.step} was in {engine.backend.url} only, and gave way to newer steps while {self.url} "
+                    f"step {promotion.step} was in {place.backend.url} only, and gave way to newer steps while {self.url} "
                     "had others to take; give the memory tier a higher keep, or this one more bandwidth"
                 )
             del promotion.copies[number]
@@ -239,15 +240,15 @@ class Promoter:
     async def _thin_memory(self, left: _Waiting) -> None:
         """Apply the rules of the memory tiers that kept a step for this one: nothing may be saved any more."""
         for number in left.held:
-            engine = self._holders[number]
-            rules = engine.options.retention
-            if engine.backend.traits.durable or rules is None or self.engine.coordinator.rank != 0:
+            place = self._destination.places[number]
+            rules = place.retention
+            if place.backend.traits.durable or rules is None or self.engine.coordinator.rank != 0:
                 continue
             try:
-                async with engine.cleaning:
-                    await maintenance.prune(engine, rules, with_uploads=False)
+                async with place.cleaning:
+                    await maintenance.prune(place, rules, with_uploads=False)
             except CheckpointError as error:
-                logger.warning("cleaning up %s: %s", engine.backend.url, error)
+                logger.warning("cleaning up %s: %s", place.backend.url, error)
 
     def _note_progress(self, unseen_s: float) -> None:
         self._moved_ns = max(self._moved_ns, self.engine.now_ns() + round(unseen_s * 1e9))
@@ -264,7 +265,7 @@ class Promoter:
         if self.engine.coordinator.rank != 0:
             return
         try:
-            copies = await find_missing_step(self.tier, self.number, self._holders)
+            copies = await find_missing_step(self.tier, self.number, self._destination)
         except CheckpointError as error:
             logger.warning("%s: what an earlier process left to copy there is not known yet: %s", self.url, error)
             self._looks_back = self._caught_up = False  # the next save has it look again
@@ -374,7 +375,7 @@ class Promoter:
         def own(file: FileEntry) -> bool:
             return file.rank % ranks.world_size == ranks.rank
 
-        await copy_files(source, engine.backend, engine.world, windows=self._windows, pace=pace, only=own)
+        await copy_files(source, self.place.backend, engine.world, windows=self._windows, pace=pace, only=own)
         if ranks.rank != 0:
             return await self._hear(promotion)
         try:
@@ -391,9 +392,9 @@ class Promoter:
         engine, pause_s = self.engine, min(PATIENCE_S, self.tier.deadline)
 
         async def find() -> StepCopy | None:
-            manifest = await find_copy(engine.backend, promotion.result.id, promotion.attempt)
+            manifest = await find_copy(self.place.backend, promotion.result.id, promotion.attempt)
             note_progress(pause_s)  # rank 0 leaves a tier where nothing moves, and says so
-            return None if manifest is None else StepCopy(engine.backend, manifest)
+            return None if manifest is None else StepCopy(self.place.backend, manifest)
 
         note_progress(pause_s)
         said = await engine.coordinator.hear(
@@ -411,7 +412,9 @@ class Promoter:
             raise SaveSkippedError(f"{self.url}: rank 0 gave step {promotion.step} up: {said.failure}")
         if said.failure is not None:
             raise RankFailedError(f"{self.url}: rank 0 could not commit step {promotion.step}: {said.failure}", [0])
-        return StepCopy(engine.backend, await read_manifest(engine.backend, promotion.result.id, said.generation))
+        return StepCopy(
+            self.place.backend, await read_manifest(self.place.backend, promotion.result.id, said.generation)
+        )
 
     async def _tell_ranks(self, promotion: Promotion, note: Arrived) -> None:
         if self.engine.coordinator.rank == 0 and not promotion.alone:
@@ -421,7 +424,7 @@ class Promoter:
         """Have the other ranks not wait for a copy that rank 0's writer process took with it; the next one makes it."""
         note = Arrived(failure=str(error), final=True)
         with suppress(CheckpointError), anyio.move_on_after(PATIENCE_S):  # the other tiers are told of after this one
-            manifest = await find_copy(self.engine.backend, step_id, attempt)
+            manifest = await find_copy(self.place.backend, step_id, attempt)
             note = note if manifest is None else Arrived(manifest.generation)
         await self._tell(self._note(step_id, attempt), note)
 
@@ -437,14 +440,14 @@ class Promoter:
 
     async def _copy_all(self, source: CopySource, pace: Pace) -> StepCopy:
         engine = self.engine
-        manifest = await copy_step(source, engine.backend, engine.world, windows=self._windows, pace=pace)
-        return StepCopy(engine.backend, manifest)
+        manifest = await copy_step(source, self.place.backend, engine.world, windows=self._windows, pace=pace)
+        return StepCopy(self.place.backend, manifest)
 
     async def _wait_for_files(self, source: CopySource) -> None:
         """Wait until the other ranks have copied theirs, or until nothing came for a while."""
         seen, changed_ns = -1, self.engine.now_ns()
         while seen < len(source.files) and self.engine.since_s(changed_ns) < PATIENCE_S:
-            found = len(await copied_files(self.engine.backend, source))
+            found = len(await copied_files(self.place.backend, source))
             if found > seen:
                 seen, changed_ns = found, self.engine.now_ns()
                 note_progress()
@@ -471,7 +474,7 @@ class Promoter:
     def _leave(self, index: int) -> _Waiting:
         left = self._waiting.pop(index)
         for number in left.held:
-            self._holders[number].let_go(left.promotion.result.id)
+            self._destination.places[number].let_go(left.promotion.result.id)
         return left
 
     def _tell_failure(self, promotion: Promotion, error: Exception, *, final: bool, logged: bool = False) -> None:

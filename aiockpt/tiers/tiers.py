@@ -12,8 +12,7 @@ Guarantees (docs/decisions.md#tiers):
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import anyio
@@ -21,51 +20,59 @@ import msgspec
 
 from aiockpt.engine import maintenance
 from aiockpt.engine.context import Engine
+from aiockpt.engine.destination import Look, OneAtATime
+from aiockpt.engine.find import Listed
 from aiockpt.engine.job import SaveJob
+from aiockpt.engine.place import Place
 from aiockpt.engine.save import records_bytes
-from aiockpt.errors import CheckpointError, SaveSkippedError
+from aiockpt.errors import CheckpointError, SaveSkippedError, StorageError
 from aiockpt.events import PromotionFailed
+from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import step_id
 from aiockpt.futures import SaveResult
 from aiockpt.options import Retention, Tier
-from aiockpt.pipeline.discover import StepCopy
+from aiockpt.pipeline.discover import StepCopy, find_copy
 from aiockpt.pipeline.manifests import read_manifest
 from aiockpt.runtime.limits import Pace
 from aiockpt.runtime.promise import Promise, SavePromise
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend
 from aiockpt.tiers.promotion import Promoter, Promotion
+from aiockpt.tiers.query import query_tiers
 
 logger = logging.getLogger("aiockpt")
 
+LIST_PATIENCE_S = 10.0
+"""How long the other tiers have to list their steps once one has listed some."""
+COPY_PATIENCE_S = 3.0
+"""The same for a copy of one step, which is found by two requests."""
+
 
 class Tiers:
-    """The places of one checkpointer, the nearest first; with a single one, just that.
+    """Several places, the nearest first; see `aiockpt.engine.destination.Destination`.
 
     Args:
-        nearest: the engine of the first; those of the others share its pool, ranks and lineage.
+        tiers: what was asked of them, two at least.
         backends: of all tiers.
         working: whether steps are saved and copied here, and not by another process.
-
-    Attributes:
-        engines: of all tiers, each with the retention of its tier.
     """
 
     def __init__(
-        self, tiers: Sequence[Tier], nearest: Engine, backends: Sequence[Backend], *, working: bool = True
+        self, tiers: Sequence[Tier], engine: Engine, backends: Sequence[Backend], *, working: bool = True
     ) -> None:
+        self.engine = engine
         rules = [_retention(tier, backends[n], backends[n + 1 :]) for n, tier in enumerate(tiers)]
-        self.engines = (nearest, *[_engine_of(rules[n], nearest, backends[n]) for n in range(1, len(tiers))])
-        nearest.options = msgspec.structs.replace(nearest.options, retention=rules[0])
-        self._promoters = [
-            Promoter(number, tier, engine, self.engines)
-            for number, (tier, engine) in enumerate(zip(tiers, self.engines, strict=True))
-        ]
-        self._alone: dict[int, anyio.Lock] = {}
-        self._uncapped = Pace(None, nearest.world.clock)
+        self.places = [Place(engine, backend, n, rules[n]) for n, backend in enumerate(backends)]
+        for place in self.places:
+            place.other_copies = partial(self._other_copies, place)
+        self._promoters = [Promoter(tier, place, self) for tier, place in zip(tiers, self.places, strict=True)]
+        self._one_at_a_time = OneAtATime()
+        self._uncapped = Pace(None, engine.world.clock)
         self._promoting = self._promoters[1:] if working else []
         for promoter in self._promoting:
-            nearest.loop.submit(promoter.work)
+            engine.loop.submit(promoter.work)
+
+    # ------------------------------------------------------------------ saves
 
     def takes(self, step: int) -> bool:
         """Say whether any tier takes *step*."""
@@ -73,8 +80,6 @@ class Tiers:
 
     def prepare(self, promise: SavePromise) -> None:
         """Give *promise* a stage for each tier; that of a tier which does not take the step fails at once."""
-        if len(self._promoters) == 1:
-            return
         for promoter in self._promoters:
             stage: Promise[SaveResult] = Promise(f"save of step {promise.step}, committed in {promoter.url}")
             if not promoter.tier.takes(promise.step):
@@ -85,55 +90,39 @@ class Tiers:
 
     def stages(self, promise: SavePromise) -> list[Promise[SaveResult]]:
         """Return those that `prepare` gave to *promise*, the nearest tier's first."""
-        return [promise.tiers[promoter.url] for promoter in self._promoters] if promise.tiers else []
+        return [promise.tiers[promoter.url] for promoter in self._promoters]
 
     def announce(self, job: SaveJob) -> None:
         """Hear that *job* is planned, and copied next; on the thread that copies. Here nothing has to be known before."""
 
-    async def save(self, engine: Engine, job: SaveJob) -> SaveResult:
+    async def save(self, job: SaveJob) -> SaveResult:
         """Save one state; when this returns it is committed in the first durable tier that takes it.
-
-        Saves of the same step are made one after the other: each is a generation of its own.
 
         Raises:
             CheckpointError: as `aiockpt.engine.save.save`; no durable tier has it then.
         """
-        coordinator, candidates = self.engines[0].coordinator, self.candidates(job)
-        async with coordinator.taking_part(job, candidates), self._alone_at(job.step):
-            place = candidates[0]
-            if len(self.engines) > 1:
-                place = await coordinator.choose_place(job, candidates, partial(self._choose, job, candidates))
+        coordinator, places = self.engine.coordinator, self.places_for(job.step)
+        async with coordinator.taking_part(job, places), self._one_at_a_time.saving(job.step):
+            place = await coordinator.choose_place(job, places, partial(self._choose, job, places))
             result = await coordinator.save(place, job)
             result = msgspec.structs.replace(result, url=place.backend.url, durable=place.backend.traits.durable)
-            first = self._promoters[place.number]
-            return await self._promote(first, job, result) if len(self._promoters) > 1 else result
-
-    @asynccontextmanager
-    async def _alone_at(self, step: int) -> AsyncIterator[None]:
-        """Let one save of *step* at a time in, in the order in which they come."""
-        alone = self._alone.setdefault(step, anyio.Lock())
-        try:
-            async with alone:
-                yield
-        finally:
-            if not alone.locked():
-                self._alone.pop(step, None)
+            return await self._promote(self._promoters[place.number], job, result)
 
     async def tell_lost(self, step: int, nonce: str, numbers: Iterable[int], error: Exception) -> None:
         """Tell the other ranks, where this is rank 0, that the copies of a save to these tiers ended with its writer."""
-        coordinator = self.engines[0].coordinator
+        coordinator = self.engine.coordinator
         if coordinator.world_size > 1 and coordinator.rank == 0:
             for number in numbers:
                 await self._promoters[number].tell_lost(step_id(step), nonce, error)
 
-    def candidates(self, job: SaveJob) -> Sequence[Engine]:
+    def places_for(self, step: int) -> Sequence[Place]:
         """Return the tiers that a save may be written to, the nearest first."""
-        return [promoter.engine for promoter in self._promoters if promoter.tier.full and promoter.tier.takes(job.step)]
+        return [promoter.place for promoter in self._promoters if promoter.tier.full and promoter.tier.takes(step)]
 
-    async def _choose(self, job: SaveJob, candidates: Sequence[Engine]) -> Engine:
-        """Return the first of the *candidates* that has room for the step if it is a memory tier."""
-        needed = (job.plan.file_bytes + records_bytes(job)) * self.engines[0].coordinator.world_size
-        for place in candidates[:-1]:
+    async def _choose(self, job: SaveJob, places: Sequence[Place]) -> Place:
+        """Return the first of *places* that has room for the step if it is a memory tier."""
+        needed = (job.plan.file_bytes + records_bytes(job)) * self.engine.coordinator.world_size
+        for place in places[:-1]:
             promoter = self._promoters[place.number]
             if promoter.durable:
                 return place
@@ -146,18 +135,18 @@ class Tiers:
                 return place
             full = SaveSkippedError(f"{promoter.url} has {free:,} bytes free and step {job.step} needs {needed:,}")
             self._pass_over(promoter, job.step, full)
-        return candidates[-1]
+        return places[-1]
 
     def _pass_over(self, promoter: Promoter, step: int, error: CheckpointError) -> None:
         logger.warning("%s is passed over for step %d: %s", promoter.url, step, error)
-        engine = promoter.engine
+        engine = self.engine
         engine.emit(PromotionFailed(at_ns=engine.now_ns(), step=step, url=promoter.url, error=repr(error), final=True))
 
     async def _promote(self, first: Promoter, job: SaveJob, result: SaveResult) -> SaveResult:
         """Go on from the first tier: at once to a durable one, in the background to the others."""
-        promise, engine = job.promise, first.engine
-        manifest = await read_manifest(engine.backend, result.id, result.generation)
-        promotion = Promotion(result, {first.number: StepCopy(engine.backend, manifest)}, engine.now_ns())
+        promise, engine, backend = job.promise, self.engine, first.place.backend
+        manifest = await read_manifest(backend, result.id, result.generation)
+        promotion = Promotion(result, {first.number: StepCopy(backend, manifest)}, engine.now_ns())
         stages = {promoter.number: promise.tiers[promoter.url] for promoter in self._promoters}
         stages[first.number].resolve(result)
         for promoter in self._promoters[: first.number]:
@@ -169,7 +158,7 @@ class Tiers:
                 if any(promoter.commits for promoter in above):
                     result = await self._commit_durably(promotion, above, stages)
                 if engine.coordinator.rank == 0 and result is not promotion.result:
-                    await maintenance.clean_up(engine, promotion.result)
+                    await maintenance.clean_up(first.place, promotion.result)
         finally:
             for promoter in above:
                 if not stages[promoter.number].is_settled:
@@ -199,7 +188,7 @@ class Tiers:
 
     async def clean_up(self, result: SaveResult) -> None:
         """Clean up in the tier where a save was committed."""
-        await maintenance.clean_up(next(engine for engine in self.engines if engine.backend.url == result.url), result)
+        await maintenance.clean_up(next(place for place in self.places if place.backend.url == result.url), result)
 
     def give_up(self, promise: SavePromise) -> None:
         """End a save that nobody waits for any more."""
@@ -213,8 +202,41 @@ class Tiers:
                     for promoter in self._promoting:
                         tasks.start_soon(promoter.close)
         finally:
-            for engine in self.engines:
-                await engine.backend.close()
+            for place in self.places:
+                await place.backend.close()
+
+    # ------------------------------------------------------------------ loads
+
+    async def list_steps(self, look: Look) -> Sequence[Listed]:
+        """Return what *look* finds; a tier that cannot be listed has nothing, unless no other one has steps.
+
+        A step that one tier cannot tell of now is left to another tier that can.
+        """
+        answers, failure = await query_tiers(self.places, look, LIST_PATIENCE_S, StorageError)
+        listed = [Listed(place, entry) for place, entries in answers for entry in entries]
+        if failure is not None and not listed:
+            raise failure
+        readable = {one.entry.id for one in listed if one.entry.head is not None}
+        known = [one for one in listed if one.entry.trouble is None or one.entry.id not in readable]
+        for one in listed:
+            if one not in known:
+                logger.warning("%s is left to another tier: %s", one.entry.id, one.entry.trouble)
+        return known
+
+    async def _other_copies(self, place: Place, manifest: Manifest) -> list[StepCopy]:
+        """Return the copies of the same save in the other tiers, the nearest first; a tier that is away has none."""
+
+        async def look(other: Place) -> list[StepCopy]:
+            found = await find_copy(other.backend, manifest.id, manifest.attempt)
+            # a thinned copy has other files under the same attempt
+            same = found is not None and [file.digest for file in found.files] == [
+                file.digest for file in manifest.files
+            ]
+            return [StepCopy(other.backend, found)] if found is not None and same else []
+
+        others = [other for other in self.places if other is not place]
+        answers, _ = await query_tiers(others, look, COPY_PATIENCE_S, CheckpointError)
+        return [copy for _, copies in answers for copy in copies]
 
 
 def _retention(tier: Tier, backend: Backend, farther: Sequence[Backend]) -> Retention | None:
@@ -222,8 +244,3 @@ def _retention(tier: Tier, backend: Backend, farther: Sequence[Backend]) -> Rete
     if tier.keep is None and not backend.traits.durable and any(other.traits.durable for other in farther):
         return Retention(last=1)
     return tier.retention
-
-
-def _engine_of(rules: Retention | None, nearest: Engine, backend: Backend) -> Engine:
-    options = msgspec.structs.replace(nearest.options, retention=rules)
-    return Engine(backend, nearest.loop, options, (), nearest.world, nearest.coordinator, nearer=nearest)

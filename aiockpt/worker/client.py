@@ -1,6 +1,7 @@
 """How does the trainer save through a writer process? It says what is saved, fills slabs, and hears how it goes.
 
-`WriterClient` stands where `aiockpt.tiers.tiers.Tiers` stands when saves are written here. Guarantees:
+`WriterClient` stands where the places themselves stand when saves are written here
+(`aiockpt.engine.destination`). Guarantees:
 
 - A slab is either the pool's or the writer's. Those of a writer that died go back to the pool when the process is gone.
 - Every save that a writer had ends: with what the writer says, or with its death.
@@ -9,24 +10,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import anyio
 import msgspec
 
-from aiockpt.engine.context import Engine
+from aiockpt.engine.destination import Destination, Look
+from aiockpt.engine.find import Listed
 from aiockpt.engine.job import SaveJob
+from aiockpt.engine.place import Place
 from aiockpt.engine.save import emit_start
 from aiockpt.errors import CheckpointError
 from aiockpt.futures import SaveResult
 from aiockpt.options import Tier
 from aiockpt.runtime.limits import Limiter, run_blocking
-from aiockpt.runtime.promise import SavePromise
+from aiockpt.runtime.promise import Promise, SavePromise
 from aiockpt.runtime.ranks import Ranks
 from aiockpt.runtime.relay import ask
 from aiockpt.runtime.shared_memory import SharedMemory
-from aiockpt.tiers.tiers import Tiers
 from aiockpt.worker.connection import Connection, PendingSave
 from aiockpt.worker.messages import (
     Answer,
@@ -62,40 +64,48 @@ END_S = 60.0
 
 
 class WriterClient:
-    """The tiers of one checkpointer, to which a writer process saves.
+    """The places of one checkpointer, to which a writer process saves; see `aiockpt.engine.destination.Destination`.
 
     Args:
-        tiers: the same, as this process reads them; not working.
-        given: what they were made of.
+        here: the same, as this process reads them.
+        tiers: what was asked of them.
         memory: in which the slabs are.
         ranks: this process among those that save together.
     """
 
-    def __init__(self, tiers: Tiers, given: Sequence[Tier], memory: SharedMemory, ranks: Ranks) -> None:
+    def __init__(self, here: Destination, tiers: Sequence[Tier], memory: SharedMemory, ranks: Ranks) -> None:
+        self._here = here
         self._tiers = tiers
-        self._given = given
         self._memory = memory
-        self._engine = tiers.engines[0]
+        self.engine = here.engine
         self._ranks = ranks
         self._talking = Limiter("writer", 2)
-        self._hello = compose_setup(given, self._engine.options, ranks)
+        self._hello = compose_setup(tiers, self.engine.options, ranks)
         self._replacing = anyio.Lock()
         self._errands: dict[int, PendingSave] = {}
         self._begun: dict[int, PendingSave] = {}  # the same, until `save` asks for it: it may have ended by then
         self._connection = self._start()
 
     @property
-    def engines(self) -> Sequence[Engine]:
-        """Of all tiers, the nearest first."""
-        return self._tiers.engines
+    def places(self) -> Sequence[Place]:
+        """The nearest first."""
+        return self._here.places
 
     def takes(self, step: int) -> bool:
-        """Say whether any tier takes *step*."""
-        return self._tiers.takes(step)
+        """Say whether *step* is saved at all."""
+        return self._here.takes(step)
+
+    def places_for(self, step: int) -> Sequence[Place]:
+        """Return the places that the writer may write a save of *step* to."""
+        return self._here.places_for(step)
 
     def prepare(self, promise: SavePromise) -> None:
-        """Give *promise* a stage for each tier."""
-        self._tiers.prepare(promise)
+        """Give *promise* a stage for each place, where there are several."""
+        self._here.prepare(promise)
+
+    def stages(self, promise: SavePromise) -> Sequence[Promise[SaveResult]]:
+        """Return those that `prepare` gave to *promise*."""
+        return self._here.stages(promise)
 
     # ------------------------------------------------------------------ saves
 
@@ -105,7 +115,7 @@ class WriterClient:
         Raises:
             WriterLostError: the writer is gone, and so is the one that was started in its place.
         """
-        engine = self._engine
+        engine = self.engine
         job.nonce = engine.coordinator.name_attempt(job.save_round) or engine.token(6)
         engine.busy_attempts.add(job.nonce)  # what this process prunes leaves it alone
         save = self._order(job, job.nonce)
@@ -115,13 +125,13 @@ class WriterClient:
             self._begin(engine.loop.submit(self._replace, self._connection).result(), save, job)
 
     def _begin(self, connection: Connection, save: Save, job: SaveJob) -> None:
-        pending = PendingSave(connection, save, job.promise, self._tiers.stages(job.promise), job.recheck)
+        pending = PendingSave(connection, save, job.promise, self.stages(job.promise), job.recheck)
         self._errands[job.number] = self._begun[job.number] = pending
-        job.hand_over = connection.takes_windows(job, self._engine.pool)
+        job.hand_over = connection.takes_windows(job, self.engine.pool)
         connection.begin(save, job.plan)
 
     def _order(self, job: SaveJob, nonce: str) -> Save:
-        run, parent, seen = self._engine.lineage.position()
+        run, parent, seen = self.engine.lineage.position()
         return Save(
             number=job.number,
             step=job.step,
@@ -137,20 +147,21 @@ class WriterClient:
             parent=parent,
             seen=seen,
             save_round=job.save_round,
-            board=self._engine.coordinator.board_name,
+            board=self.engine.coordinator.board_name,
             unsure=job.is_unsure,
         )
 
-    async def save(self, engine: Engine, job: SaveJob) -> SaveResult:
+    async def save(self, job: SaveJob) -> SaveResult:
         """Wait until the writer has saved. A cancellation is told to it, and may come too late there.
 
         Raises:
             WriterLostError: it died.
-            CheckpointError: as `Tiers.save`.
+            CheckpointError: as `Destination.save`.
         """
+        engine = self.engine
         emit_start(engine, job)
         pending = self._begun.pop(job.number)
-        async with engine.coordinator.accompanying(job, self._tiers.candidates(job), pending.death):
+        async with engine.coordinator.accompanying(job, self.places_for(job.step), pending.death):
             try:
                 await engine.coordinator.announce(job)
                 await pending.answer.settled()
@@ -166,7 +177,7 @@ class WriterClient:
 
     async def clean_up(self, result: SaveResult) -> None:
         """Wait until the writer has cleaned up after the save of this very *result*."""
-        async with self._engine.cleaning:
+        async with self.places[0].cleaning:
             for pending in list(self._errands.values()):
                 if pending.is_committed and pending.answer.value is result:
                     await pending.tidied.settled()
@@ -188,7 +199,15 @@ class WriterClient:
             connection.left_alone = True
             connection.process.hang_up()
             await connection.buried.settled_within(END_S)
-        await self._tiers.close(patience_s)
+        await self._here.close(patience_s)
+
+    async def tell_lost(self, step: int, nonce: str, numbers: Iterable[int], error: Exception) -> None:
+        """Tell the other ranks that copies ended with their writer."""
+        await self._here.tell_lost(step, nonce, numbers, error)
+
+    async def list_steps(self, look: Look) -> Sequence[Listed]:
+        """Return what *look* finds in each place, from here."""
+        return await self._here.list_steps(look)
 
     async def _tell(self, connection: Connection, order: Order) -> None:
         """Tell a writer something that it need not hear if it is gone."""
@@ -198,10 +217,10 @@ class WriterClient:
     # ------------------------------------------------------------------ the writer's life
 
     def _start(self) -> Connection:
-        options = self._engine.options
+        options = self.engine.options
         process = WriterProcess(encode(self._hello), self._memory.fd, options.io.nice, options.deadlines.slab_s)
         connection = Connection(process)
-        self._engine.loop.submit(self._listen, connection)
+        self.engine.loop.submit(self._listen, connection)
         return connection
 
     async def _replace(self, dead: Connection) -> Connection:
@@ -233,7 +252,7 @@ class WriterClient:
             await run_blocking(self._talking, process.end, END_S)
         connection.lose()
         for number in list(connection.lent):
-            connection.take_back(number, self._engine.pool)
+            connection.take_back(number, self.engine.pool)
         copies = []
         for number, pending in list(self._errands.items()):
             if pending.connection is connection:
@@ -243,15 +262,15 @@ class WriterClient:
         process.close()
         connection.buried.resolve(None)
         for pending, tiers in copies:
-            await self._tiers.tell_lost(pending.step, pending.nonce, tiers, connection.death())
+            await self.tell_lost(pending.step, pending.nonce, tiers, connection.death())
 
     def _hear(self, connection: Connection, answer: Answer) -> None:
         """Do what one message says."""
         match answer:
             case Freed():
-                connection.take_back(answer.slab, self._engine.pool)
+                connection.take_back(answer.slab, self.engine.pool)
             case Happened():
-                self._engine.emit(answer.event)
+                self.engine.emit(answer.event)
             case Reached() | TierSettled() | Settled() | Tidied():
                 pending = self._errands.get(answer.number)
                 if pending is None:  # of one that was given up
@@ -260,11 +279,11 @@ class WriterClient:
                 if pending.ended:
                     del self._errands[answer.number]
             case Written():
-                self._engine.loop.in_worker(self._confirm, connection, answer.number)
+                self.engine.loop.in_worker(self._confirm, connection, answer.number)
             case GaveUp():
                 self._hear_given_up(answer)
             case Asked():
-                self._engine.loop.in_worker(self._reply, connection, answer)  # the store may take its time
+                self.engine.loop.in_worker(self._reply, connection, answer)  # the store may take its time
             case Seen():
                 self._hello = msgspec.structs.replace(self._hello, seen=(*self._hello.seen, answer.tier))
             case Broken():
@@ -286,11 +305,11 @@ class WriterClient:
     def _hear_given_up(self, told: GaveUp) -> None:
         """Do what the tier's ``on_error`` says."""
         error = unpack(told.failure)
-        on_error = None if told.tier is None else self._given[told.tier].on_error
+        on_error = None if told.tier is None else self._tiers[told.tier].on_error
         if not callable(on_error):
-            self._engine.tell_given_up(told.step, error)
+            self.engine.tell_given_up(told.step, error)
             return
         try:
             on_error(error)
         except Exception:
-            logger.exception("on_error of %s raised; the tier goes on", self.engines[told.tier or 0].backend.url)
+            logger.exception("on_error of %s raised; the tier goes on", self.places[told.tier or 0].backend.url)

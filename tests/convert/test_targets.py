@@ -19,6 +19,8 @@ from aiockpt.convert.folder_layout import INDEX_NAME, SINGLE_NAME, decode_index
 from aiockpt.convert.outbound import Request, convert_step
 from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import Alone
+from aiockpt.engine.destination import OnePlace
+from aiockpt.engine.place import Place
 from aiockpt.errors import (
     CheckpointError,
     CorruptionError,
@@ -29,7 +31,7 @@ from aiockpt.errors import (
     UsageError,
 )
 from aiockpt.futures import Future
-from aiockpt.options import Options
+from aiockpt.options import Options, Tier
 from aiockpt.runtime.world import Files
 from aiockpt.storage.backend import Space
 from aiockpt.testing.faults import Fault, FaultyBackend, FaultyFiles
@@ -197,8 +199,9 @@ def convert_on(files: Files, step: int, max_shard_bytes: int) -> None:
 
     async def main() -> None:
         loop = InlineLoop("convert", lambda: None)
-        engine = Engine(backend, loop, Options(io=TINY), (), world, Alone())
-        await convert_step(engine, LocalBackend(OUT, world=world), request(step, max_shard_bytes), lambda _: None)
+        place = Place(Engine(loop, Options(io=TINY), (), world, Alone()), backend)
+        out = LocalBackend(OUT, world=world)
+        await convert_step(OnePlace(place, Tier(backend)), out, request(step, max_shard_bytes), lambda _: None)
         await backend.close()
 
     run_inline(main)

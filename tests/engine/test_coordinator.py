@@ -1,4 +1,4 @@
-"""A process that saves alone asks nobody, and loads nothing of the ranks."""
+"""A process that saves alone into one place asks nobody, and loads nothing of what it does not use."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import aiockpt
 with aiockpt.Checkpointer(sys.argv[1]) as ckpt:
     ckpt.save(1, {"w": torch.ones(3)}).result()
     ckpt.load({"w": torch.zeros(3)}).result()
-print(*sorted(name for name in sys.modules if name.startswith("aiockpt.ranks")))
+print(*sorted(name for name in sys.modules if name.startswith(("aiockpt.ranks", "aiockpt.tiers", "aiockpt.worker"))))
 """
 
 
-def test_one_process_imports_nothing_of_the_ranks(tmp_path: Path) -> None:
+def test_one_process_and_one_place_import_nothing_of_ranks_tiers_and_writers(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ONE_PROCESS, str(tmp_path)], check=True, capture_output=True, text=True, timeout=100
     )

@@ -317,7 +317,7 @@ def test_people_can_look_at_a_checkpointer_and_its_saves(run: Run) -> None:
     save.result(30)
     ckpt.wait()
     assert repr(save) == "<SaveFuture save of step 1: committed>"
-    assert repr(ckpt) == f"<Checkpointer {ckpt._engine.backend.url}, 0 saves in flight, running>"
+    assert repr(ckpt) == f"<Checkpointer {ckpt._destination.places[0].backend.url}, 0 saves in flight, running>"
     ckpt.close()
     assert repr(ckpt).endswith("closed>")
 

@@ -13,12 +13,13 @@ import torch
 
 import aiockpt
 from aiockpt.backends.memory import MemoryBackend
-from aiockpt.engine import find, lineage
-from aiockpt.engine.timeout import QueryTimeout
+from aiockpt.engine import lineage
 from aiockpt.errors import StorageError, StorageThrottledError
+from aiockpt.storage.query_timeout import QueryTimeout
 from aiockpt.storage.retry import Retrying
 from aiockpt.testing.simulation import simulated_world
 from aiockpt.testing.virtual_time import run_virtually
+from aiockpt.tiers import tiers
 from tests.small_run import SMALL
 
 pytestmark = pytest.mark.timeout(60)
@@ -104,7 +105,7 @@ def test_a_place_that_has_to_answer_is_tried_on() -> None:
 def test_neither_a_load_nor_the_first_save_waits_for_a_tier_that_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for module, name in ((find, "LIST_PATIENCE_S"), (lineage, "PATIENCE_S")):
+    for module, name in ((tiers, "LIST_PATIENCE_S"), (lineage, "PATIENCE_S")):
         monkeypatch.setattr(module, name, 1000)  # this test has 60 s
     state = {"x": torch.zeros(5000)}
     with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:

@@ -274,7 +274,7 @@ def test_a_save_whose_task_is_cancelled_is_settled(monkeypatch: pytest.MonkeyPat
 
     run = run_of_48_slabs()
     with aiockpt.Checkpointer("memory://", io=IO, on_error=lambda _: None) as ckpt:
-        monkeypatch.setattr(ckpt._tiers, "save", cancelled)
+        monkeypatch.setattr(ckpt._destination, "save", cancelled)
         assert ckpt.save(1, run.state).exception(30) is not None
         monkeypatch.undo()
 

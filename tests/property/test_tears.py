@@ -249,7 +249,7 @@ class Bench:
 
     def _stop_writer(self, stop: bool) -> None:
         assert self.ckpt is not None
-        tiers: Any = self.ckpt._tiers
+        tiers: Any = self.ckpt._destination
         os.kill(tiers._connection.process.pid, signal.SIGSTOP if stop else signal.SIGCONT)
 
 

@@ -18,8 +18,8 @@ import torch.distributed
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import Alone
+from aiockpt.engine.place import Place
 from aiockpt.errors import RankFailedError, StorageFullError, WriterLostError
 from aiockpt.format.names import failure_key
 from aiockpt.ranks.storage_fallback import StorageFallback
@@ -43,7 +43,7 @@ def cut_off(crew: Crew, ranks: Iterable[int]) -> None:
         def reply(connection: Any, asked: Any) -> None:
             connection.tell(Replied(asked.number, Reply(failure="the store is lost")))
 
-        crew.checkpointers[rank]._tiers._reply = reply  # type: ignore[attr-defined]
+        crew.checkpointers[rank]._destination._reply = reply  # type: ignore[attr-defined]
 
 
 def save_on_all(crew: Crew, step: int) -> list[aiockpt.SaveResult]:
@@ -115,7 +115,8 @@ def test_a_rank_that_fails_before_it_knows_the_tier_leaves_word_of_it(orders: Or
 
 async def test_a_record_of_a_failure_says_more_than_those_of_ranks_that_it_made_give_up(tmp_path: Path) -> None:
     backend = LocalBackend(str(tmp_path))
-    fallback = StorageFallback(cast(Engine, SimpleNamespace(backend=backend, coordinator=Alone())), 1, NONCE)
+    place = SimpleNamespace(backend=backend, engine=SimpleNamespace(coordinator=Alone()))
+    fallback = StorageFallback(cast(Place, place), 1, NONCE)
     assert await fallback.failure() is None
     told = [(0, "RankFailedError: rank 2 failed"), (2, "StorageFullError: no room")]
     for rank, failure in told:

@@ -80,7 +80,7 @@ def run_rank(pipe: Connection, rank: int, world_size: int, places: list[Any], fi
                 pipe.send(save.committed(given[0]).result(DEADLINE_S).generation)
                 continue
             elif order == "writer":
-                pipe.send(ckpt._tiers._connection.process.pid)  # type: ignore[attr-defined]
+                pipe.send(ckpt._destination._connection.process.pid)  # type: ignore[attr-defined]
                 continue
             if save is not None and order == "save":
                 save.snapshotted().result(DEADLINE_S)

@@ -181,7 +181,7 @@ def test_a_program_that_ends_without_waiting_loses_nothing_and_leaves_no_process
 
 
 def process_of(ckpt: aiockpt.Checkpointer) -> Any:
-    return ckpt._tiers._connection.process  # type: ignore[attr-defined]
+    return ckpt._destination._connection.process  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("verb", ["list", "create", "put_new"])

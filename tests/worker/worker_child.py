@@ -63,7 +63,7 @@ def main(how: str, place: str) -> None:
     if how == "busy loop":
         before_window(0, lambda: hold_the_loop(ckpt))
     if how == "unread":  # the writer takes nothing until this process is dead
-        os.kill(ckpt._tiers._connection.process.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
+        os.kill(ckpt._destination._connection.process.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
     if how == "forked" and not os.fork():
         time.sleep(300)
         os._exit(0)

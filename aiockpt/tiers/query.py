@@ -1,7 +1,7 @@
 """How are several tiers asked the same thing, so that one that is stalled delays the answer of the others by little?
 
 All at once. When one has answered with something, the rest have a while left, and one that refuses every call less
-(`aiockpt.engine.timeout`); who has not answered by then has nothing to say, as one that fails, and both are logged.
+(`aiockpt.storage.query_timeout`); who has not answered by then has nothing to say, as one that fails, and both are logged.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence, Sized
 from typing import TypeVar
 
-from aiockpt.engine.context import Engine
-from aiockpt.engine.timeout import QueryTimeout
+from aiockpt.engine.place import Place
 from aiockpt.errors import CheckpointError
 from aiockpt.runtime.tasks import open_tasks
+from aiockpt.storage.query_timeout import QueryTimeout
 
 logger = logging.getLogger("aiockpt")
 
@@ -21,8 +21,8 @@ A = TypeVar("A", bound=Sized)
 
 
 async def query_tiers(
-    tiers: Sequence[Engine], ask: Callable[[Engine], Awaitable[A]], patience_s: float, errors: type[CheckpointError]
-) -> tuple[list[tuple[Engine, A]], CheckpointError | None]:
+    tiers: Sequence[Place], ask: Callable[[Place], Awaitable[A]], patience_s: float, errors: type[CheckpointError]
+) -> tuple[list[tuple[Place, A]], CheckpointError | None]:
     """Return what each tier answers, the nearest first, and the first failure among them.
 
     Args:

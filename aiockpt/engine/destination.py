@@ -1,0 +1,170 @@
+"""Where do saves go, and where do steps lie? In one place, unless a wing has more to say.
+
+`OnePlace` is a single root, written to from here. `aiockpt.tiers.tiers` has several, `aiockpt.worker.client` another process
+that writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+import anyio
+import msgspec
+
+from aiockpt.engine.context import Engine
+from aiockpt.engine.find import Listed
+from aiockpt.engine.job import SaveJob
+from aiockpt.engine.maintenance import clean_up
+from aiockpt.engine.place import Place
+from aiockpt.futures import SaveResult
+from aiockpt.options import Tier
+from aiockpt.pipeline.discover import StepEntry
+from aiockpt.runtime.promise import Promise, SavePromise
+
+Look = Callable[[Place], Awaitable[list[StepEntry]]]
+"""Finds steps in one place."""
+
+
+class Destination(Protocol):
+    """Where the saves of one checkpointer go, and where what it loads lies.
+
+    Attributes:
+        engine: what all places share.
+        places: the nearest first.
+    """
+
+    @property
+    def engine(self) -> Engine: ...
+    @property
+    def places(self) -> Sequence[Place]: ...
+
+    # ------------------------------------------------------------------ saves
+
+    def takes(self, step: int) -> bool:
+        """Say whether *step* is saved at all."""
+        ...
+
+    def places_for(self, step: int) -> Sequence[Place]:
+        """Return the places that a save of *step* may be written to, the nearest first."""
+        ...
+
+    def prepare(self, promise: SavePromise) -> None:
+        """Give *promise* a stage for each place, where there are several, when it is registered."""
+
+    def stages(self, promise: SavePromise) -> Sequence[Promise[SaveResult]]:
+        """Return those that `prepare` gave to *promise*, the nearest place's first."""
+        ...
+
+    def announce(self, job: SaveJob) -> None:
+        """Hear that *job* is planned, and copied next; on the thread that copies."""
+
+    async def save(self, job: SaveJob) -> SaveResult:
+        """Save one state; when this returns it is committed.
+
+        Saves of the same step are made one after the other: each is a generation of its own.
+
+        Raises:
+            CheckpointError: as `aiockpt.engine.save.save`.
+        """
+        ...
+
+    async def clean_up(self, result: SaveResult) -> None:
+        """Clean up where a save was committed."""
+
+    def give_up(self, promise: SavePromise) -> None:
+        """End a save that nobody waits for any more. Any thread."""
+
+    async def tell_lost(self, step: int, nonce: str, numbers: Iterable[int], error: Exception) -> None:
+        """Tell the other ranks that the copies of a save to the places of these numbers ended with its writer."""
+
+    async def close(self, patience_s: float) -> None:
+        """Finish what is under way, for *patience_s* seconds, and close all places."""
+
+    # ------------------------------------------------------------------ loads
+
+    async def list_steps(self, look: Look) -> Sequence[Listed]:
+        """Return what *look* finds in each place; of one step the nearest copy comes first.
+
+        Raises:
+            StorageError: it is not known which steps there are.
+        """
+        ...
+
+
+class OneAtATime:
+    """Lets one save of a step in at a time, in the order in which they come."""
+
+    def __init__(self) -> None:
+        self._locks: dict[int, anyio.Lock] = {}
+
+    @asynccontextmanager
+    async def saving(self, step: int) -> AsyncIterator[None]:
+        """Have no other save of *step* inside such a block."""
+        lock = self._locks.setdefault(step, anyio.Lock())
+        try:
+            async with lock:
+                yield
+        finally:
+            if not lock.locked():
+                self._locks.pop(step, None)
+
+
+class OnePlace:
+    """A single place, written to from here; see `Destination`.
+
+    Args:
+        tier: what was asked of it.
+    """
+
+    def __init__(self, place: Place, tier: Tier) -> None:
+        self.engine = place.engine
+        self.places = (place,)
+        self._tier = tier
+        self._one_at_a_time = OneAtATime()
+
+    def takes(self, step: int) -> bool:
+        """Say whether *step* is saved at all."""
+        return self._tier.takes(step)
+
+    def places_for(self, step: int) -> Sequence[Place]:
+        """Return the place."""
+        return self.places
+
+    def prepare(self, promise: SavePromise) -> None:
+        """There is nothing between a save and its end."""
+
+    def stages(self, promise: SavePromise) -> Sequence[Promise[SaveResult]]:
+        """Return none."""
+        return ()
+
+    def announce(self, job: SaveJob) -> None:
+        """Nothing has to be known before."""
+
+    async def save(self, job: SaveJob) -> SaveResult:
+        """Save one state; when this returns it is committed."""
+        (place,), coordinator = self.places, self.engine.coordinator
+        async with coordinator.taking_part(job, self.places), self._one_at_a_time.saving(job.step):
+            result = await coordinator.save(place, job)
+        return msgspec.structs.replace(result, url=place.backend.url, durable=place.backend.traits.durable)
+
+    async def clean_up(self, result: SaveResult) -> None:
+        """Clean up after a save."""
+        await clean_up(self.places[0], result)
+
+    def give_up(self, promise: SavePromise) -> None:
+        """End a save that nobody waits for any more."""
+        promise.cancel()
+
+    async def tell_lost(self, step: int, nonce: str, numbers: Iterable[int], error: Exception) -> None:
+        """There are no other places to copy to."""
+
+    async def close(self, patience_s: float) -> None:
+        """Close the place."""
+        await self.places[0].backend.close()
+
+    async def list_steps(self, look: Look) -> Sequence[Listed]:
+        """Return what *look* finds."""
+        (place,) = self.places
+        return [Listed(place, entry) for entry in await look(place)]

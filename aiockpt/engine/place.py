@@ -1,0 +1,113 @@
+"""What the operations on one place share: the storage, its uploader, who reads there, what retention knows of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import anyio
+
+from aiockpt.engine.context import Engine
+from aiockpt.errors import CheckpointError
+from aiockpt.format.manifest import Manifest
+from aiockpt.options import Retention
+from aiockpt.pipeline.collect import lease_key
+from aiockpt.pipeline.discover import Heads, StepCopy
+from aiockpt.pipeline.upload import Uploader
+from aiockpt.runtime.limits import Pace
+from aiockpt.storage.backend import Backend
+from aiockpt.storage.retry import Retrying
+
+logger = logging.getLogger("aiockpt")
+
+UPLOADS_EVERY_S = 3600.0
+"""Between two looks for uploads that dead saves left in an object store; they are a day old before they count."""
+
+
+async def no_other_copies(_: Manifest) -> Sequence[StepCopy]:
+    """Return nothing: there is one place only."""
+    return ()
+
+
+class Place:
+    """One root below which steps lie. Used on the engine's loop.
+
+    Args:
+        engine: what all places share.
+        number: of this one, 0 is the nearest.
+        retention: what is kept here; None keeps all.
+
+    Attributes:
+        cleaning: held by whoever deletes here.
+        heads: what retention has read of the steps here.
+        thin_steps: (id, generation) of the steps that are known to have their weights alone here.
+        other_copies: finds the same save in other places, the nearest first, for what is damaged here.
+    """
+
+    def __init__(self, engine: Engine, backend: Backend, number: int = 0, retention: Retention | None = None) -> None:
+        self.engine = engine
+        self.backend = backend
+        self.number = number
+        self.retention = retention
+        pace = Pace(engine.options.io.bandwidth, engine.world.clock)
+        self.uploader = Uploader(backend, engine.lender, engine.block_bytes, pace)
+        self.cleaning = anyio.Lock()
+        self.heads = Heads()
+        self.thin_steps: set[tuple[str, int]] = set()
+        self.other_copies: Callable[[Manifest], Awaitable[Sequence[StepCopy]]] = no_other_copies
+        self._looked_for_uploads_ns: int | None = None
+        self._reading: dict[str, int] = {}
+        engine.lineage.places.append(backend)
+        if isinstance(backend, Retrying):
+            backend.tell(engine.emit)
+
+    @property
+    def being_read(self) -> frozenset[str]:
+        """The ids of steps that this process is reading."""
+        return frozenset(self._reading)
+
+    @asynccontextmanager
+    async def reading(self, step_id: str) -> AsyncIterator[None]:
+        """Keep retention, here and in other processes, away from a step for the length of the block."""
+        key = lease_key(step_id, self.engine.token(6))
+        self.hold(step_id)
+        leased = await self._lease(key)
+        try:
+            yield
+        finally:
+            self.let_go(step_id)
+            if leased:
+                with anyio.move_on_after(10, shield=True):
+                    await self._release(key)
+
+    def hold(self, step_id: str) -> None:
+        """Keep this process's retention away from a step until `let_go`. On the loop."""
+        self._reading[step_id] = self._reading.get(step_id, 0) + 1
+
+    def let_go(self, step_id: str) -> None:
+        """Take one `hold` back."""
+        self._reading[step_id] -= 1
+        if not self._reading[step_id]:
+            del self._reading[step_id]
+
+    async def _lease(self, key: str) -> bool:
+        try:
+            await self.backend.put(key, b"")
+        except CheckpointError:
+            return False  # a read-only place: nobody deletes there either
+        return True
+
+    async def _release(self, key: str) -> None:
+        try:
+            await self.backend.delete([key])
+        except CheckpointError as error:
+            logger.info("lease %s is left to expire: %s", key, error)
+
+    def uploads_are_due(self) -> bool:
+        """Say whether it is time to look for uploads that dead saves left: after the first save, then each hour."""
+        last_ns, now_ns = self._looked_for_uploads_ns, self.engine.now_ns()
+        if last_ns is not None and now_ns - last_ns < UPLOADS_EVERY_S * 1e9:
+            return False
+        self._looked_for_uploads_ns = now_ns
+        return True

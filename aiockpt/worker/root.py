@@ -1,0 +1,143 @@
+"""How is a writer process put together? From the trainer's first message: the engine that the trainer would have.
+
+With two things less: it copies nothing, and its slabs belong to the trainer. As `aiockpt.checkpointer` in the trainer, this
+chooses who coordinates and where saves go; nothing else of the writer knows.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+from collections import deque
+from collections.abc import Sequence
+from typing import cast
+
+import anyio
+import msgspec
+
+from aiockpt.engine.context import Engine
+from aiockpt.engine.coordinator import Alone, Coordinator
+from aiockpt.engine.destination import Destination, OnePlace
+from aiockpt.engine.place import Place
+from aiockpt.events import Event, SaveFailed, SaveStarted
+from aiockpt.options import Options, Tier
+from aiockpt.runtime.channel import Poster, Receiver
+from aiockpt.runtime.limits import Limiter, run_blocking
+from aiockpt.runtime.loop import LoopThread
+from aiockpt.runtime.ranks import Ranks
+from aiockpt.runtime.relay import RelayedStore
+from aiockpt.runtime.world import World
+from aiockpt.storage.backend import Backend
+from aiockpt.storage.open import open_backend
+from aiockpt.worker.messages import Answer, AnyEvent, Asked, Broken, GaveUp, Happened, Seen, Setup, TierSetup, encode
+from aiockpt.worker.packed_errors import pack
+from aiockpt.worker.server import Service, receive
+from aiockpt.worker.writing import LentSlabs, Post
+
+logger = logging.getLogger("aiockpt")
+
+LAST_WORDS_S = 60.0
+"""For the trainer to take what it was told; one that is gone takes nothing."""
+
+
+def main(orders_fd: int, answers_fd: int, memory_fd: int) -> None:
+    """Serve the trainer at the other end of these descriptors."""
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)  # what ends a job in order; this process ends with the trainer
+    orders, answers = Receiver(socket.socket(fileno=orders_fd)), Poster(socket.socket(fileno=answers_fd))
+    loop = LoopThread("aiockpt-writer", on_exit=lambda: None)
+    try:
+        loop.submit(_serve, loop, orders, answers, memory_fd).result()
+    finally:
+        loop.close()
+
+
+async def _serve(loop: LoopThread, orders: Receiver, answers: Poster, memory_fd: int) -> None:
+    def post(answer: Answer) -> None:
+        answers.post(encode(answer))
+
+    await answers.open()
+    try:
+        setup = await receive(orders)
+        if not isinstance(setup, Setup):
+            return
+        logging.basicConfig(format=f"aiockpt writer {os.getpid()}: %(message)s")
+        logger.setLevel(setup.log_level)
+        try:
+            service = await run_blocking(Limiter("start", 1), make_service, loop, setup, memory_fd, post)
+        except Exception as error:  # noqa: BLE001  the trainer raises it
+            post(Broken(pack(error)))
+            return
+        await service.serve(orders)
+    finally:
+        with anyio.move_on_after(LAST_WORDS_S):
+            await answers.close()
+        orders.close()
+
+
+def make_service(loop: LoopThread, setup: Setup, memory_fd: int, post: Post) -> Service:
+    """Return what does the work.
+
+    Args:
+        setup: what to build.
+        memory_fd: of the memory in which the slabs are.
+        post: sends an answer to the trainer.
+    """
+    world = World()
+    backends = [open_backend(tier.url, world=world) for tier in setup.tiers]
+    options = Options(
+        io=setup.io, deadlines=setup.deadlines, on_exists=setup.on_exists, on_error="warn", worker="process"
+    )
+    store = RelayedStore(lambda number, question: loop.call_soon(post, Asked(number, question)))
+    slabs = LentSlabs(memory_fd, setup.io.slab_bytes, post)
+    coordinator = _make_coordinator(setup, store, backends[0], loop, options, world, post)
+    engine = Engine(loop, options, [Teller(post)], world, coordinator, lender=slabs)
+    engine.failed = deque(maxlen=0)  # a save tells of itself
+    engine.tell_given_up = lambda step, error: post(GaveUp(step, None, pack(error)))
+    tiers = [_tier_of(order, number, post) for number, order in enumerate(setup.tiers)]
+    return Service(_make_destination(engine, tiers, backends), store, slabs, post)
+
+
+def _make_coordinator(
+    setup: Setup, store: RelayedStore, place: Backend, loop: LoopThread, options: Options, world: World, post: Post
+) -> Coordinator:
+    if setup.world_size == 1:
+        return Alone()
+    from aiockpt.ranks.coordinator import RankCoordinator
+
+    ranks, secret = Ranks(setup.rank, setup.world_size, store), world.token(16).hex()
+    return RankCoordinator(
+        *(ranks, place.url, loop, options, secret),
+        seen=setup.seen,
+        on_seen=lambda number: post(Seen(number)),
+    )
+
+
+def _make_destination(engine: Engine, tiers: Sequence[Tier], backends: Sequence[Backend]) -> Destination:
+    if len(tiers) == 1:
+        return OnePlace(Place(engine, backends[0], retention=tiers[0].retention), tiers[0])
+    from aiockpt.tiers.tiers import Tiers
+
+    return Tiers(tiers, engine, backends)
+
+
+class Teller:
+    """Has the trainer's observers see what happens here; the beginning and the failure of a save are seen there."""
+
+    def __init__(self, post: Post) -> None:
+        self._post = post
+
+    def on_event(self, event: Event) -> None:
+        """Send *event*."""
+        if not isinstance(event, SaveStarted | SaveFailed):
+            self._post(Happened(cast(AnyEvent, event)))
+
+
+def _tier_of(order: TierSetup, number: int, post: Post) -> Tier:
+    """Return the tier as the engine knows it, whose ``on_error`` is called in the trainer."""
+    fields = msgspec.structs.asdict(order)
+    if order.on_error == "call":
+        fields["on_error"] = lambda error: post(GaveUp(-1, number, pack(error)))
+    return Tier(**fields)
