@@ -24,10 +24,9 @@ from aiockpt.engine import maintenance
 from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import WARM_UP, Alone, Coordinator
 from aiockpt.engine.destination import Destination, OnePlace
-from aiockpt.engine.failures import raise_failures, report_failures, undelivered
 from aiockpt.engine.load import LoadRequest
 from aiockpt.engine.maintenance import Copied, Description, Pruned, StepInfo, Verified
-from aiockpt.engine.outcome_log import log_loaded
+from aiockpt.engine.outcomes import log_loaded, raise_failures, report_failures, undelivered
 from aiockpt.engine.place import Place as EnginePlace
 from aiockpt.engine.read import read
 from aiockpt.engine.shutdown import Shutdown

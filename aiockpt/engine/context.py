@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from aiockpt.engine.lineage import Lineage
 from aiockpt.events import Event, Observer
 from aiockpt.format.checksum import BLOCK_BYTES
 from aiockpt.futures import SaveFuture
 from aiockpt.options import SHARED_BLOCK_BYTES, Options
 from aiockpt.pipeline.commit import Attempt
 from aiockpt.pipeline.discover import StepEntry
+from aiockpt.pipeline.lineage import Lineage
 from aiockpt.planning.shard_map import check_whole
 from aiockpt.planning.write_plan import PAGE_BYTES, SavePlan, plan_save
 from aiockpt.runtime.accelerator import Accelerator
@@ -65,7 +65,7 @@ class Engine:
         self.coordinator = coordinator
         self.pool = SlabPool(options.io.slab_bytes, options.io.pool_bytes, memory)
         self.lender: Lender = lender or self.pool
-        self.lineage = Lineage(coordinator, lambda: self.token(6))
+        self.lineage = Lineage(coordinator.rank, coordinator.world_size, lambda: self.token(6))
         alone = coordinator.world_size == 1
         self.block_bytes = options.io.block_bytes or (BLOCK_BYTES if alone else SHARED_BLOCK_BYTES)
         self._payload_alignment = PAGE_BYTES if alone else max(PAGE_BYTES, self.block_bytes)

@@ -29,7 +29,7 @@ from aiockpt.adapters.selection import ALL, Selection
 from aiockpt.engine.coordinator import SaveRound
 from aiockpt.engine.destination import Destination
 from aiockpt.engine.job import Call, SaveJob
-from aiockpt.engine.outcome_log import log_saved
+from aiockpt.engine.outcomes import log_saved
 from aiockpt.engine.snapshotter import CaptureRequest, Snapshotter
 from aiockpt.errors import CheckpointError, SaveSkippedError, UsageError
 from aiockpt.events import SaveSkipped

@@ -64,7 +64,7 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         begun_ns: when it was called; both processes have the same monotonic clock.
         values, per_rank, user: JSON.
-        run, parent, seen: `aiockpt.engine.lineage.Lineage.position`.
+        run, parent, seen: `aiockpt.pipeline.lineage.Lineage.position`.
         save_round: which save it is among those of all ranks; None for a process that saves alone.
         board: the name of the ranks' notes.
         unsure: whether the trainer is to be asked, before the vote, if the state was left alone while it was copied.

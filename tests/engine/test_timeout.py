@@ -13,8 +13,8 @@ import torch
 
 import aiockpt
 from aiockpt.backends.memory import MemoryBackend
-from aiockpt.engine import lineage
 from aiockpt.errors import StorageError, StorageThrottledError
+from aiockpt.pipeline import lineage
 from aiockpt.storage.query_timeout import QueryTimeout
 from aiockpt.storage.retry import Retrying
 from aiockpt.testing.simulation import simulated_world

@@ -13,13 +13,13 @@ import torch
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
-from aiockpt.engine import find, lineage
 from aiockpt.errors import SaveSkippedError, StorageError, StorageTimeoutError, UsageError
 from aiockpt.events import Promoted, PromotionFailed
-from aiockpt.pipeline import copy
+from aiockpt.pipeline import copy, lineage
 from aiockpt.storage.backend import Space
 from aiockpt.testing.faults import Fault, FaultyBackend
 from aiockpt.tiers import promotion
+from aiockpt.tiers import tiers as listing
 from tests.gates import Gate
 from tests.small_run import SMALL
 from tests.watch import Watch
@@ -369,7 +369,7 @@ def hanging(root: Path) -> FaultyBackend:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((find, "LIST_PATIENCE_S"), (find, "COPY_PATIENCE_S"), (lineage, "PATIENCE_S")):
+    for module, name in ((listing, "LIST_PATIENCE_S"), (listing, "COPY_PATIENCE_S"), (lineage, "PATIENCE_S")):
         monkeypatch.setattr(module, name, 0.1)
 
 

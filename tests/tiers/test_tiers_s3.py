@@ -15,12 +15,12 @@ import pytest
 import aiockpt
 from aiockpt.backends.s3 import S3Backend
 from aiockpt.backends.shm import SHARED_MEMORY
-from aiockpt.engine import find, lineage
 from aiockpt.errors import StorageError
 from aiockpt.events import Promoted, PromotionFailed
-from aiockpt.pipeline import copy
+from aiockpt.pipeline import copy, lineage
 from aiockpt.storage.retry import Retrying, RetryPolicy
 from aiockpt.tiers import promotion
+from aiockpt.tiers import tiers as listing
 from tests.servers.seaweed import Seaweed, find_weed, seaweed_server
 from tests.small_run import SMALL, Run
 from tests.watch import Watch
@@ -107,7 +107,7 @@ def test_saves_go_on_while_the_bucket_is_down_and_it_catches_up(
 def test_a_bucket_that_hangs_delays_nothing_but_itself(
     server: Seaweed, s3_url: str, memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module, name in ((find, "LIST_PATIENCE_S"), (lineage, "PATIENCE_S")):
+    for module, name in ((listing, "LIST_PATIENCE_S"), (lineage, "PATIENCE_S")):
         monkeypatch.setattr(module, name, 0.5)
     patient = aiockpt.Tier(Retrying(S3Backend(s3_url), RetryPolicy(deadline_s=DEADLINE_S)))
     run = Run(1)

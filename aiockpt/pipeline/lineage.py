@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import anyio
 
@@ -23,9 +22,6 @@ from aiockpt.pipeline.discover import StepEntry, newest_vote, scan
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.query_timeout import QueryTimeout
-
-if TYPE_CHECKING:
-    from aiockpt.engine.coordinator import Coordinator
 
 logger = logging.getLogger("aiockpt")
 
@@ -42,7 +38,7 @@ class Lineage:
     """The line of saves of one checkpointer, over all of its tiers.
 
     Args:
-        coordinator: which process this is among those that save together.
+        rank, world_size: which process this is among those that save together.
         make_run: makes the random name of a run.
 
     Attributes:
@@ -50,9 +46,9 @@ class Lineage:
         runs: of this process: the present one, and those before what was loaded since.
     """
 
-    def __init__(self, coordinator: Coordinator, make_run: Callable[[], str]) -> None:
+    def __init__(self, rank: int, world_size: int, make_run: Callable[[], str]) -> None:
         self.places: list[Backend] = []
-        self._coordinator = coordinator
+        self._rank, self._world_size = rank, world_size
         self._make_run = make_run
         self._run = make_run()
         self.runs = {self._run}
@@ -85,8 +81,8 @@ class Lineage:
                 run=self._run,
                 sequence=min(self._clock + number, LAST_CLOCK),
                 parent=self._parent,
-                rank=self._coordinator.rank,
-                world_size=self._coordinator.world_size,
+                rank=self._rank,
+                world_size=self._world_size,
             )
 
     async def _newest(self, step: int) -> int:
@@ -139,7 +135,7 @@ class Lineage:
             and entry.head.attempt not in self._passed_by
             and entry.head.run not in known
         ]
-        if not others or self._told_of_others or self._coordinator.rank != 0:
+        if not others or self._told_of_others or self._rank != 0:
             return
         self._told_of_others = True
         newest = max(others, key=lambda entry: entry.age_order)

@@ -1,0 +1,101 @@
+"""Who hears how a save or a load ended? Its future; the log; and, of a failure that nobody has asked for, the next call.
+
+Guarantees:
+
+- A failure is told once, to whoever asks first, in the way that was chosen; it never loses the save that tells of it
+  (docs/decisions.md#a-failed-save-never-loses-the-next-one).
+- Each save and each load that worked is one line of the log, at level INFO, on rank 0 alone: the step, its size, the
+  seconds, and where. What fails is logged where it fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+from aiockpt.engine.context import Engine
+from aiockpt.engine.coordinator import Coordinator
+from aiockpt.errors import BackgroundSaveError
+from aiockpt.futures import LoadResult, SaveFuture, SaveResult
+from aiockpt.units import size
+
+logger = logging.getLogger("aiockpt")
+
+
+def report_failures(engine: Engine, just_started: SaveFuture) -> None:
+    """Apply ``on_error`` to the failures that nobody has heard of.
+
+    Raises:
+        BackgroundSaveError: the policy is "raise"; *just_started* was started all the same.
+    """
+    policy = engine.options.on_error
+    if policy == "raise":
+        raise_failures(engine, just_started)
+        return
+    for failure in undelivered(engine, just_started):
+        if callable(policy):
+            policy(failure)
+        else:
+            warnings.warn(
+                f"the save of step {failure.step} failed: {failure.exception()!r}", RuntimeWarning, stacklevel=3
+            )
+
+
+def raise_failures(engine: Engine, just_started: SaveFuture | None = None) -> None:
+    """Raise the failures that nobody has heard of, whatever the policy.
+
+    Raises:
+        BackgroundSaveError: there are some.
+    """
+    failed = undelivered(engine, just_started)
+    if failed:
+        raise BackgroundSaveError(failed, just_started) from failed[0].exception()
+
+
+def undelivered(engine: Engine, just_started: SaveFuture | None = None) -> list[SaveFuture]:
+    """Return the failed saves whose error nobody has taken from their future, each once.
+
+    One that this very call has started may have failed already: the next call tells of it.
+    """
+    ended = [engine.failed.popleft() for _ in range(len(engine.failed))]
+    engine.failed.extend(future for future in ended if future is just_started)
+    return [future for future in ended if future is not just_started and not future.delivered]
+
+
+def log_saved(saved: SaveResult, coordinator: Coordinator) -> None:
+    """Log a save that is committed."""
+    if coordinator.rank != 0:
+        return
+    if saved.existed:
+        logger.info("step %d is committed already, and left as it is, in %s", saved.step, saved.url)
+        return
+    whose = f" of rank 0 of {coordinator.world_size}" if coordinator.world_size > 1 else ""
+    logger.info(
+        "saved step %d%s: %s%s in %.2f s, to %s",
+        saved.step,
+        f" (generation {saved.generation})" if saved.generation > 1 else "",
+        size(saved.bytes),
+        whose,
+        saved.seconds,
+        saved.url,
+    )
+
+
+def log_loaded(loaded: LoadResult | None, coordinator: Coordinator) -> None:
+    """Log a load whose tensors are filled, or one that found no checkpoint at all."""
+    if coordinator.rank != 0:
+        return
+    if loaded is None:
+        logger.info("nothing to load: there is no checkpoint yet")
+        return
+    over = f", {len(loaded.skipped)} newer passed over" if loaded.skipped else ""
+    differing = f", {len(loaded.differences)} differences" if loaded.differences else ""
+    logger.info(
+        "loaded step %d: %s in %.2f s, from %s%s%s",
+        loaded.step,
+        size(loaded.bytes),
+        loaded.seconds,
+        loaded.url,
+        over,
+        differing,
+    )
