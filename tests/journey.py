@@ -1,9 +1,10 @@
 """How long is the way of a tensor? The functions of aiockpt that one warm save and one warm load of a process pass.
 
 ``python tests/journey.py`` prints for each how many named functions in how many files run, on all threads (comprehensions
-and lambdas are not counted), by folder, and how many calls of ours lie above ``pwrite``. It needs nothing but the public
-class: ``PYTHONPATH=OTHER_CHECKOUT python tests/journey.py`` gives the figures of another commit. ``--functions`` lists all.
-These are symptoms, not a goal: a reader of the plain path should not meet what the plain path does not need.
+and lambdas are not counted), by folder, which modules of wings they are in, and how many calls of ours lie above
+``pwrite``. It needs nothing but the public class: ``PYTHONPATH=OTHER_CHECKOUT python tests/journey.py`` gives the figures of
+another commit. ``--functions`` lists all. These are symptoms, not a goal: a reader of the plain path should not meet what
+the plain path does not need.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ import aiockpt
 
 PACKAGE = Path(aiockpt.__file__).parent
 BACKENDS = (PACKAGE / "backends").resolve()
+WINGS = ("ranks", "tiers", "lazy", "worker")
+"""Folders of what a process that saves alone, into one place, does not need."""
 
 
 class Passed:
@@ -73,6 +76,11 @@ class Passed:
             if file is not None and not code.co_name.startswith("<"):
                 found.setdefault(file, set()).add(code.co_qualname)
         return found
+
+    @property
+    def wing_modules(self) -> list[str]:
+        """The modules of wings that ran."""
+        return sorted(file for file in self.functions if file.partition("/")[0] in WINGS)
 
     @property
     def calls_above_pwrite(self) -> int | None:
@@ -147,6 +155,7 @@ def main() -> None:
             + (f", {above} calls above pwrite" if above is not None else "")
         )
         say("   " + ", ".join(f"{folder} {count}" for folder, count in by_folder.most_common()))
+        say("   of wings: " + (", ".join(passed.wing_modules) or "none"))
         if listed:
             for file in sorted(functions):
                 say(f"   {file}: {', '.join(sorted(functions[file]))}")

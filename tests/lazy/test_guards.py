@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,12 @@ import torch
 from torch import nn
 
 from aiockpt.adapters.native import StateWalker
-from aiockpt.lazy.guards import CHANGES, KINDS, render
+from aiockpt.errors import TornSnapshotError
+from aiockpt.lazy import mutability as mutability_module
+from aiockpt.lazy import version_check
+from aiockpt.lazy.guards import CHANGES, COMPARED, KINDS, Guard, render
 from aiockpt.lazy.mutability import Mutability, _in_short
+from aiockpt.runtime.cuda import Cuda
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "lazy.md"
 
@@ -72,6 +77,47 @@ def test_every_kind_of_the_table_is_met_and_treated_as_it_says() -> None:
     for live, held in zip(walked.tensors, still.tensors, strict=True):
         assert (live is not held) == (kinds[live.name] in copied), live.name
         assert (live in mutability.in_place) == (live is held)
+
+
+def add_to(tensor: torch.Tensor) -> None:
+    tensor.add_(1)
+
+
+def add_uncounted(tensor: torch.Tensor) -> None:
+    tensor.data.add_(1)
+
+
+def resize(tensor: torch.Tensor) -> None:
+    tensor.untyped_storage().resize_(1 << 20)
+
+
+@pytest.mark.parametrize(("guard", "change"), [("counter", add_to), ("sample", add_uncounted), ("place", resize)])
+@pytest.mark.parametrize("named", [True, False])
+def test_of_a_tensor_that_is_left_in_place_is_compared_what_the_table_names(
+    guard: Guard, change: Callable[[torch.Tensor], None], named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone: frozenset[Guard] = frozenset({guard}) if named else frozenset()
+    assert guard in COMPARED["host"]
+    monkeypatch.setitem(COMPARED, "host", alone)
+    tensor = torch.ones(64)
+    check = version_check.VersionNotes(Cuda()).note(StateWalker().walk({"tensor": tensor}).tensors)
+    assert check is not None
+    check.check()
+    change(tensor)
+    if named:
+        with pytest.raises(TornSnapshotError, match="tensor"):
+            check.check()
+    else:
+        check.check()
+
+
+def test_the_first_kind_of_the_table_that_fits_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"tensor": torch.ones(3)}
+    for kinds, expected in ((KINDS, "named"), (KINDS[::-1], "other")):
+        monkeypatch.setattr(mutability_module, "KINDS", kinds)
+        mutability = Mutability(["tensor"])
+        mutability.copy_mutable(StateWalker().walk(state), state, trusting=False, reuse=True)
+        assert mutability.kinds == {"tensor": expected}
 
 
 @pytest.mark.parametrize(

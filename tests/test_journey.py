@@ -1,0 +1,24 @@
+"""Does the plain path pass what only other uses need?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.journey import ACTS, watch
+
+APART = ("lazy",)
+"""Wings of which a warm save and load of one process into one place pass nothing."""
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_a_save_and_a_load_of_one_process_into_one_place_pass_no_function_of_a_wing(act: str, tmp_path: Path) -> None:
+    passed = watch(str(tmp_path), ACTS[act])
+    assert {file.partition("/")[0] for file in passed.functions} >= {
+        "checkpointer.py",
+        "engine",
+        "pipeline",
+        "backends",
+    }
+    assert [module for module in passed.wing_modules if module.partition("/")[0] in APART] == []
