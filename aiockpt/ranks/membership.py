@@ -74,7 +74,7 @@ class Departure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Membership:
-    """One rank's view of the others. Use on the event loop of its meeting.
+    """One rank's view of the others. Use on the event loop of its board.
 
     Args:
         writes: as `Member.writes`.
@@ -115,7 +115,7 @@ class Membership:
             await board.forget(map(_calls_key, range(board.world_size)))
 
     async def leave_early(self, reason: str) -> None:
-        """Say that this rank leaves before it has come to the meeting, whose name it does not even know.
+        """Say that this rank leaves before it has begun its board, whose name it does not even know.
 
         Its next checkpointer takes that back.
         """
@@ -231,7 +231,7 @@ def _what_it_does(calls: Calls, call: str) -> str:
 
 
 def _member_key(rank: int) -> str:
-    return f"/members/{rank}"  # not of one meeting
+    return f"/members/{rank}"  # not of one board
 
 
 def _left_key(number: int) -> str:

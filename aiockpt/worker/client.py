@@ -80,9 +80,9 @@ class WriterClient:
         self.engine = here.engine
         self._ranks = ranks
         self._talking = Limiter("writer", 2)
-        self._hello = compose_setup(tiers, self.engine.options, ranks)
+        self._setup = compose_setup(tiers, self.engine.options, ranks)
         self._replacing = anyio.Lock()
-        self._errands: dict[int, PendingSave] = {}
+        self._pending: dict[int, PendingSave] = {}
         self._begun: dict[int, PendingSave] = {}  # the same, until `save` asks for it: it may have ended by then
         self._connection = self._start()
 
@@ -126,7 +126,7 @@ class WriterClient:
 
     def _begin(self, connection: Connection, save: Save, job: SaveJob) -> None:
         pending = PendingSave(connection, save, job.promise, self.stages(job.promise), job.recheck)
-        self._errands[job.number] = self._begun[job.number] = pending
+        self._pending[job.number] = self._begun[job.number] = pending
         job.hand_over = connection.takes_windows(job, self.engine.pool)
         connection.begin(save, job.plan)
 
@@ -178,7 +178,7 @@ class WriterClient:
     async def clean_up(self, result: SaveResult) -> None:
         """Wait until the writer has cleaned up after the save of this very *result*."""
         async with self.places[0].cleaning:
-            for pending in list(self._errands.values()):
+            for pending in list(self._pending.values()):
                 if pending.is_committed and pending.answer.value is result:
                     await pending.tidied.settled()
 
@@ -190,7 +190,7 @@ class WriterClient:
     async def close(self, patience_s: float) -> None:
         """Have the writer finish, wait for its end, and close what this process reads from."""
         connection = self._connection
-        for pending in list(self._errands.values()):
+        for pending in list(self._pending.values()):
             pending.look_again()  # the writer does not ask any more
         await self._tell(connection, Close())
         await connection.buried.settled_within(patience_s)
@@ -218,7 +218,7 @@ class WriterClient:
 
     def _start(self) -> Connection:
         options = self.engine.options
-        process = WriterProcess(encode(self._hello), self._memory.fd, options.io.nice, options.deadlines.slab_s)
+        process = WriterProcess(encode(self._setup), self._memory.fd, options.io.nice, options.deadlines.slab_s)
         connection = Connection(process)
         self.engine.loop.submit(self._listen, connection)
         return connection
@@ -254,11 +254,11 @@ class WriterClient:
         for number in list(connection.lent):
             connection.take_back(number, self.engine.pool)
         copies = []
-        for number, pending in list(self._errands.items()):
+        for number, pending in list(self._pending.items()):
             if pending.connection is connection:
                 copies.append((pending, pending.unsettled))
                 pending.fail(connection.death())
-                del self._errands[number]
+                del self._pending[number]
         process.close()
         connection.buried.resolve(None)
         for pending, tiers in copies:
@@ -272,12 +272,12 @@ class WriterClient:
             case Happened():
                 self.engine.emit(answer.event)
             case Reached() | TierSettled() | Settled() | Tidied():
-                pending = self._errands.get(answer.number)
+                pending = self._pending.get(answer.number)
                 if pending is None:  # of one that was given up
                     return
                 pending.hear(answer)
                 if pending.ended:
-                    del self._errands[answer.number]
+                    del self._pending[answer.number]
             case Written():
                 self.engine.loop.in_worker(self._confirm, connection, answer.number)
             case GaveUp():
@@ -285,7 +285,7 @@ class WriterClient:
             case Asked():
                 self.engine.loop.in_worker(self._reply, connection, answer)  # the store may take its time
             case Seen():
-                self._hello = msgspec.structs.replace(self._hello, seen=(*self._hello.seen, answer.tier))
+                self._setup = msgspec.structs.replace(self._setup, seen=(*self._setup.seen, answer.tier))
             case Broken():
                 connection.broken = unpack(answer.failure)
 
@@ -297,7 +297,7 @@ class WriterClient:
 
     def _confirm(self, connection: Connection, number: int) -> None:
         """Let a writer vote, unless the state changed while it was copied: then its save is being cancelled."""
-        pending = self._errands.get(number)
+        pending = self._pending.get(number)
         if pending is not None and pending.look_again() is None:
             with suppress(CheckpointError):
                 connection.tell(Confirmed(number))

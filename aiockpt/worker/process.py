@@ -24,7 +24,7 @@ class WriterProcess:
     """A writer that was started.
 
     Args:
-        hello: the first frame.
+        setup: the first frame.
         memory_fd: of the shared memory in which the slabs are.
         nice: added to its niceness, before its first thread starts.
         timeout_s: how long a message may wait until the writer takes those before it.
