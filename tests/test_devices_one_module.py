@@ -13,7 +13,7 @@ STREAMS = re.compile(
 ALLOWED = {
     "runtime/cuda.py": "the module",
     "runtime/accelerator.py": "says what it is for",
-    "pipeline/device_copy.py": "the copies themselves, inside a lane",
+    "pipeline/device_copy.py": "the copies themselves, inside a side stream",
     "adapters/rng.py": "the generators' states",
     "adapters/matcher.py": "where a new tensor is made",
 }

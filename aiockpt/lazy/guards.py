@@ -26,6 +26,7 @@ Guard = Literal["hook", "copy", "counter", "outer counter", "sample", "place", "
 
 Where = Literal["host", "device", "dtensor_host", "dtensor_device"]
 """Where a tensor is, and whether it is a DTensor: the columns of the table."""
+WHERES: tuple[Where, ...] = get_args(Where)
 
 KindKey = Literal["named", "torn", "uncounted", "immutable", "unhooked", "owned", "other", "near"]
 
@@ -158,8 +159,7 @@ CHANGES = (
 
 _COMPARISONS: tuple[Guard, ...] = ("counter", "outer counter", "sample", "place")
 COMPARED: dict[Where, frozenset[Guard]] = {
-    where: frozenset(guard for change in CHANGES if (guard := change.guard(where)) in _COMPARISONS)
-    for where in get_args(Where)
+    where: frozenset(guard for change in CHANGES if (guard := change.guard(where)) in _COMPARISONS) for where in WHERES
 }
 """What is compared of a tensor that was left in place, by where it is."""
 
@@ -170,7 +170,7 @@ def render() -> str:
     rows = [[kind.words, "any", *["copy in the call"] * 4] for kind in KINDS if kind.copied]
     left = "; ".join(kind.words for kind in KINDS if not kind.copied)
     for change in CHANGES:
-        guards = [change.guard(where) for where in get_args(Where)]
+        guards = [change.guard(where) for where in WHERES]
         rows.append([left, change.words, *(f"**{guard}**" if guard == "nothing" else guard for guard in guards)])
         left = "〃"
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)) + "\n"
