@@ -24,7 +24,7 @@ import msgspec
 import xxhash
 
 from aiockpt.engine.coordinator import WARM_UP, SaveRound
-from aiockpt.errors import RankError, RankFailedError
+from aiockpt.errors import RankError, RankFailedError, StepExistsError
 from aiockpt.ranks.gathering import vote_keys
 from aiockpt.ranks.joint_plan import PLAN_NOTES, JointPlan, PlanRound, shared_plan_notes
 from aiockpt.ranks.membership import Calls, Membership
@@ -46,12 +46,14 @@ class End(msgspec.Struct, frozen=True):
     Attributes:
         rank: who says it.
         ranks: whose fault it was, where it was that of others.
+        exists: whether nobody failed: the step is there, and ``on_exists="raise"`` refuses it on every rank.
     """
 
     generation: int = 0
     rank: int = 0
     failure: str | None = None
     ranks: tuple[int, ...] = ()
+    exists: bool = False
 
 
 class Rounds:
@@ -129,12 +131,15 @@ class Rounds:
 
         Raises:
             RankFailedError: a rank said that it failed, or *lookout* that rank 0 will not say any more.
+            StepExistsError: rank 0 found the step committed.
             RankTimeoutError: there is no end yet.
         """
         what = f"the commit of step {save_round.step}"
         end = await self.board.wait(save_round.key("end"), End, deadline_s, what, lookout=lookout)
         if end.failure is None:
             return end.generation
+        if end.exists:
+            raise StepExistsError(end.failure)
         what = "warm_up() was" if save_round.step == WARM_UP else f"step {save_round.step} was"
         if end.ranks:
             raise RankFailedError(f"{what} given up on rank {end.rank}: {end.failure}", end.ranks)
@@ -162,7 +167,9 @@ class Rounds:
             return True
         others = error.ranks if isinstance(error, RankError) and not isinstance(error, StoreLostError) else ()
         with anyio.move_on_after(self._deadline_s, shield=True), suppress(StoreLostError):
-            end = End(rank=self.board.rank, failure=f"{type(error).__name__}: {error}", ranks=tuple(others))
+            exists = isinstance(error, StepExistsError)
+            failure = str(error) if exists else f"{type(error).__name__}: {error}"
+            end = End(rank=self.board.rank, failure=failure, ranks=tuple(others), exists=exists)
             await self.board.post(save_round.key("end"), end)
             return True
         return False

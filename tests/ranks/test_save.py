@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.errors import RankFailedError, RankTimeoutError, UsageError
+from aiockpt.errors import RankFailedError, RankTimeoutError, StepExistsError, UsageError
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend
 from aiockpt.testing.faults import Fault, FaultyBackend
@@ -275,6 +275,19 @@ def test_a_save_cancelled_on_one_rank_ends_on_all(tmp_path: Path) -> None:
         assert isinstance(errors[1], aiockpt.CheckpointError)
         assert all(isinstance(errors[rank], RankFailedError) for rank in (0, 2))
     assert steps(tmp_path) == []
+
+
+def test_a_committed_step_is_refused_on_all_ranks_alike(tmp_path: Path) -> None:
+    def save(_: int, ckpt: aiockpt.Checkpointer) -> Any:
+        return ckpt.save(1, replicated(1)).result(30)
+
+    with Crew(3, tmp_path, on_exists="raise") as crew:
+        crew.on_all(save)
+        errors = crew.errors(save)
+        assert [type(error) for error in errors] == [StepExistsError] * 3
+        assert all("step 1 is committed already" in str(error) for error in errors)
+        crew.on_all(lambda _, ckpt: ckpt.save(2, replicated(2)).result(30))
+    assert steps(tmp_path) == [2, 1]
 
 
 def test_a_committed_step_is_skipped_on_all_ranks_alike(tmp_path: Path) -> None:
