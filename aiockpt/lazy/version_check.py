@@ -132,7 +132,7 @@ class _Sources:
     def __init__(self, shards: Sequence[TensorShard], accelerator: Accelerator) -> None:
         self.names = [shard.name for shard in shards]
         self.addresses = AddressCheck(shards)
-        self._where = [_where(shard, accelerator) for shard in shards]
+        self._where: list[Where] = [_where(shard, accelerator) for shard in shards]
         inner, outer = self._with("counter"), self._with("outer counter")
         self._counted: list[torch.Tensor] = [*(shards[n].data for n in inner), *(shards[n].outer for n in outer)]
         self.numbers = [*inner, *outer]
