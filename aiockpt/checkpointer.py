@@ -600,6 +600,16 @@ class Checkpointer:
         if self._found_ranks is not None:
             check_found(self._found_ranks)
 
+    def run_on_destination(self, what: str, work: Callable[[Destination], Awaitable[T]]) -> Future[T]:
+        """Run *work* on the checkpointer's loop, with where its steps lie; *what* to call it in messages.
+
+        For what is built on the engine, as `aiockpt.convert` is. What it is given may be another in each release.
+
+        Raises:
+            ClosedError: the checkpointer is closed.
+        """
+        return self._operation(what, work, self._destination)
+
     def _operation(self, what: str, work: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> Future[T]:
         self._check_call()
         promise: Promise[T] = Promise(what)

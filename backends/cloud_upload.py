@@ -34,7 +34,7 @@ _MOST_PARTS = 10_000
 
 
 class CloudStream:
-    """The bytes of one data file on their way into an object; see `aiockpt.backends.in_order.Stream`.
+    """The bytes of one data file on their way into an object; see `aiockpt.backends.in_order.ByteSink`.
 
     Args:
         store: removes the claim when the upload is aborted.

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 import anyio
 
 from aiockpt.backends.buffers import Buffers, check_range, ends_early
-from aiockpt.backends.fsspec_place import Create, File, Place, fsspec_errors
+from aiockpt.backends.fsspec_place import Create, FsspecFile, Place, fsspec_errors
 from aiockpt.errors import StorageError, UsageError
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.storage.backend import Seen
@@ -20,14 +20,14 @@ _PIECE_BYTES = 16 << 20
 
 
 class FsspecStream:
-    """The bytes of one data file on their way into a file; see `aiockpt.backends.in_order.Stream`."""
+    """The bytes of one data file on their way into a file; see `aiockpt.backends.in_order.ByteSink`."""
 
     def __init__(self, place: Place, key: str, limiter: Limiter) -> None:
         self._place = place
         self._key = key
         self._limiter = limiter
         self._claimed = False
-        self._file: File | None = None
+        self._file: FsspecFile | None = None
 
     def begin(self, create: Create) -> None:
         """Claim the key by creating it empty, and open it for writing. Blocking; call `abort` when it raises."""
@@ -78,7 +78,7 @@ class FsspecReader:
         self._key = key
         self._size = size
         self._limiter = limiter
-        self._idle: list[File] = []
+        self._idle: list[FsspecFile] = []
         self._closed = False
 
     @property
@@ -121,7 +121,7 @@ class FsspecReader:
                 self._idle.pop().close()
 
 
-def _discard(file: File) -> None:
+def _discard(file: FsspecFile) -> None:
     """Close *file* without publishing what it holds, where it knows how to."""
     if (discard := getattr(file, "discard", None)) is None:
         file.close()

@@ -25,7 +25,7 @@ _MODIFIED = ("mtime", "LastModified", "last_modified", "modified", "updated", "t
 _NS = 1_000_000_000
 
 
-class File(Protocol):
+class FsspecFile(Protocol):
     """An open file of fsspec, as much of it as is needed."""
 
     def read(self, size: int, /) -> bytes: ...
@@ -37,7 +37,7 @@ class File(Protocol):
 class FileSystem(Protocol):
     """fsspec's ``AbstractFileSystem``, as much of it as is needed."""
 
-    def open(self, path: str, mode: str, /, **options: Any) -> File: ...
+    def open(self, path: str, mode: str, /, **options: Any) -> FsspecFile: ...
     def pipe_file(self, path: str, value: bytes, /, **options: Any) -> object: ...
     def info(self, path: str, /) -> Mapping[str, Any]: ...
     def ls(self, path: str, /, detail: bool) -> Sequence[Mapping[str, Any]]: ...
@@ -131,7 +131,7 @@ class Place:
         finally:
             file.close()
 
-    def open(self, key: str) -> File:
+    def open(self, key: str) -> FsspecFile:
         """Open an object for reading, without a read-ahead of the file system's own."""
         return self.fs.open(self.path(key), "rb", cache_type="none")
 

@@ -22,7 +22,7 @@ from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.storage.backend import Seen
 
 
-class Stream(Protocol):
+class ByteSink(Protocol):
     """Where the bytes go, in order. Its errors are ours."""
 
     async def send(self, runs: Sequence[memoryview], seen: Seen | None) -> None:
@@ -42,7 +42,7 @@ class InOrderUpload:
         limiter: for the threads that copy and hash the blocks which come early.
     """
 
-    def __init__(self, key: str, size: int, stream: Stream, limiter: Limiter) -> None:
+    def __init__(self, key: str, size: int, stream: ByteSink, limiter: Limiter) -> None:
         self._key = key
         self._size = size
         self._stream = stream

@@ -150,7 +150,7 @@ class LocalReader:
         self._identity = (found.st_dev, found.st_ino)
 
     async def read(self, offset: int, into: Sequence[memoryview], seen: Seen | None = None) -> None:
-        buffers = Buffers(into)
+        buffers = UnfilledBuffers(into)
         if offset < 0:
             raise UsageError(f"{self._key!r}: there is no byte {offset}")
         if offset + buffers.left_bytes > self._size:
@@ -167,7 +167,7 @@ class LocalReader:
             self._bounces.release_when_idle()
             await run_blocking(self._limiter, self._handle.close)
 
-    def _fill(self, offset: int, buffers: Buffers, seen: Seen | None) -> tuple[int, int]:
+    def _fill(self, offset: int, buffers: UnfilledBuffers, seen: Seen | None) -> tuple[int, int]:
         """Fill *buffers*; return how many bytes came through the page cache and how many past it."""
         wanted = buffers.left_bytes
         if self._direct.works is False or self._is_cached(offset, buffers):
@@ -180,7 +180,7 @@ class LocalReader:
             self._fill_buffered(offset + cached + uncached, buffers, seen)
         return wanted - uncached, uncached
 
-    def _is_cached(self, offset: int, buffers: Buffers) -> bool:
+    def _is_cached(self, offset: int, buffers: UnfilledBuffers) -> bool:
         """Say whether the first page is in the page cache, or cannot be asked for; believe a "no" for a while."""
         probe = buffers.peek(PAGE_BYTES)
         if not self._nowait or not probe:
@@ -193,7 +193,7 @@ class LocalReader:
         self._unasked_bytes = BELIEVED_BYTES - buffers.left_bytes
         return False
 
-    def _fill_buffered(self, offset: int, buffers: Buffers, seen: Seen | None) -> None:
+    def _fill_buffered(self, offset: int, buffers: UnfilledBuffers, seen: Seen | None) -> None:
         """Read through the page cache until *buffers* are full or, where that can be told, a page is not cached."""
         while buffers.left_bytes:
             count = self._preadv(buffers.peek(PIECE_BYTES), offset)
@@ -221,7 +221,7 @@ class LocalReader:
             self._nowait = 0
             return self._files.preadv(self._fd, into, offset)
 
-    def _fill_direct(self, offset: int, buffers: Buffers, seen: Seen | None) -> None:
+    def _fill_direct(self, offset: int, buffers: UnfilledBuffers, seen: Seen | None) -> None:
         """Read past the page cache, by way of aligned memory; stop early where the file system cannot."""
         fd = self._open_direct()
         if fd is None:
@@ -261,7 +261,7 @@ class LocalReader:
         return StorageError(message, key=self._key, damaged=True)
 
 
-class Buffers:
+class UnfilledBuffers:
     """The caller's buffers as one row of bytes, filled from the front."""
 
     def __init__(self, into: Sequence[memoryview]) -> None:
@@ -290,7 +290,7 @@ class Buffers:
             yield run
 
 
-def _show_and_copy(data: memoryview, buffers: Buffers, seen: Seen | None) -> None:
+def _show_and_copy(data: memoryview, buffers: UnfilledBuffers, seen: Seen | None) -> None:
     for start in range(0, data.nbytes, PIECE_BYTES):
         piece = data[start : start + PIECE_BYTES]
         if seen is not None:

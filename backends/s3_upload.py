@@ -31,7 +31,7 @@ def choose_part_bytes(size: int, wanted: int) -> int:
     return wanted
 
 
-class Piece(msgspec.Struct, frozen=True):
+class PartPiece(msgspec.Struct, frozen=True):
     """What one write brings for one part: from *start* within it, *views* one after the other."""
 
     part: int
@@ -44,7 +44,7 @@ class Piece(msgspec.Struct, frozen=True):
         return sum(len(view) for view in self.views)
 
 
-def cut(offset: int, runs: Sequence[memoryview], part_bytes: int) -> Iterator[Piece]:
+def cut(offset: int, runs: Sequence[memoryview], part_bytes: int) -> Iterator[PartPiece]:
     """Yield the pieces of parts that *runs*, one after the other from *offset*, are made of."""
     views: list[memoryview] = []
     start = offset
@@ -56,10 +56,10 @@ def cut(offset: int, runs: Sequence[memoryview], part_bytes: int) -> Iterator[Pi
             offset += len(views[-1])
             rest = rest[room:]
             if offset % part_bytes == 0:
-                yield Piece(start // part_bytes, start % part_bytes, tuple(views))
+                yield PartPiece(start // part_bytes, start % part_bytes, tuple(views))
                 views, start = [], offset
     if views:
-        yield Piece(start // part_bytes, start % part_bytes, tuple(views))
+        yield PartPiece(start // part_bytes, start % part_bytes, tuple(views))
 
 
 class Gathered:
@@ -79,14 +79,14 @@ class Gathered:
         """The part's bytes, or None while some are missing."""
         return self._memory if self.filled_bytes == len(self._memory) else None
 
-    def copy(self, piece: Piece) -> None:
+    def copy(self, piece: PartPiece) -> None:
         """Copy a piece in. Any thread."""
         cursor = piece.start
         for view in piece.views:
             self._memory[cursor : cursor + len(view)] = view
             cursor += len(view)
 
-    def count(self, piece: Piece) -> None:
+    def count(self, piece: PartPiece) -> None:
         """Count a piece that was copied in."""
         self._spans[piece.start] = piece.size
 
@@ -172,8 +172,8 @@ class S3Upload:
         size: int,
         runs: Sequence[memoryview],
         seen: Seen | None,
-        whole: Sequence[Piece],
-        partial: Sequence[tuple[Piece, Gathered]],
+        whole: Sequence[PartPiece],
+        partial: Sequence[tuple[PartPiece, Gathered]],
     ) -> list[int]:
         """Show the runs, copy pieces of parts, and return the sums of the whole ones: all in one hop to a thread."""
 

@@ -14,7 +14,7 @@ from typing import Any
 import anyio.to_thread
 
 from aiockpt.storage.backend import Backend
-from aiockpt.storage.forwarding import Call, Forwarding
+from aiockpt.storage.forwarding import BackendCall, Forwarding
 
 PATIENCE_S = 40
 
@@ -34,7 +34,7 @@ class Around(Forwarding):
         super().__init__(inner)
         self._before, self._after = before, after
 
-    async def forward(self, call: Call) -> Any:
+    async def forward(self, call: BackendCall) -> Any:
         if call.verb not in self.VERBS:
             return await call()
         await self._before(call.verb, call.key)

@@ -15,7 +15,7 @@ import torch
 from aiockpt.adapters.tensors import bytes_of, local_tensors
 
 
-class Memory:
+class TensorMemory:
     """The memory of some tensors. Valid while they live, and stay where they are.
 
     Args:

@@ -31,7 +31,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).val
 _Size = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
 
 
-class Written(msgspec.Struct, frozen=True):
+class CompositeNode(msgspec.Struct, frozen=True):
     """The node of one composite tensor, read."""
 
     kind: str
@@ -101,7 +101,7 @@ def box_key(boxes: tuple[Box, ...]) -> str:
     return "+".join(ranges)
 
 
-def read_written(node: Mapping[str, Any], path: Path) -> Written:
+def read_written(node: Mapping[str, Any], path: Path) -> CompositeNode:
     """Return what the node of one composite tensor says.
 
     Raises:
@@ -116,13 +116,13 @@ def read_written(node: Mapping[str, Any], path: Path) -> Written:
         kind, cls = field(node, "kind", str), field(node, "class", str)
         if kind not in KINDS:
             raise ValueError("no such kind")
-        return Written(kind, cls, dtype, shape, stride, tensors, node.get(FACTS), node.get(SHOWN_FACTS))
+        return CompositeNode(kind, cls, dtype, shape, stride, tensors, node.get(FACTS), node.get(SHOWN_FACTS))
     except (KeyError, ValueError, TypeError, msgspec.ValidationError) as error:
         raise damaged(path, f"is not a tensor that was ever saved ({error})") from error
 
 
 def make(
-    written: Written, path: Path, cls: type | None, tensors: Mapping[str, torch.Tensor], facts: Any
+    written: CompositeNode, path: Path, cls: type | None, tensors: Mapping[str, torch.Tensor], facts: Any
 ) -> torch.Tensor:
     """Return a new tensor as it was saved.
 
@@ -135,7 +135,7 @@ def make(
         raise damaged(path, f"cannot be put together ({type(error).__name__}: {error})") from error
 
 
-def class_to_make(written: Written, path: Path, here: type | None) -> type | None:
+def class_to_make(written: CompositeNode, path: Path, here: type | None) -> type | None:
     """Return the class of a new tensor; None where torch knows it by its kind.
 
     Raises:

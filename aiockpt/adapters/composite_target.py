@@ -15,7 +15,7 @@ from aiockpt.adapters.composite_nodes import (
     FACTS,
     SHOWN_FACTS,
     SPREAD,
-    Written,
+    CompositeNode,
     box_key,
     class_to_make,
     is_composite_node,
@@ -158,7 +158,7 @@ def _ask_spread(path: Path, live: Any, node: Mapping[str, Any], matcher: Matcher
     return fill
 
 
-def _ask_one(path: Path, live: Any, written: Written, matcher: Matcher) -> Thunk | None:
+def _ask_one(path: Path, live: Any, written: CompositeNode, matcher: Matcher) -> Thunk | None:
     here = take_apart(live)
     problem = _misfit(live, here, written, path, matcher)
     if problem is not None:
@@ -195,7 +195,7 @@ def ask_new(path: Path, live: torch.Tensor, node: Node, matcher: Matcher) -> Thu
 
 
 def _ask_new(
-    path: Path, like: torch.Tensor, here: Parts, written: Written, matcher: Matcher, cls: type | None = None
+    path: Path, like: torch.Tensor, here: Parts, written: CompositeNode, matcher: Matcher, cls: type | None = None
 ) -> Thunk:
     cls = class_to_make(written, path, cls or type(like))
     tensors = {key: _ask_part((*path, key), node, like, matcher) for key, node in written.tensors.items()}
@@ -203,7 +203,7 @@ def _ask_new(
     return lambda: make(written, path, cls, {key: part() for key, part in tensors.items()}, facts())
 
 
-def _misfit(live: torch.Tensor, here: Parts, written: Written, path: Path, matcher: Matcher) -> str | None:
+def _misfit(live: torch.Tensor, here: Parts, written: CompositeNode, path: Path, matcher: Matcher) -> str | None:
     there = f"{written.cls} ({written.dtype}, shape {written.shape})"
     mine = f"{class_name(type(live))} ({live.dtype}, shape {tuple(live.shape)})"
     if (here.kind, tuple(live.shape), live.dtype) != (written.kind, written.shape, written.dtype):
@@ -217,7 +217,7 @@ def _misfit(live: torch.Tensor, here: Parts, written: Written, path: Path, match
     return None if known == saved else f"{mine} knows {here.facts!r}, and other things in the checkpoint: {saved}"
 
 
-def _fill_in_place(path: Path, here: Parts, written: Written, matcher: Matcher) -> bool:
+def _fill_in_place(path: Path, here: Parts, written: CompositeNode, matcher: Matcher) -> bool:
     """Have the parts filled where they lie, if all of them fit; say whether."""
     if here.tensors.keys() != written.tensors.keys():
         return False

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
-from aiockpt.adapters.local_shards import LocalShards, Piece
+from aiockpt.adapters.local_shards import LocalPiece, LocalShards
 from aiockpt.state.geometry import Box, Run, boxes_follow, chunk_runs, runs_to_boxes
 from aiockpt.state.layout import strides_in_order
 from aiockpt.state.tree import Path, refuse
@@ -54,7 +54,7 @@ def hold_dtensor(tensor: DTensor, path: Path) -> LocalShards:
     axes = _held_runs(tensor._spec, path)
     held = tuple(sum(size for _, size in runs) for runs in axes) if axes is not None else (0,)
     if 0 in held and not local.numel():
-        return LocalShards(shape, (Piece((), local),))
+        return LocalShards(shape, (LocalPiece((), local),))
     if axes is None or held != tuple(local.shape):
         refuse(
             path,
@@ -63,9 +63,9 @@ def hold_dtensor(tensor: DTensor, path: Path) -> LocalShards:
         )
     blocks = runs_to_boxes(axes)
     if local.is_contiguous() and boxes_follow(axes):
-        return LocalShards(shape, (Piece(tuple(box for box, _ in blocks), local),))
+        return LocalShards(shape, (LocalPiece(tuple(box for box, _ in blocks), local),))
     # Stepping through outer axes would make a box of every row: some strided parts are far fewer.
-    return LocalShards(shape, tuple(Piece((box,), _part(local, own.offsets, own.sizes)) for box, own in blocks))
+    return LocalShards(shape, tuple(LocalPiece((box,), _part(local, own.offsets, own.sizes)) for box, own in blocks))
 
 
 def boxes_of(tensor: DTensor, path: Path) -> tuple[Box, ...]:

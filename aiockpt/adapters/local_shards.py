@@ -8,7 +8,7 @@ import torch
 from aiockpt.state.geometry import Box, flat_range_boxes
 
 
-class Piece(msgspec.Struct, frozen=True, eq=False):
+class LocalPiece(msgspec.Struct, frozen=True, eq=False):
     """Boxes of the global tensor and the local tensor that has their elements, in this order.
 
     One box: the local tensor has its sizes, and any strides. Several: it is contiguous. None: it is empty.
@@ -22,7 +22,7 @@ class LocalShards(msgspec.Struct, frozen=True, eq=False):
     """The global shape, and all that this rank holds: at least one piece, which may be empty."""
 
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LocalPiece, ...]
 
 
 class FlatRange(msgspec.Struct, frozen=True):
@@ -49,12 +49,14 @@ class FlatRange(msgspec.Struct, frozen=True):
         boxes = tuple(_place(box, axes, part.offsets) for box in laid_out)
         local = tensor.detach()
         if self.axes is None:
-            return LocalShards(self.shape, (Piece(boxes, local.view(boxes[0].sizes) if len(boxes) == 1 else local),))
+            return LocalShards(
+                self.shape, (LocalPiece(boxes, local.view(boxes[0].sizes) if len(boxes) == 1 else local),)
+            )
         back = [axes.index(axis) for axis in range(part.ndim)]
         shares = torch.split(local, [box.volume for box in laid_out])
         strided = (share.view(box.sizes).permute(back) for share, box in zip(shares, laid_out, strict=False))
-        pieces = tuple(Piece((box,), share) for box, share in zip(boxes, strided, strict=True))
-        return LocalShards(self.shape, pieces or (Piece((), local),))
+        pieces = tuple(LocalPiece((box,), share) for box, share in zip(boxes, strided, strict=True))
+        return LocalShards(self.shape, pieces or (LocalPiece((), local),))
 
 
 def _place(box: Box, axes: tuple[int, ...], offsets: tuple[int, ...]) -> Box:

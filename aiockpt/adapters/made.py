@@ -37,7 +37,7 @@ class Need(msgspec.Struct, frozen=True):
     kind: str
 
 
-class Probe:
+class NeedFinder:
     """Reads a value without its tensors, and notes which it needs."""
 
     def __init__(self) -> None:
@@ -66,14 +66,14 @@ class Made:
         self._make = make
         self._tied_name = tied_name
         self._whole: dict[str, torch.Tensor] = {}
-        self._open: list[tuple[Need, Receiver]] = []
+        self._open: list[tuple[Need, ValueTensors]] = []
 
     def meet(self, name: str, tensor: torch.Tensor) -> None:
         """Note that a *tensor* of the state is filled from tensor *name*."""
         if not is_spread(tensor):
             self._whole.setdefault(self._tied_name(name), tensor)
 
-    def ask(self, need: Need, receiver: Receiver) -> None:
+    def ask(self, need: Need, receiver: ValueTensors) -> None:
         """Have *receiver* get the tensor once all of the state was looked at."""
         self._open.append((need, receiver))
 
@@ -95,7 +95,7 @@ class Made:
         return made
 
 
-class Receiver:
+class ValueTensors:
     """The tensors of one value, by name and place; its `reader` gives them."""
 
     def __init__(self) -> None:

@@ -18,12 +18,12 @@ import torch
 from aiockpt.adapters.fit import fits, misfit, new_tensor
 from aiockpt.adapters.leaves import LeafReader, LeafWriter
 from aiockpt.adapters.local_shards import FlatRange
-from aiockpt.adapters.made import OWN_KINDS, Made, Need, Probe, Receiver
+from aiockpt.adapters.made import OWN_KINDS, Made, Need, NeedFinder, ValueTensors
 from aiockpt.adapters.overlaps import separate
-from aiockpt.adapters.plain_values import Match, has_named_parts, in_words, same_content
+from aiockpt.adapters.plain_values import ValueMatch, has_named_parts, in_words, same_content
 from aiockpt.adapters.refill import Filling, refill
 from aiockpt.adapters.rename import Rename, Renaming, near, near_key
-from aiockpt.adapters.stored import Found, Stored, find_flat, find_node, members_of
+from aiockpt.adapters.stored import FoundNode, Stored, find_flat, find_node, members_of
 from aiockpt.adapters.tensors import facts_of, hold, is_spread, memory_key, shards_of
 from aiockpt.errors import StateMismatchError, UsageError
 from aiockpt.format.dtypes import torch_name
@@ -158,15 +158,15 @@ class Matcher:
 
     # ---------------------------------------------------------------- values
 
-    def find(self, path: Path) -> Found | None:
+    def find(self, path: Path) -> FoundNode | None:
         """Return the node of the leaf at *path*, or None when the checkpoint has none."""
         return find_node(self.stored.values, split_name(self.stored_name(path)))
 
-    def find_own(self, path: Path) -> Found | None:
+    def find_own(self, path: Path) -> FoundNode | None:
         """Return the node of this rank's own value at *path*, or None."""
         return find_flat(self.stored.per_rank, self.stored_name(path))
 
-    def find_of_another(self, path: Path) -> Found | None:
+    def find_of_another(self, path: Path) -> FoundNode | None:
         """Return the node at *path* of the saved rank that a rank without one derives its own from, or None."""
         ranks = max(self.stored.saved_world_size, 1)
         return find_flat(self.stored.every_rank.get(str(self.stored.rank % ranks)), self.stored_name(path))
@@ -185,7 +185,7 @@ class Matcher:
         Raises:
             ManifestError, UsageError: as `Decoder.decode`.
         """
-        match = Match(self, self._codecs, path)
+        match = ValueMatch(self, self._codecs, path)
         match.meet(here, node, path)
         if (problem := match.problem()) is not None:
             self.mismatch(path, problem)
@@ -205,7 +205,7 @@ class Matcher:
         """
         if fresh:
             return self._fresh_value(path, node, template)
-        match = Match(self, self._codecs, path)
+        match = ValueMatch(self, self._codecs, path)
         match.meet(template, node, path, by_key=False)
         if (problem := match.problem()) is not None:
             self.mismatch(path, problem)
@@ -213,10 +213,10 @@ class Matcher:
         decode = self._ask_for_value(path, node, match)
         return lambda: refill(template, decode(), self._filling, by_key=False)
 
-    def _ask_for_value(self, path: Path, node: Node, match: Match) -> Callable[[], Any]:
+    def _ask_for_value(self, path: Path, node: Node, match: ValueMatch) -> Callable[[], Any]:
         for told in match.told:
             self.tell(told)
-        receiver = Receiver()
+        receiver = ValueTensors()
 
         def ask(need: Need) -> None:
             self._used.add(need.name)
@@ -230,7 +230,7 @@ class Matcher:
 
     def _fresh_value(self, path: Path, node: Node, template: Any) -> Callable[[], Any]:
         here = _tensors_in(template, path, self._codecs)
-        receiver, made = Receiver(), dict[str, torch.Tensor]()
+        receiver, made = ValueTensors(), dict[str, torch.Tensor]()
 
         def ask(need: Need) -> None:
             live = here.get(need.path)
@@ -248,7 +248,7 @@ class Matcher:
 
     def _decoded(self, path: Path, node: Node, ask: Callable[[Need], object], reader: LeafReader) -> Callable[[], Any]:
         """Return what gives the value of *node*; it is decoded now, or before the first step where it needs tensors."""
-        probe = Probe()
+        probe = NeedFinder()
         Decoder(self._codecs, probe, dry=True).decode(node, path)
         for need in probe.needs:
             if self.stored.facts(need.name) is None:

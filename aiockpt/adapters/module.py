@@ -24,7 +24,7 @@ from aiockpt.adapters.composites import is_composite
 from aiockpt.adapters.fsdp import is_fsdp1, is_own_hook
 from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.run import Run
-from aiockpt.adapters.selection import Choice
+from aiockpt.adapters.selection import LeafChoice
 from aiockpt.adapters.tensors import facts_of
 from aiockpt.adapters.watch import Watch
 from aiockpt.errors import kind_in_words
@@ -116,10 +116,10 @@ def loads_directly(module: nn.Module) -> bool:
     )
 
 
-class Plan(Protocol):
+class ModuleWalk(Protocol):
     """The walk that a module is a part of."""
 
-    choice: Choice
+    choice: LeafChoice
     watch: Watch
 
     def keep_chosen(self, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None) -> bool:
@@ -136,7 +136,7 @@ class Plan(Protocol):
 class ModulePart:
     """One module of a walked state; see `aiockpt.adapters.native`."""
 
-    def __init__(self, module: nn.Module, path: Path, slices: Slices, plan: Plan) -> None:
+    def __init__(self, module: nn.Module, path: Path, slices: Slices, plan: ModuleWalk) -> None:
         watch = plan.watch
         self._choice = plan.choice
         self._module = module

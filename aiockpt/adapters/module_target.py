@@ -58,7 +58,7 @@ _DATA_PARALLEL = "module"
 SetItem = Callable[[MutableMapping[str, Any], str, Callable[[], Any]], None]
 
 
-class _Source(msgspec.Struct, frozen=True):
+class _SavedModule(msgspec.Struct, frozen=True):
     """What the checkpoint has for one module.
 
     Attributes:
@@ -81,21 +81,21 @@ class _Source(msgspec.Struct, frozen=True):
         return matcher.stored_name(path) if key is None else join_name((*split_name(self.name), key))
 
 
-def _open_source(path: Path, matcher: Matcher) -> _Source:
+def _open_source(path: Path, matcher: Matcher) -> _SavedModule:
     name = matcher.stored_name(path)
     node = matcher.find_tagged(path, "module")
     if node is not None:
-        return _Source(path, name, {}, node.get("values", {}), node.get(METADATA, {}))
+        return _SavedModule(path, name, {}, node.get("values", {}), node.get(METADATA, {}))
     found = matcher.find(path)
     saved = {} if found is None else children(found.node)
     start = len(split_name(name))
     below_it = (split_name(other)[start:] for other in matcher.left_out_below(name))
     all_keys = {**saved, **{str(parts[0]): None for parts in below_it if "." in str(parts[0])}}
     if not all_keys:
-        return _Source(path, name, {}, {}, None)
+        return _SavedModule(path, name, {}, {}, None)
     keys = {_bare_key(key, all_keys): key for key in all_keys if type(key) is str}
     values = {bare: saved[key] for bare, key in keys.items() if key in saved and not _is_tensor(saved[key])}
-    return _Source(path, name, keys, values, None)
+    return _SavedModule(path, name, keys, values, None)
 
 
 def _bare_key(key: str, all_keys: Mapping[Any, Any]) -> str:
@@ -127,7 +127,9 @@ def load_module(module: nn.Module, path: Path, slices: Slices, matcher: Matcher)
             _load_extra(member, member_path, source, matcher)
 
 
-def _load_tensor(tensor: torch.Tensor, path: Path, flat: FlatRange | None, source: _Source, matcher: Matcher) -> None:
+def _load_tensor(
+    tensor: torch.Tensor, path: Path, flat: FlatRange | None, source: _SavedModule, matcher: Matcher
+) -> None:
     key = below(source.path, path)
     if key in source.values:
         load_composite(path, tensor, source.values[key], matcher)
@@ -149,7 +151,7 @@ def _fills_directly(member: nn.Module, slices: Slices) -> bool:
     return saves_directly(member) and any(slices(parameter) is not None for parameter in member.parameters())
 
 
-def _load_extra(member: nn.Module, path: Path, source: _Source, matcher: Matcher) -> None:
+def _load_extra(member: nn.Module, path: Path, source: _SavedModule, matcher: Matcher) -> None:
     name = (*path, EXTRA)
     if not matcher.selects(name):
         return
@@ -171,7 +173,7 @@ def _load_extra(member: nn.Module, path: Path, source: _Source, matcher: Matcher
 class _OwnLoad:
     """One module that loads itself, being prepared: what is stored below its name, by the keys it knows."""
 
-    def __init__(self, member: nn.Module, path: Path, source: _Source, matcher: Matcher) -> None:
+    def __init__(self, member: nn.Module, path: Path, source: _SavedModule, matcher: Matcher) -> None:
         self._bare = unwrap(member)
         self._path = path
         self._source = source

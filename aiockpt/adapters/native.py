@@ -34,7 +34,7 @@ from aiockpt.adapters.own_optimizer import of_this_rank
 from aiockpt.adapters.rng import RNG, per_rank
 from aiockpt.adapters.run import Facts, Run, Stale
 from aiockpt.adapters.schedulers import give_state, scheduler_class
-from aiockpt.adapters.selection import ALL, Choice, Selection
+from aiockpt.adapters.selection import ALL, LeafChoice, Selection
 from aiockpt.adapters.stored import Stored
 from aiockpt.adapters.target import open_target, read_tree
 from aiockpt.adapters.tensors import Leaf, describe, facts_of, is_plain, tensor_name
@@ -62,7 +62,7 @@ CHECKED_SIZE = 1 << 16
 """Nodes and characters from which on the tree is measured against the limits of the format on every walk."""
 
 
-class Part(Protocol):
+class WalkedPart(Protocol):
     """One object of a walked state."""
 
     def refresh(self, value: Any, run: Run) -> Node:
@@ -88,7 +88,7 @@ class StateWalker:
         self._codecs = codecs or DEFAULT_CODECS
         self._rank = rank
         self._alone = alone
-        self._plans: dict[Selection, _Plan] = {}
+        self._plans: dict[Selection, _StatePlan] = {}
         self._size = TreeSize()
         self.cold_walks = 0
 
@@ -111,7 +111,7 @@ class StateWalker:
                 return walked
         self.cold_walks += 1
         with collector_paused():
-            plan = _Plan(state, selection, alone=self._alone)
+            plan = _StatePlan(state, selection, alone=self._alone)
             walked = plan.run(state, self._codecs, self._rank, self._size, check=True)
         while len(self._plans) >= PLANS:
             del self._plans[next(iter(self._plans))]
@@ -123,14 +123,14 @@ class StateWalker:
         self._plans.clear()
 
 
-class _Plan:
+class _StatePlan:
     """One cold walk: the parts of a state, its tensors, and the watch over them."""
 
     def __init__(self, state: Mapping[str, Any], selection: Selection, *, alone: bool) -> None:
         self.watch = Watch()
         self._kept: dict[str, Leaf] = {}
         self._left_out: dict[str, Facts | None] = {}
-        self.choice = Choice(selection, state, alone=alone)
+        self.choice = LeafChoice(selection, state, alone=alone)
         self._root = _ContainerPart(state, (), Index(state), self)
         self.choice.check()
         self.watch.seal()
@@ -221,7 +221,7 @@ class _Plan:
 class _ContainerPart:
     """A dict, list or tuple that holds more than plain values; it may be another one in each walk."""
 
-    def __init__(self, container: Any, path: Path, index: Index, plan: _Plan) -> None:
+    def __init__(self, container: Any, path: Path, index: Index, plan: _StatePlan) -> None:
         self._cls = type(container)
         self._path = path
         self._keys = [key for key, _ in members(container)]
@@ -251,7 +251,7 @@ def write_container(cls: type, nodes: list[tuple[Any, Node]]) -> Node:
     return dict(nodes) if plain else {TAG: "dict", "items": list(map(list, nodes))}
 
 
-def _part(value: Any, path: Path, index: Index, plan: _Plan) -> Part:
+def _part(value: Any, path: Path, index: Index, plan: _StatePlan) -> WalkedPart:
     kind = kind_of(value)
     if kind not in ("module", "container") and not plan.choice.keeps_whole(path, value):
         plan.leave_out(path, value)
@@ -285,7 +285,7 @@ class _LeftOutPart:
 class _TensorPart:
     """A bare tensor."""
 
-    def __init__(self, tensor: torch.Tensor, path: Path, plan: _Plan) -> None:
+    def __init__(self, tensor: torch.Tensor, path: Path, plan: _StatePlan) -> None:
         plan.keep(path, tensor)
         self._tensor = tensor
         self._node = write_tensor(tensor, tensor_name(path))

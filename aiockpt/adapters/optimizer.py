@@ -38,7 +38,7 @@ Keep = Callable[[Path, torch.Tensor, FlatRange | None], None]
 State = Mapping[Any, Any]
 
 
-class View(msgspec.Struct, frozen=True):
+class OptimizerView(msgspec.Struct, frozen=True):
     """An optimizer by names: its groups, the path of each parameter of each group, the state of each parameter that has
     some, and what else there is."""
 
@@ -124,10 +124,10 @@ class OptimizerPart:
                 if placed.form == "part":  # the walk has a DTensor in its memory, which does not follow if it moves
                     watch.tensor(placed.source)
 
-    def _sort(self, view: View) -> _Content:
+    def _sort(self, view: OptimizerView) -> _SavedState:
         """Say what of a view this rank saves, and how."""
         parts = StateParts(self._owners, view.states)
-        content = _Content(parts)
+        content = _SavedState(parts)
         for owner, state in view.states:
             forms: dict[Any, Placed] = {}
             for key, value in state.items():
@@ -166,7 +166,7 @@ class OptimizerPart:
             run.put(place, placed.tensor, placed.flat)
         return self._node(view, content, run)
 
-    def _node(self, view: View, content: _Content, run: Run) -> Node:
+    def _node(self, view: OptimizerView, content: _SavedState, run: Run) -> Node:
         digests = {
             join_name(place[len(self._path) :]): digest_of(placed.tensor)
             for place, placed in content.tensors
@@ -214,7 +214,7 @@ class OptimizerPart:
         return node
 
 
-class _Content:
+class _SavedState:
     """What one rank saves of the state of its parameters.
 
     Attributes:
@@ -260,7 +260,7 @@ def _write_row(said: Sequence[tuple[Any, Form, tuple[str, ...]]], params: list[i
     return {key: value for key, value in row.items() if value or key in ("keys", "params")}
 
 
-def view_plain(optimizer: Optimizer, members: Sequence[Sequence[Path]]) -> View:
+def view_plain(optimizer: Optimizer, members: Sequence[Sequence[Path]]) -> OptimizerView:
     """Return the optimizer as it is; the mappings are its own."""
     owners = {
         id(parameter): owner
@@ -274,10 +274,10 @@ def view_plain(optimizer: Optimizer, members: Sequence[Sequence[Path]]) -> View:
         if not isinstance(state, dict):
             refuse(owner, f"the optimizer's state of this parameter is {kind_in_words(state)}, not a dict")
     rest = {key: state for key, state in kept.items() if not isinstance(key, torch.Tensor)}
-    return View(optimizer.param_groups, members, states, rest)
+    return OptimizerView(optimizer.param_groups, members, states, rest)
 
 
-def view_general(optimizer: Optimizer, members: Sequence[Sequence[Path]]) -> View | None:
+def view_general(optimizer: Optimizer, members: Sequence[Sequence[Path]]) -> OptimizerView | None:
     """Return what ``state_dict()`` says, by names; None when it has another form than torch's."""
     state_dict = optimizer.state_dict()
     groups, states = state_dict.get("param_groups"), state_dict.get("state")
@@ -293,7 +293,7 @@ def view_general(optimizer: Optimizer, members: Sequence[Sequence[Path]]) -> Vie
     }
     if not all(isinstance(state, Mapping) for number, state in states.items() if number in owners):
         return None
-    return View(
+    return OptimizerView(
         groups,
         members,
         [(owners[number], state) for number, state in states.items() if number in owners],

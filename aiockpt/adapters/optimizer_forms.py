@@ -40,7 +40,7 @@ class SavedOptimizer(msgspec.Struct, frozen=True):
         rest: state that belongs to no parameter, or None.
         part, whole, spread: of each parameter that was spread over ranks, keys whose tensors were plain ones, each rank's
             its part; those that all ranks had alike; and those that were spread in another way
-            (`aiockpt.format.optimizers.Row`).
+            (`aiockpt.format.optimizers.OptimizerRow`).
     """
 
     groups: list[dict[str, Node]]

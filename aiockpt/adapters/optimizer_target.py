@@ -34,7 +34,7 @@ Thunks = dict[Any, Callable[[], Any]]
 """What will give the values, by key, once all tensors are filled."""
 
 
-class Match:
+class OptimizerMatch:
     """An optimizer here, what a checkpoint says of one, and which parameter is which."""
 
     def __init__(self, optimizer: Optimizer, path: Path, index: Index, saved: SavedOptimizer, matcher: Matcher) -> None:
@@ -65,7 +65,7 @@ def load_optimizer(optimizer: Optimizer, path: Path, index: Index, matcher: Matc
     if saved is None:
         _load_own_form(optimizer, path, matcher)
         return
-    match = Match(optimizer, path, index, saved, matcher)
+    match = OptimizerMatch(optimizer, path, index, saved, matcher)
     plain = is_plain(optimizer)
     if not plain and not matcher.selects_whole(path, "it has its own load_state_dict()"):
         return
@@ -87,13 +87,13 @@ def load_optimizer(optimizer: Optimizer, path: Path, index: Index, matcher: Matc
         matcher.later(lambda: _apply_general(optimizer, groups, states, rest))
 
 
-def _state_places(match: Match) -> Iterator[Path]:
+def _state_places(match: OptimizerMatch) -> Iterator[Path]:
     for owner, state in view_plain(match.optimizer, match.members).states:
         for key in state:
             yield state_path(match.path, owner, key)
 
 
-def _places(match: Match) -> Iterator[Path]:
+def _places(match: OptimizerMatch) -> Iterator[Path]:
     """Yield the path of all that an optimizer holds."""
     yield match.path
     for number, group in enumerate(match.optimizer.param_groups):
@@ -118,7 +118,7 @@ def _load_own_form(optimizer: Optimizer, path: Path, matcher: Matcher) -> None:
         matcher.later(lambda: optimizer.load_state_dict(value()))
 
 
-def _want_groups(match: Match) -> list[Thunks]:
+def _want_groups(match: OptimizerMatch) -> list[Thunks]:
     """Return what will set each group's values."""
     matcher, saved = match.matcher, match.saved
     _leave_groups(match)
@@ -140,7 +140,7 @@ def _want_groups(match: Match) -> list[Thunks]:
     return wanted
 
 
-def _leave_groups(match: Match) -> None:
+def _leave_groups(match: OptimizerMatch) -> None:
     """What groups of the checkpoint say is known, whether a group here takes it or not; so is the state that is paired."""
     matcher, saved = match.matcher, match.saved
     for name in tensor_names([list(group.values()) for group in saved.groups]):
@@ -150,7 +150,7 @@ def _leave_groups(match: Match) -> None:
         matcher.leave(join_name((*stored, *place)))
 
 
-def _want_states(match: Match) -> list[tuple[torch.Tensor, Thunks]]:
+def _want_states(match: OptimizerMatch) -> list[tuple[torch.Tensor, Thunks]]:
     """Return what will set each parameter's state; tensors that are there are filled in place, others are made."""
     found = []
     kept = {id(parameter) for group in match.keeper.param_groups for parameter in group["params"]}
@@ -174,7 +174,7 @@ def _want_states(match: Match) -> list[tuple[torch.Tensor, Thunks]]:
     return found
 
 
-def _counts(match: Match) -> str:
+def _counts(match: OptimizerMatch) -> str:
     """Say why the numbers of the checkpoint cannot be those of the parameters here."""
     there, here = ([len(some) for some in members] for members in (match.saved.members, match.members))
     return (
@@ -183,7 +183,7 @@ def _counts(match: Match) -> str:
     )
 
 
-def _want_state(match: Match, path: Path, owner: Owner, group: Mapping[str, Any]) -> Thunks:
+def _want_state(match: OptimizerMatch, path: Path, owner: Owner, group: Mapping[str, Any]) -> Thunks:
     matcher, live = match.matcher, match.keeper.state.get(owner.parameter, {})
     thunks: Thunks = {}
     for key, node in match.saved.state.get(match.ids[path], {}).items():
@@ -201,7 +201,7 @@ def _want_state(match: Match, path: Path, owner: Owner, group: Mapping[str, Any]
 
 
 def _want_tensor(
-    match: Match,
+    match: OptimizerMatch,
     owner: Owner,
     one: Id,
     key: Id,
@@ -221,7 +221,9 @@ def _want_tensor(
         case "part":
             spread = None if live is None else as_dtensor(live.detach(), parameter)
             tensor = matcher.fill(place, name, spread, parameter, beside=beside)
-            return live if tensor is spread is not None else local_of(tensor) if is_dtensor(tensor) else tensor
+            if isinstance(live, torch.Tensor) and tensor is spread:
+                return live
+            return local_of(tensor) if is_dtensor(tensor) else tensor
         case "whole":
             return matcher.fill(place, name, live, parameter.device)
     placements = saved.spread.get(one, {}).get(key)
@@ -243,7 +245,7 @@ def device_for(parameter: torch.Tensor, key: Any, group: Mapping[str, Any]) -> t
 
 
 def _apply_plain(
-    match: Match,
+    match: OptimizerMatch,
     groups: Iterable[Thunks],
     states: Iterable[tuple[torch.Tensor, Thunks]],
     rest: Callable[[], Any] | None,

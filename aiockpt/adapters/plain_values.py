@@ -70,7 +70,7 @@ class Tensors(Protocol):
         elsewhere in the state. An item of a list can: it gets an object of its own."""
 
 
-class Match:
+class ValueMatch:
     """One plain value that is here beside its node.
 
     Attributes:
@@ -198,7 +198,7 @@ class Match:
         assert codec is not None, "its name said so"
         if isinstance(here, MUTABLE):
             self._hold(here, node, path, where, by_key)
-        inner = Match(_Inner(self._load), self._codecs, path)
+        inner = ValueMatch(_Inner(self._load), self._codecs, path)
         inner.meet(codec.to_plain(here), node.get("value"), (*path, codec.name), where, by_key=False)
         self.tensors |= inner.tensors
 

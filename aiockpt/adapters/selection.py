@@ -78,7 +78,7 @@ def _names(option: str, names: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-class Choice:
+class LeafChoice:
     """One selection among the leaves of one state.
 
     Args:

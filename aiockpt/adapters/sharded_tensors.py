@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
-from aiockpt.adapters.local_shards import LocalShards, Piece
+from aiockpt.adapters.local_shards import LocalPiece, LocalShards
 from aiockpt.state.geometry import Box
 
 if TYPE_CHECKING:
@@ -26,10 +26,12 @@ def is_sharded_tensor(tensor: object) -> TypeGuard[ShardedTensor]:
 def hold_sharded_tensor(tensor: ShardedTensor) -> LocalShards:
     """Return what this rank holds of *tensor*."""
     pieces = [
-        Piece((Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)),), shard.tensor.detach())
+        LocalPiece(
+            (Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)),), shard.tensor.detach()
+        )
         for shard in tensor.local_shards()
         if shard.tensor.numel()
     ]
     metadata = tensor.metadata()
-    nothing = Piece((), torch.empty(0, dtype=metadata.tensor_properties.dtype))
+    nothing = LocalPiece((), torch.empty(0, dtype=metadata.tensor_properties.dtype))
     return LocalShards(tuple(metadata.size), tuple(pieces) or (nothing,))

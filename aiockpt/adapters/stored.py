@@ -86,25 +86,25 @@ class Stored(msgspec.Struct, frozen=True):
                 yield name
 
 
-class Found(msgspec.Struct, frozen=True):
+class FoundNode(msgspec.Struct, frozen=True):
     """A node that was found; it may be null."""
 
     node: Node
 
 
-def find_node(tree: Node, parts: Path) -> Found | None:
+def find_node(tree: Node, parts: Path) -> FoundNode | None:
     """Return the node at a path of a tree of containers, or None."""
     for part in parts:
         inside = members_of(tree)
         if part not in inside:
             return None
         tree = inside[part]
-    return Found(tree)
+    return FoundNode(tree)
 
 
-def find_flat(tree: Node, name: str) -> Found | None:
+def find_flat(tree: Node, name: str) -> FoundNode | None:
     """Return the node called *name* of a rank's own tree, which has one level, or None."""
-    return Found(tree[name]) if isinstance(tree, Mapping) and name in tree else None
+    return FoundNode(tree[name]) if isinstance(tree, Mapping) and name in tree else None
 
 
 def children(node: Node) -> Mapping[str, Node]:

@@ -22,7 +22,7 @@ import torch
 from torch.nn.parameter import is_lazy as is_uninitialized
 
 from aiockpt.adapters.dtensors import empty_like_dtensor, hold_dtensor, is_dtensor, local_of
-from aiockpt.adapters.local_shards import FlatRange, LocalShards, Piece
+from aiockpt.adapters.local_shards import FlatRange, LocalPiece, LocalShards
 from aiockpt.adapters.sharded_tensors import hold_sharded_tensor, is_sharded_tensor
 from aiockpt.errors import UsageError, kind_in_words
 from aiockpt.format.dtypes import from_torch_name
@@ -98,7 +98,7 @@ def hold(tensor: torch.Tensor, path: Path, flat: FlatRange | None = None) -> Loc
     if held is not None:
         return held
     shape = tuple(tensor.shape)
-    return LocalShards(shape, (Piece((Box.whole(shape),), tensor),)) if flat is None else flat.hold(tensor)
+    return LocalShards(shape, (LocalPiece((Box.whole(shape),), tensor),)) if flat is None else flat.hold(tensor)
 
 
 def facts_of(tensor: torch.Tensor, flat: FlatRange | None = None) -> tuple[str, tuple[int, ...]] | None:

@@ -25,8 +25,8 @@ from aiockpt.storage.open import open_backend
 from aiockpt.stress.lab import size_text
 from aiockpt.stress.measure import measure
 from aiockpt.stress.picture import check_picture, draw
-from aiockpt.stress.plan import Plan
-from aiockpt.stress.report import Point, Report, Soak
+from aiockpt.stress.plan import StressPlan
+from aiockpt.stress.report import Point, Soak, StressReport
 
 FAILED = 1
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
@@ -78,7 +78,7 @@ class Outputs(msgspec.Struct, frozen=True):
     everything: bool = False
 
 
-def run_bench(url: str, plan: Plan, outputs: Outputs) -> int:
+def run_bench(url: str, plan: StressPlan, outputs: Outputs) -> int:
     """Measure the place *url*, say what was found where *outputs* wants it, and return the exit status."""
     if outputs.plot_to is not None:
         check_picture(outputs.plot_to)
@@ -105,9 +105,9 @@ def _check_report(path: Path) -> None:
         raise UsageError(f"--report {path}: there is no folder {path.parent}")
 
 
-async def _measure(backend: Backend, plan: Plan) -> Report:
+async def _measure(backend: Backend, plan: StressPlan) -> StressReport:
     caught: list[int] = []
-    report: Report | None = None
+    report: StressReport | None = None
     try:
         with show.parts_progress(plan.point_count) as watch:
             async with open_tasks() as tasks:
@@ -136,7 +136,7 @@ def _say(text: str) -> None:
     show.err.print(f"[dim]{escape(text)}[/]", soft_wrap=True)
 
 
-def show_report(report: Report, everything: bool) -> None:
+def show_report(report: StressReport, everything: bool) -> None:
     """Print what was found."""
     durable = "durable" if report.durable else "not durable"
     show.title(report.url, f"{report.scope}, {durable}; throughput at so many requests under way, latency at the best")
@@ -213,7 +213,7 @@ def _show_points(points: Sequence[Point]) -> None:
     )
 
 
-def _show_findings(report: Report) -> None:
+def _show_findings(report: StressReport) -> None:
     """Print floors, checks, the soak, what was left out, and what is wrong."""
     show.out.print()
     for floor in report.floors:

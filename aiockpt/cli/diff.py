@@ -29,7 +29,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 Kind = Literal["same", "changed", "added", "removed", "left out"]
 
 
-class Difference(msgspec.Struct, frozen=True):
+class TensorDifference(msgspec.Struct, frozen=True):
     """How far two tensors of one shape are from each other, computed as float64.
 
     Attributes:
@@ -48,19 +48,19 @@ class Difference(msgspec.Struct, frozen=True):
     not_finite: int
 
 
-class Change(msgspec.Struct, frozen=True):
+class LeafChange(msgspec.Struct, frozen=True):
     """One leaf of two steps; *detail* says what it was and is, where a difference does not."""
 
     name: str
     what: Literal["tensor", "value"]
     kind: Kind
     detail: str = ""
-    difference: Difference | None = None
+    difference: TensorDifference | None = None
 
 
 async def diff_steps(
     before: StepReader, after: StepReader, on_compared: Callable[[int], object] = lambda _: None
-) -> list[Change]:
+) -> list[LeafChange]:
     """Compare every tensor and value of two steps.
 
     Args:
@@ -99,17 +99,17 @@ def _elements(entry: TensorEntry) -> int:
     return volume
 
 
-def _without_reading(name: str, old: TensorEntry | None, new: TensorEntry | None) -> Change:
+def _without_reading(name: str, old: TensorEntry | None, new: TensorEntry | None) -> LeafChange:
     if old is None and new is not None:
-        return Change(name, "tensor", "added", _shape(new))
+        return LeafChange(name, "tensor", "added", _shape(new))
     if new is None and old is not None:
-        return Change(name, "tensor", "removed", _shape(old))
+        return LeafChange(name, "tensor", "removed", _shape(old))
     if old is not None and new is not None and (old.dtype, old.shape) != (new.dtype, new.shape):
-        return Change(name, "tensor", "changed", f"{_shape(old)} → {_shape(new)}")
-    return Change(name, "tensor", "same")
+        return LeafChange(name, "tensor", "changed", f"{_shape(old)} → {_shape(new)}")
+    return LeafChange(name, "tensor", "same")
 
 
-def _tell_left_out(found: Sequence[Change], before: Manifest, after: Manifest) -> list[Change]:
+def _tell_left_out(found: Sequence[LeafChange], before: Manifest, after: Manifest) -> list[LeafChange]:
     """Say of what one of two steps was saved without, by choice, that nobody knows whether it changed.
 
     What both were saved without is the same as far as that was noted: dtype and shape.
@@ -119,7 +119,7 @@ def _tell_left_out(found: Sequence[Change], before: Manifest, after: Manifest) -
     for name in {**old, **new}:
         kind: Kind = "same" if name in old and name in new and old[name] == new[name] else "left out"
         facts = (_noted(left, manifest, name) for left, manifest in ((old, before), (new, after)))
-        kept.append(Change(name, "tensor", kind, "" if kind == "same" else " → ".join(facts)))
+        kept.append(LeafChange(name, "tensor", kind, "" if kind == "same" else " → ".join(facts)))
     return kept
 
 
@@ -157,10 +157,10 @@ def _batches(names: Sequence[str], tensors: Mapping[str, TensorEntry]) -> Iterat
         yield batch
 
 
-def _compare(name: str, left: torch.Tensor, right: torch.Tensor) -> Change:
+def _compare(name: str, left: torch.Tensor, right: torch.Tensor) -> LeafChange:
     if torch.equal(_bits(left), _bits(right)):
-        return Change(name, "tensor", "same")
-    return Change(name, "tensor", "changed", difference=measure_difference(left, right))
+        return LeafChange(name, "tensor", "same")
+    return LeafChange(name, "tensor", "changed", difference=measure_difference(left, right))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -168,7 +168,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, 1).view(_WORDS.get(tensor.element_size(), torch.int64))
 
 
-def measure_difference(left: torch.Tensor, right: torch.Tensor) -> Difference:
+def measure_difference(left: torch.Tensor, right: torch.Tensor) -> TensorDifference:
     """Return how far two tensors of one dtype and shape are from each other."""
     changed = not_finite = counted = 0
     largest, total, distance, length = 0.0, 0.0, 0.0, 0.0
@@ -189,7 +189,7 @@ def measure_difference(left: torch.Tensor, right: torch.Tensor) -> Difference:
             total += _norm(apart, 1)
             distance = math.hypot(distance, _norm(apart, 2))
             length = math.hypot(length, _norm(was, 2))
-    return Difference(
+    return TensorDifference(
         elements=left.numel(),
         changed=changed,
         largest=largest if counted else None,
@@ -220,14 +220,14 @@ def _widen(tensor: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
-def _aliases(old: Mapping[str, str], new: Mapping[str, str]) -> list[Change]:
+def _aliases(old: Mapping[str, str], new: Mapping[str, str]) -> list[LeafChange]:
     """Compare which names share the memory of another tensor."""
     changes = []
     for name in {**old, **new}:
         was, now = old.get(name), new.get(name)
         kind = _kind_of_change(name in old, name in new, was == now)
         texts = [f"= {target}" for target in (was, now) if target is not None]
-        changes.append(Change(name, "tensor", kind, "" if kind == "same" else " → ".join(texts)))
+        changes.append(LeafChange(name, "tensor", kind, "" if kind == "same" else " → ".join(texts)))
     return changes
 
 
@@ -237,14 +237,14 @@ def _kind_of_change(was_there: bool, is_there: bool, equal: bool) -> Kind:
     return "removed" if was_there else "added"
 
 
-def _values(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+def _values(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[LeafChange]:
     changes = []
     for name in {**old, **new}:
         was, now = old.get(name), new.get(name)
         equal = repr(was) == repr(now)  # NaN equals itself here, and 1 is not True
         kind = _kind_of_change(name in old, name in new, equal)
         texts = [shorten(value, 30) for value, there in ((was, name in old), (now, name in new)) if there]
-        changes.append(Change(name, "value", kind, "" if kind == "same" else " → ".join(texts)))
+        changes.append(LeafChange(name, "value", kind, "" if kind == "same" else " → ".join(texts)))
     return changes
 
 

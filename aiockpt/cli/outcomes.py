@@ -17,7 +17,7 @@ from aiockpt.errors import UsageError
 from aiockpt.format.names import list_names
 
 if TYPE_CHECKING:
-    from aiockpt.cli.diff import Change
+    from aiockpt.cli.diff import LeafChange
     from aiockpt.cli.doctor import Diagnosis
     from aiockpt.cli.survey import Unfinished
     from aiockpt.engine.maintenance import Copied, Pruned
@@ -74,7 +74,7 @@ def show_copied(copied: Copied, left_out: int) -> None:
     note_left_out(left_out, f"step {copied.step}")
 
 
-def show_changes(root: str, one: int, two: int, found: Sequence[Change], everything: bool) -> None:
+def show_changes(root: str, one: int, two: int, found: Sequence[LeafChange], everything: bool) -> None:
     """Print which tensors and values differ between two steps: tensors, then values."""
     differing = [change for change in found if change.kind != "same"]
     title(
@@ -97,7 +97,7 @@ def show_changes(root: str, one: int, two: int, found: Sequence[Change], everyth
         )
 
 
-def _show_tensors(found: Sequence[Change]) -> None:
+def _show_tensors(found: Sequence[LeafChange]) -> None:
     numbers = ("changed", "max Δ", "mean Δ", "rel Δ")
     notes = [""] if any(change.difference is None or change.difference.not_finite for change in found) else []
     table = columns("tensor", *numbers, *notes, right=numbers, folds="tensor")
@@ -117,7 +117,7 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3g}"
 
 
-def _show_values(found: Sequence[Change]) -> None:
+def _show_values(found: Sequence[LeafChange]) -> None:
     table = columns("value", "", folds="")
     for change in found:
         kind = "" if change.kind == "changed" else f"{change.kind}: "

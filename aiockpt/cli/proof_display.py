@@ -26,7 +26,7 @@ _STYLES = {"equal": "green", "close": "green", "differs": "bold red"}
 _SIGNS = {"certified": "[bold green]✓", "differs": "[bold red]✗", "proves nothing": "[bold yellow]?"}
 
 
-class Display:
+class ProofDisplay:
     """Shows what runs now, on standard error: a line that changes on a terminal, one line for each start elsewhere."""
 
     def __init__(self, command: Sequence[str]) -> None:

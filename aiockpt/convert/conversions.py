@@ -12,10 +12,8 @@ import torch
 from aiockpt.checkpointer import Checkpointer, Place
 from aiockpt.convert.casting import parse_dtype
 from aiockpt.convert.folder_layout import SHARD_BYTES
-from aiockpt.convert.inbound import Request as _InboundRequest
-from aiockpt.convert.inbound import convert_folder
-from aiockpt.convert.outbound import Request as _OutboundRequest
-from aiockpt.convert.outbound import convert_step
+from aiockpt.convert.inbound import ImportRequest, convert_folder
+from aiockpt.convert.outbound import ExportRequest, convert_step
 from aiockpt.convert.source import SUFFIX
 from aiockpt.engine.destination import Destination
 from aiockpt.engine.submit import check_step
@@ -89,7 +87,7 @@ def to_hugging_face(
     """
     if _split_file(folder)[1] is not None:
         raise UsageError(f"{folder}: weights become a folder of files; name a folder")
-    request = _OutboundRequest(
+    request = ExportRequest(
         None if step is None else check_step(step), prefix, parse_dtype(dtype), max_shard_bytes, replace, dry_run
     )
 
@@ -144,7 +142,7 @@ def from_hugging_face(
     """
     folder, only = _split_file(folder)
     step = check_step(step)
-    request = _InboundRequest(step, prefix, parse_dtype(dtype), ties or {}, replace, dry_run, only)
+    request = ImportRequest(step, prefix, parse_dtype(dtype), ties or {}, replace, dry_run, only)
 
     async def convert(steps: Destination, place: Backend, begun_ns: int) -> Converted:
         done = await convert_folder(steps, place, request, on_written)
@@ -166,9 +164,8 @@ def from_hugging_face(
 
 def _start(checkpointer: Checkpointer, folder: Place, what: str, convert: Convert) -> Future[Converted]:
     """Run *convert* on the checkpointer's loop, with the backend of *folder*."""
-    steps = checkpointer._destination
 
-    async def run() -> Converted:
+    async def run(steps: Destination) -> Converted:
         begun_ns = steps.engine.now_ns()
         place = open_backend(folder, world=steps.engine.world)
         try:
@@ -177,7 +174,7 @@ def _start(checkpointer: Checkpointer, folder: Place, what: str, convert: Conver
             if place is not folder:
                 await place.close()
 
-    return checkpointer._operation(what, run)
+    return checkpointer.run_on_destination(what, run)
 
 
 def _split_file(place: Place) -> tuple[Place, str | None]:

@@ -52,7 +52,7 @@ class Weight(msgspec.Struct, frozen=True):
         return prod(self.shape) * itemsize(self.becomes)
 
 
-class Span(msgspec.Struct, frozen=True):
+class WeightSpan(msgspec.Struct, frozen=True):
     """Bytes [start, end) of a file hold *weight*, row-major."""
 
     start: int
@@ -60,19 +60,19 @@ class Span(msgspec.Struct, frozen=True):
     weight: Weight
 
 
-class FilePlan(msgspec.Struct, frozen=True):
+class FolderFile(msgspec.Struct, frozen=True):
     """One file of a folder: its name, its header, its size with the header, and what lies where."""
 
     name: str
     header: bytes
     size: int
-    spans: tuple[Span, ...]
+    spans: tuple[WeightSpan, ...]
 
 
 class Layout(msgspec.Struct, frozen=True):
     """A whole folder; *index* is the document that is written last, None where one file needs none."""
 
-    files: tuple[FilePlan, ...]
+    files: tuple[FolderFile, ...]
     index: bytes | None
 
     @property
@@ -117,7 +117,7 @@ def _shard_name(number: int, count: int) -> str:
     return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _plan_file(name: str, weights: Sequence[Weight], ties: Mapping[str, str]) -> FilePlan:
+def _plan_file(name: str, weights: Sequence[Weight], ties: Mapping[str, str]) -> FolderFile:
     entries: list[Entry] = []
     cursor = 0
     ordered = sorted(weights, key=_payload_order)
@@ -128,10 +128,10 @@ def _plan_file(name: str, weights: Sequence[Weight], ties: Mapping[str, str]) ->
     tied = {other: kept for other, kept in ties.items() if kept in held}
     header = encode_header(entries, {**_METADATA, **tied})
     spans = tuple(
-        Span(len(header) + entry.start, len(header) + entry.end, weight)
+        WeightSpan(len(header) + entry.start, len(header) + entry.end, weight)
         for entry, weight in zip(entries, ordered, strict=True)
     )
-    return FilePlan(name, header, len(header) + cursor, spans)
+    return FolderFile(name, header, len(header) + cursor, spans)
 
 
 def _payload_order(weight: Weight) -> tuple[bool, int]:
@@ -139,7 +139,7 @@ def _payload_order(weight: Weight) -> tuple[bool, int]:
     return weight.nbytes % PAYLOAD_ALIGNMENT != 0, -itemsize(weight.becomes)
 
 
-def _encode_index(files: Sequence[FilePlan]) -> bytes:
+def _encode_index(files: Sequence[FolderFile]) -> bytes:
     weight_map = {span.weight.name: file.name for file in files for span in file.spans}
     total_bytes = sum(span.weight.nbytes for file in files for span in file.spans)
     document = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}

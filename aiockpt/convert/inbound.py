@@ -48,7 +48,7 @@ CAST_BYTES = 8 << 20
 CUT_BYTES = 1 << 20
 
 
-class Request(msgspec.Struct, frozen=True):
+class ImportRequest(msgspec.Struct, frozen=True):
     """What a caller asked for; the fields are those of `aiockpt.convert.from_hugging_face`, the dtype as its code.
 
     Attributes:
@@ -75,7 +75,7 @@ class Inbound(msgspec.Struct, frozen=True):
 
 
 async def convert_folder(
-    destination: Destination, folder: Backend, request: Request, on_written: Callable[[int], object]
+    destination: Destination, folder: Backend, request: ImportRequest, on_written: Callable[[int], object]
 ) -> Inbound:
     """Save the weights of *folder* as a step; only plan it where that was asked for."""
     engine, place = destination.engine, destination.places[0]
@@ -110,7 +110,7 @@ def _place_alone(url: str) -> str:
     return redact(url).partition("?")[0].replace(f"{HIDDEN}@", "")
 
 
-def _describe(source: Source, path: Path, request: Request) -> ShardedState:
+def _describe(source: Source, path: Path, request: ImportRequest) -> ShardedState:
     """Return the state that a module with these weights has, at *path* of the state."""
     shards = []
     for tensor in source.tensors:
@@ -156,7 +156,7 @@ async def _write_files(
     for number, file in enumerate(job.plan.files):
         path = data_path(attempt.attempt, 0, number)
         sums = BlockSums(file.size, block_bytes)
-        filler = _Filler(engine, source, file, job.state.tensors, reading)
+        filler = _WindowFiller(engine, source, file, job.state.tensors, reading)
         await write_file(
             place.backend,
             f"{attempt.id}/{path}",
@@ -199,7 +199,7 @@ def _cut(copy: Copy) -> Iterator[Copy]:
         yield Copy(copy.window_offset + at, copy.source, copy.source_offset + at, size)
 
 
-class _Filler:
+class _WindowFiller:
     """Fills the windows of one data file of a step.
 
     Args:

@@ -11,7 +11,7 @@ import torch
 
 from aiockpt.convert.casting import Cast, cast_all, torch_dtype
 from aiockpt.convert.choice import Chosen, choose_weights
-from aiockpt.convert.folder_layout import FilePlan, Layout, plan_folder
+from aiockpt.convert.folder_layout import FolderFile, Layout, plan_folder
 from aiockpt.convert.publish import check_target, open_target
 from aiockpt.convert.slices import Slices
 from aiockpt.engine.context import Engine
@@ -30,7 +30,7 @@ SLABS_A_WINDOW = 2
 """A window is read in whole blocks of checksums, so the block at each of its ends is read twice; 32 MiB make that little."""
 
 
-class Request(msgspec.Struct, frozen=True):
+class ExportRequest(msgspec.Struct, frozen=True):
     """What a caller asked for; the fields are those of `aiockpt.convert.to_hugging_face`, the dtype as its code."""
 
     step: int | None
@@ -50,7 +50,7 @@ class Outbound(msgspec.Struct, frozen=True):
 
 
 async def convert_step(
-    destination: Destination, folder: Backend, request: Request, on_written: Callable[[int], object]
+    destination: Destination, folder: Backend, request: ExportRequest, on_written: Callable[[int], object]
 ) -> Outbound:
     """Write the weights of a step into *folder*; only plan it where that was asked for."""
     found = await find_manifest(destination, request.step)
@@ -69,7 +69,7 @@ async def convert_step(
         slices = Slices(found.place, manifest)
         try:
             for file in layout.files:
-                await target.write(file.name, file.size, windows, _Filler(engine, slices, file), on_written)
+                await target.write(file.name, file.size, windows, _FileFiller(engine, slices, file), on_written)
         finally:
             with anyio.CancelScope(shield=True):
                 await slices.close()
@@ -77,10 +77,10 @@ async def convert_step(
     return planned
 
 
-class _Filler:
+class _FileFiller:
     """Fills the windows of one file of a folder."""
 
-    def __init__(self, engine: Engine, slices: Slices, file: FilePlan) -> None:
+    def __init__(self, engine: Engine, slices: Slices, file: FolderFile) -> None:
         self._engine = engine
         self._slices = slices
         self._file = file

@@ -41,7 +41,7 @@ Unite = Callable[[Votes, str, list[Conflict]], Any]
 """Returns the union of some nodes that are at a path, and adds where they contradict each other."""
 
 
-class Row(msgspec.Struct, omit_defaults=True):
+class OptimizerRow(msgspec.Struct, omit_defaults=True):
     """Which parameters, by their numbers in the groups, have which tensors.
 
     Attributes:
@@ -58,7 +58,7 @@ class Row(msgspec.Struct, omit_defaults=True):
     spread: list[tuple[str | int, list[str]]] = []
 
 
-class Group(msgspec.Struct, forbid_unknown_fields=True):
+class OptimizerGroup(msgspec.Struct, forbid_unknown_fields=True):
     """One group: the names of its parameters, and what holds for all of them."""
 
     params: list[str]
@@ -80,15 +80,15 @@ class OptimizerNode(
         digests: of tensors that must be the same on all ranks, by their names within the optimizer.
     """
 
-    groups: list[Group]
-    state: list[Row]
+    groups: list[OptimizerGroup]
+    state: list[OptimizerRow]
     values: list[tuple[str, str | int, Any]]
     class_name: str | msgspec.UnsetType = msgspec.UNSET
     keys: list[str] | msgspec.UnsetType = msgspec.UNSET
     rest: Any = msgspec.UNSET
     digests: dict[str, str] = {}
 
-    def rows(self) -> dict[str, Row]:
+    def rows(self) -> dict[str, OptimizerRow]:
         """Return which tensors each parameter has, by the parameter's name.
 
         Raises:
@@ -211,12 +211,12 @@ def _encoded(node: Any) -> bytes:
 
 def _unite_tables(optimizers: Sequence[OptimizerNode], groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return which parameters have which tensors, by their numbers in the united groups."""
-    said: dict[str, Row] = {}
+    said: dict[str, OptimizerRow] = {}
     for optimizer in optimizers:
         for name, row in optimizer.rows().items():
             known = said.get(name)
             said[name] = row if known is None or known == row else _unite_rows(known, row)
-    rows: dict[bytes, Row] = {}
+    rows: dict[bytes, OptimizerRow] = {}
     for number, name in enumerate(name for group in groups for name in group["params"]):
         if name in said:
             row = msgspec.structs.replace(said[name], params=[])
@@ -224,9 +224,9 @@ def _unite_tables(optimizers: Sequence[OptimizerNode], groups: Sequence[dict[str
     return [msgspec.to_builtins(row) for row in rows.values()]
 
 
-def _unite_rows(one: Row, other: Row) -> Row:
+def _unite_rows(one: OptimizerRow, other: OptimizerRow) -> OptimizerRow:
     """Return what two ranks have of one parameter."""
-    return Row(
+    return OptimizerRow(
         list(dict.fromkeys((*one.keys, *other.keys))),
         [],
         list(dict.fromkeys((*one.part, *other.part))),

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import torch
 
-from aiockpt.adapters.addresses import Memory
+from aiockpt.adapters.addresses import TensorMemory
 from aiockpt.errors import UsageError
 from aiockpt.format.names import join_name, list_names, split_name
 from aiockpt.lazy.guards import COPIED, KINDS, KindKey
@@ -149,7 +149,9 @@ class Mutability:
     def _find_mutable(self, tensors: Sequence[TensorShard]) -> list[int]:
         said = self._said(tensors)
         kinds: list[KindKey] = [self._kind_of(shard, rule) for shard, rule in zip(tensors, said, strict=True)]
-        copied = Memory((shard.data for shard, kind in zip(tensors, kinds, strict=True) if kind in COPIED), around=True)
+        copied = TensorMemory(
+            (shard.data for shard, kind in zip(tensors, kinds, strict=True) if kind in COPIED), around=True
+        )
         for index, shard in enumerate(tensors):
             if kinds[index] not in COPIED and copied.touches(shard.data):
                 kinds[index] = "near"

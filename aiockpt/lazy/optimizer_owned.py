@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from aiockpt.adapters.addresses import Memory
+from aiockpt.adapters.addresses import TensorMemory
 from aiockpt.adapters.kinds import kind_of, members
 from aiockpt.adapters.optimizer import is_plain
 from aiockpt.adapters.tensors import is_spread, local_tensors
@@ -48,7 +48,7 @@ class OptimizerOwned:
         self._limited: list[nn.Module] = []
         self._trusted_locals: list[torch.Tensor] = []
         self._pointers: list[int] = []
-        self._trusted = self._changed_elsewhere = Memory(())
+        self._trusted = self._changed_elsewhere = TensorMemory(())
 
     def find(self, state: Mapping[str, Any], tensors: Sequence[TensorShard], *, trusting: bool) -> None:
         """Find who changes *tensors*.
@@ -68,8 +68,8 @@ class OptimizerOwned:
         owned = [*chain.from_iterable(map(_tensors_of, named or optimizers))]
         owned += [parameter for module in modules for parameter in module.parameters()] if trusting else []
         changed = chain(map(_tensors_of, silent), map(changed_in_forward, chain(living, self._limited)))
-        self._trusted = Memory(_plain(owned))
-        self._changed_elsewhere = Memory(_plain(chain.from_iterable(changed)), around=True)
+        self._trusted = TensorMemory(_plain(owned))
+        self._changed_elsewhere = TensorMemory(_plain(chain.from_iterable(changed)), around=True)
         self._remember_addresses(named, owned, tensors)
         self._warn(silent, tensors)
 
@@ -92,7 +92,7 @@ class OptimizerOwned:
     ) -> None:
         """Remember the addresses of those that are trusted with any of *tensors* and that nobody else watches."""
         watched = {id(t) for one in named if id(one) in self._watched for t in _tensors_of(one)}
-        wanted = Memory(shard.data for shard in tensors)
+        wanted = TensorMemory(shard.data for shard in tensors)
         locals_ = (local for tensor in _plain(owned) if id(tensor) not in watched for local in local_tensors(tensor))
         self._trusted_locals = [local for local in locals_ if wanted.touches(local)]
         self._pointers = list(map(torch.Tensor.data_ptr, self._trusted_locals))
@@ -112,7 +112,7 @@ class OptimizerOwned:
         for one in silent:
             if type(one) in self._warned:
                 continue
-            memory = Memory(_plain(_tensors_of(one)))
+            memory = TensorMemory(_plain(_tensors_of(one)))
             if any(memory.touches(shard.data) for shard in tensors):
                 self._warned.add(type(one))
                 logger.warning(

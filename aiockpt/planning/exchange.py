@@ -28,7 +28,7 @@ PARCELS_A_RANK = 4
 """Of a small checkpoint, so that reading one parcel overlaps sending the one before."""
 
 
-class Span(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
+class FileSpan(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
     """Bytes [start, end) of file number *file*: whole checksum blocks."""
 
     file: int
@@ -48,7 +48,7 @@ class SharedRange(msgspec.Struct, frozen=True):
 
     reader: int
     takers: tuple[int, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[FileSpan, ...]
     opens: frozenset[int] = frozenset()
 
     @property
@@ -65,29 +65,29 @@ class Exchange(msgspec.Struct, frozen=True):
         rounds: what is exchanged, one round after the other; a rank reads one parcel of a round at most.
     """
 
-    alone: tuple[tuple[Span, ...], ...]
+    alone: tuple[tuple[FileSpan, ...], ...]
     rounds: tuple[tuple[SharedRange, ...], ...]
 
 
-def wanted_spans(passes: Iterable[Mapping[int, Sequence[Landing]]], files: Sequence[tuple[int, int]]) -> list[Span]:
+def wanted_spans(passes: Iterable[Mapping[int, Sequence[Landing]]], files: Sequence[tuple[int, int]]) -> list[FileSpan]:
     """Return the blocks that hold the landings of all passes: sorted, apart from each other.
 
     Args:
         files: bytes, and bytes of a block, of each file.
     """
-    covers: list[Span] = []
+    covers: list[FileSpan] = []
     for landings in passes:
         for file, some in landings.items():
             size, block = files[file]
             covers += (
-                Span(file, one.start // block * block, min(-(-one.end // block) * block, size))
+                FileSpan(file, one.start // block * block, min(-(-one.end // block) * block, size))
                 for one in some
                 if one.end > one.start
             )
     return _merge(sorted(covers))
 
 
-def plan_exchange(wanted: Sequence[Sequence[Span]], blocks: Sequence[int], *, parcel_bytes: int) -> Exchange:
+def plan_exchange(wanted: Sequence[Sequence[FileSpan]], blocks: Sequence[int], *, parcel_bytes: int) -> Exchange:
     """Return who reads what and sends it to whom.
 
     Args:
@@ -95,8 +95,8 @@ def plan_exchange(wanted: Sequence[Sequence[Span]], blocks: Sequence[int], *, pa
         blocks: bytes of a block, for each file.
         parcel_bytes: of the largest parcel; a file whose blocks are larger travels block by block.
     """
-    alone: list[list[Span]] = [[] for _ in wanted]
-    shared: dict[tuple[int, ...], list[Span]] = {}
+    alone: list[list[FileSpan]] = [[] for _ in wanted]
+    shared: dict[tuple[int, ...], list[FileSpan]] = {}
     for takers, span in _meet(wanted):
         (alone[takers[0]] if len(takers) == 1 else shared.setdefault(takers, [])).append(span)
     loads = [sum(span.end - span.start for span in spans) for spans in alone]
@@ -110,7 +110,7 @@ def plan_exchange(wanted: Sequence[Sequence[Span]], blocks: Sequence[int], *, pa
     return Exchange(tuple(map(tuple, alone)), tuple(_rounds(reads)))
 
 
-def _meet(wanted: Sequence[Sequence[Span]]) -> Iterator[tuple[tuple[int, ...], Span]]:
+def _meet(wanted: Sequence[Sequence[FileSpan]]) -> Iterator[tuple[tuple[int, ...], FileSpan]]:
     """Yield the spans that the same ranks want, with these ranks, in the order of files and bytes."""
     edges = sorted(
         (span.file, edge, rank)
@@ -122,31 +122,31 @@ def _meet(wanted: Sequence[Sequence[Span]]) -> Iterator[tuple[tuple[int, ...], S
     begin = (0, 0)
     for file, edge, rank in edges:
         if takers and edge > begin[1]:
-            yield tuple(sorted(takers)), Span(file, begin[1], edge)
+            yield tuple(sorted(takers)), FileSpan(file, begin[1], edge)
         takers ^= {rank}
         begin = (file, edge)
 
 
-def _merge(spans: Iterable[Span]) -> list[Span]:
-    merged: list[Span] = []
+def _merge(spans: Iterable[FileSpan]) -> list[FileSpan]:
+    merged: list[FileSpan] = []
     for span in spans:
         last = merged[-1] if merged else None
         if last is not None and last.file == span.file and span.start <= last.end:
-            merged[-1] = Span(span.file, last.start, max(last.end, span.end))
+            merged[-1] = FileSpan(span.file, last.start, max(last.end, span.end))
         else:
             merged.append(span)
     return merged
 
 
-def _parcel_bytes(takers: Sequence[int], spans: Sequence[Span], most: int) -> int:
+def _parcel_bytes(takers: Sequence[int], spans: Sequence[FileSpan], most: int) -> int:
     """Return the size that gives every taker several parcels to read, within reason."""
     total = sum(span.end - span.start for span in spans)
     return min(most, max(MIN_PARCEL_BYTES, total // (PARCELS_A_RANK * len(takers))))
 
 
-def _bundles(spans: Iterable[Span], blocks: Sequence[int], most: int) -> Iterator[tuple[Span, ...]]:
+def _bundles(spans: Iterable[FileSpan], blocks: Sequence[int], most: int) -> Iterator[tuple[FileSpan, ...]]:
     """Cut the spans between blocks and bundle them, in order, to at most *most* bytes (or one block)."""
-    bundle: list[Span] = []
+    bundle: list[FileSpan] = []
     room = most
     for span in spans:
         block, at = blocks[span.file], span.start
@@ -157,7 +157,7 @@ def _bundles(spans: Iterable[Span], blocks: Sequence[int], most: int) -> Iterato
                 bundle, room = [], most
                 continue
             end = max(end, min(span.end, at + block))
-            bundle.append(Span(span.file, at, end))
+            bundle.append(FileSpan(span.file, at, end))
             room -= end - at
             at = end
     if bundle:
@@ -177,7 +177,7 @@ def _rounds(reads: Sequence[Sequence[SharedRange]]) -> Iterator[tuple[SharedRang
         yield tuple(this_round)
 
 
-def landings_within(landings: Sequence[Landing], span: Span) -> list[Landing]:
+def landings_within(landings: Sequence[Landing], span: FileSpan) -> list[Landing]:
     """Return the parts of one file's landings (sorted, without overlaps) that lie in *span*."""
     found = []
     for landing in landings[bisect_left(landings, span.start + 1, key=attrgetter("end")) :]:
@@ -189,7 +189,7 @@ def landings_within(landings: Sequence[Landing], span: Span) -> list[Landing]:
 
 
 def landings_of(
-    passes: Iterable[Mapping[int, Sequence[Landing]]], spans: Sequence[Span]
+    passes: Iterable[Mapping[int, Sequence[Landing]]], spans: Sequence[FileSpan]
 ) -> list[dict[int, list[Landing]]]:
     """Return the parts of all landings that lie in *spans* (sorted), pass by pass."""
     clipped = []

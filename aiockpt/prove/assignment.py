@@ -44,7 +44,7 @@ class Kill(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.count} optimizer step{'' if self.count == 1 else 's'} after {after}{on}"
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class ProofJob(msgspec.Struct, frozen=True, kw_only=True):
     """One start of the script.
 
     Attributes:
@@ -68,7 +68,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     inline: bool = False
 
 
-def write_job(job: Job) -> Path:
+def write_job(job: ProofJob) -> Path:
     """Make the folder of *job*, write it down, and return the file."""
     folder = Path(job.folder)
     folder.mkdir(parents=True)
@@ -77,7 +77,7 @@ def write_job(job: Job) -> Path:
     return path
 
 
-def read_job() -> Job | None:
+def read_job() -> ProofJob | None:
     """Return what this process is told to do; None outside of `aiockpt prove`."""
     path = os.environ.get(VARIABLE)
-    return msgspec.json.decode(Path(path).read_bytes(), type=Job) if path else None
+    return msgspec.json.decode(Path(path).read_bytes(), type=ProofJob) if path else None

@@ -21,7 +21,7 @@ import torch
 
 from aiockpt.errors import UsageError
 from aiockpt.prove import probe
-from aiockpt.prove.assignment import Job, write_job
+from aiockpt.prove.assignment import ProofJob, write_job
 from aiockpt.prove.recorder import Recorder, SimulatedKill
 from aiockpt.prove.records import AnyRecord
 from aiockpt.prove.script_process import TAIL_LINES
@@ -38,7 +38,7 @@ class InlineRunner:
         self._train = train
         self.command = [f"{getattr(train, '__module__', '')}.{getattr(train, '__qualname__', repr(train))}"]
 
-    def run(self, name: str, job: Job, command: Sequence[str] | None = None) -> Start:
+    def run(self, name: str, job: ProofJob, command: Sequence[str] | None = None) -> Start:
         """Return one start when it is over."""
         if command is not None:
             raise UsageError("resume_with: a function has one world size; prove a command instead")

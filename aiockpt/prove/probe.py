@@ -76,7 +76,7 @@ def record(name: str, value: object) -> None:
         _session.recorder.write(records.Told, name=name, value=text_of(value))
 
 
-def find_probe(checkpointer: Checkpointer, ranks: Ranks, tiers: Sequence[Tier]) -> Probe | None:
+def find_probe(checkpointer: Checkpointer, ranks: Ranks, tiers: Sequence[Tier]) -> CallProbe | None:
     """Return a probe for a *checkpointer* of this process; None outside of `aiockpt prove`.
 
     None, too, for one whose places are to be left as they are.
@@ -91,7 +91,7 @@ def find_probe(checkpointer: Checkpointer, ranks: Ranks, tiers: Sequence[Tier]) 
     if set(urls) <= set(_session.recorder.job.as_is):
         return None
     _session.add(checkpointer)
-    return Probe(_session, ranks, urls)
+    return CallProbe(_session, ranks, urls)
 
 
 def _open_session(ranks: Ranks) -> Session | None:
@@ -108,7 +108,7 @@ def _open_session(ranks: Ranks) -> Session | None:
     return Session(recorder, Training(recorder))
 
 
-class Probe:
+class CallProbe:
     """Sees the calls of one checkpointer, and gives it a scratch place."""
 
     def __init__(self, session: Session, ranks: Ranks, urls: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from aiockpt.errors import UsageError
-from aiockpt.prove.assignment import Job, Kill
+from aiockpt.prove.assignment import Kill, ProofJob
 from aiockpt.prove.certificate import Certificate
 from aiockpt.prove.compare import RESUME, TRAINING, Comparison, Difference, Findings, Reference, saved_views
 from aiockpt.prove.inline import InlineRunner
@@ -76,7 +76,7 @@ class Runner(Protocol):
     method: str
     command: list[str]
 
-    def run(self, name: str, job: Job, command: Sequence[str] | None = None) -> Start:
+    def run(self, name: str, job: ProofJob, command: Sequence[str] | None = None) -> Start:
         """Return one start when it is over."""
         ...
 
@@ -142,8 +142,8 @@ class _Story:
 
     def _job(
         self, name: str, place: Path, *, kill: Kill | None = None, withhold: bool = False, stop_after: int | None = None
-    ) -> Job:
-        return Job(
+    ) -> ProofJob:
+        return ProofJob(
             folder=str((self._folder / name.replace(" ", "-")).resolve()),
             place=str(place.resolve()),
             kill=kill,
@@ -157,7 +157,7 @@ class _Story:
     def _run(self, name: str, place: Path) -> Start:
         return self._start(name, self._job(name, place))
 
-    def _start(self, name: str, job: Job, command: Sequence[str] | None = None) -> Start:
+    def _start(self, name: str, job: ProofJob, command: Sequence[str] | None = None) -> Start:
         start = self._runner.run(name, job, command)
         self._starts.append(start)
         self._told(start)

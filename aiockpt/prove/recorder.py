@@ -20,7 +20,7 @@ from aiockpt.errors import StorageError
 from aiockpt.events import Committed as CommittedEvent
 from aiockpt.events import Event
 from aiockpt.prove import records
-from aiockpt.prove.assignment import KILLED, Job
+from aiockpt.prove.assignment import KILLED, ProofJob
 from aiockpt.prove.records import AnyRecord, encode
 from aiockpt.runtime.loop import Mutex
 
@@ -46,7 +46,12 @@ class Recorder:
     """
 
     def __init__(
-        self, job: Job, write: Callable[[AnyRecord], object], rank: int, world_size: int, kill: Callable[[], object]
+        self,
+        job: ProofJob,
+        write: Callable[[AnyRecord], object],
+        rank: int,
+        world_size: int,
+        kill: Callable[[], object],
     ) -> None:
         self.job = job
         self.rank, self.world_size = rank, world_size

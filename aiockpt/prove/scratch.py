@@ -20,7 +20,7 @@ from aiockpt.format.names import parse_step
 from aiockpt.prove.recorder import Recorder
 from aiockpt.redaction import redact
 from aiockpt.storage.backend import Backend, Traits
-from aiockpt.storage.forwarding import Call, Forwarding
+from aiockpt.storage.forwarding import BackendCall, Forwarding
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 
@@ -54,7 +54,7 @@ class ScratchBackend(Forwarding):
     def traits(self) -> Traits:
         return msgspec.structs.replace(self.inner.traits, durable=True)
 
-    async def forward(self, call: Call) -> Any:
+    async def forward(self, call: BackendCall) -> Any:
         """Make *call*; where it changes something the recorder hears of it first, with the step that it is for."""
         if call.verb in _CHANGES:
             step = None if call.verb == "delete" else parse_step(call.key.partition("/")[0])

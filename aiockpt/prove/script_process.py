@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from aiockpt.errors import UsageError
-from aiockpt.prove.assignment import KILLED, VARIABLE, Job, write_job
+from aiockpt.prove.assignment import KILLED, VARIABLE, ProofJob, write_job
 from aiockpt.prove.starts import Start, read_start_ranks
 
 POLL_S = 0.05
@@ -52,7 +52,7 @@ class ProcessRunner:
         self._loss = loss
         self._tick = tick or (lambda name, seconds, folder: None)
 
-    def run(self, name: str, job: Job, command: Sequence[str] | None = None) -> Start:
+    def run(self, name: str, job: ProofJob, command: Sequence[str] | None = None) -> Start:
         """Return one start of the script when it is over.
 
         Args:

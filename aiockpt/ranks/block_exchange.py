@@ -23,7 +23,7 @@ import numpy as np
 from aiockpt.errors import CheckpointError, CorruptionError
 from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.fetch import BlockCheck, Fetcher
-from aiockpt.planning.exchange import Exchange, SharedRange, Span, landings_of, landings_within
+from aiockpt.planning.exchange import Exchange, FileSpan, SharedRange, landings_of, landings_within
 from aiockpt.planning.read_plan import Landing
 from aiockpt.ranks.peers import Peers, PeersLostError
 from aiockpt.runtime.limits import Limiter, run_blocking
@@ -110,7 +110,7 @@ class Exchanger:
             for parcel in some
             if self._me in parcel.takers
         }
-        self._damaged: list[Span] = []
+        self._damaged: list[FileSpan] = []
         self._received_bytes = 0
 
     async def run(self) -> Delivered:
@@ -152,7 +152,7 @@ class Exchanger:
             self._error = self._error or error
         self._alone = ()
 
-    async def _fetch_into_place(self, spans: Sequence[Span]) -> None:
+    async def _fetch_into_place(self, spans: Sequence[FileSpan]) -> None:
         for landings in landings_of(self._passes, spans):
             await self._fetcher.fetch(landings)
 
@@ -214,7 +214,7 @@ class Exchanger:
         assert message.base is not None
         self._free.append(message.base)
 
-    def _place(self, parcel: SharedRange, message: Bytes) -> list[Span]:
+    def _place(self, parcel: SharedRange, message: Bytes) -> list[FileSpan]:
         """Compare and copy the spans of a parcel; return those that are damaged. On a worker thread."""
         damaged, begin = [], 0
         for span in parcel.spans:
@@ -229,7 +229,7 @@ class Exchanger:
                     np.copyto(target, data[landing.start - span.start : landing.end - span.start])
         return damaged
 
-    def _is_damaged(self, span: Span, data: Bytes) -> bool:
+    def _is_damaged(self, span: FileSpan, data: Bytes) -> bool:
         if not self._verify:
             return False
         check = BlockCheck(self._manifest.files[span.file], span.start)

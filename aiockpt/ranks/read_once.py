@@ -28,7 +28,7 @@ from aiockpt.engine.place import Place
 from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.fetch import Fetcher
 from aiockpt.pipeline.scatter import Places
-from aiockpt.planning.exchange import Exchange, Span, plan_exchange, wanted_spans
+from aiockpt.planning.exchange import Exchange, FileSpan, plan_exchange, wanted_spans
 from aiockpt.ranks.block_exchange import Exchanger, UnservedError, parcel_bytes
 from aiockpt.ranks.load_notes import TELL_DEADLINE_S, Notes
 from aiockpt.ranks.peers import Peers
@@ -47,7 +47,7 @@ class Wants(msgspec.Struct, frozen=True):
         failure: this rank's load has failed; there is nothing to wait for.
     """
 
-    spans: tuple[Span, ...] = ()
+    spans: tuple[FileSpan, ...] = ()
     broken: str | None = None
     failure: str | None = None
 
@@ -61,7 +61,7 @@ class Terms(msgspec.Struct, frozen=True):
         failed_rank: whose load has failed: so will all; -1 when none has.
     """
 
-    lists: tuple[tuple[Span, ...], ...] = ()
+    lists: tuple[tuple[FileSpan, ...], ...] = ()
     list_of: tuple[int, ...] = ()
     broken: str | None = None
     failed_rank: int = -1
@@ -75,7 +75,7 @@ class Terms(msgspec.Struct, frozen=True):
         for rank, want in wants:
             if want.broken is not None:
                 return cls(broken=f"rank {rank}: {want.broken}")
-        numbers: dict[tuple[Span, ...], int] = {}
+        numbers: dict[tuple[FileSpan, ...], int] = {}
         list_of = tuple(numbers.setdefault(want.spans, len(numbers)) for _, want in wants)
         return cls(tuple(numbers), list_of)
 
@@ -184,7 +184,7 @@ class ReadOnce:
         return delivered.received_bytes
 
 
-def _spans(manifest: Manifest, places: Places) -> list[Span]:
+def _spans(manifest: Manifest, places: Places) -> list[FileSpan]:
     return wanted_spans(places.plan.passes, [(file.size, file.block) for file in manifest.files])
 
 

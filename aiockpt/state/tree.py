@@ -1,7 +1,7 @@
 """How are values written without pickle? As JSON, and as tagged objects for what JSON lacks (docs/format.md#values).
 
 `Encoder` turns a value into a tree of JSON values, `Decoder` turns it back; a tagged object is ``{"$": kind, …}``.
-What a framework brings (tensors, dtypes, arrays) is left to a `Writer` and a `Reader`, so that nothing here imports one.
+What a framework brings (tensors, dtypes, arrays) is left to a `Writer` and a `ValueReader`: nothing here imports one.
 
 Guarantees:
 
@@ -68,7 +68,7 @@ class Writer(Protocol):
         """
 
 
-class Reader(Protocol):
+class ValueReader(Protocol):
     """How a framework's values are read."""
 
     def decode(self, kind: str, node: Mapping[str, Any], path: Path, decoder: Decoder) -> Any:
@@ -289,7 +289,7 @@ class Decoder:
         dry: check that each codec is there but call none; gives an `Opaque` too.
     """
 
-    def __init__(self, codecs: CodecRegistry | None, leaves: Reader, *, dry: bool = False) -> None:
+    def __init__(self, codecs: CodecRegistry | None, leaves: ValueReader, *, dry: bool = False) -> None:
         self._codecs = codecs
         self._leaves = leaves
         self._dry = dry

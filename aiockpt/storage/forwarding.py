@@ -12,7 +12,7 @@ from typing import Any
 from aiockpt.storage.backend import Backend, Listing, Reader, Seen, Space, Stat, Traits, Upload
 
 
-class Call:
+class BackendCall:
     """One call of the wrapped backend; ``await call()`` makes it, ``await call(*other)`` with other arguments.
 
     Attributes:
@@ -54,7 +54,7 @@ class Forwarding:
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
 
-    async def forward(self, call: Call) -> Any:
+    async def forward(self, call: BackendCall) -> Any:
         """Make *call* and return its answer; a subclass does what it is for, here."""
         return await call()
 
@@ -67,39 +67,39 @@ class Forwarding:
         return self.inner.traits
 
     async def put(self, key: str, data: bytes) -> None:
-        await self.forward(Call("put", key, self.inner.put, key, data, size=len(data)))
+        await self.forward(BackendCall("put", key, self.inner.put, key, data, size=len(data)))
 
     async def put_new(self, key: str, data: bytes) -> None:
-        await self.forward(Call("put_new", key, self.inner.put_new, key, data, size=len(data)))
+        await self.forward(BackendCall("put_new", key, self.inner.put_new, key, data, size=len(data)))
 
     async def get(self, key: str, max_bytes: int) -> bytes:
-        data: bytes = await self.forward(Call("get", key, self.inner.get, key, max_bytes, size=max_bytes))
+        data: bytes = await self.forward(BackendCall("get", key, self.inner.get, key, max_bytes, size=max_bytes))
         return data
 
     async def open(self, key: str) -> Reader:
-        return ForwardingReader(await self.forward(Call("open", key, self.inner.open, key)), key, self)
+        return ForwardingReader(await self.forward(BackendCall("open", key, self.inner.open, key)), key, self)
 
     async def create(self, key: str, size: int) -> Upload:
-        inner = await self.forward(Call("create", key, self.inner.create, key, size, size=size))
+        inner = await self.forward(BackendCall("create", key, self.inner.create, key, size, size=size))
         return ForwardingUpload(inner, key, size, self)
 
     async def stat(self, key: str) -> Stat:
-        found: Stat = await self.forward(Call("stat", key, self.inner.stat, key))
+        found: Stat = await self.forward(BackendCall("stat", key, self.inner.stat, key))
         return found
 
     async def list(self, prefix: str) -> Listing:
-        listing: Listing = await self.forward(Call("list", prefix, self.inner.list, prefix))
+        listing: Listing = await self.forward(BackendCall("list", prefix, self.inner.list, prefix))
         return listing
 
     async def delete(self, keys: Sequence[str]) -> None:
-        await self.forward(Call("delete", " ".join(keys), self.inner.delete, keys))
+        await self.forward(BackendCall("delete", " ".join(keys), self.inner.delete, keys))
 
     async def space(self) -> Space:
-        space: Space = await self.forward(Call("space", "", self.inner.space))
+        space: Space = await self.forward(BackendCall("space", "", self.inner.space))
         return space
 
     async def close(self) -> None:
-        await self.forward(Call("close", "", self.inner.close))
+        await self.forward(BackendCall("close", "", self.inner.close))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.inner!r}>"
@@ -119,11 +119,11 @@ class ForwardingReader:
 
     async def read(self, offset: int, into: Sequence[memoryview], seen: Seen | None = None) -> None:
         size = sum(view.nbytes for view in into)
-        read = Call("reader.read", self._key, self._inner.read, offset, into, seen, offset=offset, size=size)
+        read = BackendCall("reader.read", self._key, self._inner.read, offset, into, seen, offset=offset, size=size)
         await self._backend.forward(read)
 
     async def close(self) -> None:
-        await self._backend.forward(Call("reader.close", self._key, self._inner.close))
+        await self._backend.forward(BackendCall("reader.close", self._key, self._inner.close))
 
 
 class ForwardingUpload:
@@ -144,11 +144,11 @@ class ForwardingUpload:
     async def write(self, offset: int, runs: Sequence[memoryview], seen: Seen | None = None) -> None:
         size, write = sum(run.nbytes for run in runs), self._inner.write
         await self._backend.forward(
-            Call("upload.write", self._key, write, offset, runs, seen, offset=offset, size=size, upload=self)
+            BackendCall("upload.write", self._key, write, offset, runs, seen, offset=offset, size=size, upload=self)
         )
 
     async def finish(self) -> None:
-        await self._backend.forward(Call("upload.finish", self._key, self._inner.finish, upload=self))
+        await self._backend.forward(BackendCall("upload.finish", self._key, self._inner.finish, upload=self))
 
     async def abort(self) -> None:
-        await self._backend.forward(Call("upload.abort", self._key, self._inner.abort, upload=self))
+        await self._backend.forward(BackendCall("upload.abort", self._key, self._inner.abort, upload=self))

@@ -28,7 +28,7 @@ from aiockpt.errors import (
 from aiockpt.redaction import redact
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend, Seen, UnfinishedUpload, Upload, keeps_uploads
-from aiockpt.storage.forwarding import Call, Forwarding
+from aiockpt.storage.forwarding import BackendCall, Forwarding
 from aiockpt.storage.retry_calls import Attempt, Caller, OnRetry, RetryStatistics
 from aiockpt.storage.retry_policy import RetryPolicy
 from aiockpt.storage.views import cut_views
@@ -67,7 +67,7 @@ class Retrying(Forwarding):
     def url(self) -> str:
         return redact(self.inner.url)
 
-    async def forward(self, call: Call) -> Any:
+    async def forward(self, call: BackendCall) -> Any:
         """Make *call*, and make it again where that may help."""
         if call.upload is not None and call.upload.finished:
             if call.verb == "upload.abort":
@@ -103,12 +103,12 @@ _ANSWER_AT_ONCE = frozenset({"get", "create"})
 """Their size is a limit, or announced: no bytes that take their time."""
 
 
-def _attempt(call: Call, _: Backend) -> Attempt[Any]:
+def _attempt(call: BackendCall, _: Backend) -> Attempt[Any]:
     """Return an attempt that is as the first one."""
     return lambda _: call()
 
 
-def _attempt_put_new(call: Call, inner: Backend) -> Attempt[None]:
+def _attempt_put_new(call: BackendCall, inner: Backend) -> Attempt[None]:
     """After a failure that may have taken effect, a key that holds the very data was created by an earlier attempt."""
     key, data = call.arguments
 
@@ -130,7 +130,7 @@ async def _holds(inner: Backend, key: str, data: bytes) -> bool:
         raise StorageError(f"{key!r} came and went while it was created", key=key, retryable=True) from error
 
 
-def _attempt_create(call: Call, _: Backend) -> Attempt[Upload]:
+def _attempt_create(call: BackendCall, _: Backend) -> Attempt[Upload]:
     async def create(again: bool) -> Upload:
         try:
             upload: Upload = await call()
@@ -147,7 +147,7 @@ def _attempt_create(call: Call, _: Backend) -> Attempt[Upload]:
     return create
 
 
-def _attempt_read(call: Call, _: Backend) -> Attempt[None]:
+def _attempt_read(call: BackendCall, _: Backend) -> Attempt[None]:
     """A read goes on where it broke off."""
     offset, into, seen = call.arguments
     once, start = _Once(seen), 0
@@ -167,7 +167,7 @@ def _attempt_read(call: Call, _: Backend) -> Attempt[None]:
     return read
 
 
-def _attempt_write(call: Call, _: Backend) -> Attempt[None]:
+def _attempt_write(call: BackendCall, _: Backend) -> Attempt[None]:
     """A block is sent again, and shown once."""
     offset, runs, seen = call.arguments
     once = None if seen is None else _Once(seen)
@@ -180,7 +180,7 @@ def _attempt_write(call: Call, _: Backend) -> Attempt[None]:
     return write
 
 
-def _attempt_finish(call: Call, inner: Backend) -> Attempt[None]:
+def _attempt_finish(call: BackendCall, inner: Backend) -> Attempt[None]:
     """An answer lost after its effect shows in the object being there, of the announced size.
 
     (No other writer has that name: those of data files bear a nonce. And the size alone is not what readers believe.)
@@ -206,7 +206,7 @@ async def _has_size(inner: Backend, key: str, size: int) -> bool:
         return False
 
 
-_ATTEMPTS: dict[str, Callable[[Call, Backend], Attempt[Any]]] = {
+_ATTEMPTS: dict[str, Callable[[BackendCall, Backend], Attempt[Any]]] = {
     "put_new": _attempt_put_new,
     "create": _attempt_create,
     "reader.read": _attempt_read,

@@ -11,7 +11,7 @@ from aiockpt.errors import CheckpointError, ObjectExistsError, ObjectNotFoundErr
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.stress.lab import Lab
 from aiockpt.stress.plan import RECEIPT_BYTES
-from aiockpt.stress.report import Check
+from aiockpt.stress.report import StorageCheck
 
 RACES = 5
 RACERS = 16
@@ -31,7 +31,7 @@ async def check_place(lab: Lab) -> None:
             passed, detail = await attempt(lab)
         except CheckpointError as error:
             passed, detail = False, str(error)
-        lab.report.checks.append(Check(name, passed, detail))
+        lab.report.checks.append(StorageCheck(name, passed, detail))
         if not passed:
             lab.report.problems.append(f"{name}: no. {detail}")
 

@@ -19,9 +19,9 @@ from aiockpt.runtime.world import Clock
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.retry_calls import RetryStatistics
 from aiockpt.stress.meter import Meter, Stopwatch
-from aiockpt.stress.payload import Content
-from aiockpt.stress.plan import Plan
-from aiockpt.stress.report import Report, Skipped
+from aiockpt.stress.payload import Payload
+from aiockpt.stress.plan import StressPlan
+from aiockpt.stress.report import Skipped, StressReport
 
 FAILURES_TO_LEAVE = 10
 """In a row, of all workers together, before a point is left."""
@@ -46,10 +46,10 @@ class Lab(msgspec.Struct, frozen=True, kw_only=True):
 
     backend: Backend
     prefix: str
-    plan: Plan
+    plan: StressPlan
     clock: Clock
-    content: Content
-    report: Report
+    content: Payload
+    report: StressReport
     watch: Watch
 
     def key(self, *parts: str) -> str:

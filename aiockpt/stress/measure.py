@@ -12,9 +12,9 @@ from aiockpt.stress.files import measure_files
 from aiockpt.stress.floors import measure_floors
 from aiockpt.stress.lab import Lab, Watch
 from aiockpt.stress.objects import measure_objects
-from aiockpt.stress.payload import Content
-from aiockpt.stress.plan import BLOCK_BYTES, Plan
-from aiockpt.stress.report import Report
+from aiockpt.stress.payload import Payload
+from aiockpt.stress.plan import BLOCK_BYTES, StressPlan
+from aiockpt.stress.report import StressReport
 from aiockpt.stress.scratch_folder import own_folder
 from aiockpt.stress.soak import soak
 
@@ -24,12 +24,12 @@ _ROOM = 1.1
 
 async def measure(
     backend: Backend,
-    plan: Plan,
+    plan: StressPlan,
     *,
     world: World | None = None,
     watch: Watch = lambda _: None,
     say: Callable[[str], object] = lambda _: None,
-) -> Report:
+) -> StressReport:
     """Measure *backend* as *plan* says, and return the report; all that was written is removed.
 
     Args:
@@ -46,7 +46,7 @@ async def measure(
     traits = backend.traits
     async with own_folder(backend, world.token(6), say) as prefix:
         say(plan.announce())
-        report = Report(
+        report = StressReport(
             url=backend.url,
             backend=repr(backend),
             prefix=prefix,
@@ -59,7 +59,7 @@ async def measure(
             prefix=prefix,
             plan=plan,
             clock=world.clock,
-            content=Content(plan.seed, BLOCK_BYTES),
+            content=Payload(plan.seed, BLOCK_BYTES),
             report=report,
             watch=watch,
         )
@@ -74,7 +74,7 @@ async def measure(
     return report
 
 
-async def _check_room(backend: Backend, plan: Plan) -> None:
+async def _check_room(backend: Backend, plan: StressPlan) -> None:
     """Refuse a plan that does not fit; a place that does not say how much room it has is taken as it is."""
     free_bytes = (await backend.space()).free_bytes
     if free_bytes is not None and free_bytes < plan.most_bytes * _ROOM:

@@ -19,7 +19,7 @@ _RUNS = 1021  # a prime
 _FILE_STRIDE = 401
 
 
-class Content:
+class Payload:
     """The bytes of everything that is written in one run.
 
     Args:

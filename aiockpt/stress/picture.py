@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from aiockpt.errors import UsageError
 from aiockpt.stress.lab import size_text
-from aiockpt.stress.report import Point, Report
+from aiockpt.stress.report import Point, StressReport
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _COLOURS = {
@@ -66,7 +66,7 @@ def check_picture(path: Path) -> None:
         raise UsageError(f"--plot needs matplotlib: {error}; install it with: pip install 'aiockpt[plot]'") from error
 
 
-def draw(report: Report, path: Path) -> None:
+def draw(report: StressReport, path: Path) -> None:
     """Draw *report* into the file *path*, whose suffix names the format. Blocking; a second or two."""
     figure = import_module("matplotlib.figure").Figure(figsize=(13, 8.6), dpi=130, facecolor="white")
     figure.text(0.055, 0.955, _short(report.url), fontsize=17, fontweight="bold", color=_INK)
@@ -83,7 +83,7 @@ def _short(url: str) -> str:
     )
 
 
-def _subtitle(report: Report) -> str:
+def _subtitle(report: StressReport) -> str:
     floors = [floor for floor in report.floors if "checksum" not in floor.name]
     said = [f"{floor.name.partition(' (')[0]} {floor.bytes_per_s / 2**20:,.0f} MiB/s" for floor in floors]
     said = ["over the requests under way at once", *said]

@@ -28,7 +28,7 @@ MOST_FAULTS = 0.3
 """Twelve attempts fail in a row once in two million calls; with more faults retries mend no more, whatever the place."""
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class StressPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What to measure. A *point* is one operation at one size and one concurrency.
 
     Attributes:

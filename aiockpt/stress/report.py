@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import msgspec
 
-from aiockpt.stress.plan import Plan
+from aiockpt.stress.plan import StressPlan
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +71,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.mb_per_s is None else self.mb_per_s * 1e6 / 2**20
 
 
-class Check(msgspec.Struct, frozen=True):
+class StorageCheck(msgspec.Struct, frozen=True):
     """Something that commits rely on, tried."""
 
     name: str
@@ -123,7 +123,7 @@ class Soak(msgspec.Struct, frozen=True, kw_only=True):
     wrong: list[str]
 
 
-class Report(msgspec.Struct, kw_only=True):
+class StressReport(msgspec.Struct, kw_only=True):
     """One run; see the module for the schema."""
 
     schema: int = 1
@@ -132,9 +132,9 @@ class Report(msgspec.Struct, kw_only=True):
     prefix: str
     scope: str
     durable: bool
-    plan: Plan
+    plan: StressPlan
     points: list[Point] = []
-    checks: list[Check] = []
+    checks: list[StorageCheck] = []
     skipped: list[Skipped] = []
     floors: list[Floor] = []
     soak: Soak | None = None

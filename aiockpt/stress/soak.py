@@ -42,7 +42,7 @@ POLICY = RetryPolicy(first_wait_s=0.01, longest_wait_s=2.0, throttled_first_wait
 """Short waits: most of these faults are our own."""
 
 
-class Tally(msgspec.Struct):
+class SoakTally(msgspec.Struct):
     """What all workers did and found."""
 
     files: int = 0
@@ -66,7 +66,7 @@ async def soak(lab: Lab) -> None:
         retried[event.verb, event.key] += event.attempt == 2
 
     backend = Retrying(faulty, POLICY, on_retry=count_retry)
-    tally = Tally()
+    tally = SoakTally()
     stopwatch = Stopwatch(lab.clock)
     workers = min(MOST_WORKERS, lab.plan.concurrency[-1])
     async with open_tasks() as tasks:
@@ -101,7 +101,7 @@ async def soak(lab: Lab) -> None:
 class _Worker:
     """One of those who write and read, in a folder of its own."""
 
-    def __init__(self, lab: Lab, backend: Backend, number: int, tally: Tally, most_bytes: int) -> None:
+    def __init__(self, lab: Lab, backend: Backend, number: int, tally: SoakTally, most_bytes: int) -> None:
         self._lab = lab
         self._backend = backend
         self._number = number

@@ -15,7 +15,7 @@ import errno
 import random
 from collections import Counter
 
-from aiockpt.testing.faults import Action, Fault, FaultyBackend, Schedule
+from aiockpt.testing.faults import Action, Fault, FaultSchedule, FaultyBackend
 
 ERRNOS = (errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.ESTALE)
 """Those after which the same call may succeed."""
@@ -35,7 +35,7 @@ _MEET: dict[str, tuple[Action, ...]] = {
 }
 
 
-class DrawnFaults(Schedule):
+class DrawnFaults(FaultSchedule):
     """A schedule by dice: to *fraction* of the calls something happens that such a call can meet.
 
     Attributes:

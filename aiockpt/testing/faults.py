@@ -25,7 +25,7 @@ import msgspec
 from aiockpt.errors import UsageError, from_os_error
 from aiockpt.runtime.world import Files
 from aiockpt.storage.backend import Backend
-from aiockpt.storage.forwarding import Call, Forwarding
+from aiockpt.storage.forwarding import BackendCall, Forwarding
 from aiockpt.testing.forwarding_files import FilesCall, ForwardingFiles
 from aiockpt.testing.recording import FLUSHES
 
@@ -58,7 +58,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     bit: int = 0
 
 
-class Schedule:
+class FaultSchedule:
     """Counts calls and says which fault is due. Any thread: a counter's step is one step of the interpreter."""
 
     def __init__(self, faults: Sequence[Fault], allowed: frozenset[Action]) -> None:
@@ -115,13 +115,13 @@ class FaultyBackend(Forwarding):
 
     def __init__(self, inner: Backend, faults: Sequence[Fault] = ()) -> None:
         super().__init__(inner)
-        self.schedule = Schedule(faults, self.ACTIONS)
+        self.schedule = FaultSchedule(faults, self.ACTIONS)
 
     @property
     def call_count(self) -> int:
         return self.schedule.call_count
 
-    async def forward(self, call: Call) -> Any:
+    async def forward(self, call: BackendCall) -> Any:
         """Make *call*, with what the fault that is due for it does to it."""
         if call.verb == "upload.abort":  # "never raises a StorageError" is part of the contract
             return await call()
@@ -141,7 +141,7 @@ class FaultyBackend(Forwarding):
         return f"<FaultyBackend of {self.inner!r}, {self.call_count} calls, fired: {self.schedule.fired}>"
 
 
-async def _flipping(call: Call, bit: int) -> Any:
+async def _flipping(call: BackendCall, bit: int) -> Any:
     """Make *call*, with a bit flipped of the bytes that it sends or brings, if any."""
     match call.verb, call.arguments:
         case "put" | "put_new", (key, data):
@@ -178,7 +178,7 @@ class FaultyFiles(ForwardingFiles):
 
     def __init__(self, inner: Files, faults: Sequence[Fault] = ()) -> None:
         super().__init__(inner)
-        self.schedule = Schedule(faults, self.ACTIONS)
+        self.schedule = FaultSchedule(faults, self.ACTIONS)
 
     @property
     def call_count(self) -> int:

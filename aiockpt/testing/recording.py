@@ -16,8 +16,7 @@ import msgspec
 
 from aiockpt.runtime.world import Files
 from aiockpt.storage.backend import Backend
-from aiockpt.storage.forwarding import Call as BackendCall
-from aiockpt.storage.forwarding import Forwarding
+from aiockpt.storage.forwarding import BackendCall, Forwarding
 from aiockpt.testing.forwarding_files import FilesCall, ForwardingFiles
 
 

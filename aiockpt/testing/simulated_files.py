@@ -27,7 +27,7 @@ from typing import Concatenate, Literal, ParamSpec, TypeVar
 import numpy as np
 
 from aiockpt.runtime.world import Clock
-from aiockpt.testing.simulated_nodes import File, Folder, Kind, NameChange, Node, Write, walk
+from aiockpt.testing.simulated_nodes import Folder, Kind, NameChange, Node, SimulatedFile, Write, walk
 
 _PAGE_BYTES = 4096
 _DEVICE = 1
@@ -132,13 +132,13 @@ class SimulatedFiles:
         if node is None:
             if not flags & os.O_CREAT:
                 raise _error(errno.ENOENT, path)
-            node = File(self._number(), self._now())
+            node = SimulatedFile(self._number(), self._now())
             self._name(folder, name, node)
         elif flags & os.O_EXCL and flags & os.O_CREAT:
             raise _error(errno.EEXIST, path)
-        if flags & os.O_DIRECTORY and isinstance(node, File):
+        if flags & os.O_DIRECTORY and isinstance(node, SimulatedFile):
             raise _error(errno.ENOTDIR, path)
-        if isinstance(node, File) and node.kind != "file":
+        if isinstance(node, SimulatedFile) and node.kind != "file":
             _refuse_special(node.kind, flags, path)
         opened = _Open(node, path, flags)
         if isinstance(node, Folder) and opened.writable:
@@ -226,12 +226,12 @@ class SimulatedFiles:
         folder, name = self._parent(path)
         if not name or name in folder.names:
             raise _error(errno.EEXIST, path)
-        self._name(folder, name, File(self._number(), self._now(), kind=kind))
+        self._name(folder, name, SimulatedFile(self._number(), self._now(), kind=kind))
 
     @_one_step
     def rmdir(self, path: str) -> None:
         node = self._node(path)
-        if isinstance(node, File):
+        if isinstance(node, SimulatedFile):
             raise _error(errno.ENOTDIR, path)
         if node.names or node is self.root:
             raise _error(errno.ENOTEMPTY if node.names else errno.EBUSY, path)
@@ -273,7 +273,7 @@ class SimulatedFiles:
     @_one_step
     def listdir(self, path: str) -> list[str]:
         node = self._node(path)
-        if isinstance(node, File):
+        if isinstance(node, SimulatedFile):
             raise _error(errno.ENOENT if node.kind == "link" else errno.ENOTDIR, path)
         return list(node.names)
 
@@ -298,12 +298,12 @@ class SimulatedFiles:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         return self._open[fd]
 
-    def _writable_file(self, opened: _Open) -> File:
+    def _writable_file(self, opened: _Open) -> SimulatedFile:
         if isinstance(opened.node, Folder) or not opened.writable:
             raise _error(errno.EBADF, opened.path)
         return opened.node
 
-    def _readable_file(self, opened: _Open) -> File:
+    def _readable_file(self, opened: _Open) -> SimulatedFile:
         if isinstance(opened.node, Folder):
             raise _error(errno.EISDIR, opened.path)
         if opened.node.kind == "fifo":
@@ -320,7 +320,7 @@ class SimulatedFiles:
             child = folder.names.get(part)
             if child is None:
                 raise _error(errno.ENOENT, path)
-            if isinstance(child, File):
+            if isinstance(child, SimulatedFile):
                 raise _error(errno.ENOENT if child.kind == "link" else errno.ENOTDIR, path)
             folder = child
         return folder, name
@@ -333,7 +333,7 @@ class SimulatedFiles:
         return node
 
     def _name(self, folder: Folder, name: str, node: Node) -> None:
-        if isinstance(node, File):
+        if isinstance(node, SimulatedFile):
             node.links += 1
         folder.change(NameChange(name, node))
         folder.modified_ns = self._now()
@@ -362,13 +362,13 @@ class SimulatedFiles:
         if self.page_cache == "unsupported":
             raise _error(errno.EOPNOTSUPP, path)
 
-    def _check_capacity(self, node: File, end: int) -> None:
+    def _check_capacity(self, node: SimulatedFile, end: int) -> None:
         growth = end - len(node.content)
         if self.capacity_bytes is not None and growth > 0 and self._used_bytes() + growth > self.capacity_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _used_bytes(self) -> int:
-        return sum(len(node.content) for node in walk(self.root) if isinstance(node, File))
+        return sum(len(node.content) for node in walk(self.root) if isinstance(node, SimulatedFile))
 
 
 def _error(number: int, path: str) -> OSError:
@@ -384,7 +384,9 @@ def _refuse_special(kind: Kind, flags: int, path: str) -> None:
 
 
 def _stat(node: Node) -> os.stat_result:
-    kind, size = (_MODES[node.kind], len(node.content)) if isinstance(node, File) else (stat.S_IFDIR | 0o755, 0)
+    kind, size = (
+        (_MODES[node.kind], len(node.content)) if isinstance(node, SimulatedFile) else (stat.S_IFDIR | 0o755, 0)
+    )
     seconds = node.modified_ns // 10**9
     return os.stat_result(
         (kind, node.number, _DEVICE, node.links, 0, 0, size, seconds, seconds, seconds),

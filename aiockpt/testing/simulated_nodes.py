@@ -78,7 +78,7 @@ class NameChange:
 
 
 @dataclass(eq=False)
-class File:
+class SimulatedFile:
     """A regular file: its durable bytes, what processes see, and the unflushed changes between the two.
 
     Attributes:
@@ -124,7 +124,7 @@ class Folder:
         self.unflushed.clear()
 
 
-Node = File | Folder
+Node = SimulatedFile | Folder
 
 
 def walk(root: Folder, *, every_future: bool = False) -> Iterator[Node]:

@@ -25,7 +25,7 @@ from typing import Any, ParamSpec, TypeVar
 from aiockpt.runtime.world import World
 from aiockpt.testing.recording import Call
 from aiockpt.testing.simulated_files import SimulatedFiles
-from aiockpt.testing.simulated_nodes import File, Folder, NameChange, Node, Write, walk
+from aiockpt.testing.simulated_nodes import Folder, NameChange, Node, SimulatedFile, Write, walk
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -127,21 +127,23 @@ def _folder_after(folder: Folder, kept: Kept, memo: dict[int, Node]) -> Folder:
     memo[id(folder)] = after
     for name, node in names.items():
         if id(node) not in memo:
-            memo[id(node)] = _file_after(node, kept) if isinstance(node, File) else _folder_after(node, kept, memo)
+            memo[id(node)] = (
+                _file_after(node, kept) if isinstance(node, SimulatedFile) else _folder_after(node, kept, memo)
+            )
         child = memo[id(node)]
-        child.links += isinstance(child, File)
+        child.links += isinstance(child, SimulatedFile)
         after.names[name] = child
     after.durable = dict(after.names)
     return after
 
 
-def _file_after(file: File, kept: Kept) -> File:
+def _file_after(file: SimulatedFile, kept: Kept) -> SimulatedFile:
     content = bytearray(file.durable)
     for change in file.unflushed:
         for part in kept[id(change)]:
             assert isinstance(part, Write)
             part.apply(content)
-    return File(file.number, file.modified_ns, durable=bytearray(content), content=content, kind=file.kind)
+    return SimulatedFile(file.number, file.modified_ns, durable=bytearray(content), content=content, kind=file.kind)
 
 
 def _copy_folder(folder: Folder, copies: dict[int, Node]) -> Folder:
@@ -161,7 +163,7 @@ def _copy_node(node: Node, copies: dict[int, Node]) -> Node:
         return copies[id(node)]
     if isinstance(node, Folder):
         return _copy_folder(node, copies)
-    copies[id(node)] = copy = File(
+    copies[id(node)] = copy = SimulatedFile(
         node.number,
         node.modified_ns,
         node.links,

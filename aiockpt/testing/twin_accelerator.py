@@ -41,13 +41,13 @@ class TwinEvent:
         self.reached = False
 
     def done(self) -> bool:
-        return self._twin._looked(self)
+        return self._twin.look(self)
 
     def wait(self, timeout_s: float) -> bool:
-        return self._twin._waited(self, timeout_s)
+        return self._twin.wait_for(self, timeout_s)
 
     def order_before_compute(self) -> None:
-        self._twin._order(self)
+        self._twin.order_before_compute(self)
 
 
 class _Stream:
@@ -79,16 +79,16 @@ class TwinStream:
 
     def follow(self, event: DeviceEvent) -> None:
         assert isinstance(event, TwinEvent)
-        self._twin._enqueue(self._stream, event)
+        self._twin.enqueue(self._stream, event)
 
     def empty(self, size_bytes: int) -> torch.Tensor:
         memory = torch.full((size_bytes,), 0xA5, dtype=torch.uint8)  # what uninitialised memory never is by chance
-        self._twin._count_scratch(size_bytes)
-        weakref.finalize(memory, self._twin._count_scratch, -size_bytes).atexit = False
+        self._twin.count_scratch(size_bytes)
+        weakref.finalize(memory, self._twin.count_scratch, -size_bytes).atexit = False
         return memory
 
     def enqueue(self, work: Callable[[], object]) -> TwinEvent:
-        return self._twin._enqueue(self._stream, work)
+        return self._twin.enqueue(self._stream, work)
 
     def pin(self, address: int, size_bytes: int) -> None:
         if self._twin.refuses_pins:
@@ -147,7 +147,7 @@ class TwinAccelerator:
 
     def compute(self, work: Callable[[], object], device: str = "cuda:0") -> None:
         """Let the program's compute stream do *work*, whenever it does."""
-        self._enqueue(self._compute_stream(torch.device(device)), work)
+        self.enqueue(self._compute_stream(torch.device(device)), work)
 
     def hold(self) -> None:
         """Let no side stream do anything until `release`; whoever waits for one waits."""
@@ -199,7 +199,7 @@ class TwinAccelerator:
             self._homes[address] = (device, None)
             weakref.finalize(copy, self._homes.pop, address, None).atexit = False
             self.clones.append(weakref.ref(copy))
-        self._enqueue(self._compute_stream(device), lambda: copy.copy_(tensor.detach()))
+        self.enqueue(self._compute_stream(device), lambda: copy.copy_(tensor.detach()))
         return copy
 
     def lend(self, device: torch.device, size_bytes: int) -> int:
@@ -207,7 +207,7 @@ class TwinAccelerator:
 
     # how time goes by
 
-    def _count_scratch(self, more_bytes: int) -> None:
+    def count_scratch(self, more_bytes: int) -> None:
         self.scratch_bytes += more_bytes
         self.peak_scratch_bytes = max(self.peak_scratch_bytes, self.scratch_bytes)
 
@@ -221,7 +221,7 @@ class TwinAccelerator:
     def _is_side_stream(self, stream: _Stream) -> bool:
         return stream is not self._compute.get(stream.device)
 
-    def _enqueue(self, stream: _Stream, item: Callable[[], object] | TwinEvent) -> TwinEvent:
+    def enqueue(self, stream: _Stream, item: Callable[[], object] | TwinEvent) -> TwinEvent:
         with self._changed:
             stream.queue.append(item)
             if self._is_side_stream(stream) and not isinstance(item, TwinEvent):
@@ -273,12 +273,12 @@ class TwinAccelerator:
                 self._demand(blocking)
             stream.step()
 
-    def _looked(self, event: TwinEvent) -> bool:
+    def look(self, event: TwinEvent) -> bool:
         with self._changed:
             self._play()
             return event.reached
 
-    def _waited(self, event: TwinEvent, timeout_s: float) -> bool:
+    def wait_for(self, event: TwinEvent, timeout_s: float) -> bool:
         with self._changed:
             self.host_wait_count += 1
             return self._await(event, timeout_s)
@@ -291,9 +291,9 @@ class TwinAccelerator:
         self._changed.notify_all()
         return True
 
-    def _order(self, event: TwinEvent) -> None:
+    def order_before_compute(self, event: TwinEvent) -> None:
         with self._changed:
             if self._immediate:
                 assert self._await(event, STUCK_S), "a side stream was held for ever"
             else:
-                self._enqueue(self._compute_stream(event.stream.device), event)
+                self.enqueue(self._compute_stream(event.stream.device), event)

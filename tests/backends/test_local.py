@@ -14,7 +14,7 @@ import pytest
 
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.local_handle import Handle
-from aiockpt.backends.local_reader import BELIEVED_BYTES, BOUNCE_BYTES, PIECE_BYTES, Buffers
+from aiockpt.backends.local_reader import BELIEVED_BYTES, BOUNCE_BYTES, PIECE_BYTES, UnfilledBuffers
 from aiockpt.errors import ObjectExistsError, ObjectNotFoundError, StorageError, StorageFullError, UsageError
 from aiockpt.runtime.world import OsFiles, World
 from aiockpt.storage.open import open_backend
@@ -575,7 +575,7 @@ async def test_a_random_source_that_repeats_itself_is_an_error() -> None:
 
 def test_buffers_are_taken_in_order_and_in_part() -> None:
     first, second = bytearray(3), bytearray(5)
-    buffers = Buffers([memoryview(first), memoryview(b""), memoryview(second)])
+    buffers = UnfilledBuffers([memoryview(first), memoryview(b""), memoryview(second)])
     assert [run.nbytes for run in buffers.peek(4)] == [3, 1]
     for run in buffers.take(4):
         run[:] = b"x" * run.nbytes
@@ -585,7 +585,7 @@ def test_buffers_are_taken_in_order_and_in_part() -> None:
 
 
 def test_one_call_gets_no_more_buffers_than_the_system_takes() -> None:
-    buffers = Buffers([memoryview(mmap.mmap(-1, 1)) for _ in range(1500)])
+    buffers = UnfilledBuffers([memoryview(mmap.mmap(-1, 1)) for _ in range(1500)])
     assert len(buffers.peek(1 << 20)) == os.sysconf("SC_IOV_MAX") == 1024
 
 

@@ -11,7 +11,7 @@ import torch
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.cli import diff
-from aiockpt.cli.diff import Change, diff_steps, measure_difference
+from aiockpt.cli.diff import LeafChange, diff_steps, measure_difference
 from aiockpt.cli.reading import open_step
 from aiockpt.cli.survey import find_committed
 from aiockpt.errors import StorageError
@@ -26,8 +26,8 @@ EVERY_DTYPE = [
 ]  # fmt: skip
 
 
-def compare(root: Path, one: int, two: int) -> dict[str, Change]:
-    async def main() -> list[Change]:
+def compare(root: Path, one: int, two: int) -> dict[str, LeafChange]:
+    async def main() -> list[LeafChange]:
         backend = LocalBackend(root)
         entries = [await find_committed(backend, step) for step in (one, two)]
         async with open_step(backend, entries[0]) as before, open_step(backend, entries[1]) as after:
@@ -36,7 +36,7 @@ def compare(root: Path, one: int, two: int) -> dict[str, Change]:
     return {change.name: change for change in anyio.run(main)}
 
 
-def differing(changes: dict[str, Change]) -> dict[str, str]:
+def differing(changes: dict[str, LeafChange]) -> dict[str, str]:
     return {name: change.detail for name, change in changes.items() if change.kind != "same"}
 
 
@@ -98,7 +98,7 @@ def test_every_leaf_that_changed_is_named_and_no_other(made: Path) -> None:
         "layers.10.weight": "",
         "lr": "10.0 → 20.0",
     }
-    assert found["tied"].difference == diff.Difference(1200, 1200, 100.0, 100.0, 1.0, 0)
+    assert found["tied"].difference == diff.TensorDifference(1200, 1200, 100.0, 100.0, 1.0, 0)
     assert found["also tied"].kind == "same"
     assert found["own.seed"].what == "value"
 

@@ -16,7 +16,7 @@ from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.convert import Converted, to_hugging_face
 from aiockpt.convert.folder_layout import INDEX_NAME, SINGLE_NAME, decode_index
-from aiockpt.convert.outbound import Request, convert_step
+from aiockpt.convert.outbound import ExportRequest, convert_step
 from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import Alone
 from aiockpt.engine.destination import OnePlace
@@ -189,8 +189,8 @@ def weights_state(value: float) -> dict[str, object]:
     return {"model": model}
 
 
-def request(step: int, max_shard_bytes: int) -> Request:
-    return Request(step, None, None, max_shard_bytes, replace=True, dry_run=False)
+def request(step: int, max_shard_bytes: int) -> ExportRequest:
+    return ExportRequest(step, None, None, max_shard_bytes, replace=True, dry_run=False)
 
 
 def convert_on(files: Files, step: int, max_shard_bytes: int) -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from aiockpt.planning.exchange import (
     MIN_PARCEL_BYTES,
     Exchange,
+    FileSpan,
     SharedRange,
-    Span,
     landings_of,
     landings_within,
     plan_exchange,
@@ -26,7 +26,7 @@ BLOCKS = (1024, 4096)
 MIB = 1 << 20
 
 
-def blocks_in(spans: Sequence[Span]) -> Counter[tuple[int, int]]:
+def blocks_in(spans: Sequence[FileSpan]) -> Counter[tuple[int, int]]:
     """Return how often each block is in *spans*."""
     return Counter(
         (span.file, number)
@@ -35,7 +35,7 @@ def blocks_in(spans: Sequence[Span]) -> Counter[tuple[int, int]]:
     )
 
 
-def spans_of(blocks: set[tuple[int, int]], sizes: Sequence[int]) -> list[Span]:
+def spans_of(blocks: set[tuple[int, int]], sizes: Sequence[int]) -> list[FileSpan]:
     """Return the spans of whole blocks, as a rank says what it wants; the last block of a file may be short."""
     landings: dict[int, list[Landing]] = {}
     for file, number in sorted(blocks):
@@ -107,7 +107,7 @@ def test_parcels_are_whole_blocks_of_a_bounded_size_that_their_reader_wants_too(
 @given(ranks=st.integers(2, 8), size=st.integers(1, 64 * MIB), seed=st.integers(0, 99))
 def test_replicas_read_alike_within_one_parcel(ranks: int, size: int, seed: int) -> None:
     half = size * (seed % 10) // 10 // 4096 * 4096
-    spans = [Span(0, 0, half), Span(1, 0, size)] if half else [Span(1, 0, size)]
+    spans = [FileSpan(0, 0, half), FileSpan(1, 0, size)] if half else [FileSpan(1, 0, size)]
     exchange = plan_exchange([spans] * ranks, (4096, 4096), parcel_bytes=4 * MIB)
     read = bytes_read(exchange)
     assert sum(read) == sum(span.end - span.start for span in spans)
@@ -117,29 +117,29 @@ def test_replicas_read_alike_within_one_parcel(ranks: int, size: int, seed: int)
 
 
 def test_a_rank_that_reads_much_alone_reads_less_for_others() -> None:
-    own = Span(0, 0, 8 * MIB)
-    shared = Span(1, 0, 16 * MIB)
+    own = FileSpan(0, 0, 8 * MIB)
+    shared = FileSpan(1, 0, 16 * MIB)
     exchange = plan_exchange([[own, shared], [shared], [shared]], (4096, 4096), parcel_bytes=MIB)
     assert bytes_read(exchange) == [8 * MIB] * 3
 
 
 def test_small_checkpoints_are_cut_so_that_all_ranks_read() -> None:
-    exchange = plan_exchange([[Span(0, 0, 8 * MIB)]] * 2, (4096,), parcel_bytes=16 * MIB)
+    exchange = plan_exchange([[FileSpan(0, 0, 8 * MIB)]] * 2, (4096,), parcel_bytes=16 * MIB)
     assert bytes_read(exchange) == [4 * MIB] * 2
     assert len(exchange.rounds) == 4
     assert all(parcel.size_bytes == MIN_PARCEL_BYTES for parcel in parcels_of(exchange))
 
 
 def test_few_wanted_blocks_of_many_tensors_travel_in_one_message() -> None:
-    norms = [Span(0, number * 40960, number * 40960 + 4096) for number in range(100)]
+    norms = [FileSpan(0, number * 40960, number * 40960 + 4096) for number in range(100)]
     exchange = plan_exchange([norms, norms], (4096,), parcel_bytes=16 * MIB)
     assert [len(parcel.spans) for parcel in parcels_of(exchange)] == [100]
 
 
 def test_nothing_is_exchanged_where_nobody_wants_the_same() -> None:
-    exchange = plan_exchange([[Span(0, 0, 4096)], [Span(0, 4096, 8192)], []], (4096,), parcel_bytes=MIB)
+    exchange = plan_exchange([[FileSpan(0, 0, 4096)], [FileSpan(0, 4096, 8192)], []], (4096,), parcel_bytes=MIB)
     assert exchange.rounds == ()
-    assert exchange.alone == ((Span(0, 0, 4096),), (Span(0, 4096, 8192),), ())
+    assert exchange.alone == ((FileSpan(0, 0, 4096),), (FileSpan(0, 4096, 8192),), ())
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), max_size=12), st.integers(0, 60), st.integers(1, 60))
@@ -149,7 +149,7 @@ def test_landings_are_clipped_to_a_span(gaps: list[tuple[int, int]], start: int,
         landings.append(Landing(cursor + gap, cursor + gap + size, 0, filled))
         cursor, filled = cursor + gap + size, filled + size
     where = {at: one.target_offset + at - one.start for one in landings for at in range(one.start, one.end)}
-    found = landings_within(landings, Span(0, start, start + length))
+    found = landings_within(landings, FileSpan(0, start, start + length))
     clipped = {at: one.target_offset + at - one.start for one in found for at in range(one.start, one.end)}
     assert clipped == {at: to for at, to in where.items() if start <= at < start + length}
 
@@ -157,7 +157,7 @@ def test_landings_are_clipped_to_a_span(gaps: list[tuple[int, int]], start: int,
 @pytest.mark.parametrize("count", [1, 2])
 def test_landings_of_every_pass_are_clipped(count: int) -> None:
     passes = [{0: [Landing(0, 100, number, 0)], 1: [Landing(5, 9, number, 100)]} for number in range(count)]
-    found = landings_of(passes, [Span(0, 10, 20), Span(0, 50, 60), Span(1, 0, 7)])
+    found = landings_of(passes, [FileSpan(0, 10, 20), FileSpan(0, 50, 60), FileSpan(1, 0, 7)])
     assert found == [
         {0: [Landing(10, 20, number, 10), Landing(50, 60, number, 50)], 1: [Landing(5, 7, number, 100)]}
         for number in range(count)

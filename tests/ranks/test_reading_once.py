@@ -17,7 +17,7 @@ import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.errors import CorruptionError, RankFailedError, RankTimeoutError
 from aiockpt.futures import LoadResult
-from aiockpt.planning.exchange import Span
+from aiockpt.planning.exchange import FileSpan
 from aiockpt.ranks.peers import Message, Peers
 from aiockpt.ranks.read_once import Terms, Wants
 from aiockpt.runtime.world import World
@@ -283,7 +283,7 @@ def test_a_rank_that_fails_before_the_exchange_keeps_nobody_waiting(root: Path, 
 
 
 def test_the_terms_of_an_exchange_follow_from_what_all_ranks_say() -> None:
-    some, other = (Span(0, 0, 4096),), (Span(0, 4096, 8192),)
+    some, other = (FileSpan(0, 0, 4096),), (FileSpan(0, 4096, 8192),)
     assert Terms.of([(0, Wants(some)), (4, Wants(other)), (8, Wants(some))]) == Terms((some, other), (0, 1, 0))
     assert Terms.of([(0, Wants(some)), (4, Wants(some, broken="it fell"))]).broken == "rank 4: it fell"
     assert Terms.of([(0, Wants(broken="it fell")), (4, Wants(failure="disk"))]) == Terms(failed_rank=4)

@@ -10,7 +10,7 @@ import pytest
 
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.storage.backend import Backend, Listing
-from aiockpt.stress.plan import BLOCK_BYTES, Plan
+from aiockpt.stress.plan import BLOCK_BYTES, StressPlan
 
 
 class _Changed:
@@ -46,7 +46,7 @@ def memory() -> MemoryBackend:
 
 
 @pytest.fixture
-def plan() -> Plan:
+def plan() -> StressPlan:
     """Files of one short block, and of two of which the second is short."""
     sizes = (5000, BLOCK_BYTES + 12345)
-    return Plan(sizes=sizes, concurrency=(1, 3), seconds=0.02, most_bytes=2 * sizes[-1])
+    return StressPlan(sizes=sizes, concurrency=(1, 3), seconds=0.02, most_bytes=2 * sizes[-1])

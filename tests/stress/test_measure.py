@@ -22,8 +22,8 @@ from aiockpt.storage.retry import Retrying, RetryPolicy
 from aiockpt.storage.transfer import walk
 from aiockpt.stress import report as report_module
 from aiockpt.stress.measure import measure
-from aiockpt.stress.plan import MANIFEST_BYTES, RECEIPT_BYTES, Plan
-from aiockpt.stress.report import Report
+from aiockpt.stress.plan import MANIFEST_BYTES, RECEIPT_BYTES, StressPlan
+from aiockpt.stress.report import StressReport
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.servers.seaweed import Seaweed
 from tests.stress.conftest import changed, left_in, names_in
@@ -34,7 +34,9 @@ SMALL = {
 }
 
 
-async def test_every_operation_is_measured_at_every_size_and_concurrency(memory: MemoryBackend, plan: Plan) -> None:
+async def test_every_operation_is_measured_at_every_size_and_concurrency(
+    memory: MemoryBackend, plan: StressPlan
+) -> None:
     begun: list[str] = []
     report = await measure(memory, plan, watch=begun.append)
     files = {(verb, size) for verb in ("create", "write", "finish", "open", "read") for size in plan.sizes}
@@ -46,7 +48,7 @@ async def test_every_operation_is_measured_at_every_size_and_concurrency(memory:
     assert {skipped.what for skipped in report.skipped} == {"raw disk", "soak"}
 
 
-async def test_the_figures_of_a_point_fit_each_other(memory: MemoryBackend, plan: Plan) -> None:
+async def test_the_figures_of_a_point_fit_each_other(memory: MemoryBackend, plan: StressPlan) -> None:
     for point in (await measure(memory, plan)).points:
         assert point.requests > 0
         assert point.requests_per_s == pytest.approx(point.requests / point.wall_s)
@@ -62,7 +64,7 @@ async def test_the_figures_of_a_point_fit_each_other(memory: MemoryBackend, plan
             assert point.bytes == point.requests * point.size_bytes
 
 
-async def test_nothing_is_left_of_a_run_on_a_disk_not_even_a_folder(tmp_path: Path, plan: Plan) -> None:
+async def test_nothing_is_left_of_a_run_on_a_disk_not_even_a_folder(tmp_path: Path, plan: StressPlan) -> None:
     said: list[str] = []
     report = await measure(LocalBackend(tmp_path), plan, say=said.append)
     assert left_in(tmp_path) == []
@@ -72,7 +74,7 @@ async def test_nothing_is_left_of_a_run_on_a_disk_not_even_a_folder(tmp_path: Pa
 
 
 @pytest.mark.parametrize("at", ["write", "read", "get 4 KiB", "soak"])
-async def test_nothing_is_left_of_a_run_that_is_cancelled(tmp_path: Path, plan: Plan, at: str) -> None:
+async def test_nothing_is_left_of_a_run_that_is_cancelled(tmp_path: Path, plan: StressPlan, at: str) -> None:
     backend = LocalBackend(tmp_path)
     met: list[str] = []
     with anyio.CancelScope() as scope:
@@ -87,7 +89,7 @@ async def test_nothing_is_left_of_a_run_that_is_cancelled(tmp_path: Path, plan: 
     assert left_in(tmp_path) == []
 
 
-async def test_nothing_is_left_of_a_run_in_which_calls_fail(tmp_path: Path, plan: Plan) -> None:
+async def test_nothing_is_left_of_a_run_in_which_calls_fail(tmp_path: Path, plan: StressPlan) -> None:
     faults = [
         Fault(do="fail", verb=verb, at=2, times=2, error=errno.EAGAIN)
         for verb in ("upload.write", "upload.finish", "create", "open", "reader.read", "put_new", "stat")
@@ -100,7 +102,7 @@ async def test_nothing_is_left_of_a_run_in_which_calls_fail(tmp_path: Path, plan
 
 
 async def test_a_place_where_nothing_may_be_deleted_is_refused_before_anything_large_is_written(
-    memory: MemoryBackend, plan: Plan
+    memory: MemoryBackend, plan: StressPlan
 ) -> None:
     faulty = FaultyBackend(memory, [Fault(do="fail", verb="delete", times=None, error=errno.EACCES)])
     with pytest.raises(StorageError, match=r"cannot be removed.*right to delete.*is left: aiockpt-bench-\w+/may-be"):
@@ -108,7 +110,7 @@ async def test_a_place_where_nothing_may_be_deleted_is_refused_before_anything_l
     assert faulty.call_count == 3  # space, put, delete
 
 
-async def test_a_place_that_keeps_what_is_deleted_is_refused(memory: MemoryBackend, plan: Plan) -> None:
+async def test_a_place_that_keeps_what_is_deleted_is_refused(memory: MemoryBackend, plan: StressPlan) -> None:
     async def delete(keys: Sequence[str]) -> None:
         del keys
 
@@ -117,7 +119,7 @@ async def test_a_place_that_keeps_what_is_deleted_is_refused(memory: MemoryBacke
 
 
 async def test_what_could_not_be_removed_at_the_end_is_an_error_that_names_the_folder(
-    memory: MemoryBackend, plan: Plan
+    memory: MemoryBackend, plan: StressPlan
 ) -> None:
     faults = [Fault(do="fail", verb="delete", match="*/listed/*", times=None)]
     with pytest.raises(
@@ -130,7 +132,7 @@ async def test_what_could_not_be_removed_at_the_end_is_an_error_that_names_the_f
 @pytest.mark.parametrize(
     ("verb", "operation"), [("reader.read", "read"), ("upload.write", "read"), ("get", "get"), ("put", "get")]
 )
-async def test_a_flipped_bit_is_found(memory: MemoryBackend, plan: Plan, verb: str, operation: str) -> None:
+async def test_a_flipped_bit_is_found(memory: MemoryBackend, plan: StressPlan, verb: str, operation: str) -> None:
     folder = "*/files/*" if "." in verb else "*/objects/*"
     faults = [Fault(do="flip", verb=verb, match=folder, at=1, bit=8 * 4000)]
     report = await measure(FaultyBackend(memory, faults), plan)
@@ -140,7 +142,7 @@ async def test_a_flipped_bit_is_found(memory: MemoryBackend, plan: Plan, verb: s
     assert "not what was" in report.problems[0]
 
 
-async def test_blocks_in_the_place_of_others_are_found(memory: MemoryBackend, plan: Plan) -> None:
+async def test_blocks_in_the_place_of_others_are_found(memory: MemoryBackend, plan: StressPlan) -> None:
     first = plan.sizes[-1] - plan.sizes[-1] % 4096
 
     async def create(key: str, size: int) -> Any:
@@ -156,13 +158,13 @@ async def test_blocks_in_the_place_of_others_are_found(memory: MemoryBackend, pl
     assert {point.size_bytes for point in report.points if point.wrong} == {plan.sizes[-1]}
 
 
-async def test_creates_that_do_not_exclude_each_other_are_found(memory: MemoryBackend, plan: Plan) -> None:
+async def test_creates_that_do_not_exclude_each_other_are_found(memory: MemoryBackend, plan: StressPlan) -> None:
     report = await measure(changed(memory, put_new=memory.put), plan)
     assert [check.name for check in report.checks if not check.passed] == ["one of rival creates wins"]
     assert "two savers could commit" in report.problems[0]
 
 
-async def test_a_winner_whose_bytes_are_not_there_is_found(memory: MemoryBackend, plan: Plan) -> None:
+async def test_a_winner_whose_bytes_are_not_there_is_found(memory: MemoryBackend, plan: StressPlan) -> None:
     taken: set[str] = set()
 
     async def put_new(key: str, data: bytes) -> None:
@@ -175,7 +177,7 @@ async def test_a_winner_whose_bytes_are_not_there_is_found(memory: MemoryBackend
     assert any("holds other bytes" in problem for problem in report.problems)
 
 
-async def test_a_list_that_lags_behind_is_found(memory: MemoryBackend, plan: Plan) -> None:
+async def test_a_list_that_lags_behind_is_found(memory: MemoryBackend, plan: StressPlan) -> None:
     async def list_late(prefix: str) -> Listing:
         found = await memory.list(prefix)
         return Listing(found.objects[:-1], found.folders) if "seen" in prefix else found
@@ -184,7 +186,7 @@ async def test_a_list_that_lags_behind_is_found(memory: MemoryBackend, plan: Pla
     assert [check.name for check in report.checks if not check.passed] == ["what was written is seen at once"]
 
 
-async def test_an_object_seen_in_part_while_it_is_replaced_is_found(memory: MemoryBackend, plan: Plan) -> None:
+async def test_an_object_seen_in_part_while_it_is_replaced_is_found(memory: MemoryBackend, plan: StressPlan) -> None:
     async def put_in_halves(key: str, data: bytes) -> None:
         if key.endswith("replaced"):
             await memory.put(key, data[:100])
@@ -197,7 +199,7 @@ async def test_an_object_seen_in_part_while_it_is_replaced_is_found(memory: Memo
 
 
 async def test_an_operation_at_which_nothing_works_is_left_and_its_further_points_are_skipped(
-    memory: MemoryBackend, plan: Plan
+    memory: MemoryBackend, plan: StressPlan
 ) -> None:
     def stat_listed(verb: str) -> list[Fault]:
         return [Fault(do="fail", verb=verb, match="*/listed*", times=None, error=errno.EAGAIN)]
@@ -209,7 +211,7 @@ async def test_an_operation_at_which_nothing_works_is_left_and_its_further_point
     assert any(skipped.what == "stat 4 KiB at more than 1" for skipped in report.skipped)
 
 
-async def test_a_verb_that_a_place_refuses_is_skipped_with_its_reason(memory: MemoryBackend, plan: Plan) -> None:
+async def test_a_verb_that_a_place_refuses_is_skipped_with_its_reason(memory: MemoryBackend, plan: StressPlan) -> None:
     async def put_new(key: str, data: bytes) -> None:
         raise UsageError("this store has no exclusive create")
 
@@ -220,7 +222,7 @@ async def test_a_verb_that_a_place_refuses_is_skipped_with_its_reason(memory: Me
     assert not any(point.operation == "put_new" for point in report.points)
 
 
-async def test_retries_below_are_counted(memory: MemoryBackend, plan: Plan) -> None:
+async def test_retries_below_are_counted(memory: MemoryBackend, plan: StressPlan) -> None:
     faults = [Fault(do="fail", verb="stat", match="*/listed/*", times=3, error=errno.EAGAIN)]
     policy = RetryPolicy(first_wait_s=0.001, longest_wait_s=0.001)
     report = await measure(Retrying(FaultyBackend(memory, faults), policy), plan)
@@ -228,7 +230,7 @@ async def test_retries_below_are_counted(memory: MemoryBackend, plan: Plan) -> N
     assert report.problems == []
 
 
-async def test_a_plan_that_does_not_fit_is_refused(memory: MemoryBackend, plan: Plan) -> None:
+async def test_a_plan_that_does_not_fit_is_refused(memory: MemoryBackend, plan: StressPlan) -> None:
     async def space() -> Space:
         return Space(plan.most_bytes, plan.most_bytes)
 
@@ -238,7 +240,7 @@ async def test_a_plan_that_does_not_fit_is_refused(memory: MemoryBackend, plan: 
 
 
 async def test_an_s3_is_measured_through_the_backend_that_its_url_opens(
-    seaweed: Seaweed, s3_url: str, aws_environment: pytest.MonkeyPatch, plan: Plan
+    seaweed: Seaweed, s3_url: str, aws_environment: pytest.MonkeyPatch, plan: StressPlan
 ) -> None:
     aws_environment.setenv("AWS_ENDPOINT_URL", seaweed.endpoint_url)
     backend = open_backend(s3_url)
@@ -253,7 +255,7 @@ async def test_an_s3_is_measured_through_the_backend_that_its_url_opens(
     assert report.soak.files > 0
 
 
-async def test_the_report_has_the_fields_that_its_schema_names(memory: MemoryBackend, plan: Plan) -> None:
+async def test_the_report_has_the_fields_that_its_schema_names(memory: MemoryBackend, plan: StressPlan) -> None:
     found = json.loads(msgspec.json.encode(await measure(memory, plan)))
     shown = (report_module.__doc__ or "").partition("    {\n")[2].partition("\n    }\n")[0]
     top, nested = (
@@ -265,27 +267,27 @@ async def test_the_report_has_the_fields_that_its_schema_names(memory: MemoryBac
         without_values = re.sub(r"\{[^}]*\}?", "{}", body)
         assert set(re.findall(r'"(\w+)": ', without_values)) == set(found[name][0]), name
     assert found["schema"] == 1
-    assert msgspec.json.decode(msgspec.json.encode(found), type=Report).url == found["url"]
+    assert msgspec.json.decode(msgspec.json.encode(found), type=StressReport).url == found["url"]
 
 
-Refused = Callable[[], Plan]
+Refused = Callable[[], StressPlan]
 
 
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Plan(sizes=()), "--sizes: give at least one"),
-        (lambda: Plan(sizes=(0,)), "--sizes 0: give at least 1"),
-        (lambda: Plan(sizes=(2, 1)), "lowest first"),
-        (lambda: Plan(sizes=(1, 1)), "different"),
-        (lambda: Plan(concurrency=(0,)), "--concurrency 0: give at least 1 and at most 256"),
-        (lambda: Plan(concurrency=(1000,)), "at most 256"),
-        (lambda: Plan(seconds=0), "--seconds 0"),
-        (lambda: Plan(seconds=float("nan")), "--seconds nan"),
-        (lambda: Plan(most_bytes=1), "--bytes 1"),
-        (lambda: Plan(most_bytes=2 << 20), "--bytes allows 2097152 in one point"),
-        (lambda: Plan(soak_s=-1), "--soak -1"),
-        (lambda: Plan(faults=0.31), "--faults 0.31: give a fraction of the calls, from 0 to 0.3"),
+        (lambda: StressPlan(sizes=()), "--sizes: give at least one"),
+        (lambda: StressPlan(sizes=(0,)), "--sizes 0: give at least 1"),
+        (lambda: StressPlan(sizes=(2, 1)), "lowest first"),
+        (lambda: StressPlan(sizes=(1, 1)), "different"),
+        (lambda: StressPlan(concurrency=(0,)), "--concurrency 0: give at least 1 and at most 256"),
+        (lambda: StressPlan(concurrency=(1000,)), "at most 256"),
+        (lambda: StressPlan(seconds=0), "--seconds 0"),
+        (lambda: StressPlan(seconds=float("nan")), "--seconds nan"),
+        (lambda: StressPlan(most_bytes=1), "--bytes 1"),
+        (lambda: StressPlan(most_bytes=2 << 20), "--bytes allows 2097152 in one point"),
+        (lambda: StressPlan(soak_s=-1), "--soak -1"),
+        (lambda: StressPlan(faults=0.31), "--faults 0.31: give a fraction of the calls, from 0 to 0.3"),
     ],
 )
 def test_a_plan_that_cannot_be_carried_out_is_refused_by_its_option(make: Refused, says: str) -> None:

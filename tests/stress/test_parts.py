@@ -14,7 +14,7 @@ from aiockpt.storage.backend import Seen
 from aiockpt.stress.lab import size_text
 from aiockpt.stress.meter import percentile
 from aiockpt.stress.moving import WINDOW_BYTES, read_file, write_file
-from aiockpt.stress.payload import Content, new_buffer
+from aiockpt.stress.payload import Payload, new_buffer
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.stress.conftest import names_in
 
@@ -36,7 +36,7 @@ def test_of_nothing_there_is_no_percentile() -> None:
 
 
 def test_blocks_differ_from_their_neighbours_and_from_the_same_block_of_other_files() -> None:
-    content = Content(0, BLOCK)
+    content = Payload(0, BLOCK)
     block = bytes(content.block(3, 4, BLOCK))
     for file, number in ((3, 3), (3, 5), (2, 4), (4, 4), (0, 0)):
         assert not content.is_block(file, number, memoryview(block))
@@ -44,7 +44,7 @@ def test_blocks_differ_from_their_neighbours_and_from_the_same_block_of_other_fi
 
 
 def test_objects_differ_and_have_just_their_size() -> None:
-    content = Content(0, BLOCK)
+    content = Payload(0, BLOCK)
     documents = {content.document(number, 4096) for number in range(3000)}
     assert len(documents) == 3000
     assert {len(document) for document in documents} == {4096}

@@ -11,8 +11,8 @@ from aiockpt.backends.memory import MemoryBackend
 from aiockpt.errors import ObjectNotFoundError
 from aiockpt.storage.backend import Backend, Listing, Stat
 from aiockpt.stress.measure import measure
-from aiockpt.stress.plan import Plan
-from aiockpt.stress.report import Report, Soak
+from aiockpt.stress.plan import StressPlan
+from aiockpt.stress.report import Soak, StressReport
 from aiockpt.stress.soak_faults import DrawnFaults
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.stress.conftest import changed
@@ -21,17 +21,19 @@ SOAK_S = 1.0
 
 
 @pytest.fixture
-def soak_plan() -> Plan:
-    return Plan(sizes=(5000,), concurrency=(4,), seconds=0.01, most_bytes=8 << 20, soak_s=SOAK_S, faults=0.2, seed=7)
+def soak_plan() -> StressPlan:
+    return StressPlan(
+        sizes=(5000,), concurrency=(4,), seconds=0.01, most_bytes=8 << 20, soak_s=SOAK_S, faults=0.2, seed=7
+    )
 
 
-async def soaked(backend: Backend, plan: Plan) -> tuple[Report, Soak]:
+async def soaked(backend: Backend, plan: StressPlan) -> tuple[StressReport, Soak]:
     report = await measure(backend, plan)
     assert report.soak is not None
     return report, report.soak
 
 
-async def test_every_fault_that_can_be_mended_is(memory: MemoryBackend, soak_plan: Plan) -> None:
+async def test_every_fault_that_can_be_mended_is(memory: MemoryBackend, soak_plan: StressPlan) -> None:
     report, found = await soaked(memory, soak_plan)
     assert report.problems == []
     assert found.wrong == []
@@ -44,21 +46,21 @@ async def test_every_fault_that_can_be_mended_is(memory: MemoryBackend, soak_pla
     assert met == {"fail", "lose_answer", "flip"}
 
 
-async def test_without_faults_nothing_is_retried(memory: MemoryBackend, soak_plan: Plan) -> None:
+async def test_without_faults_nothing_is_retried(memory: MemoryBackend, soak_plan: StressPlan) -> None:
     _, found = await soaked(memory, msgspec.structs.replace(soak_plan, faults=0.0))
     assert found.injected == {}
     assert found.retried == found.reread == 0
 
 
 @pytest.mark.parametrize("verb", ["upload.write", "put", "put_new"])
-async def test_damage_in_the_storage_is_found(memory: MemoryBackend, soak_plan: Plan, verb: str) -> None:
+async def test_damage_in_the_storage_is_found(memory: MemoryBackend, soak_plan: StressPlan, verb: str) -> None:
     damaging = FaultyBackend(memory, [Fault(do="flip", verb=verb, match="*/soak/*", times=None, bit=999)])
     report, found = await soaked(damaging, soak_plan)
     assert any("not what was written" in problem for problem in found.wrong)
     assert len(report.problems) >= len(found.wrong)
 
 
-async def test_an_object_that_vanished_is_found(memory: MemoryBackend, soak_plan: Plan) -> None:
+async def test_an_object_that_vanished_is_found(memory: MemoryBackend, soak_plan: StressPlan) -> None:
     async def put(key: str, data: bytes) -> None:
         if "/soak/" not in key:
             await memory.put(key, data)
@@ -67,12 +69,12 @@ async def test_an_object_that_vanished_is_found(memory: MemoryBackend, soak_plan
     assert any("is missing" in problem for problem in found.wrong)
 
 
-async def test_a_create_that_replaces_is_found(memory: MemoryBackend, soak_plan: Plan) -> None:
+async def test_a_create_that_replaces_is_found(memory: MemoryBackend, soak_plan: StressPlan) -> None:
     _, found = await soaked(changed(memory, put_new=memory.put), soak_plan)
     assert any("was created twice" in problem for problem in found.wrong)
 
 
-async def test_a_list_that_lacks_an_object_is_found(memory: MemoryBackend, soak_plan: Plan) -> None:
+async def test_a_list_that_lacks_an_object_is_found(memory: MemoryBackend, soak_plan: StressPlan) -> None:
     async def list_some(prefix: str) -> Listing:
         found = await memory.list(prefix)
         return Listing(found.objects[1:], found.folders) if prefix.endswith("/objects") else found
@@ -81,12 +83,12 @@ async def test_a_list_that_lacks_an_object_is_found(memory: MemoryBackend, soak_
     assert any("a list lacks 1 of" in problem for problem in report.wrong)
 
 
-async def measure_unclean(backend: Backend, plan: Plan) -> Soak:
+async def measure_unclean(backend: Backend, plan: StressPlan) -> Soak:
     """Measure a place whose lists lie, so that the clean-up is deceived too; keep what the soak found."""
     return (await soaked(backend, plan))[1]
 
 
-async def test_a_deleted_file_that_is_found_is_found(memory: MemoryBackend, soak_plan: Plan) -> None:
+async def test_a_deleted_file_that_is_found_is_found(memory: MemoryBackend, soak_plan: StressPlan) -> None:
     async def stat(key: str) -> Stat:
         try:
             return await memory.stat(key)
@@ -99,7 +101,7 @@ async def test_a_deleted_file_that_is_found_is_found(memory: MemoryBackend, soak
     assert any("was deleted and is there" in problem for problem in found.wrong)
 
 
-async def test_calls_that_no_retry_mends_are_problems_by_class(memory: MemoryBackend, soak_plan: Plan) -> None:
+async def test_calls_that_no_retry_mends_are_problems_by_class(memory: MemoryBackend, soak_plan: StressPlan) -> None:
     full = FaultyBackend(memory, [Fault(do="fail", verb="create", match="*/soak/*", times=None, error=28)])
     report, found = await soaked(full, soak_plan)
     assert set(found.errors) == {"full"}

@@ -11,7 +11,7 @@ import anyio
 import typer
 
 from aiockpt.cli import show
-from aiockpt.cli.commands.help import App, Group
+from aiockpt.cli.commands.help import App, CommandGroup
 from aiockpt.errors import UsageError
 from aiockpt.format.names import parse_step
 
@@ -25,7 +25,7 @@ DAMAGED, WRONG_CALL, STORAGE_FAILED = 1, 2, 3
 
 app = App(
     name="aiockpt",
-    cls=Group,
+    cls=CommandGroup,
     help="Look into checkpoints, check them, tidy them.",
     epilog="Exit status: 0 all right · 1 damaged, or different · 2 the call was wrong · 3 the storage failed",
     no_args_is_help=True,

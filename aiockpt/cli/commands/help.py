@@ -71,7 +71,7 @@ class Command(TyperCommand):
             return super().parse_args(ctx, args)
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """The command of all commands, with help of the same kind."""
 
     def get_params(self, ctx: Any) -> Any:

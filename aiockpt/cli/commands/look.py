@@ -24,7 +24,7 @@ from aiockpt.errors import UsageError
 
 if TYPE_CHECKING:
     from aiockpt.checkpointer import Checkpointer
-    from aiockpt.cli.diff import Change
+    from aiockpt.cli.diff import LeafChange
     from aiockpt.cli.outcomes import Check
     from aiockpt.storage.backend import Backend
 
@@ -126,7 +126,7 @@ def diff(
         raise typer.Exit(DAMAGED)
 
 
-async def _diff(backend: Backend, one: int, two: int, quiet: bool) -> list[Change]:
+async def _diff(backend: Backend, one: int, two: int, quiet: bool) -> list[LeafChange]:
     from aiockpt.cli.diff import diff_steps, tensor_bytes
     from aiockpt.cli.reading import open_step
     from aiockpt.cli.survey import find_committed

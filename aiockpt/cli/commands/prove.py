@@ -83,7 +83,7 @@ def prove(
     The script needs no change. Its checkpoints go to a scratch folder: those it has are neither read nor touched. Exit
     status 0: certified; 1: the resumed run is another one, and the first difference is named; 2: nothing could be shown.
     """
-    from aiockpt.cli.proof_display import Display, show_certificate
+    from aiockpt.cli.proof_display import ProofDisplay, show_certificate
     from aiockpt.prove.proof import Proof, certify
     from aiockpt.runtime.signals import Interrupted, ended_by_signals
 
@@ -98,7 +98,7 @@ def prove(
         loss=loss,
     )
     try:
-        with ended_by_signals(), Display(command) as display:
+        with ended_by_signals(), ProofDisplay(command) as display:
             found = certify(command, how, folder=folder, tick=display.tick, told=display.told)
     except Interrupted as interruption:
         raise typer.Exit(BY_SIGNAL + interruption.number) from None

@@ -78,9 +78,9 @@ def bench(
     It works in a folder of its own that is removed at the end, also after control-C. Exit status 1: something is wrong.
     """
     from aiockpt.cli.bench import Outputs, parse_bytes, parse_count, parse_list, run_bench
-    from aiockpt.stress.plan import Plan
+    from aiockpt.stress.plan import StressPlan
 
-    plan = Plan(
+    plan = StressPlan(
         sizes=parse_list("--sizes", sizes, parse_bytes),
         concurrency=parse_list("--concurrency", concurrency, parse_count),
         seconds=seconds,
