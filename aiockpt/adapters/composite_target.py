@@ -26,7 +26,6 @@ from aiockpt.adapters.composite_nodes import (
 from aiockpt.adapters.composites import (
     SUBCLASS,
     Parts,
-    class_name,
     in_words,
     is_composite,
     replace_content,
@@ -37,6 +36,7 @@ from aiockpt.adapters.matcher import Matcher
 from aiockpt.adapters.tensors import dtype_code, is_plain
 from aiockpt.errors import StateMismatchError
 from aiockpt.format.names import join_name
+from aiockpt.state.codecs import class_name
 from aiockpt.state.tree import TAG, Node, Path, damaged
 
 Thunk = Callable[[], Any]

@@ -22,7 +22,7 @@ from aiockpt.adapters.dtensors import is_dtensor, local_of
 from aiockpt.adapters.sharded_tensors import is_sharded_tensor
 from aiockpt.adapters.tensors import ORDINARY
 from aiockpt.errors import kind_in_words
-from aiockpt.state.codecs import DEFAULT_CODECS
+from aiockpt.state.codecs import DEFAULT_CODECS, class_name
 
 SUBCLASS, QUANTIZED, SPARSE = "subclass", "quantized", "sparse"
 KINDS = (SUBCLASS, QUANTIZED, SPARSE)
@@ -76,11 +76,6 @@ def is_composite(tensor: object) -> bool:
 def has_own_bytes(value: object) -> TypeGuard[torch.Tensor]:
     """Return whether *value* is a tensor that is not made of others."""
     return isinstance(value, torch.Tensor) and not is_composite(value)
-
-
-def class_name(cls: type) -> str:
-    """Return the name under which a class stands in checkpoints."""
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def take_apart(tensor: Any) -> Parts:

@@ -22,6 +22,7 @@ from aiockpt.adapters.made import OWN_KINDS, Made, Need, NeedFinder, ValueTensor
 from aiockpt.adapters.overlaps import separate
 from aiockpt.adapters.plain_values import ValueMatch, has_named_parts, in_words, same_content
 from aiockpt.adapters.refill import Filling, refill
+from aiockpt.adapters.refusal import asking
 from aiockpt.adapters.rename import Rename, Renaming, near, near_key
 from aiockpt.adapters.stored import FoundNode, Stored, find_flat, find_node, members_of
 from aiockpt.adapters.tensors import facts_of, hold, is_spread, memory_key, shards_of
@@ -177,21 +178,24 @@ class Matcher:
         node = None if found is None else found.node
         return node if type(node) is dict and node.get(TAG) == kind else None
 
-    def refill(self, path: Path, here: Any, node: Node) -> Callable[[], Any] | None:
+    def refill(self, path: Path, here: Any, node: Node, *, by_key: bool = True) -> Callable[[], Any] | None:
         """Have the plain value *here* become what *node* says; return what does it, and gives what takes its place.
 
         It is to be called in a step (`later`). None, and a note, where it does not fit.
+
+        Args:
+            by_key: whether it has a key of its own; any value fits in the place of one that has not.
 
         Raises:
             ManifestError, UsageError: as `Decoder.decode`.
         """
         match = ValueMatch(self, self._codecs, path)
-        match.meet(here, node, path)
+        match.meet(here, node, path, by_key=by_key)
         if (problem := match.problem()) is not None:
             self.mismatch(path, problem)
             return None
         decode = self._ask_for_value(path, node, match)
-        return lambda: refill(here, decode(), self._filling)
+        return lambda: refill(here, decode(), self._filling, by_key=by_key)
 
     def value(self, path: Path, node: Node, template: Any = None, *, fresh: bool = False) -> Callable[[], Any]:
         """Ask for what a node needs; return what gives its value in a step (`later`). Any value fits.
@@ -205,13 +209,7 @@ class Matcher:
         """
         if fresh:
             return self._fresh_value(path, node, template)
-        match = ValueMatch(self, self._codecs, path)
-        match.meet(template, node, path, by_key=False)
-        if (problem := match.problem()) is not None:
-            self.mismatch(path, problem)
-            return lambda: template
-        decode = self._ask_for_value(path, node, match)
-        return lambda: refill(template, decode(), self._filling, by_key=False)
+        return self.refill(path, template, node, by_key=False) or (lambda: template)
 
     def _ask_for_value(self, path: Path, node: Node, match: ValueMatch) -> Callable[[], Any]:
         for told in match.told:
@@ -505,6 +503,24 @@ class Matcher:
         """
         self._may_refuse = self._may_refuse or may_refuse
         (self._last_steps if last else self._steps).append(step)
+
+    def hand_over(
+        self,
+        owner: object,
+        path: Path,
+        take: Callable[[Any], object],
+        state: Callable[[], Any],
+        *,
+        last: bool = False,
+        may_refuse: bool = True,
+    ) -> None:
+        """Have *owner*, at *path* of the state, ``take`` what *state* gives in a step; the flags are those of `later`."""
+
+        def step() -> None:
+            with asking(owner, path, self.stored.where):
+                take(state())
+
+        self.later(step, last=last, may_refuse=may_refuse)
 
     def finish(self) -> LoadTarget:
         """Return the target.

@@ -46,11 +46,11 @@ from aiockpt.adapters.module import (
 )
 from aiockpt.adapters.optimizer_forms import tensor_names
 from aiockpt.adapters.refusal import asking
-from aiockpt.adapters.stored import children
+from aiockpt.adapters.stored import is_tensor_node, members_of
 from aiockpt.adapters.tensors import dtype_code, is_plain, is_spread
 from aiockpt.format.dtypes import torch_name
 from aiockpt.format.names import join_name, split_name
-from aiockpt.state.tree import TAG, Node, Path
+from aiockpt.state.tree import Node, Path
 
 _WHOLE = "it has its own load_state_dict()"
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -87,14 +87,15 @@ def _open_source(path: Path, matcher: Matcher) -> _SavedModule:
     if node is not None:
         return _SavedModule(path, name, {}, node.get("values", {}), node.get(METADATA, {}))
     found = matcher.find(path)
-    saved = {} if found is None else children(found.node)
+    parts = {} if found is None else members_of(found.node)
+    saved = {key: node for key, node in parts.items() if type(key) is str}
     start = len(split_name(name))
     below_it = (split_name(other)[start:] for other in matcher.left_out_below(name))
     all_keys = {**saved, **{str(parts[0]): None for parts in below_it if "." in str(parts[0])}}
     if not all_keys:
         return _SavedModule(path, name, {}, {}, None)
     keys = {_bare_key(key, all_keys): key for key in all_keys if type(key) is str}
-    values = {bare: saved[key] for bare, key in keys.items() if key in saved and not _is_tensor(saved[key])}
+    values = {bare: saved[key] for bare, key in keys.items() if key in saved and not is_tensor_node(saved[key])}
     return _SavedModule(path, name, keys, values, None)
 
 
@@ -107,10 +108,6 @@ def _bare_key(key: str, all_keys: Mapping[Any, Any]) -> str:
 
 def _is_wrapped(key: object) -> bool:
     return str(key).startswith((f"{_DATA_PARALLEL}.", f"_orig_mod.{_DATA_PARALLEL}."))
-
-
-def _is_tensor(node: Node) -> bool:
-    return type(node) is dict and node.get(TAG) == "tensor"
 
 
 def load_module(module: nn.Module, path: Path, slices: Slices, matcher: Matcher) -> None:
@@ -160,14 +157,8 @@ def _load_extra(member: nn.Module, path: Path, source: _SavedModule, matcher: Ma
         if not matcher.stays(name, stored=source.stored_name(name, matcher)):
             matcher.miss(name)
         return
-    value = matcher.value(name, node)
     matcher.leave(source.stored_name(name, matcher))
-
-    def apply() -> None:
-        with asking(member, path, matcher.stored.where):
-            member.set_extra_state(value())
-
-    matcher.later(apply, may_refuse=True)
+    matcher.hand_over(member, path, member.set_extra_state, matcher.value(name, node))
 
 
 class _OwnLoad:

@@ -24,7 +24,7 @@ from aiockpt.adapters.composites import has_own_bytes
 from aiockpt.adapters.index import Index
 from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.optimizer_forms import NAMES
-from aiockpt.adapters.optimizer_groups import class_name, default_keys
+from aiockpt.adapters.optimizer_groups import default_keys
 from aiockpt.adapters.optimizer_parts import Form, Owner, Placed, StateParts, digest_of
 from aiockpt.adapters.run import Run
 from aiockpt.adapters.tensors import is_spread
@@ -32,6 +32,7 @@ from aiockpt.adapters.watch import Watch
 from aiockpt.adapters.zero import keeper_of
 from aiockpt.errors import kind_in_words
 from aiockpt.format.names import join_name, split_name
+from aiockpt.state.codecs import class_name
 from aiockpt.state.tree import TAG, Node, Path, refuse
 
 Keep = Callable[[Path, torch.Tensor, FlatRange | None], None]

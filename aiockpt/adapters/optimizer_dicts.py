@@ -15,7 +15,16 @@ from typing import Any
 import msgspec
 
 from aiockpt.adapters.matcher import Matcher
-from aiockpt.adapters.optimizer_forms import NAMES, Id, SavedOptimizer, is_form, pair_up, read_form, tensor_names
+from aiockpt.adapters.optimizer_forms import (
+    NAMES,
+    Id,
+    SavedOptimizer,
+    has_numbers,
+    is_form,
+    pair_up,
+    read_form,
+    tensor_names,
+)
 from aiockpt.adapters.optimizer_groups import agreed_values, keys_misfit, state_keys
 from aiockpt.format.names import split_name
 from aiockpt.state.tree import TAG, Node, Path
@@ -28,10 +37,6 @@ class _Template(msgspec.Struct, frozen=True):
     members: list[list[Id]]
     state_keys: set[str]
     flat: bool
-
-    @property
-    def by_numbers(self) -> bool:
-        return any(type(one) is int for some in self.members for one in some)
 
 
 def node_for(here: object, path: Path, matcher: Matcher) -> Node | None:
@@ -92,7 +97,7 @@ def _same_form(template: _Template, saved: SavedOptimizer) -> bool:
     """Return whether the two are dicts of one form, so that nothing is to be written anew."""
     if not saved.is_dict or template.flat != saved.flat:
         return False
-    return template.flat or template.by_numbers == saved.by_numbers
+    return template.flat or has_numbers(template.members) == saved.by_numbers
 
 
 def _misfit(template: _Template, saved: SavedOptimizer, pairs: Mapping[Id, Id]) -> str | None:

@@ -58,7 +58,7 @@ class SavedOptimizer(msgspec.Struct, frozen=True):
     @property
     def by_numbers(self) -> bool:
         """Whether parameters have numbers, and no names."""
-        return any(type(one) is int for some in self.members for one in some)
+        return has_numbers(self.members)
 
     def group_of(self) -> dict[Id, int]:
         """Return the number of each parameter's group."""
@@ -127,6 +127,11 @@ def read_form(node: Node, path: Path) -> SavedOptimizer | None:
     if items is None:
         return None
     return _read_dict(items) if items.keys() == {"state", "param_groups"} else _read_flat(items)
+
+
+def has_numbers(members: Iterable[Iterable[Id]]) -> bool:
+    """Return whether the parameters of groups have numbers, and no names."""
+    return any(type(one) is int for some in members for one in some)
 
 
 def is_form(value: object) -> bool:
@@ -200,7 +205,7 @@ def pair_up(members: Sequence[Sequence[Id]], saved: SavedOptimizer, *, flat: boo
     """
     here = [one for some in members for one in some]
     there = [one for some in saved.members for one in some]
-    if saved.by_numbers or any(type(one) is int for one in here):
+    if saved.by_numbers or has_numbers(members):
         groups_differ = list(map(len, members)) != list(map(len, saved.members))
         if len(here) != len(there) or (groups_differ and not (flat or saved.flat)):
             return {}

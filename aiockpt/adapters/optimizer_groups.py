@@ -19,14 +19,11 @@ import msgspec
 from torch.optim import Optimizer
 
 from aiockpt.adapters.optimizer_forms import Id, SavedOptimizer
+from aiockpt.adapters.stored import is_tensor_node
+from aiockpt.state.codecs import class_name
 from aiockpt.state.tree import TAG, Node
 
 HOW_TO_STEP = ("foreach", "fused", "capturable", "differentiable")
-
-
-def class_name(cls: type) -> str:
-    """Return what a class is called in checkpoints."""
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def default_keys(optimizer: Optimizer) -> list[str]:
@@ -126,4 +123,4 @@ def _plain(node: Node, same_tensor: Callable[[str], str]) -> bytes:
 
 
 def _show(node: Node) -> str:
-    return "a tensor" if type(node) is dict and node.get(TAG) == "tensor" else f"{node!r:.40}"
+    return "a tensor" if is_tensor_node(node) else f"{node!r:.40}"

@@ -24,6 +24,7 @@ from aiockpt.adapters.optimizer import is_plain, name_members, state_path, view_
 from aiockpt.adapters.optimizer_forms import Id, SavedOptimizer, pair_up, read_form, tensor_names
 from aiockpt.adapters.optimizer_groups import agreed_values, class_misfit
 from aiockpt.adapters.optimizer_parts import Form, Owner, form_of
+from aiockpt.adapters.stored import is_tensor_node
 from aiockpt.adapters.tensors import may_spread
 from aiockpt.adapters.zero import keeper_of
 from aiockpt.format.dtypes import torch_name
@@ -190,7 +191,7 @@ def _want_state(match: OptimizerMatch, path: Path, owner: Owner, group: Mapping[
         place = state_path(match.path, path, key)
         if not matcher.selects(place):
             continue
-        if type(node) is dict and node.get(TAG) == "tensor":
+        if is_tensor_node(node):
             like = device_for(owner.parameter, key, group)
             beside = matcher.stored_name(path)
             tensor = _want_tensor(match, owner, match.ids[path], key, node["name"], place, live.get(key), like, beside)

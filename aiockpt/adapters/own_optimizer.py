@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 from aiockpt.adapters.dtensors import dtensor_placed, is_dtensor, local_of, placements_of
 from aiockpt.adapters.optimizer import is_plain
 from aiockpt.adapters.optimizer_forms import NAMES
-from aiockpt.adapters.optimizer_groups import HOW_TO_STEP, class_name
+from aiockpt.adapters.optimizer_groups import HOW_TO_STEP
 from aiockpt.adapters.optimizer_target import set_value
 from aiockpt.adapters.rng import PerRank
 from aiockpt.adapters.zero import keeper_of
+from aiockpt.state.codecs import class_name
 from aiockpt.state.layout import axes_in_memory
 from aiockpt.state.tree import refuse
 

@@ -20,6 +20,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from aiockpt.state.codecs import class_name
+
 _FUNCTIONS = (
     types.FunctionType,
     types.BuiltinFunctionType,
@@ -56,26 +58,26 @@ def take_state(value: Any, state: Any) -> None:
 
 def scheduler_class(value: Any) -> str | None:
     """Return what the class of a scheduler is called in checkpoints; None for another object."""
-    return f"{type(value).__module__}.{type(value).__qualname__}" if isinstance(value, LRScheduler) else None
+    return class_name(type(value)) if isinstance(value, LRScheduler) else None
 
 
-def scheduler_misfit(value: Any, class_name: object, keys: Collection[str]) -> str | None:
+def scheduler_misfit(value: Any, saved_by: object, keys: Collection[str]) -> str | None:
     """Return in words why a scheduler cannot go on with what another one saved, or None.
 
     Args:
-        class_name: which saved it; None where nobody says.
+        saved_by: the class that did; None where nobody says.
         keys: of its state.
     """
     if not isinstance(value, LRScheduler):
         return None
-    names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(value).__mro__}
+    names = set(map(class_name, type(value).__mro__))
     state = give_state(value)
-    if class_name in names or not isinstance(state, Mapping):
+    if saved_by in names or not isinstance(state, Mapping):
         return None
     own, theirs = set(state), set(keys)
     if not (own - theirs and theirs - own):
         return None
-    there = class_name.rpartition(".")[2] if isinstance(class_name, str) else "a scheduler of another class"
+    there = saved_by.rpartition(".")[2] if isinstance(saved_by, str) else "a scheduler of another class"
     return (
         f"{type(value).__qualname__} in the state (with {_words(own - theirs)}), {there} in the checkpoint (with "
         f"{_words(theirs - own)})"

@@ -107,11 +107,9 @@ def find_flat(tree: Node, name: str) -> FoundNode | None:
     return FoundNode(tree[name]) if isinstance(tree, Mapping) and name in tree else None
 
 
-def children(node: Node) -> Mapping[str, Node]:
-    """Return what a dict has under its text keys; nothing for any other node."""
-    if type(node) is dict and TAG not in node:
-        return node
-    return {key: child for key, child in _pairs_of(node) if type(key) is str}
+def is_tensor_node(node: Node) -> bool:
+    """Return whether a node stands for a tensor that is not made of others."""
+    return type(node) is dict and node.get(TAG) == "tensor"
 
 
 def members_of(node: Node) -> Mapping[Any, Node]:

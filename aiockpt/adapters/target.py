@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,11 +25,10 @@ from aiockpt.adapters.optimizer_forms import pairs_of, read_node
 from aiockpt.adapters.optimizer_target import load_optimizer
 from aiockpt.adapters.own_optimizer import OwnOptimizer, of_this_rank
 from aiockpt.adapters.plain_values import name_of_node
-from aiockpt.adapters.refusal import asking
 from aiockpt.adapters.rename import Rename
 from aiockpt.adapters.rng import RNG, derive_state
 from aiockpt.adapters.schedulers import give_state, scheduler_misfit, take_state
-from aiockpt.adapters.stored import Stored
+from aiockpt.adapters.stored import Stored, is_tensor_node
 from aiockpt.adapters.tensors import may_spread
 from aiockpt.errors import UsageError, kind_in_words
 from aiockpt.format.names import join_name
@@ -160,13 +160,7 @@ def _load_stateful(value: Any, path: Path, matcher: Matcher) -> None:
         matcher.mismatch(path, misfit)
         return
     template = give_state(value) if may_spread() else None
-    state = matcher.value(path, node, template, fresh=True)
-
-    def apply() -> None:
-        with asking(value, path, matcher.stored.where):
-            take_state(value, state())
-
-    matcher.later(apply, may_refuse=True)
+    matcher.hand_over(value, path, partial(take_state, value), matcher.value(path, node, template, fresh=True))
 
 
 def _find_object(path: Path, kind: str, why_whole: str, matcher: Matcher) -> dict[str, Any] | None:
@@ -197,13 +191,10 @@ def _load_own(value: Any, path: Path, matcher: Matcher) -> None:
         matcher.miss(path, _why_none(path, matcher))
         return
     if kind_of(holder) in ("stateful", "per_rank"):
-        state = matcher.value(path, found.node)
-
-        def apply() -> None:
-            with asking(holder, path, matcher.stored.where):
-                holder.load_state_dict(state())
-
-        matcher.later(apply, last=isinstance(holder, RNG), may_refuse=isinstance(holder, OwnOptimizer))
+        state, may_refuse = matcher.value(path, found.node), isinstance(holder, OwnOptimizer)
+        matcher.hand_over(
+            holder, path, holder.load_state_dict, state, last=isinstance(holder, RNG), may_refuse=may_refuse
+        )
     elif (own := matcher.refill(path, holder, found.node)) is not None:
         matcher.later(lambda: setattr(value, "value", own()))
 
@@ -342,10 +333,6 @@ def _read_optimizer(node: Mapping[str, Any], path: Path, decoder: Decoder) -> di
     state = {
         owner: plain
         for owner, entry in saved.state.items()
-        if (plain := {key: decoder.decode(node, path) for key, node in entry.items() if not _is_tensor(node)})
+        if (plain := {key: decoder.decode(node, path) for key, node in entry.items() if not is_tensor_node(node)})
     }
     return {"groups": groups, "state": state}
-
-
-def _is_tensor(node: Any) -> bool:
-    return type(node) is dict and node.get(TAG) == "tensor"

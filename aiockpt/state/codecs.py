@@ -23,6 +23,11 @@ from aiockpt.errors import UsageError
 T = TypeVar("T")
 
 
+def class_name(cls: type) -> str:
+    """Return the name under which a class stands in checkpoints."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 class Codec(msgspec.Struct, frozen=True):
     """One class: its name in checkpoints, how it becomes plain values, and how it comes back."""
 
