@@ -28,7 +28,7 @@ import anyio
 from aiockpt.backends.fsspec_files import FsspecReader, FsspecStream
 from aiockpt.backends.fsspec_place import (
     Create,
-    Place,
+    FsspecPlace,
     create_by_open,
     create_by_pipe,
     create_unsafely,
@@ -88,7 +88,7 @@ class FsspecBackend:
         # Files of fsspec's memory are one object for all who open them, with one position: one call at a time.
         self._calls = Limiter("fsspec calls", 1 if self._protocol == "memory" else _CALLS)
         self._preparing = anyio.Lock()
-        self._found: Place | None = None
+        self._found: FsspecPlace | None = None
         self._tried = False
         self._create: Create | None = None
 
@@ -161,7 +161,7 @@ class FsspecBackend:
         create = "untried" if self._create is None else self._create.__name__
         return f"<FsspecBackend {self._url!r} {create}>"
 
-    async def _place(self) -> Place:
+    async def _place(self) -> FsspecPlace:
         """Return the place; connect to it first."""
         async with self._preparing:
             if self._found is None:
@@ -169,12 +169,12 @@ class FsspecBackend:
                     self._found = await run_blocking(self._calls, self._connect)
             return self._found
 
-    def _connect(self) -> Place:
+    def _connect(self) -> FsspecPlace:
         fs, root = fsspec.core.url_to_fs(self._true_url, **self._options)
         remove_folder = fs.rmdir
         if self._kind.rmdir is fsspec.AbstractFileSystem.rmdir and hasattr(fs, "_rmdir"):
             remove_folder = fsspec.asyn.sync_wrapper(fs._rmdir, obj=fs)  # fsspec's list of verbs to wrap forgot it
-        return Place(fs, root, remove_folder)
+        return FsspecPlace(fs, root, remove_folder)
 
     async def _exclusive_create(self) -> Create:
         """Return what creates files here; find it out first, once: luck in a second race would prove nothing.
@@ -194,7 +194,7 @@ class FsspecBackend:
             )
         return self._create
 
-    async def _find_create(self, place: Place) -> Create | None:
+    async def _find_create(self, place: FsspecPlace) -> Create | None:
         """Return what creates files exclusively, or what is allowed instead, if anything."""
         ways = [create_by_open]
         if self._kind.pipe_file is not fsspec.AbstractFileSystem.pipe_file:  # that one looks first and writes then
@@ -216,7 +216,7 @@ class FsspecBackend:
     def _not_exclusive(self) -> str:
         return f"{self._url}: this file system of fsspec ({self._kind.__name__}) cannot create a file exclusively"
 
-    async def _is_exclusive(self, place: Place, way: Create) -> bool:
+    async def _is_exclusive(self, place: FsspecPlace, way: Create) -> bool:
         """Let threads race to create one file; return whether exactly one won and its bytes are there.
 
         Raises:

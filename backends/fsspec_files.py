@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 import anyio
 
 from aiockpt.backends.buffers import Buffers, check_range, ends_early
-from aiockpt.backends.fsspec_place import Create, FsspecFile, Place, fsspec_errors
+from aiockpt.backends.fsspec_place import Create, FsspecFile, FsspecPlace, fsspec_errors
 from aiockpt.errors import StorageError, UsageError
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.storage.backend import Seen
@@ -22,7 +22,7 @@ _PIECE_BYTES = 16 << 20
 class FsspecStream:
     """The bytes of one data file on their way into a file; see `aiockpt.backends.in_order.ByteSink`."""
 
-    def __init__(self, place: Place, key: str, limiter: Limiter) -> None:
+    def __init__(self, place: FsspecPlace, key: str, limiter: Limiter) -> None:
         self._place = place
         self._key = key
         self._limiter = limiter
@@ -73,7 +73,7 @@ class FsspecStream:
 class FsspecReader:
     """An object opened for ranged reads; see `aiockpt.storage.backend.Reader`. Each read has a file of its own."""
 
-    def __init__(self, place: Place, key: str, size: int, limiter: Limiter) -> None:
+    def __init__(self, place: FsspecPlace, key: str, size: int, limiter: Limiter) -> None:
         self._place = place
         self._key = key
         self._size = size

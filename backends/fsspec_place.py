@@ -100,7 +100,7 @@ def _raise_if_taken(fs: FileSystem, path: str) -> None:
         raise FileExistsError("an object of that key exists already")
 
 
-class Place:
+class FsspecPlace:
     """The files below *root* in a file system. Blocking; raises what the file system raises.
 
     Args:

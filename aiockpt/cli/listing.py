@@ -9,7 +9,7 @@ from rich.text import Text
 
 from aiockpt.cli.descent import ABANDONED, CURRENT, draw_lines, find_current, find_predecessors
 from aiockpt.cli.show import ago, columns, count, moment, out, say, size, title
-from aiockpt.cli.survey import Survey, Unfinished
+from aiockpt.cli.survey import Survey, UnfinishedSave
 from aiockpt.pipeline.steps import StepInfo
 
 METRICS_SHOWN = 3
@@ -107,7 +107,7 @@ def _state(step: StepInfo, *, lost_its_parent: bool) -> Text:
     return state
 
 
-def tell_unfinished(root: str, attempt: Unfinished) -> str:
+def tell_unfinished(root: str, attempt: UnfinishedSave) -> str:
     """Say what an attempt without a manifest is, and what to do about it; with markup."""
     what = f"an attempt without a manifest (a-{attempt.attempt}, {size(attempt.bytes)}"
     what += f", last written {ago(attempt.changed_ns)})" if attempt.changed_ns else ")"

@@ -32,7 +32,7 @@ from aiockpt.storage.transfer import walk
 MANIFESTS_AT_ONCE = 8
 
 
-class Unfinished(msgspec.Struct, frozen=True, kw_only=True):
+class UnfinishedSave(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt that no manifest names: a save that runs, one that died, or one that lost against another.
 
     Attributes:
@@ -57,7 +57,7 @@ class Survey(msgspec.Struct, frozen=True):
 
     url: str
     steps: tuple[StepInfo, ...]
-    unfinished: tuple[Unfinished, ...]
+    unfinished: tuple[UnfinishedSave, ...]
 
 
 async def survey(backend: Backend) -> Survey:
@@ -65,7 +65,7 @@ async def survey(backend: Backend) -> Survey:
     entries = await scan(backend)
     slots = anyio.Semaphore(MANIFESTS_AT_ONCE)
     steps: dict[str, StepInfo] = {}
-    unfinished: list[Unfinished] = []
+    unfinished: list[UnfinishedSave] = []
 
     async def look(entry: StepEntry) -> None:
         async with slots:
@@ -81,7 +81,7 @@ async def survey(backend: Backend) -> Survey:
     return Survey(backend.url, tuple(steps[entry.id] for entry in entries if entry.committed), tuple(unfinished))
 
 
-async def find_unfinished(backend: Backend, entry: StepEntry) -> list[Unfinished]:
+async def find_unfinished(backend: Backend, entry: StepEntry) -> list[UnfinishedSave]:
     """Return the attempts at a step that none of its manifests names."""
     if entry.head is not None and entry.attempts == (entry.head.attempt,):
         return []  # the usual step
@@ -97,13 +97,13 @@ async def find_unfinished(backend: Backend, entry: StepEntry) -> list[Unfinished
     return [await _look_at_attempt(backend, entry, attempt, None in named) for attempt in nameless]
 
 
-async def _look_at_attempt(backend: Backend, entry: StepEntry, attempt: str, damaged: bool) -> Unfinished:
+async def _look_at_attempt(backend: Backend, entry: StepEntry, attempt: str, damaged: bool) -> UnfinishedSave:
     receipts = await read_receipts(backend, entry.id, attempt)
     votes = await votes_to_finish(backend, entry, attempt)
     files = [stat async for stat in walk(backend, attempt_folder(entry.id, attempt))]
     first = next(iter(receipts.values()), None)
     missing = None if first is None else tuple(sorted(set(range(first.world_size)) - receipts.keys()))
-    return Unfinished(
+    return UnfinishedSave(
         step=entry.step,
         id=entry.id,
         attempt=attempt,

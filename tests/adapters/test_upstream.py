@@ -100,8 +100,7 @@ def test_the_source_that_an_adapter_relies_on_is_unchanged(source: Callable[...,
 def test_each_private_name_of_others_that_is_used_is_pinned() -> None:
     used = {name for path in files_with_private_names() for name in private_names(path)}
     pinned = BY_WHAT_THEY_DO | {name for _, _, names in SOURCES for name in names}
-    own = {"_observers"}  # of the engine of the nearer place
-    assert used - own == pinned
+    assert used == pinned
 
 
 def test_a_sparse_tensor_gives_what_it_is_made_of_without_summing_it_up() -> None:

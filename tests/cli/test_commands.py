@@ -489,7 +489,7 @@ def test_prune_shows_the_sizes_that_ls_shows(aiockpt_command: Command, made: Pat
 def test_prune_cuts_a_long_list_of_what_stays(
     aiockpt_command: Command, made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aiockpt.cli.outcomes.KEPT_SHOWN", 2)
+    monkeypatch.setattr("aiockpt.cli.results.KEPT_SHOWN", 2)
     shown = aiockpt_command("prune", made).out
     assert "step 100" not in shown
     assert "stays: 3 steps (300, 200, 100) · 1 of them not shown above" in shown

@@ -42,7 +42,7 @@ def prune(
 ) -> None:
     """Delete the steps that no rule keeps, and what dead saves left. Only shows what it would do, unless --yes."""
     from aiockpt.cli.given_root import open_place
-    from aiockpt.cli.outcomes import show_pruned
+    from aiockpt.cli.results import show_pruned
     from aiockpt.cli.survey import check_metric, measure, survey
     from aiockpt.options import Best, Retention
 
@@ -77,7 +77,7 @@ def remove_steps(
 ) -> None:
     """Remove one step, or the whole run, also what a job left in shared memory. Asks first, unless --yes."""
     from aiockpt.cli.given_root import open_place
-    from aiockpt.cli.outcomes import ask_removal, show_removed
+    from aiockpt.cli.results import ask_removal, show_removed
     from aiockpt.pipeline.removal import plan_removal, remove
 
     if everything == (step is not None):
@@ -94,7 +94,7 @@ def remove_steps(
 def commit(root: Root, as_json: Json = False) -> None:
     """Finish the commits that dead jobs could not: of every save that was written completely and lacks its manifest."""
     from aiockpt.cli.given_root import open_place
-    from aiockpt.cli.outcomes import show_finished
+    from aiockpt.cli.results import show_finished
     from aiockpt.cli.survey import survey
 
     backend = open_place(root)

@@ -25,7 +25,7 @@ from aiockpt.errors import UsageError
 if TYPE_CHECKING:
     from aiockpt.checkpointer import Checkpointer
     from aiockpt.cli.diff import LeafChange
-    from aiockpt.cli.outcomes import Check
+    from aiockpt.cli.results import Check
     from aiockpt.storage.backend import Backend
 
 
@@ -77,7 +77,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Read every block of a step and compare it. Exit status 0: all is as it was saved; 1: it is not."""
-    from aiockpt.cli.outcomes import show_check
+    from aiockpt.cli.results import show_check
 
     steps = chosen_steps(root, step, every) or chosen_steps(root, None, False)
     results = []
@@ -92,7 +92,7 @@ def verify(
 
 
 def _verify_one(ckpt: Checkpointer, step: int, quiet: bool) -> Check:
-    from aiockpt.cli.outcomes import Check
+    from aiockpt.cli.results import Check
     from aiockpt.errors import CorruptionError
 
     try:
@@ -118,7 +118,7 @@ def diff(
 ) -> None:
     """Compare two steps: which tensors and values changed, and by how much. Exit status 1: they differ."""
     from aiockpt.cli.given_root import open_place
-    from aiockpt.cli.outcomes import show_changes
+    from aiockpt.cli.results import show_changes
 
     changes = anyio.run(_diff, open_place(root), one, two, as_json)
     show.json_or(as_json, changes, lambda: show_changes(root, one, two, changes, everything))

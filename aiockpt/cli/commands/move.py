@@ -21,7 +21,7 @@ def copy_steps(
     as_json: Json = False,
 ) -> None:
     """Copy a step to another place, every block compared on the way. Interrupted, it goes on where it was."""
-    from aiockpt.cli.outcomes import show_copied
+    from aiockpt.cli.results import show_copied
 
     steps = reversed(chosen_steps(source, step, every, valid=True))
     copied = []

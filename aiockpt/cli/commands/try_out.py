@@ -24,7 +24,7 @@ def doctor(
     """Say what this file system can do: O_DIRECT, links, flush latency, free space, raw write and read speed."""
     from aiockpt.cli.doctor import REPEATS, examine
     from aiockpt.cli.given_root import local_folder
-    from aiockpt.cli.outcomes import show_diagnosis
+    from aiockpt.cli.results import show_diagnosis
 
     folder = local_folder(root)
     space = shutil.disk_usage(folder)

@@ -19,7 +19,7 @@ from aiockpt.format.names import list_names
 if TYPE_CHECKING:
     from aiockpt.cli.diff import LeafChange
     from aiockpt.cli.doctor import Diagnosis
-    from aiockpt.cli.survey import Unfinished
+    from aiockpt.cli.survey import UnfinishedSave
     from aiockpt.engine.maintenance import Copied, Pruned
     from aiockpt.pipeline.removal import Removal
     from aiockpt.pipeline.steps import StepInfo
@@ -216,7 +216,7 @@ def _removed(found: Removal) -> str:
     return f"{steps} ({size(found.bytes)}){uploads} of {found.url}"
 
 
-def show_finished(root: str, found: Sequence[StepInfo], left: Sequence[Unfinished]) -> None:
+def show_finished(root: str, found: Sequence[StepInfo], left: Sequence[UnfinishedSave]) -> None:
     """Print which commits were finished, and what could not be."""
     for one in found:
         ranks = f" from the receipts of {one.world_size} ranks" if one.world_size > 1 else ""
