@@ -194,15 +194,13 @@ class TestS3(SeaweedSuite):
     pass
 
 
-class TestS3Wrapped(SeaweedSuite):
+class TestS3WithoutChecksumsWrapped(SeaweedSuite):
+    @pytest.fixture
+    def s3(self, s3_url: str, endpoint_url: str) -> S3Backend:
+        return S3Backend(s3_url, endpoint_url=endpoint_url, part_bytes=16 << 20, checksum=None)
+
     @pytest.fixture
     async def backend(self, s3: S3Backend) -> AsyncIterator[Backend]:
         yield RecordingBackend(FaultyBackend(s3))
         assert await s3.leftover_uploads() == ()
         await s3.close()
-
-
-class TestS3WithoutChecksums(SeaweedSuite):
-    @pytest.fixture
-    def s3(self, s3_url: str, endpoint_url: str) -> S3Backend:
-        return S3Backend(s3_url, endpoint_url=endpoint_url, part_bytes=16 << 20, checksum=None)

@@ -218,6 +218,20 @@ def test_dates_are_read_under_any_name_and_type(said: dict[str, Any], expected: 
     assert modified_ns(said) == expected
 
 
+async def test_a_folder_that_goes_while_it_is_listed_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = FsspecBackend(f"file://{tmp_path}/run")
+    await backend.put("a/b", b"x")
+
+    def gone(self: LocalFileSystem, path: str, **options: Any) -> Any:
+        raise FileNotFoundError(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFileSystem, "ls", gone)
+        assert (await backend.list("a")).objects == ()
+    assert [stat.key for stat in (await backend.list("a")).objects] == ["a/b"]
+    await backend.close()
+
+
 async def test_each_kind_of_failure_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = FsspecBackend(f"careless://{tmp_path}/run")
     await backend.put("a", b"1")

@@ -1,4 +1,4 @@
-"""Places that only fsspec knows keep the contract: its memory, local files through it, and a real SFTP server."""
+"""Places that only fsspec knows keep the contract: its memory, local files through it, and, wrapped, a real SFTP server."""
 
 from __future__ import annotations
 
@@ -46,12 +46,6 @@ def sftp_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 def sftp(sftp_port: int) -> FsspecBackend:
     options = {"username": USER, "password": PASSWORD}
     return FsspecBackend(f"sftp://127.0.0.1:{sftp_port}/run{next(_folders)}", storage_options=options)
-
-
-class TestSftp(BackendSuite):
-    @pytest.fixture
-    def backend(self, sftp: FsspecBackend) -> Backend:
-        return sftp
 
 
 class TestSftpWrapped(BackendSuite):
