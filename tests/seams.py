@@ -16,7 +16,7 @@ import aiockpt
 from aiockpt.adapters.native import StateWalker
 from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import Alone
-from aiockpt.engine.job import Call, SaveJob
+from aiockpt.engine.job import SaveCall, SaveJob
 from aiockpt.engine.place import Place
 from aiockpt.engine.snapshotter import Capture
 from aiockpt.format.names import step_id
@@ -106,7 +106,7 @@ def _job_of(save: aiockpt.SaveFuture) -> SaveJob:
 async def give_up_voted(backend: Backend, world: World, step: int, state: Mapping[str, Any]) -> None:
     """Give up, as a rank does that hears of another one's failure, the one attempt at *step* that is there."""
     engine = Engine(InlineLoop("rank", lambda: None), Options(), (), world, Alone())
-    job = SaveJob(engine, Call(step=step), Capture(state=StateWalker().walk(state)))
+    job = SaveJob(engine, SaveCall(step=step), Capture(state=StateWalker().walk(state)))
     job.prepare()
     (attempt,) = (await look_at(backend, step_id(step))).attempts
     await abort_attempt([Place(engine, backend)], job, attempt, RuntimeError("a rank has failed"), untold=None)

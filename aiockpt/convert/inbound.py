@@ -19,7 +19,7 @@ from aiockpt.convert.streaming import write_file
 from aiockpt.engine import maintenance
 from aiockpt.engine.context import Engine
 from aiockpt.engine.destination import Destination
-from aiockpt.engine.job import Call, SaveJob
+from aiockpt.engine.job import SaveCall, SaveJob
 from aiockpt.engine.place import Place
 from aiockpt.engine.save import check_space, committed, write_and_commit
 from aiockpt.engine.snapshotter import Capture
@@ -91,7 +91,7 @@ async def convert_folder(
         )
     async with open_source(folder, request.only) as source:
         state = await run_blocking(engine.state_work, _describe, source, path, request)
-        call = Call(step=request.step, user={"converted_from": _place_alone(folder.url)})
+        call = SaveCall(step=request.step, user={"converted_from": _place_alone(folder.url)})
         job = SaveJob(engine, call, Capture(state=state))
         job.plan = await run_blocking(engine.state_work, engine.plan, state)
         planned = Inbound(source.files, state, join_name(path), job.plan.file_bytes, None)

@@ -14,7 +14,7 @@ import anyio
 import msgspec
 
 from aiockpt.engine.context import Engine
-from aiockpt.engine.find import Listed
+from aiockpt.engine.find import ListedStep
 from aiockpt.engine.job import SaveJob
 from aiockpt.engine.maintenance import clean_up
 from aiockpt.engine.place import Place
@@ -84,7 +84,7 @@ class Destination(Protocol):
 
     # ------------------------------------------------------------------ loads
 
-    async def list_steps(self, look: Look) -> Sequence[Listed]:
+    async def list_steps(self, look: Look) -> Sequence[ListedStep]:
         """Return what *look* finds in each place; of one step the nearest copy comes first.
 
         Raises:
@@ -164,7 +164,7 @@ class OnePlace:
         """Close the place."""
         await self.places[0].backend.close()
 
-    async def list_steps(self, look: Look) -> Sequence[Listed]:
+    async def list_steps(self, look: Look) -> Sequence[ListedStep]:
         """Return what *look* finds."""
         (place,) = self.places
-        return [Listed(place, entry) for entry in await look(place)]
+        return [ListedStep(place, entry) for entry in await look(place)]

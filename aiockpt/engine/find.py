@@ -34,7 +34,7 @@ from aiockpt.format.names import step_id
 from aiockpt.pipeline import newest
 from aiockpt.pipeline.commit import roll_forward
 from aiockpt.pipeline.discover import StepEntry, look_at, scan
-from aiockpt.pipeline.hints import look_instead
+from aiockpt.pipeline.hints import look_for_hints
 from aiockpt.pipeline.unfinished import Unfinished, tell_of_newer
 from aiockpt.planning.weights import has_weights_only
 from aiockpt.storage.backend import Backend
@@ -48,7 +48,7 @@ Skipped = list[tuple[str, str]]
 """(step id, reason) of each step that was not taken."""
 
 
-class Listed(msgspec.Struct, frozen=True):
+class ListedStep(msgspec.Struct, frozen=True):
     """A step that a listing of one place shows."""
 
     place: Place
@@ -59,11 +59,11 @@ class Listed(msgspec.Struct, frozen=True):
         """Where it is."""
         return self.place.backend
 
-    def without(self, entry: StepEntry) -> Listed:
+    def without(self, entry: StepEntry) -> ListedStep:
         """Return the step as it is without the generation that turned out bad, which retention does not count any more."""
         assert self.entry.head is not None
         self.place.heads.doubted.add(self.entry.head.attempt)
-        return Listed(self.place, entry)
+        return ListedStep(self.place, entry)
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -96,7 +96,7 @@ async def candidates(
             await _tell_what_is_there_instead(destination)
     first: list[CorruptionError] = []
 
-    def pass_over(one: Listed, error: CorruptionError) -> None:
+    def pass_over(one: ListedStep, error: CorruptionError) -> None:
         first.append(error)
         note_skipped(one.place.engine, one.entry.id, one.entry.step, error, skipped)
 
@@ -122,7 +122,7 @@ async def candidates(
 
 
 async def newest_first(
-    listed: Sequence[Listed], pass_over: Callable[[Listed, CorruptionError], object]
+    listed: Sequence[ListedStep], pass_over: Callable[[ListedStep, CorruptionError], object]
 ) -> AsyncIterator[Found]:
     """Yield what is valid of *listed*, the newest first; see `aiockpt.pipeline.newest`."""
     async for one, manifest in newest.newest_first(listed, pass_over):
@@ -132,7 +132,7 @@ async def newest_first(
 async def _tell_what_is_there_instead(destination: Destination) -> None:
     """Log what another place may have been meant by: a load of nothing is no error, and nobody else would say it."""
     for place in destination.places:
-        for hint in (await look_instead(place.backend)).hints(place.backend.url):
+        for hint in (await look_for_hints(place.backend)).hints(place.backend.url):
             logger.warning("nothing is loaded, and %s", hint)
 
 
@@ -143,7 +143,7 @@ def note_skipped(engine: Engine, step_id: str, step: int, error: CheckpointError
     engine.emit(StepSkipped(at_ns=engine.now_ns(), step=step, reason=str(error)))
 
 
-async def committed_steps(destination: Destination, unfinished: list[Unfinished] | None = None) -> list[Listed]:
+async def committed_steps(destination: Destination, unfinished: list[Unfinished] | None = None) -> list[ListedStep]:
     """Return the committed steps of all places, newest first, after finishing the commits that dead jobs could not.
 
     Args:
@@ -161,7 +161,7 @@ async def committed_steps(destination: Destination, unfinished: list[Unfinished]
     return _sorted(await destination.list_steps(look))
 
 
-def _sorted(listed: Sequence[Listed]) -> list[Listed]:
+def _sorted(listed: Sequence[ListedStep]) -> list[ListedStep]:
     return sorted(listed, key=newest.newness)  # stable: the nearest stays first
 
 
@@ -191,7 +191,7 @@ async def finish_commits(place: Place, entry: StepEntry) -> list[Manifest]:
     return finished
 
 
-async def find_step(destination: Destination, step: int) -> list[Listed]:
+async def find_step(destination: Destination, step: int) -> list[ListedStep]:
     """Return the copies of the committed step of that number, the newest save first, and of that the nearest.
 
     Raises:

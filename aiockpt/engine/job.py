@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aiockpt")
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
+class SaveCall(msgspec.Struct, frozen=True, kw_only=True):
     """What a save was asked for.
 
     Attributes:
@@ -68,7 +68,7 @@ class SaveJob:
     plan: SavePlan
     slabs: list[Handover]
 
-    def __init__(self, engine: Engine, call: Call, capture: Capture) -> None:
+    def __init__(self, engine: Engine, call: SaveCall, capture: Capture) -> None:
         self.begun_ns = engine.now_ns() if call.begun_ns is None else call.begun_ns
         self.snapshot: Snapshot = capture.snapshot
         self._capture = msgspec.structs.replace(capture, state=_without_tensors(capture.state))
@@ -136,10 +136,9 @@ class SaveJob:
 
     def _run_program(self) -> None:
         capture = self._capture
-        self._guard.check_addresses()  # before anything is read
+        self._guard.check_addresses()  # before anything is read; from there on the program does that
         program = self._engine.copy_program(self.plan, self.state.tensors, keep=not capture.is_temporary)
         try:
-            self._guard.check_addresses()  # from here on the program does
             program.run(
                 self._engine.pool,
                 self.hand_over,

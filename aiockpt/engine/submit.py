@@ -28,7 +28,7 @@ from aiockpt.adapters.native import StateWalker
 from aiockpt.adapters.selection import ALL, Selection
 from aiockpt.engine.coordinator import SaveRound
 from aiockpt.engine.destination import Destination
-from aiockpt.engine.job import Call, SaveJob
+from aiockpt.engine.job import SaveCall, SaveJob
 from aiockpt.engine.outcomes import log_saved
 from aiockpt.engine.snapshotter import CaptureRequest, Snapshotter
 from aiockpt.errors import CheckpointError, SaveSkippedError, UsageError
@@ -123,7 +123,7 @@ class Submitter:
                 if options.when_full == "skip":
                     return self._skip(step, save_round, f"{reason} and when_full is 'skip'")
                 snapshot = "eager"
-            call = Call(
+            call = SaveCall(
                 step=step,
                 metrics=_plain_metrics(metrics),
                 user=_plain_json(user),

@@ -67,7 +67,7 @@ Told = (
 )  # fmt: skip
 
 
-class Teller:
+class StepTeller:
     """Writes what happens to a pipe; the trainer's ``on_step`` and the checkpointer's observer."""
 
     def __init__(self, pipe: int, rank: int = 0) -> None:
@@ -112,8 +112,8 @@ def run(job: Job) -> None:
     if job.ranks:
         distributed.init_process_group("gloo")
     rank = distributed.get_rank() if job.ranks else 0
-    teller = Teller(pipe, rank)
-    observers: list[Teller | DieInSave] = [teller]
+    teller = StepTeller(pipe, rank)
+    observers: list[StepTeller | DieInSave] = [teller]
     if job.die_in_save_of is not None and rank == (job.ranks or 1) - 1:
         observers.append(DieInSave(job.die_in_save_of))
     shared = {"size": job.size, "steps": job.steps, "every": job.every, **job.settings}

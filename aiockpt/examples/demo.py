@@ -26,7 +26,7 @@ from aiockpt.examples.child import Job, StepDone
 from aiockpt.examples.display import Display, print_result
 from aiockpt.examples.figures import Figures, account, judge
 from aiockpt.examples.gpt import DEFAULT_SIZE, GPTSize
-from aiockpt.examples.spawn import DemoError, Record, run_job
+from aiockpt.examples.spawn import DemoError, RankRecord, run_job
 from aiockpt.format.names import parse_manifest, step_id
 from aiockpt.runtime.signals import Interrupted, ended_by_signals
 from aiockpt.testing.disk import measure_disk
@@ -146,7 +146,7 @@ def _run(console: Console, options: DemoOptions, folder: Path, doomed: int) -> i
     return conclude(console, options, recovery, cost)
 
 
-def run_phase(display: Display, job: Job, name: str, folder: Path) -> dict[int, Record]:
+def run_phase(display: Display, job: Job, name: str, folder: Path) -> dict[int, RankRecord]:
     """Run *job* in view, and return what each rank told."""
     display.begin(name)
     records = run_job(job, name, folder, lambda record, told: display.show(record, told, job.steps))

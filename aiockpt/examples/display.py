@@ -13,7 +13,7 @@ from rich.text import Text
 from aiockpt.events import Committed, SnapshotTaken
 from aiockpt.examples.child import StepDone, Told
 from aiockpt.examples.figures import Figures
-from aiockpt.examples.spawn import Record
+from aiockpt.examples.spawn import RankRecord
 from aiockpt.units import size, speed
 
 DIFFERENCES_SHOWN = 10
@@ -23,7 +23,7 @@ ENOUGH_STEPS = 5
 """The first steps of a process are slow; after so many it is said how long all of it will take."""
 
 
-def saving_text(record: Record) -> str:
+def saving_text(record: RankRecord) -> str:
     """Say what the saves are doing: pause and bytes of the last one, speed of the last commit, and what is in flight."""
     snapshot, commit = record.newest(SnapshotTaken), record.newest(Committed)
     if snapshot is None:
@@ -74,7 +74,7 @@ class Display(Progress):
         self._phase = phase
         self.update(self._rows[phase], visible=True, text="starting")
 
-    def show(self, record: Record, told: Told, steps: int) -> None:
+    def show(self, record: RankRecord, told: Told, steps: int) -> None:
         """Show what was just *told* of a run of so many steps; *record* has it already."""
         done, row = record.newest(StepDone), self._rows[self._phase]
         if done is None:

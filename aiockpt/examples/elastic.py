@@ -31,7 +31,7 @@ from aiockpt.examples.demo import (
 )
 from aiockpt.examples.display import Display, table_of
 from aiockpt.examples.figures import Figures
-from aiockpt.examples.spawn import DemoError, Record
+from aiockpt.examples.spawn import DemoError, RankRecord
 from aiockpt.examples.train_elastic import SMALL_SIZE
 from aiockpt.units import size
 
@@ -89,7 +89,7 @@ def _run(console: Console, folder: Path, steps: int, every: int, *, plain: bool)
     taken = {phase.name: end - begin + 1 for phase, begin, end in zip(PHASES, begins, ends, strict=False)}
     with Display(console, {REFERENCE.name: steps, **taken}, plain=plain) as display:
 
-        def run(phase: Phase, url: Path, every: int | None, dies_in: int | None) -> dict[int, Record]:
+        def run(phase: Phase, url: Path, every: int | None, dies_in: int | None) -> dict[int, RankRecord]:
             job = Job(
                 url=str(url),
                 trainer="elastic",
@@ -114,7 +114,7 @@ def _run(console: Console, folder: Path, steps: int, every: int, *, plain: bool)
     return outcomes
 
 
-def judge(phase: Phase, records: Mapping[int, Record], seconds: float, reference: Mapping[int, float]) -> Figures:
+def judge(phase: Phase, records: Mapping[int, RankRecord], seconds: float, reference: Mapping[int, float]) -> Figures:
     """Compare a phase with the reference's losses, by step; ``load_s`` is the slowest rank's, bytes are of all ranks."""
     losses = records[0].losses
     difference = max(abs(loss - reference[step]) / abs(reference[step]) for step, loss in losses.items())

@@ -14,7 +14,7 @@ from typing import Any
 
 from aiockpt.events import Committed, Loaded, SaveStarted, SnapshotTaken
 from aiockpt.examples.child import StepDone
-from aiockpt.examples.spawn import Record
+from aiockpt.examples.spawn import RankRecord
 from aiockpt.testing.disk import DiskSpeed
 
 WARM_UP_STEPS = 3
@@ -25,7 +25,7 @@ NEIGHBOURHOOD = 5
 Figures = dict[str, Any]
 
 
-def judge(reference: Record, killed: Record, resumed: Record, killed_in_save_of: int) -> Figures:
+def judge(reference: RankRecord, killed: RankRecord, resumed: RankRecord, killed_in_save_of: int) -> Figures:
     """Compare the run that was killed and resumed with the one that was not.
 
     ``exact``: no committed step was lost, and every loss is what it would have been. ``differences`` are losses that are
@@ -61,7 +61,7 @@ def judge(reference: Record, killed: Record, resumed: Record, killed_in_save_of:
     }
 
 
-def account(reference: Record, saving: Sequence[Record], disk: DiskSpeed) -> Figures:
+def account(reference: RankRecord, saving: Sequence[RankRecord], disk: DiskSpeed) -> Figures:
     """Add up what the saves of the runs *saving* cost, against *reference*, which took the same steps without.
 
     ``disk_bytes_per_s`` is a plain writer's on the idle machine. ``noise_fraction``: nine of ten steps without saves stay
@@ -108,11 +108,11 @@ def account(reference: Record, saving: Sequence[Record], disk: DiskSpeed) -> Fig
     }
 
 
-def _warm(record: Record) -> dict[int, float]:
+def _warm(record: RankRecord) -> dict[int, float]:
     return {step: record[StepDone][step].seconds for step in sorted(record[StepDone])[WARM_UP_STEPS:]}
 
 
-def _slowed_by_saves(record: Record) -> Iterator[float]:
+def _slowed_by_saves(record: RankRecord) -> Iterator[float]:
     """Yield for each save how many seconds longer the steps beside it took than as many of the free ones around it."""
     steps, ended_ns = _warm(record), {step: done.at_ns for step, done in record[StepDone].items()}
     beside = {

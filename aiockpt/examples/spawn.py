@@ -29,7 +29,7 @@ class DemoError(Exception):
     """The demo cannot be run, or one of its processes did not do its part; the message says what to look at."""
 
 
-class Record:
+class RankRecord:
     """The events that one rank told, by kind and step: ``record[Committed][step]``.
 
     Attributes:
@@ -68,7 +68,7 @@ class Record:
         return len(self[SaveStarted]) - len(self[Committed]) - len(self[SaveFailed])
 
 
-def run_job(job: Job, name: str, folder: Path, on_told: Callable[[Record, Told], object]) -> dict[int, Record]:
+def run_job(job: Job, name: str, folder: Path, on_told: Callable[[RankRecord, Told], object]) -> dict[int, RankRecord]:
     """Run *job* and return, when its processes are dead, the record of what each rank told; *on_told* hears of rank 0.
 
     What they tell goes to ``<name>.jsonl`` in *folder* too, and what they print to ``<name>.log``.
@@ -76,7 +76,7 @@ def run_job(job: Job, name: str, folder: Path, on_told: Callable[[Record, Told],
     Raises:
         DemoError: they did not end as the job says: well, or by SIGKILL.
     """
-    records: dict[int, Record] = defaultdict(Record)
+    records: dict[int, RankRecord] = defaultdict(RankRecord)
     decoder = msgspec.json.Decoder(tuple[int, Told])
     command, env = [sys.executable, "-m", "aiockpt.examples.child", msgspec.json.encode(job).decode()], {**os.environ}
     if job.ranks:

@@ -17,7 +17,7 @@ FOLDERS_LOOKED_INTO, RUNS_SHOWN = 20, 5
 WEIGHTS = ".safetensors"
 
 
-class Instead(msgspec.Struct, frozen=True):
+class Hints(msgspec.Struct, frozen=True):
     """What a place without a step holds.
 
     Attributes:
@@ -46,14 +46,14 @@ class Instead(msgspec.Struct, frozen=True):
         return hints
 
 
-async def look_instead(backend: Backend) -> Instead:
+async def look_for_hints(backend: Backend) -> Hints:
     """Return what *backend* holds beside steps, as far as it says so soon; that it cannot be read is no error here."""
-    found = Instead()
+    found = Hints()
     with anyio.move_on_after(LOOK_S), suppress(CheckpointError):
         listing = await backend.list("")
         names = [stat.key for stat in listing.objects]
         is_step = any(parse_manifest(name) is not None for name in names)
-        found = Instead(is_step=is_step, weights=next((name for name in names if name.endswith(WEIGHTS)), ""))
+        found = Hints(is_step=is_step, weights=next((name for name in names if name.endswith(WEIGHTS)), ""))
         if LATEST_KEY in names and not any(parse_step(folder) is not None for folder in listing.folders):
             found = msgspec.structs.replace(found, hint=await _read_hint(backend))
         for folder in () if is_step else listing.folders[:FOLDERS_LOOKED_INTO]:

@@ -43,7 +43,7 @@ class PeersLostError(RankFailedError):
     """The process group broke: a rank died, hung up, or was silent for too long."""
 
 
-class Connection(Protocol):
+class PeerConnection(Protocol):
     """The verbs of ``torch.distributed.ProcessGroup`` that are used here; ranks are numbers within the group."""
 
     def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int, /) -> Any: ...  # noqa: N803
@@ -61,7 +61,7 @@ class Peers:
         broken: why it cannot be used any more; None while it can.
     """
 
-    def __init__(self, group: Connection, ranks: Sequence[int], rank: int) -> None:
+    def __init__(self, group: PeerConnection, ranks: Sequence[int], rank: int) -> None:
         self.ranks = tuple(ranks)
         self.rank = rank
         self.broken: str | None = None

@@ -69,7 +69,7 @@ RELIST_S = 2.0
 """How long rank 0 trusts the count of votes in the store before it looks at the receipts all the same."""
 
 
-class Begun(msgspec.Struct, frozen=True):
+class BegunAttempt(msgspec.Struct, frozen=True):
     """Rank 0's note: the attempt that all take part in, or what is there already, which the policy leaves alone."""
 
     attempt: Attempt | None = None
@@ -106,9 +106,9 @@ async def _lead(place: Place, job: SaveJob, rounds: Rounds, save_round: SaveRoun
     board = rounds.board
     begun = await begin(place, job, nonce)
     if isinstance(begun, SaveResult):
-        await _post_begun(place, rounds, save_round, Begun(existing=begun))
+        await _post_begun(place, rounds, save_round, BegunAttempt(existing=begun))
         return begun
-    await _post_begun(place, rounds, save_round, Begun(attempt=begun))
+    await _post_begun(place, rounds, save_round, BegunAttempt(attempt=begun))
     async with watching_failures(rounds, save_round, StorageFallback(place, save_round.step, nonce)):
         files = await write_files(place, job, nonce)
         own = await vote(place, job, begun, files)
@@ -136,13 +136,13 @@ async def _missing_votes(place: Place, attempt: Attempt) -> set[int]:
     return set(range(attempt.world_size)) - await ranks_that_voted(place.backend, attempt.id, attempt.attempt)
 
 
-async def _post_begun(place: Place, rounds: Rounds, save_round: SaveRound, note: Begun) -> None:
+async def _post_begun(place: Place, rounds: Rounds, save_round: SaveRound, note: BegunAttempt) -> None:
     with rounds.surviving_store():
         await rounds.board.post(save_round.key("begun"), note)
 
 
 async def _follow(place: Place, job: SaveJob, rounds: Rounds, save_round: SaveRound, nonce: str) -> SaveResult:
-    begun: Begun | None = None
+    begun: BegunAttempt | None = None
     fallback = StorageFallback(place, save_round.step, nonce)
     async with watching_failures(rounds, save_round, fallback):
         if place.engine.options.on_exists != "new_generation":  # else rank 0 hardly ever says no: write meanwhile
@@ -162,18 +162,18 @@ async def _follow(place: Place, job: SaveJob, rounds: Rounds, save_round: SaveRo
     return committed(place.engine, job, generation)
 
 
-async def _read_begun(place: Place, rounds: Rounds, save_round: SaveRound, fallback: StorageFallback) -> Begun:
+async def _read_begun(place: Place, rounds: Rounds, save_round: SaveRound, fallback: StorageFallback) -> BegunAttempt:
     """Wait for rank 0 to begin this very save, or for its vote, which says the same."""
 
-    async def hear(seconds: float) -> Begun:
-        return await rounds.board.wait(save_round.key("begun"), Begun, seconds, "the save")
+    async def hear(seconds: float) -> BegunAttempt:
+        return await rounds.board.wait(save_round.key("begun"), BegunAttempt, seconds, "the save")
 
-    async def find(lost: bool) -> Begun | None:
+    async def find(lost: bool) -> BegunAttempt | None:
         attempt = await fallback.begun()
         if attempt is not None:
-            return Begun(attempt)
+            return BegunAttempt(attempt)
         existing = await existing_save(place, save_round.step) if lost else None
-        return None if existing is None else Begun(existing=existing)
+        return None if existing is None else BegunAttempt(existing=existing)
 
     return await hear_or_find(
         place.engine,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from aiockpt.engine.destination import Destination
-from aiockpt.engine.find import Listed, committed_steps
+from aiockpt.engine.find import ListedStep, committed_steps
 from aiockpt.engine.place import Place
 from aiockpt.errors import CheckpointError
 from aiockpt.options import Tier
@@ -42,7 +42,7 @@ async def find_missing_step(tier: Tier, number: int, destination: Destination) -
     return {}
 
 
-async def _copies(step_id: str, attempt: str, nearer: Sequence[Listed]) -> list[tuple[Place, StepCopy]]:
+async def _copies(step_id: str, attempt: str, nearer: Sequence[ListedStep]) -> list[tuple[Place, StepCopy]]:
     """Return every whole copy of a save: retention may take the nearest away at any time."""
     copies = []
     for one in nearer:

@@ -21,7 +21,7 @@ import msgspec
 from aiockpt.engine import maintenance
 from aiockpt.engine.context import Engine
 from aiockpt.engine.destination import Look, OneAtATime
-from aiockpt.engine.find import Listed
+from aiockpt.engine.find import ListedStep
 from aiockpt.engine.job import SaveJob
 from aiockpt.engine.place import Place
 from aiockpt.engine.save import records_bytes
@@ -207,13 +207,13 @@ class Tiers:
 
     # ------------------------------------------------------------------ loads
 
-    async def list_steps(self, look: Look) -> Sequence[Listed]:
+    async def list_steps(self, look: Look) -> Sequence[ListedStep]:
         """Return what *look* finds; a tier that cannot be listed has nothing, unless no other one has steps.
 
         A step that one tier cannot tell of now is left to another tier that can.
         """
         answers, failure = await query_tiers(self.places, look, LIST_PATIENCE_S, StorageError)
-        listed = [Listed(place, entry) for place, entries in answers for entry in entries]
+        listed = [ListedStep(place, entry) for place, entries in answers for entry in entries]
         if failure is not None and not listed:
             raise failure
         readable = {one.entry.id for one in listed if one.entry.head is not None}

@@ -17,7 +17,7 @@ import anyio
 import msgspec
 
 from aiockpt.engine.destination import Destination, Look
-from aiockpt.engine.find import Listed
+from aiockpt.engine.find import ListedStep
 from aiockpt.engine.job import SaveJob
 from aiockpt.engine.place import Place
 from aiockpt.engine.save import emit_start
@@ -205,7 +205,7 @@ class WriterClient:
         """Tell the other ranks that copies ended with their writer."""
         await self._here.tell_lost(step, nonce, numbers, error)
 
-    async def list_steps(self, look: Look) -> Sequence[Listed]:
+    async def list_steps(self, look: Look) -> Sequence[ListedStep]:
         """Return what *look* finds in each place, from here."""
         return await self._here.list_steps(look)
 

@@ -14,7 +14,18 @@ from aiockpt.futures import SaveResult
 from aiockpt.planning.write_plan import SavePlan, Window
 from aiockpt.runtime.promise import Promise, SavePromise
 from aiockpt.runtime.slabs import Slab, SlabPool
-from aiockpt.worker.messages import Filled, Order, Plan, Reached, Save, Settled, Tidied, TierSettled, encode, strip_plan
+from aiockpt.worker.messages import (
+    Order,
+    Plan,
+    Reached,
+    Save,
+    Settled,
+    SlabFilled,
+    Tidied,
+    TierSettled,
+    encode,
+    strip_plan,
+)
 from aiockpt.worker.packed_errors import unpack
 from aiockpt.worker.process import WriterProcess
 
@@ -89,7 +100,7 @@ class Connection:
                 self.take_back(slab.number, pool)
                 raise self.death()
             place = firsts[window.file] + window.offset // pool.slab_bytes
-            self.tell(Filled(job.number, place, slab.number))
+            self.tell(SlabFilled(job.number, place, slab.number))
 
         return hand_over
 

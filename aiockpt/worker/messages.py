@@ -88,7 +88,7 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     unsure: bool = False
 
 
-class Filled(msgspec.Struct, frozen=True, tag=True):
+class SlabFilled(msgspec.Struct, frozen=True, tag=True):
     """The window of a save is in a slab, which the writer has until it says `Freed`."""
 
     number: int
@@ -120,7 +120,7 @@ class Close(msgspec.Struct, frozen=True, tag=True):
     """No save will follow: end when all is done. What was asked is still replied to."""
 
 
-Order = Setup | Plan | Save | Filled | Cancel | Confirmed | Replied | Close
+Order = Setup | Plan | Save | SlabFilled | Cancel | Confirmed | Replied | Close
 """From the trainer."""
 
 

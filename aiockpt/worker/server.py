@@ -21,13 +21,13 @@ from aiockpt.worker.messages import (
     Cancel,
     Close,
     Confirmed,
-    Filled,
     Order,
     Plan,
     Reached,
     Replied,
     Save,
     Settled,
+    SlabFilled,
     Tidied,
     TierSettled,
     decode_order,
@@ -100,7 +100,7 @@ class Service:
                 self._plan = order.plan
             case Save():
                 self._begin(order, tasks)
-            case Filled():
+            case SlabFilled():
                 slab = self._slabs.borrow(order.slab)
                 if order.number in self._saves:
                     self._saves[order.number].arrive(order.window, slab)

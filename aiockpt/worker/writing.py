@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from aiockpt.engine.context import Engine
-from aiockpt.engine.job import Call, SaveJob
+from aiockpt.engine.job import SaveCall, SaveJob
 from aiockpt.engine.snapshotter import Capture
 from aiockpt.errors import WriterLostError
 from aiockpt.pipeline.upload import Handover
@@ -38,7 +38,7 @@ class Writing:
             structure="",
             left_out=order.left_out,
         )
-        call = Call(
+        call = SaveCall(
             step=order.step,
             metrics=order.metrics,
             user=from_json(order.user),

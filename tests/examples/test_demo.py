@@ -15,7 +15,7 @@ import aiockpt
 from aiockpt.examples.child import Job, Told
 from aiockpt.examples.demo import EXACT, FAILED, DemoOptions, check_uncommitted, choose_doomed_save, run_demo
 from aiockpt.examples.gpt import GPTSize
-from aiockpt.examples.spawn import DemoError, Record, run_job
+from aiockpt.examples.spawn import DemoError, RankRecord, run_job
 
 TINY = GPTSize(layers=1, width=16, heads=2, context=8, batch=2)
 
@@ -94,7 +94,7 @@ def test_a_demo_that_is_told_to_end_keeps_the_folder_that_was_named(tmp_path: Pa
 def test_a_process_does_not_outlive_a_director_that_is_interrupted(tmp_path: Path) -> None:
     job = Job(url=str(tmp_path / "x"), size=TINY, steps=10**9, every=None)
 
-    def interrupt(record: Record, told: Told) -> None:
+    def interrupt(record: RankRecord, told: Told) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):  # and returns, though the job would take for ever

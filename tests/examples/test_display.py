@@ -15,7 +15,7 @@ from aiockpt.examples.child import StepDone, Told
 from aiockpt.examples.demo import DIFFERENT, EXACT, DemoOptions, conclude
 from aiockpt.examples.display import ENOUGH_STEPS, Display, about, print_result
 from aiockpt.examples.figures import Figures
-from aiockpt.examples.spawn import Record
+from aiockpt.examples.spawn import RankRecord
 
 STORY: tuple[Told, ...] = (
     StepDone(at_ns=0, step=10, loss=2.5, seconds=0.1),
@@ -77,7 +77,7 @@ def printed(console: Console) -> str:
 
 
 def test_the_live_display_shows_loss_pause_bytes_speed_saves_in_flight_and_the_time_left_in_80_columns() -> None:
-    console, record, now_s = terminal(), Record(), itertools.count()
+    console, record, now_s = terminal(), RankRecord(), itertools.count()
     with Display(console, {"first": 40, "second": 20}, plain=False) as display:
         display.get_time = lambda: float(next(now_s))
         display.begin("first")
@@ -102,7 +102,7 @@ def test_the_live_display_shows_loss_pause_bytes_speed_saves_in_flight_and_the_t
 
 
 def test_the_plain_display_prints_a_few_lines_a_phase_and_the_time_left_without_escape_sequences() -> None:
-    console, record = Console(file=io.StringIO(), width=200), Record()
+    console, record = Console(file=io.StringIO(), width=200), RankRecord()
     with Display(console, {"first": 60, "second": 20}, plain=True) as display:
         display.get_time = lambda: 10.0 * len(record[StepDone])
         display.begin("first")
@@ -123,7 +123,7 @@ def test_the_plain_display_prints_a_few_lines_a_phase_and_the_time_left_without_
 
 
 def test_steps_that_a_phase_did_not_take_are_not_to_come() -> None:
-    now_s, record = itertools.count(), Record()
+    now_s, record = itertools.count(), RankRecord()
     with Display(Console(file=io.StringIO()), {"first": 40, "second": 20}, plain=True) as display:
         display.get_time = lambda: float(next(now_s))
         display.begin("first")

@@ -9,15 +9,15 @@ import pytest
 from aiockpt.events import BytesWritten, Committed, Loaded, SaveFailed, SaveStarted, SnapshotTaken
 from aiockpt.examples.child import StepDone
 from aiockpt.examples.figures import WARM_UP_STEPS, Figures, account, judge
-from aiockpt.examples.spawn import Record
+from aiockpt.examples.spawn import RankRecord
 from aiockpt.testing.disk import DiskSpeed
 
 DISK = DiskSpeed((100.0, 300.0, 200.0), direct=True)
 
 
-def trained(steps: range, seconds: float = 1.0, slow: dict[int, float] | None = None) -> Record:
+def trained(steps: range, seconds: float = 1.0, slow: dict[int, float] | None = None) -> RankRecord:
     """Return a run whose steps follow each other from time 0 and take *seconds*, or what *slow* says."""
-    record, now_s = Record(), 0.0
+    record, now_s = RankRecord(), 0.0
     for step in steps:
         took_s = (slow or {}).get(step, seconds)
         now_s += took_s
@@ -25,7 +25,7 @@ def trained(steps: range, seconds: float = 1.0, slow: dict[int, float] | None = 
     return record
 
 
-def saved(record: Record, step: int, *, pause_s: float = 0.5, seconds: float = 0.9, committed: bool = True) -> None:
+def saved(record: RankRecord, step: int, *, pause_s: float = 0.5, seconds: float = 0.9, committed: bool = True) -> None:
     began_ns = record[StepDone][step].at_ns
     record.add(SaveStarted(at_ns=began_ns, step=step, bytes=100, tensor_count=1))
     record.add(SnapshotTaken(at_ns=began_ns, step=step, bytes=100, pause_s=pause_s, copy_s=pause_s))
@@ -62,7 +62,7 @@ def test_the_share_that_is_blocked_is_of_all_steps_of_the_runs_that_save() -> No
     assert cost["blocked_fraction"] == pytest.approx(0.6 / (6 * 1.25 + 6 * 1.5))
 
 
-def cost_of(saving: Record) -> Figures:
+def cost_of(saving: RankRecord) -> Figures:
     return account(trained(range(20)), [saving], DISK)
 
 
@@ -104,21 +104,21 @@ def test_a_cost_is_measurable_beyond_the_noise(
     assert (cost["overhead_is_measurable"], cost["slowed_is_measurable"]) == (overhead, slowed)
 
 
-def killed_run() -> Record:
+def killed_run() -> RankRecord:
     record = trained(range(7))
     saved(record, 2)
     saved(record, 4, committed=False)
     return record
 
 
-def resumed_run(loaded: int | None = 2, end: int = 10) -> Record:
+def resumed_run(loaded: int | None = 2, end: int = 10) -> RankRecord:
     record = trained(range(0 if loaded is None else loaded + 1, end))
     if loaded is not None:
         record.add(Loaded(at_ns=0, step=loaded, bytes=100, read_bytes=100, seconds=1.0))
     return record
 
 
-def verdict(resumed: Record, killed: Record | None = None) -> Figures:
+def verdict(resumed: RankRecord, killed: RankRecord | None = None) -> Figures:
     return judge(trained(range(10)), killed or killed_run(), resumed, killed_in_save_of=4)
 
 

@@ -12,7 +12,7 @@ import torch
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.pipeline import hints
-from aiockpt.pipeline.hints import Instead, look_instead
+from aiockpt.pipeline.hints import Hints, look_for_hints
 from aiockpt.storage.backend import Backend
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.small_run import SMALL
@@ -20,8 +20,8 @@ from tests.small_run import SMALL
 STATE = {"x": torch.arange(100)}
 
 
-def look(backend: Backend) -> Instead:
-    return anyio.run(look_instead, backend)
+def look(backend: Backend) -> Hints:
+    return anyio.run(look_for_hints, backend)
 
 
 def make_run(root: Path) -> None:
@@ -31,8 +31,8 @@ def make_run(root: Path) -> None:
 
 def test_the_folder_of_a_step_is_told_from_the_place_of_steps(tmp_path: Path) -> None:
     make_run(tmp_path)
-    assert look(LocalBackend(str(tmp_path / "step-00000003"))) == Instead(is_step=True)
-    assert look(LocalBackend(str(tmp_path))) == Instead()
+    assert look(LocalBackend(str(tmp_path / "step-00000003"))) == Hints(is_step=True)
+    assert look(LocalBackend(str(tmp_path))) == Hints()
 
 
 def test_runs_and_weights_are_found_and_other_things_are_not(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_runs_and_weights_are_found_and_other_things_are_not(tmp_path: Path) -> 
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"")
     found = look(LocalBackend(str(tmp_path)))
-    assert found == Instead(runs=("first", "second"), weights="model-00001-of-00002.safetensors")
+    assert found == Hints(runs=("first", "second"), weights="model-00001-of-00002.safetensors")
     assert found.hints("/here/") == [
         "/here/first holds steps",
         "/here/second holds steps",
@@ -62,7 +62,7 @@ def test_what_cannot_be_read_was_not_meant(tmp_path: Path) -> None:
     refusing = FaultyBackend(LocalBackend(str(tmp_path)), [Fault(do="fail", verb="list", match="first", times=None)])
     assert look(refusing).runs == ("second",)
     broken = FaultyBackend(LocalBackend(str(tmp_path)), [Fault(do="fail", verb="list", times=None)])
-    assert look(broken) == Instead()
+    assert look(broken) == Hints()
 
 
 def test_a_place_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_a_place_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "model.safetensors").write_bytes(b"")
     make_run(tmp_path / "first")
     hanging = FaultyBackend(LocalBackend(str(tmp_path)), [Fault(do="hang", verb="list", match="first", times=None)])
-    assert look(hanging) == Instead(weights="model.safetensors")
+    assert look(hanging) == Hints(weights="model.safetensors")
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -35,11 +35,11 @@ def list_steps(root: Root, as_json: Json = False) -> None:
     from aiockpt.cli.given_root import open_place
     from aiockpt.cli.listing import show_survey
     from aiockpt.cli.survey import survey
-    from aiockpt.pipeline.hints import look_instead
+    from aiockpt.pipeline.hints import look_for_hints
 
     backend = open_place(root)
     found = anyio.run(survey, backend)
-    instead = [] if found.steps or as_json else anyio.run(look_instead, backend).hints(root)
+    instead = [] if found.steps or as_json else anyio.run(look_for_hints, backend).hints(root)
     show.json_or(as_json, found, lambda: show_survey(root, found, instead))
 
 
