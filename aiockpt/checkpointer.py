@@ -22,21 +22,19 @@ from aiockpt.adapters.selection import Trainable, make_selection
 from aiockpt.cadence import Cadence
 from aiockpt.engine import maintenance
 from aiockpt.engine.context import Engine
-from aiockpt.engine.coordinator import WARM_UP, Alone, Coordinator
-from aiockpt.engine.destination import Destination, OnePlace
+from aiockpt.engine.coordinator import WARM_UP
+from aiockpt.engine.destination import Destination
 from aiockpt.engine.load import LoadRequest
 from aiockpt.engine.maintenance import Copied, Description, Pruned, StepInfo, Verified
 from aiockpt.engine.outcomes import log_loaded, raise_failures, report_failures, undelivered
 from aiockpt.engine.place import Place as EnginePlace
 from aiockpt.engine.read import read
 from aiockpt.engine.shutdown import Shutdown
-from aiockpt.engine.snapshotter import ByCall, Eager
 from aiockpt.engine.submit import Submitter, check_step
 from aiockpt.errors import BackgroundSaveError, UsageError
 from aiockpt.events import BackgroundTask, BarrierWaited, Observer
 from aiockpt.futures import Future, LoadFuture, LoadResult, SaveFuture
 from aiockpt.keywords import asks_what_was_meant, refuse_value
-from aiockpt.lazy.snapshotter import LazySnapshotter
 from aiockpt.options import (
     IO,
     Deadlines,
@@ -51,7 +49,6 @@ from aiockpt.options import (
     Worker,
     check_tiers,
 )
-from aiockpt.pipeline.state_devices import StateDevices
 from aiockpt.prove.probe import find_probe
 from aiockpt.runtime.background import run_background
 from aiockpt.runtime.limits import LimiterStatistics, run_blocking
@@ -60,13 +57,13 @@ from aiockpt.runtime.pending_copies import Mutating, PendingCopies
 from aiockpt.runtime.promise import LoadPromise, Promise
 from aiockpt.runtime.ranks import Ranks, check_found, find_ranks
 from aiockpt.runtime.slabs import PoolStatistics
-from aiockpt.runtime.world import Loop, World
+from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
+from aiockpt.wiring import find_peers, make_coordinator, make_destination, make_snapshotter, share_memory, start_writer
 
 if TYPE_CHECKING:
-    from aiockpt.ranks.peers import Peers
-    from aiockpt.runtime.shared_memory import SharedMemory
+    pass
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -185,7 +182,7 @@ class Checkpointer:
             )
         self._found_ranks = find_ranks() if ranks is None else None
         ranks = ranks or self._found_ranks or Ranks()
-        peers = _find_peers(load_group, ranks)
+        peers = find_peers(load_group, ranks)
         if not isinstance(observers, Sequence):
             refuse_value("", "observers", observers, "a list of observers, with a method on_event(event) each")
         for observer in observers:
@@ -193,17 +190,14 @@ class Checkpointer:
                 raise UsageError(f"observers: {observer!r} has no method on_event(event)")
         observers = [*observers, *([] if self._cadence is None or self._cadence in observers else [self._cadence])]
         tiers = _as_tiers(url, retention)
-        self._probe = find_probe(self, ranks, tiers)  # of `aiockpt prove`; there is none otherwise
-        if self._probe is None:
-            backends = [open_backend(tier.url, world=world or World()) for tier in tiers]
-        else:
-            tiers, backends = self._probe.open_places(tiers, world or World(), by_url=worker == "process")
-            observers += self._probe.observers
-        memory = _share_memory(tiers, backends, world) if worker == "process" else None
+        self._probe = find_probe(self, ranks, tiers)
+        tiers, backends = self._probe.open_places(tiers, world or World(), by_url=worker == "process")
+        observers += self._probe.observers
+        memory = share_memory(tiers, backends, world) if worker == "process" else None
         world = world or World()
         self._loop = (world.make_loop or LoopThread)("aiockpt", self._drain_at_exit)
         try:
-            coordinator = _make_coordinator(ranks, peers, tiers, backends[0], self._loop, self._options, world)
+            coordinator = make_coordinator(ranks, peers, tiers, backends[0], self._loop, self._options, world)
             self._engine = Engine(self._loop, self._options, observers, world, coordinator, memory=memory)
             companions = [
                 run_background(self._loop, observer) for observer in observers if isinstance(observer, BackgroundTask)
@@ -211,12 +205,13 @@ class Checkpointer:
             for cadence in (observer for observer in observers if isinstance(observer, Cadence)):
                 place = backends[0].url
                 companions.append(cadence.join(self._loop, ranks, place, world.clock, max_in_flight, deadlines.ranks_s))
-            self._destination = _make_destination(self._engine, tiers, backends, working=memory is None)
+            self._destination = make_destination(self._engine, tiers, backends, working=memory is None)
             if memory is not None:
-                self._destination = _start_writer(self._destination, tiers, memory, ranks)
+                self._destination = start_writer(self._destination, tiers, memory, ranks)
             companions.append(self._tell_closing)
             self._copies = PendingCopies(deadlines.slab_s, self._tell_waited)
-            self._launcher = Submitter(self._destination, self._copies, self._make_snapshotter())
+            snapshotter = make_snapshotter(self._engine, self._destination, self._copies)
+            self._launcher = Submitter(self._destination, self._copies, snapshotter)
             self._unclaimed: list[LoadPromise[LoadResult | None]] = []
             self._ending = Shutdown(self._engine, self._launcher, self._destination, self._copies, companions)
         except BaseException:
@@ -224,21 +219,6 @@ class Checkpointer:
             if memory is not None:
                 memory.close()
             raise
-
-    def _make_snapshotter(self) -> ByCall:
-        engine = self._engine
-        devices = StateDevices(engine.accelerator, engine.pool)
-        self._lazy = LazySnapshotter(
-            self._options,
-            engine.accelerator,
-            devices,
-            self._copies,
-            engine.pool,
-            self._destination.places[0].uploader.busy_slabs,
-            engine.now_ns,
-        )
-        compares = self._options.debug == "digest"
-        return ByCall(Eager(devices, self._lazy.guard_in_call) if compares else Eager(devices), self._lazy)
 
     # ------------------------------------------------------------------ save
 
@@ -284,12 +264,10 @@ class Checkpointer:
         refuse_on_loop_thread("save()")
         step = check_step(step)
         selection = make_selection(only, exclude, self._selection)
-        if self._probe is not None:
-            self._probe.reached(step, state, metrics, saved=True)
+        self._probe.reached(step, state, metrics, saved=True)
         future = self._launcher.launch(step, state, snapshot, metrics or {}, user, selection)
         report_failures(self._engine, future)
-        if self._probe is not None:
-            self._probe.saved(step)
+        self._probe.saved(step)
         return future
 
     def warm_up(self, state: State) -> Future[None]:
@@ -362,10 +340,8 @@ class Checkpointer:
         self._copies.wait()
         raise_failures(self._engine)
         names = (only,) if isinstance(only, str) else only
-        asked = request = LoadRequest(state, step, names, strict, map)
-        probe = self._probe
-        if probe is not None:
-            request = probe.asked(asked)
+        asked = LoadRequest(state, step, names, strict, map)
+        request = self._probe.asked(asked)
         promise: LoadPromise[LoadResult | None] = LoadPromise(
             "load of the newest step" if step is None else f"load of step {step}"
         )
@@ -378,12 +354,9 @@ class Checkpointer:
                 await earlier.settled()
             filled = await self._engine.coordinator.load(self._destination, request, number)
             log_loaded(None if filled is None else filled.result, self._engine.coordinator)
-            if filled is not None:
-                promise.on_finish = filled.apply
-                if filled.agree:
-                    promise.agree = partial(self._agree_applied, number)
-            if probe is not None:
-                promise.on_finish = probe.watch_load(asked, filled)
+            promise.on_finish = self._probe.watch_load(asked, filled)
+            if filled is not None and filled.agree:
+                promise.agree = partial(self._agree_applied, number)
             return None if filled is None else filled.result
 
         promise.follow(self._loop.submit(run))
@@ -495,8 +468,7 @@ class Checkpointer:
         """
         step = check_step(step)
         if not self._is_due(step):
-            if self._probe is not None:
-                self._probe.reached(step, state, metrics, saved=False)
+            self._probe.reached(step, state, metrics, saved=False)
             return None
         return self.save(step, state, metrics=metrics, only=only, exclude=exclude)
 
@@ -523,23 +495,20 @@ class Checkpointer:
         """
         if self._loop.usable:
             refuse_in_event_loop("close()", "write `await ckpt.aclose()`")
-            if self._probe is not None:
-                self._probe.closing()
+            self._probe.closing()
             self._ending.close()
         raise_failures(self._engine)
 
     async def aclose(self) -> None:
         """Wait until all is committed, release everything, and raise what went wrong, in an event loop. Idempotent."""
         if self._loop.usable:
-            if self._probe is not None:
-                self._probe.closing()
+            self._probe.closing()
             await anyio.to_thread.run_sync(self._ending.close)
         raise_failures(self._engine)
 
     def _drain_at_exit(self) -> None:
         try:
-            if self._probe is not None:
-                self._probe.closing()
+            self._probe.closing()
             self._ending.close()
         finally:
             for future in undelivered(self._engine):
@@ -631,72 +600,6 @@ class Checkpointer:
         running = len(self._launcher.in_flight)
         status = "running" if self._loop.usable else "closed"
         return f"<Checkpointer {self._destination.places[0].backend.url}, {running} saves in flight, {status}>"
-
-
-def _find_peers(load_group: torch.distributed.ProcessGroup | None, ranks: Ranks) -> Peers | None:
-    """Return the ranks that this one reads once with; None where it was given none."""
-    if load_group is None:
-        return None
-    from aiockpt.ranks.peers import find_peers
-
-    return find_peers(load_group, ranks)
-
-
-def _make_coordinator(
-    ranks: Ranks,
-    peers: Peers | None,
-    tiers: Sequence[Tier],
-    place: Backend,
-    loop: Loop,
-    options: Options,
-    world: World,
-) -> Coordinator:
-    """Return how this process agrees with those that save with it; alone it needs nothing for that."""
-    if ranks.world_size == 1:
-        return Alone()
-    from aiockpt.ranks.coordinator import RankCoordinator
-
-    secret, terms = world.token(16).hex(), _terms(tiers, options)
-    coordinator = RankCoordinator(ranks, place.url, loop, options, secret, terms=terms, peers=peers)
-    coordinator.register()
-    return coordinator
-
-
-def _make_destination(
-    engine: Engine, tiers: Sequence[Tier], backends: Sequence[Backend], *, working: bool
-) -> Destination:
-    """Return where saves go and where steps lie.
-
-    Args:
-        working: whether steps are saved, and copied from place to place, by this process.
-    """
-    if len(tiers) == 1:
-        return OnePlace(EnginePlace(engine, backends[0], retention=tiers[0].retention), tiers[0])
-    from aiockpt.tiers.tiers import Tiers
-
-    return Tiers(tiers, engine, backends, working=working)
-
-
-def _share_memory(tiers: Sequence[Tier], backends: Sequence[Backend], world: World | None) -> SharedMemory:
-    """Return memory that a writer process can see, when one can write to these places."""
-    from aiockpt.runtime.shared_memory import SharedMemory
-    from aiockpt.worker.setup import check_worker
-
-    check_worker(tiers, backends, world)
-    return SharedMemory()
-
-
-def _start_writer(here: Destination, tiers: Sequence[Tier], memory: SharedMemory, ranks: Ranks) -> Destination:
-    """Start a writer process; return what hands saves to it, and reads *here*."""
-    from aiockpt.worker.client import WriterClient
-
-    return WriterClient(here, tiers, memory, ranks)
-
-
-def _terms(tiers: Sequence[Tier], options: Options) -> dict[str, str]:
-    """Return the options that all ranks must share, in words."""
-    places = [f"every={tier.every}, content={tier.content!r}" for tier in tiers]
-    return {"on_exists": repr(options.on_exists), "the list of tiers": "; ".join(places)}
 
 
 def _as_tiers(url: Place | Sequence[Tier | Place], retention: Retention | None) -> list[Tier]:

@@ -94,7 +94,9 @@ def promise_of(save: aiockpt.SaveFuture) -> SavePromise:
 
 def lazy_of(ckpt: aiockpt.Checkpointer) -> LazySnapshotter:
     """Return what captures the lazy saves of a checkpointer."""
-    return ckpt._lazy
+    by_call: Any = ckpt._launcher._snapshotter
+    beside: LazySnapshotter = by_call._beside
+    return beside
 
 
 def _job_of(save: aiockpt.SaveFuture) -> SaveJob:

@@ -1,7 +1,7 @@
-"""What a ``Checkpointer`` has under `aiockpt prove`, and has not otherwise: a probe that sees its calls.
+"""What sees the calls of a ``Checkpointer``: a probe under `aiockpt prove`, and nobody otherwise.
 
-`find_probe` is asked by each ``Checkpointer`` when it is made. It answers None unless the environment names a job, or a
-function of this process is being proved.
+`find_probe` is asked by each ``Checkpointer`` when it is made. It answers with `Unwatched` unless the environment names a
+job, or a function of this process is being proved.
 """
 
 from __future__ import annotations
@@ -76,20 +76,20 @@ def record(name: str, value: object) -> None:
         _session.recorder.write(records.Told, name=name, value=text_of(value))
 
 
-def find_probe(checkpointer: Checkpointer, ranks: Ranks, tiers: Sequence[Tier]) -> CallProbe | None:
-    """Return a probe for a *checkpointer* of this process; None outside of `aiockpt prove`.
+def find_probe(checkpointer: Checkpointer, ranks: Ranks, tiers: Sequence[Tier]) -> Unwatched | CallProbe:
+    """Return a probe for a *checkpointer* of this process; one that sees nothing outside of `aiockpt prove`.
 
-    None, too, for one whose places are to be left as they are.
+    So it is, too, for one whose places are to be left as they are.
     """
     if _session is None and VARIABLE in os.environ:
         enter(_open_session(ranks))
     if _session is None:
-        return None
+        return Unwatched()
     from aiockpt.prove.scratch import url_of
 
     urls = [url_of(tier.url) for tier in tiers]
     if set(urls) <= set(_session.recorder.job.as_is):
-        return None
+        return Unwatched()
     _session.add(checkpointer)
     return CallProbe(_session, ranks, urls)
 
@@ -108,6 +108,35 @@ def _open_session(ranks: Ranks) -> Session | None:
     return Session(recorder, Training(recorder))
 
 
+class Unwatched:
+    """Sees nothing, and leaves places and loads as they are; what each method is there for, `CallProbe` says."""
+
+    observers: Sequence[Recorder] = ()
+
+    def open_places(self, tiers: Sequence[Tier], world: World, *, by_url: bool) -> tuple[list[Tier], list[Backend]]:
+        """Return *tiers*, and a backend for each."""
+        from aiockpt.storage.open import open_backend
+
+        return list(tiers), [open_backend(tier.url, world=world) for tier in tiers]
+
+    def asked(self, request: LoadRequest) -> LoadRequest:
+        """Return *request*."""
+        return request
+
+    def watch_load(self, request: LoadRequest, filled: Filled | None) -> Callable[[], LoadResult | None] | None:
+        """Return what fills the objects; None where there is nothing to fill."""
+        return None if filled is None else filled.apply
+
+    def reached(self, step: int, state: State, metrics: Mapping[str, Any] | None, *, saved: bool) -> None:
+        """Look away."""
+
+    def saved(self, step: int) -> None:
+        """Look away."""
+
+    def closing(self) -> None:
+        """Look away."""
+
+
 class CallProbe:
     """Sees the calls of one checkpointer, and gives it a scratch place."""
 
@@ -119,7 +148,7 @@ class CallProbe:
         self._closed = False
 
     @property
-    def observers(self) -> list[Recorder]:
+    def observers(self) -> Sequence[Recorder]:
         """Who is to be told of events."""
         return [self._recorder]
 

@@ -111,7 +111,7 @@ def watching(turn: Turn, outcome: Outcome) -> None:
         samples: Samples = {"call_watched_s": [], "call_s": [], "note_s": [], "hook_s": [], "hook_again_s": []}
         with _saving(Path(turn.folder) / str(tensors)) as (ckpt, save):
             notes = _TimedNotes(ckpt._engine.accelerator)
-            ckpt._lazy._versions = notes
+            _lazy_of(ckpt)._versions = notes
             for step in range(2 * turn.repetitions + 3):
                 notes.on = step % 2 == 1
                 call_s = save(step, training)
@@ -126,9 +126,14 @@ def watching(turn: Turn, outcome: Outcome) -> None:
         outcome.add(turn, f"{tensors:,} tensors", samples)
 
 
+def _lazy_of(ckpt: aiockpt.Checkpointer) -> Any:
+    by_call: Any = ckpt._launcher._snapshotter
+    return by_call._beside
+
+
 def _time_hooks(ckpt: aiockpt.Checkpointer, training: Training) -> list[float]:
     """Return how long the second comparison takes after a pass over all parameters, and again with warm caches."""
-    check = VersionNotes(ckpt._engine.accelerator).note(ckpt._lazy._mutability.in_place)
+    check = VersionNotes(ckpt._engine.accelerator).note(_lazy_of(ckpt)._mutability.in_place)
     assert check is not None
     torch.autograd.backward([parameter.square().sum() for parameter in training.model])
     return [seconds(check.recheck) for _ in range(2)]

@@ -1,0 +1,103 @@
+"""Which of the core's parts and wings make one checkpointer? A wing is imported where it is used.
+
+The writer process puts its own parts together (`aiockpt.worker.root`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from aiockpt.engine.context import Engine
+from aiockpt.engine.coordinator import Alone, Coordinator
+from aiockpt.engine.destination import Destination, OnePlace
+from aiockpt.engine.place import Place
+from aiockpt.engine.snapshotter import ByCall, Eager
+from aiockpt.lazy.snapshotter import LazySnapshotter
+from aiockpt.options import Options, Tier
+from aiockpt.pipeline.state_devices import StateDevices
+from aiockpt.runtime.pending_copies import PendingCopies
+from aiockpt.runtime.ranks import Ranks
+from aiockpt.runtime.world import Loop, World
+from aiockpt.storage.backend import Backend
+
+if TYPE_CHECKING:
+    from aiockpt.ranks.peers import Peers
+    from aiockpt.runtime.shared_memory import SharedMemory
+
+
+def find_peers(load_group: torch.distributed.ProcessGroup | None, ranks: Ranks) -> Peers | None:
+    """Return the ranks that this one reads once with; None where it was given none."""
+    if load_group is None:
+        return None
+    from aiockpt.ranks.peers import find_peers
+
+    return find_peers(load_group, ranks)
+
+
+def make_coordinator(
+    ranks: Ranks,
+    peers: Peers | None,
+    tiers: Sequence[Tier],
+    place: Backend,
+    loop: Loop,
+    options: Options,
+    world: World,
+) -> Coordinator:
+    """Return how this process agrees with those that save with it; alone it needs nothing for that."""
+    if ranks.world_size == 1:
+        return Alone()
+    from aiockpt.ranks.coordinator import RankCoordinator
+
+    secret, terms = world.token(16).hex(), _terms(tiers, options)
+    coordinator = RankCoordinator(ranks, place.url, loop, options, secret, terms=terms, peers=peers)
+    coordinator.register()
+    return coordinator
+
+
+def make_destination(
+    engine: Engine, tiers: Sequence[Tier], backends: Sequence[Backend], *, working: bool
+) -> Destination:
+    """Return where saves go and where steps lie.
+
+    Args:
+        working: whether steps are saved, and copied from place to place, by this process.
+    """
+    if len(tiers) == 1:
+        return OnePlace(Place(engine, backends[0], retention=tiers[0].retention), tiers[0])
+    from aiockpt.tiers.tiers import Tiers
+
+    return Tiers(tiers, engine, backends, working=working)
+
+
+def share_memory(tiers: Sequence[Tier], backends: Sequence[Backend], world: World | None) -> SharedMemory:
+    """Return memory that a writer process can see, when one can write to these places."""
+    from aiockpt.runtime.shared_memory import SharedMemory
+    from aiockpt.worker.setup import check_worker
+
+    check_worker(tiers, backends, world)
+    return SharedMemory()
+
+
+def start_writer(here: Destination, tiers: Sequence[Tier], memory: SharedMemory, ranks: Ranks) -> Destination:
+    """Start a writer process; return what hands saves to it, and reads *here*."""
+    from aiockpt.worker.client import WriterClient
+
+    return WriterClient(here, tiers, memory, ranks)
+
+
+def _terms(tiers: Sequence[Tier], options: Options) -> dict[str, str]:
+    """Return the options that all ranks must share, in words."""
+    places = [f"every={tier.every}, content={tier.content!r}" for tier in tiers]
+    return {"on_exists": repr(options.on_exists), "the list of tiers": "; ".join(places)}
+
+
+def make_snapshotter(engine: Engine, destination: Destination, copies: PendingCopies) -> ByCall:
+    """Return how states are copied: in the call, or beside the program, as each call says."""
+    devices = StateDevices(engine.accelerator, engine.pool)
+    busy_slabs = destination.places[0].uploader.busy_slabs
+    lazy = LazySnapshotter(engine.options, engine.accelerator, devices, copies, engine.pool, busy_slabs, engine.now_ns)
+    compares = engine.options.debug == "digest"
+    return ByCall(Eager(devices, lazy.guard_in_call) if compares else Eager(devices), lazy)
