@@ -199,21 +199,21 @@ class Checkpointer:
         try:
             coordinator = make_coordinator(ranks, peers, tiers, backends[0], self._loop, self._options, world)
             self._engine = Engine(self._loop, self._options, observers, world, coordinator, memory=memory)
-            companions = [
+            ends = [
                 run_background(self._loop, observer) for observer in observers if isinstance(observer, BackgroundTask)
             ]
             for cadence in (observer for observer in observers if isinstance(observer, Cadence)):
                 place = backends[0].url
-                companions.append(cadence.join(self._loop, ranks, place, world.clock, max_in_flight, deadlines.ranks_s))
+                ends.append(cadence.join(self._loop, ranks, place, world.clock, max_in_flight, deadlines.ranks_s))
             self._destination = make_destination(self._engine, tiers, backends, working=memory is None)
             if memory is not None:
                 self._destination = start_writer(self._destination, tiers, memory, ranks)
-            companions.append(self._tell_closing)
+            ends.append(self._tell_closing)
             self._copies = PendingCopies(deadlines.slab_s, self._tell_waited)
             snapshotter = make_snapshotter(self._engine, self._destination, self._copies)
-            self._launcher = Submitter(self._destination, self._copies, snapshotter)
+            self._submitter = Submitter(self._destination, self._copies, snapshotter)
             self._unclaimed: list[LoadPromise[LoadResult | None]] = []
-            self._ending = Shutdown(self._engine, self._launcher, self._destination, self._copies, companions)
+            self._shutdown = Shutdown(self._engine, self._submitter, self._destination, self._copies, ends)
         except BaseException:
             self._loop.discard()
             if memory is not None:
@@ -265,7 +265,7 @@ class Checkpointer:
         step = check_step(step)
         selection = make_selection(only, exclude, self._selection)
         self._probe.reached(step, state, metrics, saved=True)
-        future = self._launcher.launch(step, state, snapshot, metrics or {}, user, selection)
+        future = self._submitter.launch(step, state, snapshot, metrics or {}, user, selection)
         report_failures(self._engine, future)
         self._probe.saved(step)
         return future
@@ -273,9 +273,9 @@ class Checkpointer:
     def warm_up(self, state: State) -> Future[None]:
         """Make the first save as cheap as the later ones: plan it, and fault the staging pool in, in the background."""
         self._check_call_of_ranks()
-        walked, save_round = self._launcher.walk(state, self._selection), self._engine.coordinator.next_round(WARM_UP)
+        walked, save_round = self._submitter.walk(state, self._selection), self._engine.coordinator.next_round(WARM_UP)
         return self._operation(
-            "warm_up", run_blocking, self._engine.state_work, self._launcher.warm_up, walked, save_round
+            "warm_up", run_blocking, self._engine.state_work, self._submitter.warm_up, walked, save_round
         )
 
     def barrier(self) -> None:
@@ -485,7 +485,7 @@ class Checkpointer:
         """Block until every save in flight has ended; raise what went wrong."""
         self._check_call()
         refuse_in_event_loop("wait()", "await the futures that save() returned")
-        self._ending.wait()
+        self._shutdown.wait()
         raise_failures(self._engine)
 
     def close(self) -> None:
@@ -496,20 +496,20 @@ class Checkpointer:
         if self._loop.usable:
             refuse_in_event_loop("close()", "write `await ckpt.aclose()`")
             self._probe.closing()
-            self._ending.close()
+            self._shutdown.close()
         raise_failures(self._engine)
 
     async def aclose(self) -> None:
         """Wait until all is committed, release everything, and raise what went wrong, in an event loop. Idempotent."""
         if self._loop.usable:
             self._probe.closing()
-            await anyio.to_thread.run_sync(self._ending.close)
+            await anyio.to_thread.run_sync(self._shutdown.close)
         raise_failures(self._engine)
 
     def _drain_at_exit(self) -> None:
         try:
             self._probe.closing()
-            self._ending.close()
+            self._shutdown.close()
         finally:
             for future in undelivered(self._engine):
                 logger.error("%r: nobody waited for it, and the program ends", future)
@@ -587,7 +587,7 @@ class Checkpointer:
 
     def statistics(self) -> Statistics:
         """Return what is going on at this instant. Any thread."""
-        running = len(self._launcher.in_flight)
+        running = len(self._submitter.in_flight)
         return Statistics(running, self._engine.pool.statistics(), self._destination.places[0].uploader.statistics())
 
     def __reduce__(self) -> NoReturn:
@@ -597,7 +597,7 @@ class Checkpointer:
         )
 
     def __repr__(self) -> str:
-        running = len(self._launcher.in_flight)
+        running = len(self._submitter.in_flight)
         status = "running" if self._loop.usable else "closed"
         return f"<Checkpointer {self._destination.places[0].backend.url}, {running} saves in flight, {status}>"
 

@@ -94,7 +94,7 @@ def promise_of(save: aiockpt.SaveFuture) -> SavePromise:
 
 def lazy_of(ckpt: aiockpt.Checkpointer) -> LazySnapshotter:
     """Return what captures the lazy saves of a checkpointer."""
-    by_call: Any = ckpt._launcher._snapshotter
+    by_call: Any = ckpt._submitter._snapshotter
     beside: LazySnapshotter = by_call._beside
     return beside
 

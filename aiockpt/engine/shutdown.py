@@ -31,22 +31,22 @@ class Shutdown:
     """The end of one checkpointer. Blocking; never on its loop thread.
 
     Args:
-        companions: called once, to end what observers do on the loop.
+        ends: called once, to end what observers do on the loop.
     """
 
     def __init__(
         self,
         engine: Engine,
-        launcher: Submitter,
+        submitter: Submitter,
         destination: Destination,
         copies: PendingCopies,
-        companions: Sequence[Callable[[], object]],
+        ends: Sequence[Callable[[], object]],
     ) -> None:
         self._engine = engine
-        self._launcher = launcher
+        self._submitter = submitter
         self._destination = destination
         self._copies = copies
-        self._companions = companions
+        self._ends = ends
 
     def wait(self) -> None:
         """Wait until no save runs and none is being tidied up after.
@@ -56,7 +56,7 @@ class Shutdown:
         """
         deadline_s = self._engine.options.deadlines.close_s
         if not self._is_idle_within(deadline_s):
-            waiting = [repr(SaveFuture(promise)) for promise in self._launcher.in_flight]
+            waiting = [repr(SaveFuture(promise)) for promise in self._submitter.in_flight]
             raise TimeoutError(f"after {deadline_s:g} s these saves still run: {waiting}")
 
     def close(self) -> None:
@@ -86,14 +86,14 @@ class Shutdown:
         return True
 
     async def _idle(self) -> None:
-        for promise in self._launcher.in_flight:
+        for promise in self._submitter.in_flight:
             await promise.settled()
         async with self._destination.places[0].cleaning:
             pass
 
     def _give_up(self) -> None:
         """End the saves in flight, and wait until they have."""
-        waiting = self._launcher.in_flight
+        waiting = self._submitter.in_flight
         for promise in waiting:
             self._destination.give_up(promise)
         if waiting:
@@ -108,9 +108,9 @@ class Shutdown:
             in_order = patience_s > 0
         finally:
             closing.cancel()
-            for end in self._companions:
+            for end in self._ends:
                 end()
             self._engine.loop.close(cancel=not in_order)
             self._engine.release_memory()
-            self._launcher.forget()
+            self._submitter.forget()
             self._copies.close()

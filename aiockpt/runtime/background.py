@@ -8,7 +8,7 @@ from collections.abc import Callable
 from aiockpt.events import BackgroundTask
 from aiockpt.runtime.world import Loop
 
-COMPANION_S = 60.0
+FINISH_S = 60.0
 """How long an observer may finish its own work (`aiockpt.events.BackgroundTask`) when the checkpointer is closed."""
 
 logger = logging.getLogger("aiockpt")
@@ -24,8 +24,8 @@ def run_background(loop: Loop, observer: BackgroundTask) -> Callable[[], None]:
 
     def end() -> None:
         try:
-            loop.submit(observer.aclose).result(COMPANION_S)
-            running.exception(COMPANION_S)
+            loop.submit(observer.aclose).result(FINISH_S)
+            running.exception(FINISH_S)
         except Exception:
             logger.exception("observer %r did not end", observer)
         finally:

@@ -77,7 +77,7 @@ def calls(turn: Turn, outcome: Outcome) -> None:
         training = Training(tensors)
         samples: Samples = {"first_call_s": [], "call_s": [], "walk_s": [], "loop_s": []}
         with _saving(Path(turn.folder) / str(tensors)) as (ckpt, save):
-            walk, loop = ckpt._launcher.walk, ckpt._engine.loop
+            walk, loop = ckpt._submitter.walk, ckpt._engine.loop
             samples["first_call_s"].append(save(0, training))
             save(1, training)
             for step in range(turn.repetitions):
@@ -127,7 +127,7 @@ def watching(turn: Turn, outcome: Outcome) -> None:
 
 
 def _lazy_of(ckpt: aiockpt.Checkpointer) -> Any:
-    by_call: Any = ckpt._launcher._snapshotter
+    by_call: Any = ckpt._submitter._snapshotter
     return by_call._beside
 
 

@@ -148,7 +148,7 @@ def test_a_companion_that_fails_is_logged_and_harms_nothing(
 def test_a_companion_that_does_not_end_is_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("aiockpt.runtime.background.COMPANION_S", 0.01)
+    monkeypatch.setattr("aiockpt.runtime.background.FINISH_S", 0.01)
     companion = Stubborn(ends=False)
     save_once(tmp_path / "run", companion)
     assert companion.cancelled

@@ -123,7 +123,7 @@ def test_a_copy_that_is_there_is_not_told_as_lost_though_its_writer_died_before_
             url = save(rank, ckpt)
             if rank == 0:
                 (folder,) = far.glob("step-*/a-*")
-                attempt, tiers = parse_attempt(folder.name), ckpt._launcher._destination
+                attempt, tiers = parse_attempt(folder.name), ckpt._submitter._destination
                 assert attempt is not None
                 assert isinstance(tiers, Tiers)
                 board.post = post  # type: ignore[method-assign]
@@ -149,9 +149,9 @@ def test_notes_of_lost_copies_are_removed_when_newer_ones_come(tmp_path: Path) -
         board.forget = noted
         attempts = [f"{number:012x}" for number in range(8)]
         for attempt in attempts:
-            ckpt._loop.submit(ckpt._launcher._destination.tell_lost, 1, attempt, [1], WriterLostError("killed")).result(
-                30
-            )
+            ckpt._loop.submit(
+                ckpt._submitter._destination.tell_lost, 1, attempt, [1], WriterLostError("killed")
+            ).result(30)
         first, *others = forgotten
         assert first.startswith("tier/1/step-00000000/")
         assert others == [f"tier/1/step-00000001/{attempt}" for attempt in attempts[: -(2 * MOST_WAITING + 1) - 1]]
