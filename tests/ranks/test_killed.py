@@ -19,6 +19,7 @@ import torch.distributed
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from tests.gates import Around
+from tests.ranks.crew import coordinator_of
 from tests.ranks.forked import run_forked
 from tests.ranks.test_save import equal, loaded, replicated, steps
 from tests.small_run import SMALL
@@ -66,6 +67,8 @@ def run_rank(number: int, world_size: int, folder: Path) -> None:
     )
     if "first" not in case:
         ckpt.save(1, replicated(1)).result(WAIT_S)
+    else:  # who dies before it has said in which process it is, is known by the clock alone
+        ckpt._loop.submit(coordinator_of(ckpt).rounds.register).result(WAIT_S)
     if rank == victim:
         if verb is None:
             store.get("all have come")
