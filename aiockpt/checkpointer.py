@@ -11,7 +11,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, TypeVarTuple
+from typing import Any, NoReturn, Self, TypeVar, TypeVarTuple
 
 import anyio
 import anyio.to_thread
@@ -30,7 +30,7 @@ from aiockpt.engine.outcomes import log_loaded, raise_failures, report_failures,
 from aiockpt.engine.place import Place as EnginePlace
 from aiockpt.engine.read import read
 from aiockpt.engine.shutdown import Shutdown
-from aiockpt.engine.submit import Submitter, check_step
+from aiockpt.engine.submit import SaveRequest, Submitter, check_step
 from aiockpt.errors import BackgroundSaveError, UsageError
 from aiockpt.events import BackgroundTask, BarrierWaited, Observer
 from aiockpt.futures import Future, LoadFuture, LoadResult, SaveFuture
@@ -61,9 +61,6 @@ from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
 from aiockpt.wiring import find_peers, make_coordinator, make_destination, make_snapshotter, share_memory, start_writer
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -265,7 +262,7 @@ class Checkpointer:
         step = check_step(step)
         selection = make_selection(only, exclude, self._selection)
         self._probe.reached(step, state, metrics, saved=True)
-        future = self._submitter.launch(step, state, snapshot, metrics or {}, user, selection)
+        future = self._submitter.submit(SaveRequest(step, state, snapshot, metrics or {}, user, selection))
         report_failures(self._engine, future)
         self._probe.saved(step)
         return future

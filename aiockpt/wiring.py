@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import Alone, Coordinator
 from aiockpt.engine.destination import Destination, OnePlace
@@ -24,6 +22,8 @@ from aiockpt.runtime.world import Loop, World
 from aiockpt.storage.backend import Backend
 
 if TYPE_CHECKING:
+    import torch
+
     from aiockpt.ranks.peers import Peers
     from aiockpt.runtime.shared_memory import SharedMemory
 

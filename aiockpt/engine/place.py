@@ -71,22 +71,22 @@ class Place:
     async def reading(self, step_id: str) -> AsyncIterator[None]:
         """Keep retention, here and in other processes, away from a step for the length of the block."""
         key = lease_key(step_id, self.engine.token(6))
-        self.hold(step_id)
+        self.pin(step_id)
         leased = await self._lease(key)
         try:
             yield
         finally:
-            self.let_go(step_id)
+            self.unpin(step_id)
             if leased:
                 with anyio.move_on_after(10, shield=True):
                     await self._release(key)
 
-    def hold(self, step_id: str) -> None:
-        """Keep this process's retention away from a step until `let_go`. On the loop."""
+    def pin(self, step_id: str) -> None:
+        """Keep this process's retention away from a step until `unpin`. On the loop."""
         self._reading[step_id] = self._reading.get(step_id, 0) + 1
 
-    def let_go(self, step_id: str) -> None:
-        """Take one `hold` back."""
+    def unpin(self, step_id: str) -> None:
+        """Take one `pin` back."""
         self._reading[step_id] -= 1
         if not self._reading[step_id]:
             del self._reading[step_id]

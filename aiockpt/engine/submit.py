@@ -46,6 +46,17 @@ from aiockpt.state.shards import ShardedState
 logger = logging.getLogger("aiockpt")
 
 
+class SaveRequest(msgspec.Struct, frozen=True):
+    """What a caller asked ``save`` for; the fields are those of `aiockpt.Checkpointer.save`."""
+
+    step: int
+    state: Mapping[str, Any]
+    snapshot: Snapshot | None
+    metrics: Mapping[str, float | torch.Tensor]
+    user: object
+    selection: Selection
+
+
 class Submitter:
     """Starts the saves of one checkpointer and knows which are in flight.
 
@@ -72,15 +83,7 @@ class Submitter:
         """The saves that have not ended."""
         return [promise for promise in self._saves if not promise.is_settled]
 
-    def launch(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        snapshot: Snapshot | None,
-        metrics: Mapping[str, float | torch.Tensor],
-        user: object,
-        selection: Selection,
-    ) -> SaveFuture:
+    def submit(self, request: SaveRequest) -> SaveFuture:
         """Start a save, or skip it where the policy says so. Raises as `aiockpt.Checkpointer.save`."""
         begun_ns = self._engine.now_ns()
         with self._calls:
@@ -88,7 +91,7 @@ class Submitter:
                 raise UsageError("save() inside save(), from a signal handler: set a flag there, and save in the loop")
             self._calling = True
             try:
-                entered = self._enter(begun_ns, step, state, snapshot, metrics, user, selection)
+                entered = self._enter(begun_ns, request)
             finally:
                 self._calling = False
         if isinstance(entered, SaveFuture):
@@ -98,22 +101,12 @@ class Submitter:
             self._copy_here(job, before)
         return job.future
 
-    def _enter(
-        self,
-        begun_ns: int,
-        step: int,
-        state: Mapping[str, Any],
-        snapshot: Snapshot | None,
-        metrics: Mapping[str, float | torch.Tensor],
-        user: object,
-        selection: Selection,
-    ) -> SaveFuture | tuple[SaveJob, Sequence[Promise[Any]] | None]:
+    def _enter(self, begun_ns: int, request: SaveRequest) -> SaveFuture | tuple[SaveJob, Sequence[Promise[Any]] | None]:
         """Capture the state, or skip the save. Return what its copy must wait for, where the caller is to make it."""
-        options = self._engine.options
-        save_round = self._engine.coordinator.next_round(check_step(step))
+        options, step = self._engine.options, request.step
+        save_round = self._engine.coordinator.next_round(step)
         try:
-            if snapshot is None:
-                snapshot = options.snapshot
+            snapshot = options.snapshot if request.snapshot is None else request.snapshot
             check_choice("snapshot", snapshot, Snapshot)
             self._copies.check_unchanging()
             self._copies.recheck()
@@ -125,16 +118,16 @@ class Submitter:
                 snapshot = "eager"
             call = SaveCall(
                 step=step,
-                metrics=_plain_metrics(metrics),
-                user=_plain_json(user),
+                metrics=_plain_metrics(request.metrics),
+                user=_plain_json(request.user),
                 save_round=save_round,
                 begun_ns=begun_ns,
             )
             before = [point for point in (self._must_end_first(), self._must_be_copied_first()) if point]
             capture = self._snapshotter.capture(
                 CaptureRequest(
-                    walked=self._walker.walk(state, selection),
-                    state=state,
+                    walked=self._walker.walk(request.state, request.selection),
+                    state=request.state,
                     snapshot=snapshot,
                     busy=self._must_be_copied_first() is not None,
                     waits=bool(before) or save_round is not None,

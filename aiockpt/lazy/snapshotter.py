@@ -68,9 +68,14 @@ class LazySnapshotter:
 
     def capture(self, request: CaptureRequest) -> Capture:
         """Copy what may change before the copy of the rest is made, and guard the rest."""
-        taken = self._take(request)
+        taken = Taken(request.walked, request.snapshot)
+        if request.snapshot == "device":
+            taken = self._cloner.clone(request.walked, busy=request.busy)
+        stepping = taken.snapshot != "device" and in_optimizer_step()
+        if stepping:
+            taken = Taken(request.walked, "eager", "inside the step of an optimizer, which no longer waits for a copy")
         walked, snapshot, versions = taken.state, taken.snapshot, None
-        beside = snapshot != "eager" or self._must_leave_loop(request)
+        beside = snapshot != "eager" or (not stepping and _holds_loop_up(request))
         if beside and snapshot != "device":
             walked = self._mutability.copy_mutable(
                 walked, request.state, trusting=snapshot == "eager", reuse=not request.busy
@@ -95,21 +100,6 @@ class LazySnapshotter:
             ),
         )
 
-    def _take(self, request: CaptureRequest) -> Taken:
-        """Say how the state can be copied; where it is asked for, from a copy on the device, which is made here."""
-        asked = Taken(request.walked, request.snapshot)
-        if request.snapshot == "device":
-            asked = self._cloner.clone(request.walked, busy=request.busy)
-        if asked.snapshot != "device" and in_optimizer_step():
-            return Taken(request.walked, "eager", "inside the step of an optimizer, which no longer waits for a copy")
-        return asked
-
-    def _must_leave_loop(self, request: CaptureRequest) -> bool:
-        """Say whether an eager copy in this call would hold up an event loop, and can be made elsewhere."""
-        if not runs_event_loop() or in_optimizer_step():
-            return False
-        return request.waits or sum(map(_NBYTES, request.walked.tensors)) > INLINE_COPY_BYTES
-
     def guard_in_call(self, state: ShardedState) -> StateGuard:
         """Return what compares the digests of a state that the call copies."""
         return StateGuard(self._copies, self._mutability.distrust, digests=self._digest(state))
@@ -129,6 +119,11 @@ class LazySnapshotter:
         self._devices.forget()
         self._mutability.forget()
         self._versions.forget()
+
+
+def _holds_loop_up(request: CaptureRequest) -> bool:
+    """Say whether an eager copy in this call would hold up the event loop of its thread."""
+    return runs_event_loop() and (request.waits or sum(map(_NBYTES, request.walked.tensors)) > INLINE_COPY_BYTES)
 
 
 def _copied_bytes(walked: ShardedState, captured: ShardedState) -> int:

@@ -162,7 +162,7 @@ class Promoter:
         """Have *promotion* copied here in the background."""
         held = tuple(number for number in promotion.copies if self._destination.places[number].backend.traits.durable)
         for number in held:
-            self._destination.places[number].hold(promotion.result.id)
+            self._destination.places[number].pin(promotion.result.id)
         self._waiting.append(_Waiting(promotion, stage, held))
         self._waiting[1:] = sorted(
             self._waiting[1:], key=lambda waiting: waiting.promotion.age
@@ -225,7 +225,7 @@ class Promoter:
             place = self._destination.places[number]
             if place.backend.traits.durable:
                 continue
-            place.hold(promotion.result.id)
+            place.pin(promotion.result.id)
             waiting.held += (number,)
             with suppress(CheckpointError):
                 if await find_copy(place.backend, promotion.result.id, promotion.attempt) is not None:
@@ -474,7 +474,7 @@ class Promoter:
     def _leave(self, index: int) -> _Waiting:
         left = self._waiting.pop(index)
         for number in left.held:
-            self._destination.places[number].let_go(left.promotion.result.id)
+            self._destination.places[number].unpin(left.promotion.result.id)
         return left
 
     def _tell_failure(self, promotion: Promotion, error: Exception, *, final: bool, logged: bool = False) -> None:
