@@ -156,9 +156,11 @@ class Tiers:
             if not first.durable:
                 promise.reach(promise.in_memory)
                 if any(promoter.commits for promoter in above):
-                    result = await self._commit_durably(promotion, above, stages)
-                if engine.coordinator.rank == 0 and result is not promotion.result:
-                    await maintenance.clean_up(first.place, promotion.result)
+                    try:
+                        result = await self._commit_durably(promotion, above, stages)
+                    finally:  # also where it failed: what no disk takes does not gather in memory
+                        if engine.coordinator.rank == 0:
+                            await maintenance.clean_up(first.place, promotion.result)
         finally:
             for promoter in above:
                 if not stages[promoter.number].is_settled:

@@ -137,6 +137,16 @@ def test_memory_holds_what_it_keeps_and_what_is_being_copied(tmp_path: Path) -> 
     assert steps(memory) == [4]
 
 
+def test_memory_holds_no_more_while_every_save_to_the_disk_fails(tmp_path: Path) -> None:
+    memory = MemoryBackend()
+    broken = FaultyBackend(LocalBackend(str(tmp_path)), [Fault(do="fail", verb="create", match="*", times=None)])
+    with aiockpt.Checkpointer([memory, broken], io=SMALL, on_error="warn") as ckpt:
+        for step in range(1, 9):
+            assert isinstance(ckpt.save(step, state(step)).exception(30), StorageError)
+            assert len(steps(memory)) <= 2  # the newest, and one that is tried again
+            assert step in steps(memory)
+
+
 def test_memory_is_thinned_at_the_end_although_the_far_tier_never_came_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
