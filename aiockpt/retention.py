@@ -25,6 +25,7 @@ class StepFacts(msgspec.Struct, frozen=True):
         parent: the step its run had loaded, or None.
         damaged: whether a verification, or a load, found it damaged.
         generation: which of its generations counts.
+        ancestors: run and sequence of the save of *parent* that was loaded, then of what that came from, as far as known.
     """
 
     id: str
@@ -36,6 +37,7 @@ class StepFacts(msgspec.Struct, frozen=True):
     metrics: Mapping[str, float | None]
     damaged: bool = False
     generation: int = 1
+    ancestors: tuple[tuple[str, int], ...] = ()
 
 
 class Doomed(msgspec.Struct, frozen=True):
@@ -56,16 +58,19 @@ class Kept(msgspec.Struct, frozen=True):
 
 def lineage(facts: Sequence[StepFacts]) -> list[StepFacts]:
     """Return the steps that the newest one descends from, itself included, the newest first."""
-    by_id = {fact.id: fact for fact in facts}
+    clock_of = {fact.id: (fact.run, fact.sequence) for fact in facts}
+    newest = max(facts, key=_age, default=None)
+    before = [] if newest is None else [(newest.run, newest.sequence)]
     chain: list[StepFacts] = []
-    tip = max(facts, key=_age, default=None)
     seen: set[str] = set()
-    while tip is not None and tip.run not in seen:
-        seen.add(tip.run)
-        mates = [fact for fact in facts if fact.run == tip.run and _age(fact) <= _age(tip)]
+    while before:
+        run, sequence = before.pop(0)
+        mates = [fact for fact in facts if fact.run == run and fact.sequence <= sequence and run not in seen]
+        seen.add(run)
         chain += sorted(mates, key=_age, reverse=True)
-        first = mates[0]
-        tip = by_id.get(first.parent) if first.parent is not None else None
+        if mates:  # all of them come from the same save; of a run without steps only its descendants know that
+            known = clock_of.get(mates[0].parent or "")
+            before = list(mates[0].ancestors) or ([known] if known else [])
     return chain
 
 

@@ -147,6 +147,11 @@ class PartEntry(msgspec.Struct, frozen=True):
     digests: tuple[str, ...]
 
 
+MAX_ANCESTORS = 16
+Ancestors = Annotated[tuple[tuple[str, Count], ...], Meta(max_length=MAX_ANCESTORS)]
+"""Saves, by run and sequence."""
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """A committed checkpoint. The order of the fields is the order in the file: those up to ``world_size`` are its head.
 
@@ -155,6 +160,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         sequence: logical clock: one more than the highest sequence visible when the attempt began.
         run: which checkpointer wrote it (12 hex digits); parent: id of the step that one had loaded, or None. Together
             they are the lineage (docs/decisions.md#lineage): steps of one run follow each other, the first follows *parent*.
+        ancestors: run and sequence of the save that was loaded, then of the one that its run had loaded, and so on, at most
+            `MAX_ANCESTORS`: they stay true when a step is deleted or saved anew.
         write_id: random, of the writer who created this object; says whose create succeeded.
         created_ns: the writer's clock; a label for people.
         alias: names that share the storage of a tensor, to its name.
@@ -174,6 +181,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     sequence: Count
     run: str
     parent: str | None
+    ancestors: Ancestors | msgspec.UnsetType = msgspec.UNSET
     attempt: str
     world_size: Count
     write_id: str
@@ -208,6 +216,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     sequence: Count
     run: str
     parent: str | None
+    ancestors: Ancestors | msgspec.UnsetType = msgspec.UNSET
     attempt: str
     rank: Count
     world_size: Count
@@ -363,6 +372,7 @@ class Head(msgspec.Struct, frozen=True):
     run: str
     parent: str | None
     attempt: str
+    ancestors: Ancestors | msgspec.UnsetType = msgspec.UNSET
 
     @classmethod
     def of(cls, manifest: Manifest) -> Head:

@@ -29,7 +29,7 @@ from aiockpt.format.tiling import Extent
 from aiockpt.format.validate import MAX_PIECES, check_manifest
 from aiockpt.format.values import unite
 
-_AGREED = ("id", "step", "attempt", "generation", "sequence", "run", "parent", "world_size")
+_AGREED = ("id", "step", "attempt", "generation", "sequence", "run", "parent", "ancestors", "world_size")
 _SHOWN = 5
 _DTYPE, _SHAPE, _AXES = attrgetter("dtype"), attrgetter("shape"), attrgetter("axes")
 _MEMO_PIECES = 100_000
@@ -66,6 +66,7 @@ def _merge(votes: Sequence[Receipt], writer: str, write_id: str, created_ns: int
         sequence=first.sequence,
         run=first.run,
         parent=first.parent,
+        ancestors=first.ancestors,
         attempt=first.attempt,
         write_id=write_id,
         created_ns=created_ns,

@@ -141,8 +141,10 @@ def _check_identity(document: Manifest | Receipt, what: str) -> None:
             check_step_id(document.parent)
     except UsageError as error:
         _refuse(what, str(error))
-    if not _RUN.fullmatch(document.run):
-        _refuse(what, f"{document.run[:40]!r} is not a run: 12 lower-case hex digits")
+    ancestors = () if document.ancestors is UNSET else document.ancestors
+    for run in (document.run, *(run for run, _ in ancestors)):
+        if not _RUN.fullmatch(run):
+            _refuse(what, f"{run[:40]!r} is not a run: 12 lower-case hex digits")
     if document.generation < 1:
         _refuse(what, f"there is no generation {document.generation}")
     number = parse_step(document.id)

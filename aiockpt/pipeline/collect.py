@@ -83,6 +83,7 @@ async def step_facts(
                 metrics,
                 entry.is_found_damaged or head.attempt in doubted,
                 head.generation,
+                () if head.ancestors is msgspec.UNSET else head.ancestors,
             )
         )
     return facts

@@ -23,7 +23,16 @@ from aiockpt.errors import (
     ObjectExistsError,
     ObjectNotFoundError,
 )
-from aiockpt.format.manifest import Decision, Manifest, Receipt, Verdict, encode_manifest, encode_receipt
+from aiockpt.format.manifest import (
+    MAX_ANCESTORS,
+    Ancestors,
+    Decision,
+    Manifest,
+    Receipt,
+    Verdict,
+    encode_manifest,
+    encode_receipt,
+)
 from aiockpt.format.merge import merge_receipts
 from aiockpt.format.names import decision_key, manifest_key, receipt_key
 from aiockpt.format.parts import detach
@@ -52,8 +61,8 @@ class Attempt(msgspec.Struct, frozen=True):
         attempt: 12 random hex digits, its nonce; names the attempt's folder, so that no two attempts share a byte.
         generation: the number its manifest will have.
         sequence: one more than the highest logical clock seen when it began.
-        run: which checkpointer it belongs to; *parent*: the id of the step that one had loaded, or None. Together they
-            are the lineage (docs/decisions.md#lineage).
+        run: which checkpointer it belongs to; *parent*: the id of the step that one had loaded, or None; *ancestors*:
+            which save of it, and what that came from. Together they are the lineage (docs/decisions.md#lineage).
     """
 
     id: str
@@ -65,14 +74,29 @@ class Attempt(msgspec.Struct, frozen=True):
     parent: str | None
     rank: int
     world_size: int
+    ancestors: Ancestors | msgspec.UnsetType = msgspec.UNSET
+
+
+class Parent(msgspec.Struct, frozen=True):
+    """The step that a run had loaded; which save of it that was, and what that came from, the newest first."""
+
+    id: str
+    ancestors: Ancestors
+
+    @classmethod
+    def of(cls, loaded: Manifest) -> Parent:
+        """Return what descends from *loaded* says of it."""
+        before = () if loaded.ancestors is msgspec.UNSET else loaded.ancestors
+        return cls(loaded.id, ((loaded.run, loaded.sequence), *before)[:MAX_ANCESTORS])
 
 
 def begin(
-    entry: StepEntry, *, nonce: str, run: str, sequence: int, parent: str | None, rank: int, world_size: int
+    entry: StepEntry, *, nonce: str, run: str, sequence: int, parent: Parent | None, rank: int, world_size: int
 ) -> Attempt:
     """Return a new attempt at the step that *entry* describes; its generation is fixed here, once."""
     generation = max(entry.generations, default=0) + 1
-    return Attempt(entry.id, entry.step, nonce, generation, sequence, run, parent, rank, world_size)
+    parent_id, ancestors = (None, msgspec.UNSET) if parent is None else (parent.id, parent.ancestors)
+    return Attempt(entry.id, entry.step, nonce, generation, sequence, run, parent_id, rank, world_size, ancestors)
 
 
 async def cast_vote(backend: Backend, receipt: Receipt) -> None:

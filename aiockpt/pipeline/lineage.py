@@ -14,10 +14,11 @@ import logging
 from collections.abc import Callable, Sequence
 
 import anyio
+import msgspec
 
 from aiockpt.errors import StorageError
 from aiockpt.format.manifest import Manifest
-from aiockpt.pipeline.commit import Attempt, begin
+from aiockpt.pipeline.commit import Attempt, Parent, begin
 from aiockpt.pipeline.discover import StepEntry, newest_vote, scan
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend
@@ -32,6 +33,14 @@ ROOM = 2**32
 """Left in the logical clock where a step does not say now how new it is: more than any run saves between two of them."""
 LAST_CLOCK = 2**63 - 1
 """What a manifest can hold."""
+
+
+class Position(msgspec.Struct, frozen=True):
+    """Where the next save stands: the run, the save that it descends from, and the highest clock of what was loaded."""
+
+    run: str
+    parent: Parent | None
+    seen: int
 
 
 class Lineage:
@@ -52,8 +61,7 @@ class Lineage:
         self._make_run = make_run
         self._run = make_run()
         self.runs = {self._run}
-        self._parent: str | None = None
-        self._loaded_run: str | None = None
+        self._parent: Parent | None = None
         self._seen = 0
         self._listed: set[str] = set()
         self._passed_by: set[str] = set()
@@ -159,7 +167,7 @@ class Lineage:
         if self._parent is None or self._passed_by:
             return family
         run_of = {head.id: head.run for head in heads}
-        family.add(self._loaded_run or run_of.get(self._parent, ""))
+        family.add(self._parent.ancestors[0][0])
         for head in sorted(heads, key=lambda head: head.sequence):
             if head.parent is not None and run_of.get(head.parent) in family:
                 family.add(head.run)
@@ -180,24 +188,25 @@ class Lineage:
         self._run = run
         self.runs.add(run)
 
-    def position(self) -> tuple[str, str | None, int]:
-        """Return where the next save stands: the run, the step that it descends from, and the clock of that."""
-        return self._run, self._parent, self._seen
+    def position(self) -> Position:
+        """Return where the next save stands."""
+        return Position(self._run, self._parent, self._seen)
 
-    def take_position(self, run: str, parent: str | None, seen: int) -> None:
+    def take_position(self, position: Position) -> None:
         """Stand where the lineage of another process stands, for which this one saves."""
-        self._enter(run)
-        self._parent = parent
-        self._seen = max(self._seen, seen)
-        if self._clock is not None:
-            self._clock = max(self._clock, seen)
+        self._enter(position.run)
+        self._parent = position.parent
+        self._catch_up(position.seen)
 
     def descend_from(self, loaded: Manifest) -> None:
         """Begin a new line of saves at a step that was loaded: what was saved before is another branch."""
-        self._parent = loaded.id
-        self._loaded_run = loaded.run
+        self._parent = Parent.of(loaded)
         self._passed_by |= self._listed  # the newest of them was chosen
         self._enter(self._make_run())
-        self._seen = max(self._seen, loaded.sequence)
+        self._catch_up(loaded.sequence)
+
+    def _catch_up(self, clock: int) -> None:
+        """Have the saves from now on be newer than one with that logical clock."""
+        self._seen = max(self._seen, clock)
         if self._clock is not None:
-            self._clock = max(self._clock, loaded.sequence)
+            self._clock = max(self._clock, clock)

@@ -247,6 +247,7 @@ def _vote(
         sequence=whole.sequence,
         run=whole.run,
         parent=whole.parent,
+        ancestors=whole.ancestors,
         attempt=attempt,
         rank=rank,
         world_size=whole.world_size,

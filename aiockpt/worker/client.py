@@ -131,7 +131,6 @@ class WriterClient:
         connection.begin(save, job.plan)
 
     def _order(self, job: SaveJob, nonce: str) -> Save:
-        run, parent, seen = self.engine.lineage.position()
         return Save(
             number=job.number,
             step=job.step,
@@ -143,9 +142,7 @@ class WriterClient:
             left_out=dict(job.state.left_out),
             metrics=job.metrics,
             user=to_json(job.user),
-            run=run,
-            parent=parent,
-            seen=seen,
+            position=self.engine.lineage.position(),
             save_round=job.save_round,
             board=self.engine.coordinator.board_name,
             unsure=job.is_unsure,

@@ -14,6 +14,7 @@ from aiockpt import events
 from aiockpt.engine.coordinator import SaveRound
 from aiockpt.futures import SaveResult
 from aiockpt.options import IO, Content, Deadlines, OnExists, Retention
+from aiockpt.pipeline.lineage import Position
 from aiockpt.planning.write_plan import FilePlan, SavePlan, Window
 from aiockpt.redaction import redact
 from aiockpt.runtime.relay import Question, Reply
@@ -64,7 +65,7 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         begun_ns: when it was called; both processes have the same monotonic clock.
         values, per_rank, user: JSON.
-        run, parent, seen: `aiockpt.pipeline.lineage.Lineage.position`.
+        position: where it stands among all saves.
         save_round: which save it is among those of all ranks; None for a process that saves alone.
         board: the name of the ranks' notes.
         unsure: whether the trainer is to be asked, before the vote, if the state was left alone while it was copied.
@@ -79,9 +80,7 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     alias: dict[str, str]
     metrics: dict[str, float]
     user: bytes
-    run: str
-    parent: str | None
-    seen: int
+    position: Position
     save_round: SaveRound | None = None
     board: str = ""
     left_out: dict[str, tuple[str, tuple[int, ...]] | None] = {}

@@ -29,7 +29,7 @@ class Writing:
     """
 
     def __init__(self, engine: Engine, slabs: LentSlabs, order: Save, plan: SavePlan, post: Post) -> None:
-        engine.lineage.take_position(order.run, order.parent, order.seen)
+        engine.lineage.take_position(order.position)
         state = ShardedState(
             tensors=(),
             alias=order.alias,

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.engine import maintenance
+from aiockpt.format.manifest import MAX_ANCESTORS
 from aiockpt.format.names import attempt_folder
 from aiockpt.options import Best, Snapshot, Worker
 from aiockpt.pipeline.discover import Heads, StepEntry, scan
@@ -231,6 +232,48 @@ def test_the_lineage_follows_runs_and_their_parents() -> None:
     assert plan_retention(rows, aiockpt.Retention(last=2), protected={"s1"})[0].step == 2
     assert lineage([]) == []
     assert plan_retention([], aiockpt.Retention(last=1)) == []
+
+
+def save_steps(root: Path, steps: range, *, load: int | None = None, last: int = 2, worker: Worker = "thread") -> None:
+    rules = aiockpt.Retention(last=last)
+    with aiockpt.Checkpointer(root, io=SMALL, retention=rules, worker=worker) as ckpt:
+        if load is not None:
+            assert ckpt.load(state(0), load).result(30) is not None
+        for step in steps:
+            ckpt.save(step, state(step)).result(30)
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_a_run_that_saves_the_step_again_that_it_resumed_from_keeps_no_more_steps(
+    tmp_path: Path, worker: Worker
+) -> None:
+    save_steps(tmp_path, range(1, 4), worker=worker)
+    save_steps(tmp_path, range(3, 4), load=3, worker=worker)
+    assert steps(tmp_path) == [3, 2]
+    save_steps(tmp_path, range(3, 6), load=3, worker=worker)
+    assert steps(tmp_path) == [5, 4]
+
+
+def test_a_line_of_many_resumes_says_where_its_newest_came_from(tmp_path: Path) -> None:
+    save_steps(tmp_path, range(1, 4))
+    for _ in range(MAX_ANCESTORS + 2):
+        save_steps(tmp_path, range(3, 4), load=3)
+    assert steps(tmp_path) == [3, 2]
+
+
+def test_a_run_whose_parent_was_deleted_keeps_no_more_steps(tmp_path: Path) -> None:
+    save_steps(tmp_path, range(1, 4), last=9)
+    save_steps(tmp_path, range(4, 5), load=3, last=9)
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        ckpt.delete(3).result(30)
+    save_steps(tmp_path, range(5, 6), load=4)
+    assert steps(tmp_path) == [5, 4]
+
+
+def test_the_branch_that_was_left_stays_although_its_first_step_is_saved_again(tmp_path: Path) -> None:
+    save_steps(tmp_path, range(1, 6), last=9)
+    save_steps(tmp_path, range(3, 4), load=3, last=1)
+    assert steps(tmp_path) == [3, 5, 4]
 
 
 @given(

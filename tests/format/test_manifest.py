@@ -19,6 +19,7 @@ from aiockpt.format.checksum import digest128
 from aiockpt.format.document import MAX_TREE_NODES, seal, unseal
 from aiockpt.format.manifest import (
     HEAD_BYTES,
+    MAX_ANCESTORS,
     FileEntry,
     Head,
     Manifest,
@@ -163,7 +164,10 @@ def test_the_head_in_the_first_bytes_says_what_orders_steps(manifest: Manifest) 
     data = encode_manifest(manifest)
     head = Head("step-00001000", 1000, 2, 7, RUN, "step-00000500", "3f9c21d07b44")
     assert decode_head(data[:HEAD_BYTES]) == head == Head.of(decode_manifest(data))
-    longest = msgspec.structs.replace(manifest, parent="p" * 128, id="x" * 128, step=2**63 - 1, sequence=2**63 - 1)
+    ancestors = ((RUN, 2**63 - 1),) * MAX_ANCESTORS
+    longest = msgspec.structs.replace(
+        manifest, parent="p" * 128, ancestors=ancestors, id="x" * 128, step=2**63 - 1, sequence=2**63 - 1
+    )
     assert decode_head(encode_manifest(longest)[:HEAD_BYTES]) == Head.of(longest)
     root = msgspec.structs.replace(manifest, parent=None)
     assert decode_head(encode_manifest(root)[:HEAD_BYTES]) == Head.of(root)

@@ -22,6 +22,7 @@ from aiockpt import errors, events
 from aiockpt.adapters.native import StateWalker
 from aiockpt.errors import CheckpointError, StorageError
 from aiockpt.futures import SaveResult
+from aiockpt.pipeline.lineage import Position
 from aiockpt.planning.write_plan import plan_save
 from aiockpt.runtime.channel import Poster, Receiver, Sender
 from aiockpt.runtime.promise import Promise, SavePromise
@@ -280,7 +281,7 @@ class Wire:
 
 def save_order(number: int) -> Save:
     return Save(
-        number=number, step=number, run="0" * 12, parent=None, seen=0, nonce="0" * 12, begun_ns=0, alias={}, values=b"1",
+        number=number, step=number, position=Position("0" * 12, None, 0), nonce="0" * 12, begun_ns=0, alias={}, values=b"1",
         per_rank=b"1", metrics={}, user=b"null",
     )  # fmt: skip
 
