@@ -1,14 +1,19 @@
-"""How are files damaged on purpose, in a simulated file system? Look, flip, replace."""
+"""How are files damaged on purpose, in a simulated file system? Look, compare, flip, replace."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 
+import xxhash
+
 from aiockpt.testing.faults import flip_bit
 from aiockpt.testing.simulated_files import SimulatedFiles
+from aiockpt.testing.simulated_nodes import Folder
 from aiockpt.testing.simulation import snapshot
-from tests.inline_process import ROOT
+
+ROOT = "/run"
+"""Where checkpoints are saved in a simulated file system."""
 
 
 def paths(files: SimulatedFiles, folder: str = ROOT) -> Iterator[str]:
@@ -19,6 +24,24 @@ def paths(files: SimulatedFiles, folder: str = ROOT) -> Iterator[str]:
             yield from paths(files, path)
         else:
             yield path
+
+
+def fingerprint(disk: SimulatedFiles) -> bytes:
+    """Return a digest of all names and bytes: crash states that differ in their past only are looked at once."""
+    digest = xxhash.xxh3_128()
+
+    def feed(folder: Folder) -> None:
+        for name, node in sorted(folder.names.items()):
+            digest.update(name.encode())
+            if isinstance(node, Folder):
+                digest.update(b"{")
+                feed(node)
+                digest.update(b"}")
+            else:
+                digest.update(len(node.content).to_bytes(8, "little") + bytes(node.content))
+
+    feed(disk.root)
+    return digest.digest()
 
 
 def content(files: SimulatedFiles, path: str) -> bytearray:

@@ -19,8 +19,8 @@ from aiockpt.testing.simulated_files import SimulatedFiles
 from aiockpt.testing.simulation import run_inline, snapshot
 from tests.campaigns.campaign import Campaign, Case, Outcomes
 from tests.campaigns.drawn_state import DrawnShape, disk_with, load_from
-from tests.file_surgery import content, flip, paths
-from tests.inline_process import ROOT, Process, local
+from tests.file_surgery import ROOT, content, flip, paths
+from tests.inline_process import Process, local
 
 SHAPES = 8
 OLD, NEW = f"{ROOT}/step-00000001/", f"{ROOT}/step-00000002/"

@@ -20,8 +20,7 @@ from aiockpt.testing.faults import Fault, flip_bit
 from aiockpt.testing.simulated_nodes import Folder
 from aiockpt.testing.simulation import snapshot
 from tests.campaigns.history import OUTAGES, History, Save, folder_of, parse
-from tests.file_surgery import content, paths, write
-from tests.inline_process import ROOT
+from tests.file_surgery import ROOT, content, paths, write
 
 DAMAGED = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA)
 

@@ -25,8 +25,8 @@ from aiockpt.options import Retention
 from aiockpt.testing.faults import Fault, FaultyFiles
 from aiockpt.testing.simulated_files import SimulatedFiles
 from tests import inline_process
-from tests.file_surgery import content, paths
-from tests.inline_process import ROOT, local
+from tests.file_surgery import ROOT, content, paths
+from tests.inline_process import local
 
 T = TypeVar("T")
 STEPS = (1, 2, 3, 4)

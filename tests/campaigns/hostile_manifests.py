@@ -19,8 +19,8 @@ from aiockpt.testing.simulation import run_inline
 from tests.campaigns.campaign import Campaign, Case, Outcomes
 from tests.campaigns.drawn_state import NOWHERE, DrawnShape, disk_with
 from tests.campaigns.mutations import change_document, is_object
-from tests.file_surgery import content, replaced
-from tests.inline_process import ROOT, Process, local
+from tests.file_surgery import ROOT, content, replaced
+from tests.inline_process import Process, local
 from tests.seams import lease_prefix
 
 SHAPES = 8

@@ -14,16 +14,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import msgspec
-import xxhash
 
 from aiockpt.errors import StepNotFoundError
 from aiockpt.options import Retention
 from aiockpt.testing.recording import RecordingFiles
 from aiockpt.testing.simulated_files import SimulatedFiles
-from aiockpt.testing.simulated_nodes import Folder
 from aiockpt.testing.simulation import crash_states, replay, run_inline, snapshot
 from tests.campaigns.campaign import Campaign, Outcomes
 from tests.campaigns.drawn_state import DrawnShape, load_drawn
+from tests.file_surgery import fingerprint
 from tests.inline_process import Process, local
 
 STEPS = (1, 2, 3)
@@ -134,24 +133,6 @@ def look(disk: SimulatedFiles, shape: DrawnShape) -> tuple[float | None, dict[in
         return newest, found
 
     return run_inline(main)
-
-
-def fingerprint(disk: SimulatedFiles) -> bytes:
-    """Return a digest of all names and bytes: crash states that differ in their past only are looked at once."""
-    digest = xxhash.xxh3_128()
-
-    def feed(folder: Folder) -> None:
-        for name, node in sorted(folder.names.items()):
-            digest.update(name.encode())
-            if isinstance(node, Folder):
-                digest.update(b"{")
-                feed(node)
-                digest.update(b"}")
-            else:
-                digest.update(len(node.content).to_bytes(8, "little") + bytes(node.content))
-
-    feed(disk.root)
-    return digest.digest()
 
 
 def cut(job: Job, disk: SimulatedFiles, dice: random.Random) -> Iterator[tuple[int, SimulatedFiles]]:

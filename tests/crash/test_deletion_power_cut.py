@@ -12,8 +12,8 @@ from aiockpt.testing.faults import Fault, FaultyFiles
 from aiockpt.testing.recording import Call, RecordingFiles
 from aiockpt.testing.simulated_files import SimulatedFiles
 from aiockpt.testing.simulation import power_cuts, replay, run_inline, snapshot
-from tests.file_surgery import paths
-from tests.inline_process import ROOT, Process, load_value, local, saved_files, tiny_state
+from tests.file_surgery import ROOT, paths
+from tests.inline_process import Process, Restarts, load_value, local, saved_files, tiny_state
 from tests.seams import give_up_voted
 
 LIMIT = 24
@@ -38,8 +38,9 @@ def test_a_deleted_newest_step_is_whole_or_gone_and_never_comes_back() -> None:
     unlinked = next(index for index, call in enumerate(calls) if call.verb == "unlink" and "MANIFEST" in call.path)
     flushed = next(index for index, call in enumerate(calls) if index > unlinked and call.is_flush)
     gone_at: int | None = None
+    restarts = Restarts()
     for done, after in power_cuts(calls, start=start, limit=LIMIT):
-        value = load_value(after)
+        value = restarts.load_value(after)
         assert value in (1.0, 2.0), f"after call {done}"
         if done > flushed:
             assert value == 1.0, f"after call {done}: it came back"
@@ -140,10 +141,10 @@ def test_a_new_generation_replaces_the_old_one_without_a_moment_without_either()
     """Step 1 is saved again with value 5; the old generation is collected afterwards."""
     start = saved_files(1)
     calls = record(start, lambda process: process.save(1, tiny_state(5)))
-    seen = set()
+    seen, restarts = set(), Restarts()
     for done, after in power_cuts(calls, start=start, limit=LIMIT):
         try:
-            seen.add(load_value(after))
+            seen.add(restarts.load_value(after))
         except CheckpointError as error:
             pytest.fail(f"after call {done} ({calls[done - 1]}): {error!r}")
     assert seen == {1.0, 5.0}

@@ -13,9 +13,12 @@ from aiockpt.errors import CheckpointError, SaveCancelledError, StorageError, St
 from aiockpt.testing.faults import Fault, FaultyFiles
 from aiockpt.testing.simulated_files import SimulatedFiles
 from aiockpt.testing.simulation import crash_states, run_inline
-from tests.inline_process import Process, load_value, local, saved_files, tiny_state
+from tests.inline_process import Process, Restarts, local, saved_files, tiny_state
 
 ERRORS = [errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EDQUOT, errno.EROFS, errno.EINTR]
+
+
+RESTARTS = Restarts()
 
 
 def save_under(faults: list[Fault]) -> tuple[SimulatedFiles, BaseException | None, FaultyFiles, Process]:
@@ -51,7 +54,7 @@ def test_an_error_at_any_call_leaves_the_old_step_or_the_whole_new_one(error: in
     outcomes = set()
     for at in range(1, call_count() + 1):
         files, failure, _, process = save_under([Fault(do="fail", at=at, error=error)])
-        value = load_value(files)
+        value = RESTARTS.load_value(files)
         outcomes.add((failure is None, value))
         assert value == 2.0 if failure is None else value in (1.0, 2.0), f"at call {at}: {failure!r}, loaded {value}"
         if failure is not None:
@@ -66,7 +69,7 @@ def test_a_short_write_at_any_call_is_continued() -> None:
     for at in range(1, call_count() + 1):
         files, failure, _, process = save_under([Fault(do="short", verb="pwrite", at=at)])
         assert failure is None
-        assert load_value(files) == 2.0
+        assert RESTARTS.load_value(files) == 2.0
         assert_nothing_leaked(files, process)
 
 
@@ -78,10 +81,10 @@ def test_a_flush_that_fails_once_is_never_acknowledged_unless_it_was_written_aga
         if not faulty.schedule.fired:
             break
         if failure is None:  # then the lost bytes do not matter: after any power cut the new step is there
-            assert all(load_value(after) == 2.0 for after in crash_states(files, limit=16))
+            assert all(RESTARTS.load_value(after) == 2.0 for after in crash_states(files, limit=16))
         else:
             failed += 1
-            assert load_value(files) in (1.0, 2.0)
+            assert RESTARTS.load_value(files) in (1.0, 2.0)
         assert_nothing_leaked(files, process)
     assert failed
 
@@ -90,7 +93,7 @@ def test_cancellation_at_every_turn_of_the_loop_leaks_nothing() -> None:
     outcomes = set()
     for turns in range(400):
         files, error, process = cancel_after(turns)
-        value = load_value(files)
+        value = RESTARTS.load_value(files)
         outcomes.add(error is None)
         if error is None:
             assert value == 2.0

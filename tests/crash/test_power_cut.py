@@ -17,10 +17,12 @@ from aiockpt.events import DataWritten, Event
 from aiockpt.testing.recording import Call, RecordingFiles
 from aiockpt.testing.simulated_files import SimulatedFiles
 from aiockpt.testing.simulation import power_cuts, run_inline, snapshot
-from tests.inline_process import ROOT, Process, load_value, local, tiny_state
+from tests.file_surgery import ROOT
+from tests.inline_process import Process, Restarts, local, tiny_state
 
 LIMIT = 24
 """Crash states looked at after each operation; the large campaign is `pytest -m slow`."""
+RESTARTS = Restarts()
 
 
 class Recording:
@@ -80,7 +82,7 @@ def violation(
         if done >= recording.acknowledged:
             without_votes(after)  # committed must not rest on a restart that finishes the commit
         try:
-            value = load_value(after)
+            value = RESTARTS.load_value(after)
         except (CheckpointError, AssertionError) as error:
             return f"after call {done} ({recording.calls[done - 1]}): {error!r}"
         promised = {2.0} if done >= promised_at else {1.0, 2.0}
