@@ -55,10 +55,10 @@ def trained(model: nn.Module) -> State:
 
 
 def save_all(jobs: Jobs, root: Path) -> dict[str, Gathered]:
-    """Save a job of each kind; return what each had."""
+    """Save a job of each kind, with values of its own; return what each had."""
     expected = {}
-    for kind, make in jobs.items():
-        state = make(1)
+    for seed, (kind, make) in enumerate(jobs.items()):
+        state = make(seed)
         expected[kind] = gather(state)
         if kind != "single" or dist.get_rank() == 0:
             with open_checkpointer(kind, root / kind) as ckpt:
@@ -68,11 +68,12 @@ def save_all(jobs: Jobs, root: Path) -> dict[str, Gathered]:
 
 
 def load_each_other(jobs: Jobs) -> None:
-    """Save a job of each kind, and load it into a job of each; all of it must come back, bit by bit."""
+    """Save a job of each kind, and load all into one job of each; all of it must come back, bit by bit."""
     root = shared_folder()
-    for source, saved in save_all(jobs, root).items():
-        for target, make in jobs.items():
-            state = make(2)
+    expected = save_all(jobs, root)
+    for target, make in jobs.items():
+        state = make(100)
+        for source, saved in expected.items():
             with open_checkpointer(target, root / source) as ckpt:
                 assert ckpt.load(state).result() is not None
             found = gather(state)
