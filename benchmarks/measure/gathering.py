@@ -17,9 +17,8 @@ import anyio
 import torch
 
 from aiockpt.backends.memory import MemoryBackend
-from aiockpt.format.checksum import ALGORITHM, BLOCK_BYTES
-from aiockpt.format.manifest import FileEntry, Piece, Receipt, TensorEntry
-from aiockpt.format.names import data_key, data_path
+from aiockpt.format.manifest import Piece, Receipt, TensorEntry
+from aiockpt.format.names import data_key
 from aiockpt.pipeline import receipts
 from aiockpt.pipeline.commit import Attempt, cast_vote, commit, wait_votes
 from aiockpt.planning import groups
@@ -33,6 +32,7 @@ from aiockpt.state.shards import ShardedState, TensorShard
 from aiockpt.storage.backend import Backend
 from aiockpt.testing.virtual_time import run_virtually
 from benchmarks.measure.network import CountingStore, DeadError, DyingStorage, SlowMeeting, SlowStorage
+from benchmarks.measure.planning import ATTEMPT, STEP_ID, vote
 from benchmarks.report import Samples
 from benchmarks.visit import Outcome, Turn
 
@@ -43,31 +43,13 @@ WRITING_S = 5.0
 DEADLINE_S = 600.0
 COLUMNS = 64
 EXCHANGED_TENSORS = 4
-ATTEMPT = "0" * 12
-STEP_ID = "step-00000001"
 
 
 def receipt(rank: int, world_size: int) -> Receipt:
     """Return the vote of one rank: a row of a matrix, in a file of its own."""
     size = 4096 + 4 * COLUMNS
-    path = data_path(ATTEMPT, rank, 0)
-    return Receipt(
-        id=STEP_ID,
-        step=1,
-        generation=1,
-        sequence=1,
-        run=ATTEMPT,
-        parent=None,
-        attempt=ATTEMPT,
-        rank=rank,
-        world_size=world_size,
-        created_ns=0,
-        plan_digest="",
-        scalars_digest="",
-        files=(FileEntry.of(path, size=size, rank=rank, algo=ALGORITHM, block=BLOCK_BYTES, sums=bytes(8)),),
-        tensors={"w": TensorEntry("F32", (world_size, COLUMNS), (Piece(0, 4096, size, (rank, 0), (1, COLUMNS)),))},
-        state={"step": 1, "notes": ["what all ranks say alike"] * 50},
-    )
+    tensors = {"w": TensorEntry("F32", (world_size, COLUMNS), (Piece(0, 4096, size, (rank, 0), (1, COLUMNS)),))}
+    return vote(rank, world_size, [size], tensors, {"step": 1, "notes": ["what all ranks say alike"] * 50})
 
 
 class _Job:

@@ -15,10 +15,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from aiockpt.format.checksum import ALGORITHM, BLOCK_BYTES
-from aiockpt.format.manifest import FileEntry, Manifest, Receipt, decode_manifest, encode_manifest, encode_receipt
+from aiockpt.format.manifest import (
+    FileEntry,
+    Manifest,
+    Receipt,
+    TensorEntry,
+    decode_manifest,
+    encode_manifest,
+    encode_receipt,
+)
 from aiockpt.format.merge import merge_receipts
 from aiockpt.format.names import data_path
 from aiockpt.format.parts import MAX_TABLE_PIECES, attach, detach
@@ -35,6 +43,8 @@ ROWS_A_RANK = 4
 MOST_SHARDS = 100
 SLAB_BYTES = 16 << 20
 FILE_BYTES = 2 << 30
+ATTEMPT = "0" * 12
+STEP_ID = "step-00000001"
 
 T = TypeVar("T")
 
@@ -102,7 +112,7 @@ def measure(sharding: str, ranks: int, tensors: int) -> dict[str, float]:
     def decode() -> Manifest:
         found = decode_manifest(document)
         found = attach(found, blobs) if found.parts else found
-        check_manifest(found, "step-00000001", 1)
+        check_manifest(found, STEP_ID, 1)
         return found
 
     found, decode_s = timed(decode)
@@ -145,32 +155,45 @@ def _plan(state: ShardedState) -> SavePlan:
 
 def planned_receipt(plan: SavePlan, rank: int, world_size: int, block_bytes: int = BLOCK_BYTES) -> Receipt:
     """Return the vote of a rank that wrote what *plan* says; the checksums are zeros."""
-    attempt = "0" * 12
+    sizes = [file.size for file in plan.files]
+    return vote(rank, world_size, sizes, plan.tensors, {"step": 1}, plan.digest, block_bytes)
+
+
+def vote(
+    rank: int,
+    world_size: int,
+    sizes: Sequence[int],
+    tensors: dict[str, TensorEntry],
+    state: dict[str, Any],
+    plan_digest: str = "",
+    block_bytes: int = BLOCK_BYTES,
+) -> Receipt:
+    """Return the receipt of *rank* for data files of *sizes* bytes, of the first step of a run; the checksums are zeros."""
     files = tuple(
         FileEntry.of(
-            data_path(attempt, rank, number),
-            size=file.size,
+            data_path(ATTEMPT, rank, number),
+            size=size,
             rank=rank,
             algo=ALGORITHM,
             block=block_bytes,
-            sums=bytes(8 * -(-file.size // block_bytes)),
+            sums=bytes(8 * -(-size // block_bytes)),
         )
-        for number, file in enumerate(plan.files)
+        for number, size in enumerate(sizes)
     )
     return Receipt(
-        id="step-00000001",
+        id=STEP_ID,
         step=1,
         generation=1,
         sequence=1,
-        run=attempt,
+        run=ATTEMPT,
         parent=None,
-        attempt=attempt,
+        attempt=ATTEMPT,
         rank=rank,
         world_size=world_size,
         created_ns=0,
-        plan_digest=plan.digest,
+        plan_digest=plan_digest,
         scalars_digest="",
         files=files,
-        tensors=plan.tensors,
-        state={"step": 1},
+        tensors=tensors,
+        state=state,
     )
