@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from hdfs_native import FileReader
 
+from aiockpt.backends.buffers import check_range
 from aiockpt.backends.hdfs_client import hdfs_errors
 from aiockpt.errors import StorageError, UsageError
 from aiockpt.runtime.limits import Limiter, run_blocking
@@ -38,13 +39,8 @@ class HdfsReader:
     async def read(self, offset: int, into: Sequence[memoryview], seen: Seen | None = None) -> None:
         if self._closed:
             raise UsageError(f"{self._key!r} was closed; open it again")
-        if offset < 0:
-            raise UsageError(f"{self._key!r}: there is no byte {offset}")
         wanted = sum(view.nbytes for view in into)
-        if offset + wanted > self._size:
-            raise StorageError(
-                f"{self._key!r} ends at byte {self._size}, and more was asked for: it is truncated", key=self._key
-            )
+        check_range(self._key, offset, wanted, self._size)
         if wanted:
             await run_blocking(self._limiter, self._fill, offset, wanted, into, seen)
 

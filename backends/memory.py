@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from aiockpt.errors import ObjectExistsError, ObjectNotFoundError, StorageError, StorageFullError, UsageError
+from aiockpt.backends.buffers import check_range
+from aiockpt.errors import ObjectExistsError, ObjectNotFoundError, StorageFullError, UsageError
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.world import Clock, World
 from aiockpt.storage.backend import Listing, Seen, Space, Stat, Traits, check_key
@@ -187,12 +188,7 @@ class MemoryReader:
         if self._closed:
             raise UsageError(f"{self._key!r} was closed; open it again")
         wanted = sum(view.nbytes for view in into)
-        if offset < 0:
-            raise UsageError(f"{self._key!r}: there is no byte {offset}")
-        if offset + wanted > self.size:
-            raise StorageError(
-                f"{self._key!r} ends at byte {self.size}, and more was asked for: it is truncated", key=self._key
-            )
+        check_range(self._key, offset, wanted, self.size)
         await _run(self._limiter, wanted, lambda: self._fill(offset, into, seen))
 
     async def close(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from aiockpt.backends.buffers import check_range
 from aiockpt.backends.s3_client import Bucket
 from aiockpt.backends.s3_wire import Sink, receive
 from aiockpt.errors import ObjectExistsError, StorageError, StorageTransferError, UsageError
@@ -38,14 +39,9 @@ class S3Reader:
     async def read(self, offset: int, into: Sequence[memoryview], seen: Seen | None = None) -> None:
         if self._closed:
             raise UsageError(f"{self._key!r} was closed; open it again")
-        if offset < 0:
-            raise UsageError(f"{self._key!r}: there is no byte {offset}")
         views = [view.cast("B") for view in into if view.nbytes]
         wanted = sum(len(view) for view in views)
-        if offset + wanted > self._size:
-            raise StorageError(
-                f"{self._key!r} ends at byte {self._size}, and more was asked for: it is truncated", key=self._key
-            )
+        check_range(self._key, offset, wanted, self._size)
         if not wanted:
             return
         await self._get(offset, wanted, views)
