@@ -355,7 +355,7 @@ def name_of_node(node: Node) -> str:
             return _numpy_name(np.dtype(node["dtype"]))
         except (KeyError, TypeError):
             return kind
-    return f"codec {node.get('name')!r}" if kind == "codec" else _WORDS.get(kind, kind)
+    return f"codec {node.get('name')!r}" if kind == "codec" else _WORDS.get(kind, kind) or "value without a kind"
 
 
 def _numpy_name(dtype: np.dtype[Any]) -> str:

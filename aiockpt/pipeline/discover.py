@@ -49,10 +49,15 @@ LOOKS = 3
 
 
 class PassedOver(msgspec.Struct, frozen=True):
-    """A generation of a step that no reader may believe, and why. Generation 0 is the step as a whole."""
+    """A generation of a step that no reader may believe, and why. Generation 0 is the step as a whole.
+
+    Attributes:
+        unread: whether nothing of it came, for its device or what lies in its place: another time it may.
+    """
 
     generation: int
     reason: str
+    unread: bool = False
 
 
 class StepEntry(msgspec.Struct, frozen=True):
@@ -82,6 +87,13 @@ class StepEntry(msgspec.Struct, frozen=True):
     def committed(self) -> bool:
         """Whether it has a manifest, valid or not; also of a step that does not say, and of one with nothing sound in it."""
         return bool(self.generations or self.passed or self.trouble)
+
+    @property
+    def unheard(self) -> str | None:
+        """Why it, or a generation of it, does not say now how new it is, and may later; None when all of it has spoken."""
+        if self.trouble is not None:
+            return str(self.trouble)
+        return next((passed.reason for passed in self.passed if passed.unread), None)
 
     @property
     def age_order(self) -> tuple[int, int]:
@@ -119,16 +131,16 @@ class Heads:
 
     def __init__(self) -> None:
         self.doubted: set[str] = set()
-        self._known: dict[str, tuple[Stat, Head | str]] = {}
+        self._known: dict[str, tuple[Stat, Head | PassedOver]] = {}
         self._told: set[str] = set()
 
-    def recall(self, entry: StepEntry, found: Stat | None) -> Head | str | None:
+    def recall(self, entry: StepEntry, found: Stat | None) -> Head | PassedOver | None:
         """Return the head, or what is bad about it, of the manifest that is *found* now, if it is the one that was read."""
         stat, said = (None, None) if found is None else self._known.get(found.key, (None, None))
         known = stat is not None and stat == found
-        return said if known and (isinstance(said, str) or said is None or said.attempt in entry.attempts) else None
+        return None if not known or (isinstance(said, Head) and said.attempt not in entry.attempts) else said
 
-    def learn(self, found: Stat | None, said: Head | str) -> None:
+    def learn(self, found: Stat | None, said: Head | PassedOver) -> None:
         """Remember the head, or what is bad about it, of the manifest that was *found*."""
         if found is not None:
             self._known[found.key] = (found, said)
@@ -185,18 +197,17 @@ async def _look_if_possible(backend: Backend, step_id: str, heads: Heads) -> Ste
     except StorageError as error:
         entry = StepEntry(step_id, _number(step_id), ())
         if error.damaged:
-            return msgspec.structs.replace(entry, passed=(PassedOver(0, str(error)),))
+            return msgspec.structs.replace(entry, passed=(PassedOver(0, str(error), unread=True),))
         return msgspec.structs.replace(entry, trouble=error)
 
 
 async def _describe(backend: Backend, name: str) -> PassedOver:
     """Say what it is that has the name of a step and is no folder."""
-    reason = f"{name!r} is a file, where a step's folder should be: move it away"
     try:
         await backend.stat(name)
     except StorageError as error:
-        reason = str(error)
-    return PassedOver(0, reason)
+        return PassedOver(0, str(error), unread=True)
+    return PassedOver(0, f"{name!r} is a file, where a step's folder should be: move it away")
 
 
 async def look_at(backend: Backend, step_id: str, heads: Heads | None = None) -> StepEntry:
@@ -246,12 +257,12 @@ async def _judge(backend: Backend, entry: StepEntry, stats: Mapping[str, Stat], 
             trouble = error
             break
         except ManifestError as error:
-            said = str(error)
+            said = PassedOver(generation, str(error), unread=isinstance(error.__cause__, StorageError))
         heads.learn(found, said)
         if isinstance(said, Head):
             head = said
             break
-        passed.append(PassedOver(generation, said))
+        passed.append(said)
     generations = tuple(generation for generation in entry.generations if generation not in gone)
     return msgspec.structs.replace(entry, generations=generations, head=head, passed=tuple(passed), trouble=trouble)
 

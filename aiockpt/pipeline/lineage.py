@@ -106,7 +106,7 @@ class Lineage:
             entries = await scan(place)
             clocks.extend(entry.head.sequence for entry in entries if entry.head)
             clocks.extend([await newest_vote(place, entry) for entry in entries])
-            silent.extend(entry for entry in entries if entry.trouble)
+            silent.extend(entry for entry in entries if entry.unheard)
             self._tell_of_others(place, entries, step)
 
         async def look_if_there(place: Backend) -> None:
@@ -128,7 +128,7 @@ class Lineage:
         await look(nearest)
         for entry in silent:
             logger.warning(
-                "%s does not say how new it is, and a new save does not wait for it: %s", entry.id, entry.trouble
+                "%s does not say how new it is, and a new save does not wait for it: %s", entry.id, entry.unheard
             )
         return max(clocks) + (ROOM if silent else 0)
 

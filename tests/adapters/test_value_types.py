@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from aiockpt.adapters.native import Stored, per_rank
+from aiockpt.adapters.plain_values import in_words
 from aiockpt.errors import StateMismatchError
+from aiockpt.state.tree import TAG
 from tests.adapters.worlds import World
 
 
@@ -197,3 +199,8 @@ def test_the_names_of_a_checkpoint_are_those_of_tensors_and_values() -> None:
     values = {"a": {"n": 1, "w": {"$": "tensor", "name": "a.w"}}, "m": {"$": "module", "values": {}}}
     stored = Stored(tensors={"a.w": ("F32", ()), "m.w": ("F32", ())}, alias={"m.tied": "m.w"}, values=values)
     assert stored.names() == {"a", "a.n", "a.w", "m", "m.w", "m.tied"}
+
+
+def test_a_stored_value_of_no_kind_is_spoken_of() -> None:
+    """A manifest may say anything: this one was found by the campaign of hostile manifests."""
+    assert in_words({TAG: ""}) == "a value without a kind"

@@ -3,7 +3,8 @@
 A case is a job that is started, saves, saves again, deletes and prunes, on a disk that may have lived through a cut
 already. The power is cut at calls drawn at random, and the disk keeps what it likes of what was not flushed, in torn
 sectors (`aiockpt.testing.simulation.crash_states`). What is then found must be the steps that the acknowledged operations
-make, each of those that still ran done or not done: every step's values, which is the newest, and nothing besides.
+make, each of those that still ran done or not done: every step's values, which is the newest, and nothing besides but the
+steps that a reader held when the power went.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from aiockpt.errors import StepNotFoundError
+from aiockpt.format.names import step_id
 from aiockpt.options import Retention
 from aiockpt.testing.recording import RecordingFiles
 from aiockpt.testing.simulated_files import SimulatedFiles
 from aiockpt.testing.simulation import crash_states, replay, run_inline, snapshot
 from tests.campaigns.campaign import Campaign, Outcomes
 from tests.campaigns.drawn_state import DrawnShape, load_drawn
-from tests.file_surgery import fingerprint
+from tests.file_surgery import fingerprint, paths
 from tests.inline_process import Process, local
 
 STEPS = (1, 2, 3)
@@ -53,7 +55,8 @@ class Job:
     """A process from its start to its end, its calls, and what each of its operations should have done by when."""
 
     def __init__(self, disk: SimulatedFiles, shape: DrawnShape, held: Steps, dice: random.Random) -> None:
-        self.recording = RecordingFiles(snapshot(disk))
+        self._files = snapshot(disk)
+        self.recording = RecordingFiles(self._files)
         self.effects: list[Effect] = []
         self._shape = shape
         self._dice = dice
@@ -95,7 +98,12 @@ class Job:
         self._note(Effect(begun, acknowledged[0], step, value))
         if self._retention is not None and self._retention.last is not None:
             for pruned, _ in self._steps[: -self._retention.last]:
-                self._note(Effect(acknowledged[0], self._now, pruned, None))
+                if not self._is_leased(pruned):
+                    self._note(Effect(acknowledged[0], self._now, pruned, None))
+
+    def _is_leased(self, step: int) -> bool:
+        """Whether a reader whose power was cut has left its lease: for all that is known, it still reads."""
+        return any(f"/{step_id(step)}/lease-" in path for path in paths(self._files))
 
     def _note(self, effect: Effect) -> None:
         self.effects.append(effect)

@@ -358,6 +358,38 @@ def test_an_outage_of_an_old_step_stops_no_save_and_no_prune_and_loses_no_order(
     assert load(run) == (33.0, {})
 
 
+@pytest.mark.parametrize("match", ["step-00000005", "step-00000005/*"])
+def test_a_step_that_a_disk_does_not_read_now_and_reads_later_is_not_newer_than_what_was_saved_meanwhile(
+    run: Path, match: str
+) -> None:
+    place = FaultyBackend(
+        LocalBackend(str(run)),
+        [Fault(do="fail", verb=verb, match=match, error=errno.EIO, times=None) for verb in ("get", "list")],
+    )
+    with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+        ckpt.save(3, state(33.0)).result(30)
+    assert load(run) == (33.0, {})
+
+
+def test_a_step_whose_inode_is_not_read_now_is_not_newer_than_what_was_saved_meanwhile(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = LocalBackend(str(run))
+    honest = backend.list
+
+    async def list_without_inode(prefix: str) -> Listing:
+        listing = await honest(prefix)
+        if prefix:
+            return listing
+        folders = tuple(folder for folder in listing.folders if folder != "step-00000005")
+        return Listing(listing.objects, folders, (*listing.others, "step-00000005"))
+
+    monkeypatch.setattr(backend, "list", list_without_inode)
+    with aiockpt.Checkpointer(backend, io=SMALL) as ckpt:
+        ckpt.save(3, state(33.0)).result(30)
+    assert load(run) == (33.0, {})
+
+
 def test_an_older_step_that_is_away_is_not_asked_for(run: Path) -> None:
     assert load(unreadable(run, "step-00000002/a-*", errno.EACCES)) == (NEWEST, {})
 
