@@ -53,14 +53,10 @@ async def newest_first(
     Raises:
         NewerFormatError, StorageError: the next one cannot be read by this version, or now: it may be the newest.
     """
-    told: set[tuple[int, str, int]] = set()
 
     def tell_passed(one: L) -> None:
         for passed in one.entry.passed:
-            which = (id(one.backend), one.entry.id, passed.generation)
-            if which not in told:
-                told.add(which)
-                pass_over(one, ManifestError(passed.reason, key=one.entry.id))
+            pass_over(one, ManifestError(passed.reason, key=one.entry.id))
 
     for one in listed:
         tell_passed(one)
