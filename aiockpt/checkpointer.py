@@ -26,10 +26,8 @@ from aiockpt.engine.coordinator import WARM_UP
 from aiockpt.engine.destination import Destination
 from aiockpt.engine.load import LoadRequest
 from aiockpt.engine.maintenance import Copied, Description, Pruned, StepInfo, Verified
-from aiockpt.engine.outcomes import log_loaded, raise_failures, report_failures, undelivered
 from aiockpt.engine.place import Place as EnginePlace
 from aiockpt.engine.read import read
-from aiockpt.engine.shutdown import Shutdown
 from aiockpt.engine.submit import SaveRequest, Submitter, check_step
 from aiockpt.errors import BackgroundSaveError, UsageError
 from aiockpt.events import BackgroundTask, BarrierWaited, Observer
@@ -49,6 +47,7 @@ from aiockpt.options import (
     Worker,
     check_tiers,
 )
+from aiockpt.outcomes import log_loaded
 from aiockpt.prove.probe import find_probe
 from aiockpt.runtime.background import run_background
 from aiockpt.runtime.limits import LimiterStatistics, run_blocking
@@ -58,6 +57,7 @@ from aiockpt.runtime.promise import LoadPromise, Promise
 from aiockpt.runtime.ranks import Ranks, check_found, find_ranks
 from aiockpt.runtime.slabs import PoolStatistics
 from aiockpt.runtime.world import World
+from aiockpt.shutdown import Shutdown
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
 from aiockpt.wiring import find_peers, make_coordinator, make_destination, make_snapshotter, share_memory, start_writer
@@ -263,7 +263,7 @@ class Checkpointer:
         selection = make_selection(only, exclude, self._selection)
         self._probe.reached(step, state, metrics, saved=True)
         future = self._submitter.submit(SaveRequest(step, state, snapshot, metrics or {}, user, selection))
-        report_failures(self._engine, future)
+        self._engine.failures.report(self._engine.options.on_error, future)
         self._probe.saved(step)
         return future
 
@@ -335,7 +335,7 @@ class Checkpointer:
         self._unclaimed = [earlier for earlier in self._unclaimed if not earlier.refused]
         self._check_call_of_ranks()
         self._copies.wait()
-        raise_failures(self._engine)
+        self._engine.failures.raise_all()
         names = (only,) if isinstance(only, str) else only
         asked = LoadRequest(state, step, names, strict, map)
         request = self._probe.asked(asked)
@@ -350,7 +350,8 @@ class Checkpointer:
             for earlier in refused:
                 await earlier.settled()
             filled = await self._engine.coordinator.load(self._destination, request, number)
-            log_loaded(None if filled is None else filled.result, self._engine.coordinator)
+            if self._engine.coordinator.rank == 0:
+                log_loaded(None if filled is None else filled.result)
             promise.on_finish = self._probe.watch_load(asked, filled)
             if filled is not None and filled.agree:
                 promise.agree = partial(self._agree_applied, number)
@@ -483,7 +484,7 @@ class Checkpointer:
         self._check_call()
         refuse_in_event_loop("wait()", "await the futures that save() returned")
         self._shutdown.wait()
-        raise_failures(self._engine)
+        self._engine.failures.raise_all()
 
     def close(self) -> None:
         """Wait until all is committed, release everything, and raise what went wrong. Idempotent.
@@ -494,21 +495,21 @@ class Checkpointer:
             refuse_in_event_loop("close()", "write `await ckpt.aclose()`")
             self._probe.closing()
             self._shutdown.close()
-        raise_failures(self._engine)
+        self._engine.failures.raise_all()
 
     async def aclose(self) -> None:
         """Wait until all is committed, release everything, and raise what went wrong, in an event loop. Idempotent."""
         if self._loop.usable:
             self._probe.closing()
             await anyio.to_thread.run_sync(self._shutdown.close)
-        raise_failures(self._engine)
+        self._engine.failures.raise_all()
 
     def _drain_at_exit(self) -> None:
         try:
             self._probe.closing()
             self._shutdown.close()
         finally:
-            for future in undelivered(self._engine):
+            for future in self._engine.failures.take():
                 logger.error("%r: nobody waited for it, and the program ends", future)
 
     def __enter__(self) -> Self:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from aiockpt.events import Event, Observer
 from aiockpt.format.checksum import BLOCK_BYTES
 from aiockpt.futures import SaveFuture
 from aiockpt.options import SHARED_BLOCK_BYTES, Options
+from aiockpt.outcomes import Failures
 from aiockpt.pipeline.commit import Attempt
 from aiockpt.pipeline.discover import StepEntry
 from aiockpt.pipeline.lineage import Lineage
@@ -44,7 +44,7 @@ class Engine:
         lineage: where new saves stand among all others.
         block_bytes: of data files: what one checksum is of.
         busy_attempts: nonces of attempts under way here; garbage collection leaves them alone.
-        failed: failed saves, oldest first, until the checkpointer has told its caller.
+        failures: the saves that have failed, until the caller has heard of them.
         tell_given_up: told a step, and why a place has given it up whose ``on_error`` says that the next call raises.
     """
 
@@ -70,7 +70,7 @@ class Engine:
         self.block_bytes = options.io.block_bytes or (BLOCK_BYTES if alone else SHARED_BLOCK_BYTES)
         self._payload_alignment = PAGE_BYTES if alone else max(PAGE_BYTES, self.block_bytes)
         self.busy_attempts: set[str] = set()
-        self.failed: deque[SaveFuture] = deque()
+        self.failures = Failures()
         self.tell_given_up: Callable[[int, BaseException], object] = self._note_given_up
         self.state_work = Limiter("state", 2)
         self._observers = list(observers)
@@ -80,7 +80,7 @@ class Engine:
     def _note_given_up(self, step: int, error: BaseException) -> None:
         promise = SavePromise(step)
         promise.fail(error)
-        self.failed.append(SaveFuture(promise))
+        self.failures.add(SaveFuture(promise))
 
     def plan(self, state: ShardedState) -> SavePlan:
         """Return the plan for *state*: the cached one while its structure is the same. Any thread."""

@@ -262,7 +262,7 @@ class SaveJob:
         engine = self._engine
         seconds = engine.since_s(self.begun_ns)
         if not isinstance(error, SaveCancelledError):
-            engine.failed.append(self.future)
+            engine.failures.add(self.future)
             logger.error("the save of step %d failed: %r", self.step, error)
         engine.emit(SaveFailed(at_ns=engine.now_ns(), step=self.step, error=repr(error), seconds=seconds))
         self.promise.fail(error)

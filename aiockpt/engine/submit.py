@@ -29,12 +29,12 @@ from aiockpt.adapters.selection import ALL, Selection
 from aiockpt.engine.coordinator import SaveRound
 from aiockpt.engine.destination import Destination
 from aiockpt.engine.job import SaveCall, SaveJob
-from aiockpt.engine.outcomes import log_saved
 from aiockpt.engine.snapshotter import CaptureRequest, Snapshotter
 from aiockpt.errors import CheckpointError, SaveSkippedError, UsageError
 from aiockpt.events import SaveSkipped
 from aiockpt.futures import SaveFuture
 from aiockpt.options import Snapshot, check_choice
+from aiockpt.outcomes import log_saved
 from aiockpt.runtime.host_memory import available_bytes
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.loop import Mutex
@@ -212,10 +212,10 @@ class Submitter:
         async with open_tasks() as tasks:
             tasks.start_soon(self._fill_pool, job)
             result = await job.run(self._destination.save)
-            if result is not None:
-                log_saved(result, self._engine.coordinator)
-            if result is not None and not result.existed and self._engine.coordinator.rank == 0:
-                await self._destination.clean_up(result)
+            if result is not None and self._engine.coordinator.rank == 0:
+                log_saved(result, self._engine.coordinator.world_size)
+                if not result.existed:
+                    await self._destination.clean_up(result)
         if not self._engine.pool.is_settled:
             await run_blocking(self._engine.state_work, self._engine.pool.settle)
 

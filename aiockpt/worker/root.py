@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import socket
-from collections import deque
 from collections.abc import Sequence
 from typing import cast
 
@@ -23,6 +22,7 @@ from aiockpt.engine.destination import Destination, OnePlace
 from aiockpt.engine.place import Place
 from aiockpt.events import Event, SaveFailed, SaveStarted
 from aiockpt.options import Options, Tier
+from aiockpt.outcomes import Failures
 from aiockpt.runtime.channel import Poster, Receiver
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.loop import LoopThread
@@ -94,7 +94,7 @@ def make_service(loop: LoopThread, setup: Setup, memory_fd: int, post: Post) -> 
     slabs = LentSlabs(memory_fd, setup.io.slab_bytes, post)
     coordinator = _make_coordinator(setup, store, backends[0], loop, options, world, post)
     engine = Engine(loop, options, [Teller(post)], world, coordinator, lender=slabs)
-    engine.failed = deque(maxlen=0)  # a save tells of itself
+    engine.failures = Failures(limit=0)  # a save tells of itself
     engine.tell_given_up = lambda step, error: post(GaveUp(step, None, pack(error)))
     tiers = [_tier_of(order, number, post) for number, order in enumerate(setup.tiers)]
     return Service(_make_destination(engine, tiers, backends), store, slabs, post)

@@ -10,7 +10,8 @@ from aiockpt.format.manifest import Manifest, encode_manifest
 from aiockpt.format.names import manifest_key
 from aiockpt.pipeline.discover import StepEntry, look_at
 from aiockpt.pipeline.newest import newest_first
-from aiockpt.planning.weights import CONTENT, WEIGHTS
+from aiockpt.planning.weights import CONTENT
+from aiockpt.planning.write_plan import WEIGHTS
 from aiockpt.storage.backend import Backend
 from tests.pipeline.generations import SECOND, STEP, made, refusing, saved_twice
 

@@ -157,7 +157,7 @@ def test_a_save_raises_nothing_that_others_did_and_does_not_wait_for_ever(
         assert "within 0.5 s" in str(error)
         assert any("the save of step 1 failed: RankTimeoutError" in said for said in warnings.said)
         for ckpt in crew.checkpointers:  # tell the test of nothing
-            ckpt._engine.failed.clear()
+            ckpt._engine.failures.take()
 
 
 def test_by_default_the_same_is_raised_by_the_call(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ async def test_an_async_block_tells_the_others_too(tmp_path: Path) -> None:
                 raise ValueError("boom")
         with pytest.raises(RankFailedError, match="rank 1 has left: ValueError: boom"):
             await one.save(2, replicated(2))
-        one._engine.failed.clear()
+        one._engine.failures.take()
         await one.aclose()
 
 
@@ -347,7 +347,7 @@ def test_options_that_must_be_the_same_are_named_where_they_are_not(tmp_path: Pa
             ]
             errors = list(save(crew, 2).values())
             for ckpt in crew.checkpointers:
-                ckpt._engine.failed.clear()
+                ckpt._engine.failures.take()
             return errors
 
     found = errors_of(mine(tmp_path), theirs(tmp_path))
