@@ -339,3 +339,16 @@ def test_after_a_failed_flush_nothing_that_was_acknowledged_is_lost() -> None:
         for state in crash_states(files):
             for key in ("s/first", "s/second"):
                 assert run_inline(functools.partial(on(state).get, key, 1 << 20)) == bytes(DATA)
+
+
+@pytest.mark.parametrize(("error", "is_bad"), [(errno.EIO, True), (errno.ESTALE, False), (errno.EACCES, False)])
+def test_a_name_whose_inode_is_bad_is_listed_and_an_outage_is_not_taken_for_that(error: int, is_bad: bool) -> None:
+    files = SimulatedFiles()
+    run_inline(lambda: put(on(files)))
+    backend = on(FaultyFiles(files, [Fault(do="fail", verb="lstat", match="*/s/k", error=error, times=None)]))
+    if is_bad:
+        assert run_inline(lambda: backend.list("s")).others == ("s/k",)
+        return
+    with pytest.raises(StorageError) as caught:
+        run_inline(lambda: backend.list("s"))
+    assert not caught.value.damaged

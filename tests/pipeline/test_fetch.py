@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 
 import aiockpt
 from aiockpt.errors import CorruptionError
+from aiockpt.format.manifest import Manifest
+from aiockpt.format.names import step_id
+from aiockpt.pipeline.discover import StepCopy
+from aiockpt.pipeline.fetch import Fetcher
+from aiockpt.pipeline.manifests import read_manifest
 from aiockpt.storage.backend import Backend
 from aiockpt.testing.faults import Fault, FaultyBackend
 from aiockpt.testing.object_troubles import Planned, PlannedTroubles
@@ -101,3 +108,69 @@ def test_what_a_local_disk_gives_is_read_once_more_too() -> None:
     reads, failure = load(faulty)
     assert failure is None
     assert len(reads) == 4
+
+
+def changed(store: ObjectStore, key: str, body: bytes) -> ObjectStore:
+    """Put other bytes in the place of an object's."""
+    store.objects[key] = msgspec.structs.replace(store.objects[key], body=body)
+    return store
+
+
+def fetcher_of(backend: Backend, *, verify: bool = True, others: Sequence[Backend] = ()) -> tuple[Fetcher, list[int]]:
+    """Return a fetcher of step 1's data, and how many others there were each time that it asked for them."""
+    asked: list[int] = []
+
+    async def manifest_of(place: Backend) -> Manifest:
+        return await read_manifest(place, step_id(1), 1)
+
+    manifest = run_inline(lambda: manifest_of(backend))
+
+    async def elsewhere() -> list[StepCopy]:
+        asked.append(len(others))
+        return [StepCopy(other, manifest) for other in others]
+
+    return Fetcher(backend, manifest, [], read_bytes=BLOCK, verify=verify, elsewhere=elsewhere), asked
+
+
+def test_a_data_file_that_is_longer_than_it_was_is_corruption() -> None:
+    store, key, size = store_with_a_step()
+    _, failure = load(ObjectsBackend(changed(store, key, store.objects[key].body + b"more")))
+    assert isinstance(failure, CorruptionError)
+    assert f"{size + 4} bytes in storage, {size} were saved" in str(failure)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_header_that_says_something_else_is_corruption_whether_or_not_blocks_are_compared(verify: bool) -> None:
+    store, key, _ = store_with_a_step()
+    body = store.objects[key].body
+    other = body.replace(b'"bias"', b'"base"')
+    assert other != body
+    fetcher, _ = fetcher_of(ObjectsBackend(changed(store, key, other)), verify=verify)
+    with pytest.raises(CorruptionError, match=r"base"):
+        run_inline(lambda: fetcher.verify_file(0))
+
+
+def test_where_two_blocks_are_damaged_the_other_copies_are_looked_for_once() -> None:
+    store, key, _ = store_with_a_step()
+    body = bytearray(store.objects[key].body)
+    whole, _, _ = store_with_a_step()
+    whole.objects[key] = store.objects[key]
+    for at in (-1, -BLOCK):
+        body[at] ^= 1
+    fetcher, asked = fetcher_of(ObjectsBackend(changed(store, key, bytes(body))), others=[ObjectsBackend(whole)])
+    run_inline(lambda: fetcher.verify_file(0))
+    assert asked == [1]
+
+
+def test_a_data_file_that_is_too_short_for_a_header_is_corruption() -> None:
+    store, key, _ = store_with_a_step()
+
+    async def verify() -> None:
+        manifest = await read_manifest(ObjectsBackend(store), step_id(1), 1)
+        stub = msgspec.structs.replace(manifest.files[0], size=4)
+        manifest = msgspec.structs.replace(manifest, files=(stub,))
+        changed(store, key, b"stub")
+        await Fetcher(ObjectsBackend(store), manifest, [], read_bytes=BLOCK).verify_file(0)
+
+    with pytest.raises(CorruptionError, match="4 bytes are too few for a header"):
+        run_inline(verify)
