@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Generator
+from importlib.util import find_spec
 
 import pytest
 from hypothesis import settings
@@ -22,7 +23,9 @@ from aiockpt import redaction
 from tests.absent_servers import name_server, say_what_was_skipped
 from tests.example_counts import PROFILES
 
-pytest_plugins = ["tests.checkpointers", "tests.servers.s3_fixtures"]  # one server for all folders
+pytest_plugins = ["tests.checkpointers"]
+if find_spec("botocore"):  # the environments of `tests/real/run` have no S3 client
+    pytest_plugins += ["tests.servers.s3_fixtures"]  # one server for all folders
 
 # Workers of `pytest -n` are told the width of the runner's terminal; what is tested prints as wide as into a pipe.
 os.environ.pop("COLUMNS", None)
