@@ -369,7 +369,8 @@ class Checkpointer:
     def read(self, step: int | None, name: str, *, rows: slice | None = None) -> Future[torch.Tensor]:
         """Read one tensor, or the *rows* of its first axis, verified; from the newest valid step for None.
 
-        A plain value is not read but loaded: ``values = {"epoch": None}``, then ``load(values, step).result()``.
+        It comes on the host, in its stored dtype and row-major, however it lay in memory when it was saved. A plain value
+        is not read but loaded: ``values = {"epoch": None}``, then ``load(values, step).result()``.
 
         Args:
             name: as ``describe(step).tensors`` has it: ``"model.embed.weight"``.
