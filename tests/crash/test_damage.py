@@ -39,20 +39,23 @@ def test_one_flipped_bit_anywhere_is_detected(ending: str) -> None:
     path = the_file(files, 1, ending)
     good = content(files, path)
     dice = random.Random(1)
-    for position in _positions(len(good)):
+    for position in _positions(bytes(good)):
         bad = bytearray(good)
         bad[position] ^= 1 << dice.randrange(8)
         assert_detected(replaced(files, path, bad), f"bit in byte {position} of {path}")
 
 
-def _positions(size: int) -> list[int]:
-    """Every byte of both ends and beside the blocks' borders, and every 41st between: header, padding, payload, tail.
+def _positions(good: bytes) -> list[int]:
+    """Every byte of a data file's header, of both ends and beside the blocks' borders, and every 41st between.
 
     That no bit of a manifest can flip unseen, tests/format/test_document.py shows without a load for each.
     """
+    size = len(good)
+    header = good[8 : 8 + int.from_bytes(good[:8], "little")].rstrip(b" ") if good[8:9] == b"{" else b""
     borders = range(BLOCK_BYTES, size, BLOCK_BYTES)
     beside = (byte for border in borders for byte in range(border - 2, min(border + 2, size)))
-    return sorted({*range(min(size, 64)), *range(0, size, 41), *beside, *range(max(0, size - 64), size)})
+    first = range(min(size, max(64, 8 + len(header) + 2)))
+    return sorted({*first, *range(0, size, 41), *beside, *range(max(0, size - 64), size)})
 
 
 @pytest.mark.parametrize("ending", [DATA, "/MANIFEST-1.json"], ids=["data", "manifest"])

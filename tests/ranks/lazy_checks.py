@@ -19,8 +19,8 @@ from tests.ranks.adapters_checks import train
 from tests.ranks.adapters_worker import check, gather
 from tests.ranks.engine_checks import DEADLINES, shared_folder, trained
 
-SPREAD = ("ddp", "hsdp", "tp-fsdp2", "fsdp1")
-"""Plain tensors, shards that have replicas, strided shards, flat ranges. Other meshes have the same kinds."""
+SPREAD = ("ddp", "fsdp2", "hsdp", "tp", "tp-fsdp2", "fsdp1")
+"""Plain tensors, shards, shards that have replicas, shards of either axis, strided shards, flat ranges."""
 
 
 @contextmanager
