@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 import aiockpt
+from aiockpt.backends.local import LocalBackend
 from aiockpt.errors import BlockingCallError, UsageError
 from aiockpt.events import SnapshotTaken
 from aiockpt.options import Snapshot
+from tests.gates import Gate
 from tests.lazy.copy_gate import CopyGate
 from tests.watch import Watch
 
@@ -172,7 +174,8 @@ def test_what_would_wait_for_itself_in_a_callback_is_refused(tmp_path: Path, cal
     model(torch.randn(8, 64)).sum().backward()
     refused: list[Exception] = []
     told = threading.Event()
-    with aiockpt.Checkpointer(tmp_path, snapshot="lazy", io=SMALL) as ckpt:
+    commit = Gate(LocalBackend(str(tmp_path)), "put_new")  # a future that is done calls back at once, in this thread
+    with aiockpt.Checkpointer(commit, snapshot="lazy", io=SMALL) as ckpt:
 
         def again(_: object) -> None:
             try:
@@ -192,6 +195,7 @@ def test_what_would_wait_for_itself_in_a_callback_is_refused(tmp_path: Path, cal
         first = ckpt.save(0, state, snapshot="eager")
         second = ckpt.save(1, state)
         first.add_done_callback(again)
+        commit.open_up()
         assert told.wait(SOON_S)
         gate.open.set()
         second.result(SOON_S)

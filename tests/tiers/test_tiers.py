@@ -206,7 +206,7 @@ def test_a_tier_that_hangs_holds_no_memory_that_others_copy_through(tmp_path: Pa
 
 
 def test_a_slow_tier_gets_its_last_step_while_it_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(promotion, "STALLED_S", 0.3)
+    monkeypatch.setattr(promotion, "STALLED_S", 1.5)
     slow = aiockpt.Tier(tmp_path / "far", bandwidth=200e3)  # 2.4 s, each window of 4 KiB 20 ms
     with aiockpt.Checkpointer([tmp_path / "near", slow], io=SMALL) as ckpt:
         ckpt.save(1, {"x": torch.arange(60_000)}).result(30)
@@ -222,13 +222,13 @@ def test_a_tier_whose_flush_takes_long_is_not_taken_for_one_that_hangs(
             finish = upload.finish
 
             async def slowly() -> None:
-                await anyio.sleep(1)
+                await anyio.sleep(2.5)
                 await finish()
 
             upload.finish = slowly  # type: ignore[method-assign]
             return upload
 
-    monkeypatch.setattr(promotion, "STALLED_S", 0.3)
+    monkeypatch.setattr(promotion, "STALLED_S", 1.5)
     monkeypatch.setattr(copy, "FLUSHED_BYTES_PER_S", 1e3)
     with aiockpt.Checkpointer([tmp_path / "near", Flushing(str(tmp_path / "far"))], io=SMALL) as ckpt:
         ckpt.save(1, state(1)).result(30)
