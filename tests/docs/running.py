@@ -10,6 +10,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from aiockpt.cli.main import app
+from tests.docs.pages import ROOT, blocks
 
 _ASYNC = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
@@ -19,6 +20,12 @@ def run_block(block: str, scope: dict[str, Any], name: str = "a page") -> None:
     running = eval(compile(block, name, "exec", flags=_ASYNC), scope)
     if running is not None:
         asyncio.run(running)
+
+
+def run_page(page: str, scope: dict[str, Any]) -> None:
+    """Run the Python blocks of a page below docs/, one after the other, in one scope."""
+    for block in blocks((ROOT / "docs" / page).read_text(), "python"):
+        run_block(block, scope, page)
 
 
 def command_lines(block: str) -> list[list[str]]:
