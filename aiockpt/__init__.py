@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from aiockpt.adapters.rng import RNG, per_rank
     from aiockpt.adapters.sampler import ShardedSampler
     from aiockpt.adapters.selection import trainable
+    from aiockpt.adapters.sharded_tensors import Shards
     from aiockpt.adapters.stream import StreamLoader
     from aiockpt.cadence import Cadence
     from aiockpt.checkpointer import Checkpointer
@@ -90,6 +91,7 @@ __all__ = [
     "SaveResult",
     "SaveSkippedError",
     "ShardedSampler",
+    "Shards",
     "Span",
     "StateMismatchError",
     "StepExistsError",
@@ -125,6 +127,7 @@ _HOMES = (
     "aiockpt.adapters.loader",
     "aiockpt.adapters.sampler",
     "aiockpt.adapters.stream",
+    "aiockpt.adapters.sharded_tensors",
     "aiockpt.adapters.selection",
     "aiockpt.engine.maintenance",
     "aiockpt.checkpointer",

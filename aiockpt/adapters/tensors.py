@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy as is_uninitialized
 
 from aiockpt.adapters.dtensors import empty_like_dtensor, hold_dtensor, is_dtensor, local_of
 from aiockpt.adapters.local_shards import FlatRange, LocalPiece, LocalShards
-from aiockpt.adapters.sharded_tensors import hold_sharded_tensor, is_sharded_tensor
+from aiockpt.adapters.sharded_tensors import empty_like_sharded_tensor, hold_sharded_tensor, is_sharded_tensor
 from aiockpt.errors import UsageError, kind_in_words
 from aiockpt.format.dtypes import from_torch_name
 from aiockpt.format.names import MAX_NAME_BYTES, join_name
@@ -165,7 +165,9 @@ def empty_like(tensor: torch.Tensor, dtype: torch.dtype, axes: Sequence[int] | N
     """
     if is_dtensor(tensor):
         return empty_like_dtensor(tensor, dtype, axes)
-    if axes is None or is_sharded_tensor(tensor):
+    if is_sharded_tensor(tensor):
+        return empty_like_sharded_tensor(tensor, dtype)
+    if axes is None:
         return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
     return torch.empty_permuted(tensor.shape, tuple(axes), dtype=dtype, device=tensor.device)
 

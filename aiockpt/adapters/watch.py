@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from aiockpt.adapters.dtensors import is_dtensor
-from aiockpt.adapters.sharded_tensors import is_sharded_tensor
+from aiockpt.adapters.sharded_tensors import is_foreign, is_torchs
 from aiockpt.adapters.tensors import is_lazy, local_tensors
 
 _HELD = ("_parameters", "_buffers", "_modules")
@@ -109,10 +109,12 @@ class Watch:
         if is_dtensor(tensor):
             self._spread.append(tensor)
             self._spread_parts += _SPREAD(tensor)
-        elif is_sharded_tensor(tensor):
+        elif is_torchs(tensor):
             self.items(tensor.local_shards())
             for shard in tensor.local_shards():
                 self.attribute(_SHARD, shard)
+        elif is_foreign(tensor):  # whether its chunks are new ones cannot be told
+            self.attribute(_anew, tensor)
         for local in local_tensors(tensor):
             self._memory(local)
 
@@ -160,6 +162,10 @@ class Watch:
             return list(map(torch.Tensor.data_ptr, self._tensors)) == self._pointers and self._views_hold()
         except RuntimeError:  # moved to another device or layout, where the two cannot be compared
             return False
+
+
+def _anew(tensor: torch.Tensor) -> object:
+    return object()
 
 
 def _never() -> bool:

@@ -143,9 +143,18 @@ def test_the_fragments_of_the_guide_to_ranks_run_on_one_rank(folder: Path, monke
         monkeypatch.setenv(name, value)
     scope = make_scope()
     scope |= {"train_one_step": scope["train"], "steps": 101}
-    meeting, own, _ = python_of("guide/ranks.md")
+    meeting, shards, own, _ = python_of("guide/ranks.md")
+    parts = {
+        "first_rows": torch.ones(500, 64),
+        "other_rows": torch.ones(500, 64),
+        "my_slice": torch.ones(768 * 768),
+        "start": 0,
+    }
     try:
         run_block(meeting.replace("/shared", str(folder)), scope)
+        with aiockpt.Checkpointer("shards") as ckpt:
+            run_block(shards, by_hand := scope | parts)
+            ckpt.save(1, by_hand["state"]).result()
         run_block(own, scope)
         with aiockpt.Checkpointer("own") as ckpt:
             ckpt.save(1, scope["state"]).result()
