@@ -1,0 +1,254 @@
+"""How does ``dcp.load`` read with this engine? What DCP's plan asks for becomes a state to fill, box by box.
+
+To DCP every tensor is one chunk: which file has which piece of it is found by the engine, which reads just what is wanted,
+verifies every block, and writes it into the tensors that the planner names.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+
+from aiockpt.adapters.sharded_tensors import Shards
+from aiockpt.adapters.stored import find_node, is_tensor_node
+from aiockpt.checkpointer import Checkpointer, Place
+from aiockpt.engine.maintenance import Description
+from aiockpt.errors import StateMismatchError, UsageError
+from aiockpt.format.dtypes import torch_name
+from aiockpt.format.names import join_name, split_name
+from aiockpt.integrations.dcp.items import Note, Parts, pickled, read_note
+from aiockpt.integrations.dcp.writer import Identifier
+from aiockpt.runtime.ranks import Ranks
+from aiockpt.state.tree import TAG
+
+_OF_OBJECTS = {"tensor", "numpy.ndarray", "module", "optimizer", "stateful", "loader", "per_rank"}
+"""Kinds of nodes that are no plain values."""
+
+
+class _Offer(NamedTuple):
+    """A checkpoint in DCP's words."""
+
+    step: int
+    metadata: Metadata
+    paths: dict[str, Parts]
+    pickled: frozenset[str]
+
+
+class Reader(StorageReader):
+    """Reads a checkpoint for ``dcp.load``: ``storage_reader=Reader("/runs/7")``.
+
+    It reads what `Writer` has saved, and what ``Checkpointer.save`` has: each tensor under its dotted name
+    (``model.layers.0.weight``), each plain value under its own. Any rank reads for itself, and what it reads is verified.
+
+    Args:
+        place: where from: a folder or URL, as for `aiockpt.Checkpointer`. A ``checkpoint_id`` given to ``dcp.load`` takes
+            its place.
+        step: which checkpoint there; the newest valid one for None, as the coordinator finds it.
+        trust_pickle: whether items that are no plain values may be unpickled, which runs code of whoever wrote them.
+        **options: of `aiockpt.Checkpointer`: ``io=``, ``deadlines=`` …
+
+    Raises: Raised by ``dcp.load``, inside of DCP's ``CheckpointException`` where ranks take part
+        NoValidCheckpointError, StepNotFoundError: there is none, or not that one.
+        CorruptionError: a block is not what was saved; tensors may be partly overwritten.
+        UsageError: an item is a pickle, and ``trust_pickle`` was not given.
+    """
+
+    def __init__(
+        self, place: Place | None = None, *, step: int | None = None, trust_pickle: bool = False, **options: Any
+    ) -> None:
+        self._place = place
+        self._step = step
+        self._trust_pickle = trust_pickle
+        self._options = options
+        self._found: _Offer | None = None
+
+    # ------------------------------------------------------------------ what DCP calls, in its order
+
+    def reset(self, checkpoint_id: Identifier | None = None) -> None:
+        """Take the place of the next checkpoint."""
+        if checkpoint_id is not None:
+            self._place = checkpoint_id
+        self._found = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return what the checkpoint holds, in DCP's words."""
+        with self._checkpointer() as ckpt:
+            self._found = offer(ckpt.describe(self._step).result(), str(self._place))
+        return self._found.metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing is left to do."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Leave this rank's plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Tell all ranks which step the coordinator found."""
+        for plan in plans:
+            plan.storage_data = self._offered().step
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        """Fill the tensors of a plan, and hand its values to the planner; return when that is done."""
+        found, step = self._offered(), plan.storage_data
+        if step != found.step:
+            raise UsageError(
+                f"this rank found step {found.step}, and the coordinator step {step}: give Reader(step=…) while saves run"
+            )
+        fetch = _Fetch(found, planner, self._trust_pickle)
+        for item in plan.items:
+            fetch.ask(item)
+        with self._checkpointer() as ckpt:
+            state = fetch.state()
+            # DCP's flat names are the keys here; extra leaves beside those that are wanted are no difference.
+            result = ckpt.load(state, step, strict=False, map=fetch.stored_name).result()
+        assert result is not None
+        if result.missing or result.differences:
+            raise StateMismatchError(result.id, [*result.missing, *result.differences], "DCP's planner asks for it.")
+        fetch.hand_over(state)
+        done: torch.futures.Future[None] = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Identifier) -> bool:
+        """Return whether it names a place."""
+        from aiockpt.integrations.dcp.writer import Writer
+
+        return Writer.validate_checkpoint_id(checkpoint_id)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The place, as DCP's logs name it."""
+        return str(self._place)
+
+    # ------------------------------------------------------------------ ours
+
+    def _checkpointer(self) -> Checkpointer:
+        if self._place is None:
+            raise UsageError('give a place: Reader("/runs/7"), or dcp.load(…, checkpoint_id="/runs/7")')
+        return Checkpointer(self._place, **self._options, ranks=Ranks())
+
+    def _offered(self) -> _Offer:
+        if self._found is None:
+            self.read_metadata()
+        assert self._found is not None
+        return self._found
+
+
+class _Fetch:
+    """The reads of one rank.
+
+    Args:
+        found: what the checkpoint offers.
+        planner: which gives the tensors to fill, and takes the values.
+    """
+
+    def __init__(self, found: _Offer, planner: LoadPlanner, trust_pickle: bool) -> None:
+        self._found = found
+        self._planner = planner
+        self._trust_pickle = trust_pickle
+        self._parts: dict[str, list[tuple[tuple[int, ...], torch.Tensor]]] = defaultdict(list)
+        self._tensors: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
+        self._values: list[ReadItem] = []
+
+    def ask(self, item: ReadItem) -> None:
+        """Have an item fetched."""
+        name = item.storage_index.fqn
+        if item.type == LoadItemType.BYTE_IO:
+            if name in self._found.pickled and not self._trust_pickle:
+                raise UsageError(
+                    f"{name} is no plain value and was saved as a pickle, which may run code: give "
+                    "Reader(trust_pickle=True) if you trust whoever wrote it"
+                )
+            self._values.append(item)
+            return
+        stored = self._found.metadata.state_dict_metadata[name]
+        assert isinstance(stored, TensorStorageMetadata)
+        live = self._planner.resolve_tensor(item)
+        target = live.detach()
+        if target.dtype != stored.properties.dtype:  # DCP converts where it copies
+            target = torch.empty(target.shape, dtype=stored.properties.dtype)
+        self._tensors.append((item, live, target))
+        self._parts[name].append((tuple(item.storage_offsets), target))
+
+    def state(self) -> dict[str, Any]:
+        """Return what is to be loaded."""
+        state: dict[str, Any] = {}
+        for name, parts in self._parts.items():
+            stored = self._found.metadata.state_dict_metadata[name]
+            assert isinstance(stored, TensorStorageMetadata)
+            state[name] = Shards(stored.size, parts, dtype=stored.properties.dtype)
+        return state | {item.storage_index.fqn: None for item in self._values}
+
+    def stored_name(self, name: str) -> str:
+        """Return where a part of `state` lies in the checkpoint."""
+        key, *rest = split_name(name)
+        return join_name((*self._found.paths[str(key)], *rest))
+
+    def hand_over(self, state: dict[str, Any]) -> None:
+        """Give the planner what was loaded into *state*."""
+        for item, live, target in self._tensors:
+            if target.dtype != live.dtype:
+                live.detach().copy_(target)
+            self._planner.commit_tensor(item, live)
+        for item in self._values:
+            value = state[item.storage_index.fqn]
+            is_raw = item.storage_index.fqn in self._found.pickled
+            self._planner.load_bytes(item, io.BytesIO(value) if is_raw else pickled(value))
+
+
+def offer(description: Description, place: str) -> _Offer:
+    """Return what a checkpoint holds in DCP's words."""
+    tensors = {tensor.name: (tensor.dtype, tensor.shape) for tensor in description.tensors}
+    tensors |= {name: tensors[kept] for name, kept in description.alias.items()}
+    note = read_note(description.values)
+    if note is None:
+        there = [*map(split_name, tensors), *_values(description.values)]
+        note = Note({".".join(map(str, path)): list(path) for path in there})
+    paths = {name: tuple(path) for name, path in note.paths.items()}
+    held: dict[str, Any] = {}
+    for name, path in paths.items():
+        facts, found = tensors.get(join_name(path)), find_node(description.values, path)
+        if facts is None or (found is not None and not is_tensor_node(found.node)):
+            held[name] = BytesStorageMetadata()
+        else:
+            held[name] = _one_chunk(*facts)
+    metadata = Metadata(
+        state_dict_metadata=held,
+        planner_data=paths if note.flattened else None,
+        storage_meta=StorageMeta(checkpoint_id=place),
+    )
+    return _Offer(description.info.step, metadata, paths, frozenset(note.pickled))
+
+
+def _one_chunk(dtype: str, shape: tuple[int, ...]) -> TensorStorageMetadata:
+    size = torch.Size(shape)
+    whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
+    return TensorStorageMetadata(TensorProperties(dtype=getattr(torch, torch_name(dtype))), size, [whole])
+
+
+def _values(node: Any, path: Parts = ()) -> Iterator[Parts]:
+    """Yield the paths of the plain values of a state that lie in dicts."""
+    if type(node) is not dict:
+        yield path
+    elif TAG not in node:
+        for key, child in node.items():
+            yield from _values(child, (*path, key))
+    elif node[TAG] not in _OF_OBJECTS:
+        yield path

@@ -1,0 +1,234 @@
+"""How does ``dcp.save`` write with this engine? Each rank's items become a state, which is saved as any other.
+
+DCP's phases fall on those of a save: ``write_data`` returns when this rank's files and its vote are durable, ``finish``, on
+the coordinator, when the checkpoint is committed. Replicas were left out by DCP's planner; what its ranks hold of a tensor
+is `aiockpt.Shards`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import uuid
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+
+from aiockpt.adapters.composites import is_composite
+from aiockpt.adapters.sharded_tensors import Shards
+from aiockpt.checkpointer import Checkpointer, Place
+from aiockpt.errors import CheckpointError, UnsupportedStateError, UsageError
+from aiockpt.futures import SaveFuture
+from aiockpt.integrations.dcp.items import NOTE, Note, Parts, put, unpickled, with_lists
+from aiockpt.integrations.dcp.meeting import meet
+
+Identifier = str | os.PathLike[str]
+
+
+class Writer(StorageWriter):
+    """Writes what ``dcp.save`` and ``dcp.async_save`` save: ``storage_writer=Writer("/runs/7")``.
+
+    One object may save any number of checkpoints, and keeps its staging memory and thread between those of one place. All
+    ranks make the same calls, as DCP asks of them. It may be pickled, as DCP's process of its own for ``async_save`` needs.
+
+    Args:
+        place: where to: a folder or URL, as for `aiockpt.Checkpointer`. A ``checkpoint_id`` given to ``dcp.save`` takes its
+            place.
+        step: the number of the checkpoint there, an attribute that may be set before each save; saved again it is a new
+            generation.
+        process_group: what is given to ``dcp.save`` as its ``process_group``.
+        **options: of `aiockpt.Checkpointer`: ``retention=``, ``io=``, ``worker=`` …
+
+    Raises: Raised by ``dcp.save``, inside of DCP's ``CheckpointException`` where ranks take part
+        CheckpointError: whatever a save may raise; what was committed before stays.
+    """
+
+    def __init__(
+        self,
+        place: Place | None = None,
+        *,
+        step: int = 0,
+        process_group: distributed.ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        self._place = place
+        self.step = step
+        self._group = process_group
+        self._options = options
+        self._open: Checkpointer | None = None
+        self._opened: object = None
+        self._save: SaveFuture | None = None
+        self._alone = True
+        self._coordinates = False
+        self._collective = True
+
+    # ------------------------------------------------------------------ what DCP calls, in its order
+
+    def reset(self, checkpoint_id: Identifier | None = None) -> None:
+        """Take the place of the next checkpoint."""
+        if checkpoint_id is not None:
+            self._place = checkpoint_id
+        self._save = None
+
+    def storage_meta(self) -> StorageMeta:
+        """Return what DCP puts into its metadata."""
+        return StorageMeta(checkpoint_id=str(self._place), save_id=str(uuid.uuid4()))
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Note which of DCP's ranks this is; one that DCP counts otherwise than the process group saves alone."""
+        if self._place is None:
+            raise UsageError('give a place: Writer("/runs/7"), or dcp.save(…, checkpoint_id="/runs/7")')
+        self._coordinates = is_coordinator
+        self._collective = kwargs.get("use_collectives", True)
+        self._alone = kwargs.get("rank", 0) != rank_in(self._group)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Leave this rank's plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Leave the plans as they are; one that stands for a whole job was made without the others (``no_dist``)."""
+        if self._collective and len(plans) == 1:
+            self._alone = True
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        """Save the items of this rank; return when they and its vote are durable."""
+        ckpt = self._checkpointer()
+        results: list[WriteResult] = []
+        try:
+            state = state_of(plan, planner, results, alone=self._alone)
+        except Exception as error:
+            self._tell_others(ckpt, error)
+            raise
+        self._save = ckpt.save(self.step, state)
+        self._save.written().result()
+        done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Return when the checkpoint is committed: durable, and visible to readers."""
+        assert self._save is not None
+        self._save.result()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Identifier) -> bool:
+        """Return whether it names a place."""
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The place, as DCP's logs name it."""
+        return str(self._place)
+
+    # ------------------------------------------------------------------ ours
+
+    def close(self) -> None:
+        """Wait for what is written, and let go of thread and memory. The end of the program does it, too."""
+        if self._open is not None:
+            ckpt, self._open = self._open, None
+            ckpt.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._group is not None:
+            raise UsageError("a Writer with a process_group cannot go to another process; leave it out there")
+        return {**vars(self), "_open": None, "_opened": None, "_save": None}
+
+    def _checkpointer(self) -> Checkpointer:
+        wanted = (self._place, self._alone)
+        if self._open is None or self._opened != wanted:
+            self.close()
+            ranks = meet(self._group, alone=self._alone)
+            assert self._place is not None
+            # What fails is told by write_data and finish; it is not to be told again by the next save.
+            self._open = Checkpointer(self._place, **{"on_error": _told, **self._options}, ranks=ranks)
+            self._opened = wanted
+        return self._open
+
+    def _tell_others(self, ckpt: Checkpointer, error: Exception) -> None:
+        """Have the other ranks' saves end now: this one takes part with a state that cannot be saved."""
+        try:
+            ckpt.save(self.step, {"items": _Unresolved(error)})
+        except Exception as raised:
+            if raised is not error:
+                raise raised from error
+
+
+def _told(error: CheckpointError) -> None:
+    """Nothing is left to do."""
+
+
+def rank_in(group: distributed.ProcessGroup | None) -> int:
+    """Return the number that DCP gives this process when all of the group save together."""
+    return distributed.get_rank(group) if distributed.is_available() and distributed.is_initialized() else 0
+
+
+class _Unresolved:
+    """An item that DCP's planner could not give."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def state_dict(self) -> dict[str, Any]:
+        raise self._error
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise self._error
+
+
+def state_of(plan: SavePlan, planner: SavePlanner, results: list[WriteResult], *, alone: bool) -> dict[str, Any]:
+    """Return the items of a plan as a state, and put what DCP wants to know of each into *results*."""
+    known = paths_of(plan.planner_data)
+    note = Note({}, {}, flattened=bool(known))
+    state: dict[Any, Any] = {}
+    parts: dict[str, list[tuple[tuple[int, ...], torch.Tensor]]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for item in plan.items:
+        name = item.index.fqn
+        path = known.get(name, (name,))
+        note.paths[name] = list(path)
+        data = planner.resolve_data(item)
+        if item.type == WriteItemType.BYTE_IO:
+            assert isinstance(data, io.BytesIO)
+            raw = data.getvalue()
+            plain, value = unpickled(raw)
+            if not plain:
+                note.pickled[name] = True
+            put(state, path, value if plain else raw)
+            results.append(WriteResult(item.index, len(raw), None))
+            continue
+        assert isinstance(data, torch.Tensor)
+        assert item.tensor_data is not None
+        if is_composite(data):
+            raise UnsupportedStateError(
+                name, "a tensor that is made of others; save it with aiockpt.Checkpointer instead"
+            )
+        results.append(WriteResult(item.index, data.nbytes, None))
+        if is_composite(data):
+            raise UnsupportedStateError(
+                name, "a tensor that is made of others; save it with aiockpt.Checkpointer instead"
+            )
+        if item.type == WriteItemType.TENSOR:
+            put(state, path, data.detach())
+        else:
+            shapes[name] = tuple(item.tensor_data.size)
+            parts.setdefault(name, []).append((tuple(item.tensor_data.chunk.offsets), data))
+    for name, pairs in parts.items():
+        put(state, tuple(note.paths[name]), Shards(shapes[name], pairs, dtype=pairs[0][1].dtype))
+    return with_lists(state, known.values(), alone=alone) | {NOTE: note.as_value()}
+
+
+def paths_of(planner_data: object) -> dict[str, Parts]:
+    """Return the paths that DCP's planner keeps by name, as far as it is such a planner."""
+    if not isinstance(planner_data, dict):
+        return {}
+    return {
+        name: tuple(path)
+        for name, path in planner_data.items()
+        if isinstance(path, tuple) and path and all(type(part) in (str, int) for part in path)
+    }
