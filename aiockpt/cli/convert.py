@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import anyio
 from rich.markup import escape
@@ -11,6 +11,7 @@ from rich.markup import escape
 from aiockpt.cli.commands.common import finish
 from aiockpt.cli.given_root import open_place
 from aiockpt.cli.show import bytes_progress, count, say, size, speed
+from aiockpt.convert.foreign.checkpoint import is_foreign, open_checkpoint
 from aiockpt.convert.source import SUFFIX, has_weights
 from aiockpt.errors import UsageError
 from aiockpt.format.names import list_names
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from aiockpt.convert import Converted
     from aiockpt.futures import Future
 
+Kind = Literal["steps", "weights", "foreign"]
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BINARY_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([A-Za-z]*)")
@@ -55,20 +57,37 @@ def parse_ties(pairs: list[str]) -> dict[str, str]:
     return ties
 
 
-def is_step_source(source: str) -> bool:
-    """Return whether *source* holds steps; False where it holds weights.
+def kind_of_source(source: str) -> Kind:
+    """Return whether *source* holds steps, the weights of a Hugging Face folder, or a checkpoint that others wrote.
 
     Raises:
-        UsageError: it holds neither.
+        UsageError: it holds none of these.
     """
     if source.endswith(SUFFIX):
-        return False
+        return "weights"
+    if is_foreign(source):
+        return "foreign"
     backend = open_place(source)
     if any(entry.committed for entry in anyio.run(scan, backend)):
-        return True
+        return "steps"
     if anyio.run(has_weights, backend):
-        return False
-    raise UsageError(f"{source} holds neither a committed step nor .safetensors files: nothing to convert")
+        return "weights"
+    raise UsageError(
+        f"{source} holds neither a committed step nor .safetensors files, and is no checkpoint of DCP or torch.save: "
+        "nothing to convert"
+    )
+
+
+def carry_out_foreign(
+    source: str, start: Callable[..., Converted], dry_run: bool, trusts: bool, quiet: bool
+) -> Converted:
+    """Save the checkpoint at *source*, as *start* does it, unless *dry_run*; a bar shows how far it is."""
+    found = open_checkpoint(source, trust_pickle=trusts)
+    planned = start(found, dry_run=True)
+    if dry_run:
+        return planned
+    with bytes_progress("converting", planned.bytes, quiet) as tick:
+        return start(found, on_written=tick)
 
 
 def carry_out(start: Callable[..., Future[Converted]], dry_run: bool, quiet: bool) -> Converted:
@@ -88,7 +107,7 @@ def show_converted(done: Converted, source: str | None = None) -> None:
     """
     dtypes = ", ".join(f"{number} {code}" for code, number in done.dtypes.items())
     ties = f", {count(len(done.ties), 'tied name')}" if done.ties else ""
-    part = f"[bold]{escape(done.prefix)}[/] of step {done.step}"
+    part = f"[bold]{escape(done.prefix)}[/] of step {done.step}" if done.prefix else f"step {done.step}"
     what = f"{part}, {count(done.tensor_count, 'tensor')} ({dtypes}){ties}, {size(done.bytes)}"
     where = escape(done.url)
     if done.dry_run:

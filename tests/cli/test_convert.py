@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from aiockpt.cli.convert import parse_size
@@ -102,6 +103,23 @@ def test_wrong_calls_say_what_is_right(aiockpt_command: Command, made: Path, mod
         assert outcome.status == 2, outcome.err
         assert message in " ".join(outcome.err.split())
     assert not (tmp_path / "out").exists()
+
+
+def test_what_torch_has_saved_becomes_a_step(aiockpt_command: Command, tmp_path: Path) -> None:
+    torch.save({"model": {"weight": torch.ones(3)}, "step": 4}, tmp_path / "state.pt")
+    planned = aiockpt_command("convert", tmp_path / "state.pt", tmp_path / "runs", "--step", 4, "--dry-run")
+    assert "would write step 4, 1 tensor (1 F32)" in planned.out
+    assert not (tmp_path / "runs").exists()
+    done = aiockpt_command("convert", tmp_path / "state.pt", tmp_path / "runs", "--step", 4, "--json").json()
+    assert (done["step"], done["tensor_count"]) == (4, 1)
+    assert "step 4" in aiockpt_command("verify", tmp_path / "runs").out.replace("step-0000000", "step ")
+    again = aiockpt_command("convert", tmp_path / "state.pt", tmp_path / "runs", "--step", 4)
+    assert (again.status, "--force" in again.err) == (2, True)
+    refused = aiockpt_command("convert", tmp_path / "state.pt", tmp_path / "runs", "--prefix", "model")
+    assert (refused.status, "are for weights" in " ".join(refused.err.split())) == (2, True)
+    torch.save({"path": tmp_path}, tmp_path / "object.pt")
+    refused = aiockpt_command("convert", tmp_path / "object.pt", tmp_path / "runs", "--step", 5)
+    assert (refused.status, "--trust-pickle" in refused.err) == (2, True)
 
 
 def test_sizes_are_read_as_hugging_face_writes_them() -> None:

@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import aiockpt
-from aiockpt.integrations.dcp import Reader, Writer
+from aiockpt.convert.foreign import load, open_checkpoint, save_as_step
+from aiockpt.integrations.dcp import AiockptReader, AiockptWriter
 
 dcp: Any = import_module("torch.distributed.checkpoint")
 OPTIONS = StateDictOptions()
@@ -117,12 +118,12 @@ def each_sharding_loads_into_each(folder: Path) -> None:
     for seed, saved in enumerate(JOBS):
         model, optimizer = job(saved, seed)
         state = state_of(model, optimizer, seed)
-        dcp.save(state, storage_writer=Writer(folder / saved))
+        dcp.save(state, storage_writer=AiockptWriter(folder / saved))
         expected = full(state)
         for wanted in JOBS:
             other, other_optimizer = job(wanted, 9)
             target = state_of(other, other_optimizer, -1)
-            dcp.load(target, storage_reader=Reader(folder / saved))
+            dcp.load(target, storage_reader=AiockptReader(folder / saved))
             same(full(target), expected, f"{saved} into {wanted}")
             set_state_dict(
                 other,
@@ -147,18 +148,38 @@ def modules_load_what_dcp_has_saved(folder: Path) -> None:
         )
 
 
+def what_plain_dcp_has_saved_is_read_and_converted(folder: Path) -> None:
+    for seed, saved in enumerate(JOBS):
+        model, optimizer = job(saved, seed)
+        state = state_of(model, optimizer, seed)
+        dcp.save(state, checkpoint_id=folder / f"theirs-{saved}")
+        dist.barrier()
+        found = open_checkpoint(folder / f"theirs-{saved}")
+        for wanted in JOBS:
+            other, other_optimizer = job(wanted, 9)
+            load(found, {"model": other, "optimizer": other_optimizer})
+            same(full(state_of(other, other_optimizer, seed)), full(state), f"{saved} into {wanted}")
+        if dist.get_rank() == 0:
+            save_as_step(found, folder / f"made-of-{saved}", ranks=aiockpt.Ranks())
+        dist.barrier()
+        other, other_optimizer = job("fsdp2", 9)
+        with aiockpt.Checkpointer(folder / f"made-of-{saved}") as ckpt:
+            ckpt.load({"model": other, "optimizer": other_optimizer}).result()
+        same(full(state_of(other, other_optimizer, seed)), full(state), f"{saved} converted")
+
+
 def an_asynchronous_save_is_that_of_the_call(folder: Path) -> None:
     model, optimizer = job("fsdp2", 3)
     state = state_of(model, optimizer, 3)
     expected = full(state)
-    writer = Writer(folder / "later")
+    writer = AiockptWriter(folder / "later")
     saving = dcp.async_save(state, storage_writer=writer)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     saving.result()
     target = state_of(*job("hsdp", 4), 0)
-    dcp.load(target, storage_reader=Reader(folder / "later"))
+    dcp.load(target, storage_reader=AiockptReader(folder / "later"))
     same(full(target), expected)
     writer.close()
 
@@ -170,18 +191,18 @@ def a_rank_that_fails_ends_the_save_of_all(folder: Path) -> None:
                 raise OSError("no such thing")
             return super().resolve_data(write_item)
 
-    writer, state = Writer(folder / "broken"), state_of(*job("fsdp2", 0), 0)
+    writer, state = AiockptWriter(folder / "broken"), state_of(*job("fsdp2", 0), 0)
     with pytest.raises(dcp.CheckpointException, match="no such thing") as refused:
         dcp.save(state, storage_writer=writer, planner=Broken())
     assert set(refused.value.failures) == {0, 1, 2, 3}
     dcp.save(state, storage_writer=writer)
-    dcp.load(target := state_of(*job("tp", 1), 0), storage_reader=Reader(folder / "broken"))
+    dcp.load(target := state_of(*job("tp", 1), 0), storage_reader=AiockptReader(folder / "broken"))
     same(full(target), full(state))
 
 
 def plans_that_are_remembered_save_what_is_there(folder: Path) -> None:
     model, optimizer = job("fsdp2", 0)
-    writer = Writer()
+    writer = AiockptWriter()
     for step in range(3):
         with torch.no_grad():
             for parameter in model.parameters():
@@ -189,15 +210,18 @@ def plans_that_are_remembered_save_what_is_there(folder: Path) -> None:
         state = state_of(model, optimizer, step)
         planner = DefaultSavePlanner(enable_plan_caching=True)
         dcp.save(state, checkpoint_id=folder / f"cached-{step}", storage_writer=writer, planner=planner)
-        dcp.load(target := state_of(*job("hsdp", 1), 0), storage_reader=Reader(folder / f"cached-{step}"))
+        dcp.load(target := state_of(*job("hsdp", 1), 0), storage_reader=AiockptReader(folder / f"cached-{step}"))
         same(full(target), full(state))
 
 
 def each_rank_for_itself(folder: Path) -> None:
     own = folder / f"own-{dist.get_rank()}"
-    dcp.save({"x": torch.full((3,), dist.get_rank())}, checkpoint_id=own, storage_writer=Writer(), no_dist=True)
+    dcp.save({"x": torch.full((3,), dist.get_rank())}, checkpoint_id=own, storage_writer=AiockptWriter(), no_dist=True)
     dcp.load(
-        found := {"x": torch.zeros(3, dtype=torch.int64)}, checkpoint_id=own, storage_reader=Reader(), no_dist=True
+        found := {"x": torch.zeros(3, dtype=torch.int64)},
+        checkpoint_id=own,
+        storage_reader=AiockptReader(),
+        no_dist=True,
     )
     assert found["x"].tolist() == [dist.get_rank()] * 3
 
@@ -208,23 +232,24 @@ def a_group_of_some_ranks(folder: Path) -> None:
     mesh = DeviceMesh.from_group(groups[number], "cpu")
     full_tensor = torch.arange(5.0) + number
     state = {"x": distribute_tensor(full_tensor, mesh, [Shard(0)])}
-    writer = Writer(folder / f"group-{number}", process_group=groups[number])
+    writer = AiockptWriter(folder / f"group-{number}", process_group=groups[number])
     dcp.save(state, storage_writer=writer, process_group=groups[number])
     dist.barrier()
-    dcp.load(found := {"x": torch.zeros(5)}, storage_reader=Reader(folder / f"group-{1 - number}"), no_dist=True)
+    dcp.load(found := {"x": torch.zeros(5)}, storage_reader=AiockptReader(folder / f"group-{1 - number}"), no_dist=True)
     assert torch.equal(found["x"], torch.arange(5.0) + 1 - number)
 
 
 def without_collectives(folder: Path) -> None:
     state = state_of(*job("fsdp2", 0), 0)
-    dcp.save(state, storage_writer=Writer(folder / "alone"), use_collectives=False)
-    dcp.load(target := state_of(*job("tp", 1), 0), storage_reader=Reader(folder / "alone"))
+    dcp.save(state, storage_writer=AiockptWriter(folder / "alone"), use_collectives=False)
+    dcp.load(target := state_of(*job("tp", 1), 0), storage_reader=AiockptReader(folder / "alone"))
     same(full(target), full(state))
 
 
 CHECKS = [
     each_sharding_loads_into_each,
     modules_load_what_dcp_has_saved,
+    what_plain_dcp_has_saved_is_read_and_converted,
     an_asynchronous_save_is_that_of_the_call,
     a_rank_that_fails_ends_the_save_of_all,
     plans_that_are_remembered_save_what_is_there,

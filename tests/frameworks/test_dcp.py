@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.planner import SavePlan
 
 import aiockpt
-from aiockpt.integrations.dcp import Reader, Writer
+from aiockpt.integrations.dcp import AiockptReader, AiockptWriter
 from tests.docs.running import run_page
 from tests.ranks.forked import run_forked
 
@@ -129,27 +129,27 @@ def assert_same(found: Any, expected: Any) -> None:
 def test_a_state_comes_back_as_from_plain_dcp(tmp_path: Path) -> None:
     state = everything()
     dcp.save(state, checkpoint_id=tmp_path / "plain")
-    dcp.save(state, checkpoint_id=tmp_path / "ours", storage_writer=Writer())
+    dcp.save(state, checkpoint_id=tmp_path / "ours", storage_writer=AiockptWriter())
     theirs, ours = zeroed(state), zeroed(state)
     dcp.load(theirs, checkpoint_id=tmp_path / "plain")
-    dcp.load(ours, checkpoint_id=tmp_path / "ours", storage_reader=Reader())
+    dcp.load(ours, checkpoint_id=tmp_path / "ours", storage_reader=AiockptReader())
     assert_same(ours, theirs)
     assert_same(ours, state)
 
 
 def test_the_state_is_filled_in_place(tmp_path: Path) -> None:
-    dcp.save({"x": torch.ones(3)}, storage_writer=Writer(tmp_path))
+    dcp.save({"x": torch.ones(3)}, storage_writer=AiockptWriter(tmp_path))
     target = torch.zeros(3)
-    dcp.load({"x": target}, storage_reader=Reader(tmp_path))
+    dcp.load({"x": target}, storage_reader=AiockptReader(tmp_path))
     assert torch.equal(target, torch.ones(3))
 
 
 def test_an_asynchronous_save(tmp_path: Path) -> None:
     state: dict[str, Any] = {"x": torch.ones(3), "n": 1}
-    saving: Any = dcp.async_save(state, storage_writer=Writer(tmp_path), no_dist=True)
+    saving: Any = dcp.async_save(state, storage_writer=AiockptWriter(tmp_path), no_dist=True)
     state["x"].zero_()
     saving.result()
-    dcp.load(state, storage_reader=Reader(tmp_path))
+    dcp.load(state, storage_reader=AiockptReader(tmp_path))
     assert state["x"].tolist() == [1, 1, 1]
 
 
@@ -157,17 +157,17 @@ IN_A_PROCESS = """
 import sys
 import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from aiockpt.integrations.dcp import Reader, Writer
+from aiockpt.integrations.dcp import AiockptReader, AiockptWriter
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     state = {"x": torch.ones(3)}
     saving = dcp.async_save(
-        state, storage_writer=Writer(sys.argv[1]), async_checkpointer_type=AsyncCheckpointerType.PROCESS
+        state, storage_writer=AiockptWriter(sys.argv[1]), async_checkpointer_type=AsyncCheckpointerType.PROCESS
     )
     state["x"].zero_()
     saving.result()
-    dcp.load(state, storage_reader=Reader(sys.argv[1]))
+    dcp.load(state, storage_reader=AiockptReader(sys.argv[1]))
     print(state["x"].tolist())
     dist.destroy_process_group()
 """
@@ -185,15 +185,15 @@ def test_a_process_of_dcps_own_writes(tmp_path: Path) -> None:
 
 
 def test_a_part_of_it_is_loaded(tmp_path: Path) -> None:
-    dcp.save({"a": torch.ones(2), "b": {"c": torch.ones(2), "d": 4}}, storage_writer=Writer(tmp_path))
+    dcp.save({"a": torch.ones(2), "b": {"c": torch.ones(2), "d": 4}}, storage_writer=AiockptWriter(tmp_path))
     found = {"b": {"d": 0}}
-    dcp.load(found, storage_reader=Reader(tmp_path))
+    dcp.load(found, storage_reader=AiockptReader(tmp_path))
     assert found == {"b": {"d": 4}}
     extra = {"a": torch.zeros(2), "new": torch.zeros(2)}
-    dcp.load(extra, storage_reader=Reader(tmp_path), planner=DefaultLoadPlanner(allow_partial_load=True))
+    dcp.load(extra, storage_reader=AiockptReader(tmp_path), planner=DefaultLoadPlanner(allow_partial_load=True))
     assert extra["a"].tolist() == [1, 1]
     with pytest.raises(dcp.CheckpointException, match="Missing key in checkpoint state_dict: new"):
-        dcp.load(extra, storage_reader=Reader(tmp_path))
+        dcp.load(extra, storage_reader=AiockptReader(tmp_path))
 
 
 def test_what_a_model_does_not_know_is_rebuilt_from_the_metadata(tmp_path: Path) -> None:
@@ -201,10 +201,10 @@ def test_what_a_model_does_not_know_is_rebuilt_from_the_metadata(tmp_path: Path)
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
     state = {"model": {"w": torch.randn(2, 2)}, "list": [torch.ones(1), 3]}
-    dcp.save(state, storage_writer=Writer(tmp_path))
+    dcp.save(state, storage_writer=AiockptWriter(tmp_path))
     found: dict[str, Any] = {}
     planner = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
-    _load_state_dict(found, Reader(tmp_path), planner=planner, no_dist=True)
+    _load_state_dict(found, AiockptReader(tmp_path), planner=planner, no_dist=True)
     assert_same(found, state)
 
 
@@ -235,73 +235,73 @@ class Renaming(DefaultLoadPlanner):
 
 
 def test_planners_may_convert_and_rename(tmp_path: Path) -> None:
-    dcp.save({"old_x": torch.full((3,), 1 / 3), "old_n": 5}, storage_writer=Writer(tmp_path), planner=Halved())
+    dcp.save({"old_x": torch.full((3,), 1 / 3), "old_n": 5}, storage_writer=AiockptWriter(tmp_path), planner=Halved())
     found: dict[str, Any] = {"x": torch.zeros(3), "n": 0}
-    dcp.load(found, storage_reader=Reader(tmp_path), planner=Renaming())
+    dcp.load(found, storage_reader=AiockptReader(tmp_path), planner=Renaming())
     assert torch.equal(found["x"], torch.full((3,), 1 / 3).half().float())
     assert found["n"] == 5
 
 
 def test_items_that_are_not_flattened_keep_their_names(tmp_path: Path) -> None:
     state = {"a.b": torch.ones(2), "c": {"d": 1}}
-    dcp.save(state, storage_writer=Writer(tmp_path), planner=DefaultSavePlanner(flatten_state_dict=False))
+    dcp.save(state, storage_writer=AiockptWriter(tmp_path), planner=DefaultSavePlanner(flatten_state_dict=False))
     found = {"a.b": torch.zeros(2), "c": None}
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    dcp.load(found, storage_reader=Reader(tmp_path), planner=planner)
+    dcp.load(found, storage_reader=AiockptReader(tmp_path), planner=planner)
     assert_same(found, state)
 
 
 def test_what_only_a_pickle_can_hold_is_loaded_from_whom_one_trusts(tmp_path: Path) -> None:
-    dcp.save({"x": torch.ones(1), "own": Own("a")}, storage_writer=Writer(tmp_path))
+    dcp.save({"x": torch.ones(1), "own": Own("a")}, storage_writer=AiockptWriter(tmp_path))
     found = {"x": torch.zeros(1), "own": None}
     with pytest.raises(dcp.CheckpointException, match=r"own is no plain value and was saved as a pickle"):
-        dcp.load(found, storage_reader=Reader(tmp_path))
-    dcp.load({"x": found["x"]}, storage_reader=Reader(tmp_path))
-    dcp.load(found, storage_reader=Reader(tmp_path, trust_pickle=True))
+        dcp.load(found, storage_reader=AiockptReader(tmp_path))
+    dcp.load({"x": found["x"]}, storage_reader=AiockptReader(tmp_path))
+    dcp.load(found, storage_reader=AiockptReader(tmp_path, trust_pickle=True))
     assert found["own"] == Own("a")
 
 
 def test_saved_again_it_is_the_newer_one(tmp_path: Path) -> None:
     for number in range(3):
-        dcp.save({"x": torch.tensor([number])}, storage_writer=Writer(tmp_path))
-    dcp.load(found := {"x": torch.tensor([9])}, storage_reader=Reader(tmp_path))
+        dcp.save({"x": torch.tensor([number])}, storage_writer=AiockptWriter(tmp_path))
+    dcp.load(found := {"x": torch.tensor([9])}, storage_reader=AiockptReader(tmp_path))
     assert found["x"].item() == 2
 
 
 def test_steps_of_one_place(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, retention=aiockpt.Retention(last=2))
+    writer = AiockptWriter(tmp_path, retention=aiockpt.Retention(last=2))
     for number in range(4):
         writer.step = number
         dcp.save({"x": torch.tensor([number])}, storage_writer=writer)
     writer.close()
-    dcp.load(found := {"x": torch.tensor([9])}, storage_reader=Reader(tmp_path, step=2))
+    dcp.load(found := {"x": torch.tensor([9])}, storage_reader=AiockptReader(tmp_path, step=2))
     assert found["x"].item() == 2
     with pytest.raises(dcp.CheckpointException, match="step 0"):
-        dcp.load(found, storage_reader=Reader(tmp_path, step=0))
+        dcp.load(found, storage_reader=AiockptReader(tmp_path, step=0))
 
 
 def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
-    dcp.save({"x": torch.ones(1000)}, storage_writer=Writer(tmp_path))
+    dcp.save({"x": torch.ones(1000)}, storage_writer=AiockptWriter(tmp_path))
     (file,) = tmp_path.rglob("*.safetensors")
     data = bytearray(file.read_bytes())
     data[-100] ^= 1
     file.write_bytes(data)
     with pytest.raises(dcp.CheckpointException, match=r"block 0"):
-        dcp.load({"x": torch.zeros(1000)}, storage_reader=Reader(tmp_path))
+        dcp.load({"x": torch.zeros(1000)}, storage_reader=AiockptReader(tmp_path))
 
 
 def test_a_place_without_a_checkpoint_is_told(tmp_path: Path) -> None:
     with pytest.raises(dcp.CheckpointException, match="holds no checkpoint"):
-        dcp.load({"x": torch.zeros(1)}, storage_reader=Reader(tmp_path))
+        dcp.load({"x": torch.zeros(1)}, storage_reader=AiockptReader(tmp_path))
     with pytest.raises(dcp.CheckpointException, match="give a place"):
-        dcp.save({"x": torch.zeros(1)}, storage_writer=Writer())
+        dcp.save({"x": torch.zeros(1)}, storage_writer=AiockptWriter())
     with pytest.raises(dcp.CheckpointException, match="give a place"):
-        dcp.load({"x": torch.zeros(1)}, storage_reader=Reader())
+        dcp.load({"x": torch.zeros(1)}, storage_reader=AiockptReader())
 
 
 def test_a_tensor_that_is_made_of_others_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(dcp.CheckpointException, match=r"part\.sparse: a tensor that is made of others"):
-        dcp.save({"part": {"sparse": torch.eye(3).to_sparse()}}, storage_writer=Writer(tmp_path))
+        dcp.save({"part": {"sparse": torch.eye(3).to_sparse()}}, storage_writer=AiockptWriter(tmp_path))
 
 
 def test_modules_load_what_was_saved_through_dcp(tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ def test_modules_load_what_was_saved_through_dcp(tmp_path: Path) -> None:
 
     model, optimizer = trained(0)
     of_model, of_optimizer = get_state_dict(model, optimizer)
-    dcp.save({"model": of_model, "optimizer": of_optimizer, "step": 5}, storage_writer=Writer(tmp_path))
+    dcp.save({"model": of_model, "optimizer": of_optimizer, "step": 5}, storage_writer=AiockptWriter(tmp_path))
     found, found_optimizer = trained(1)
     state = {"model": found, "optimizer": found_optimizer, "step": 0}
     with aiockpt.Checkpointer(tmp_path) as ckpt:
@@ -333,7 +333,7 @@ def test_dcp_loads_what_a_checkpointer_has_saved(tmp_path: Path) -> None:
     with aiockpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(3, {"model": model, "step": 3, "meta": {"seed": [1, 2]}}).result()
     found = {"model": {"weight": torch.zeros(4, 3), "bias": torch.zeros(4)}, "step": 0, "meta": {"seed": None}}
-    dcp.load(found, storage_reader=Reader(tmp_path))
+    dcp.load(found, storage_reader=AiockptReader(tmp_path))
     assert_same(found, {"model": dict(model.state_dict()), "step": 3, "meta": {"seed": [1, 2]}})
 
 

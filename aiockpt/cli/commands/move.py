@@ -40,7 +40,8 @@ def convert(
     source: Annotated[
         str,
         typer.Argument(
-            help="Checkpoints, or a Hugging Face folder or .safetensors file; a path or a URL.", show_default=False
+            help="Steps, a Hugging Face folder, a .safetensors file, a DCP folder, or a file of torch.save.",
+            show_default=False,
         ),
     ],
     target: Annotated[
@@ -76,13 +77,26 @@ def convert(
     ] = None,
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace weights, or a step, that are there.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only show what would be written.")] = False,
+    trust_pickle: Annotated[
+        bool,
+        typer.Option("--trust-pickle", help="Unpickle objects of a torch file, which runs code of whoever wrote it."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Turn the weights of a step, verified, into a Hugging Face folder; or such a folder into a step."""
-    from aiockpt.cli.convert import carry_out, is_step_source, parse_size, parse_ties, show_converted
+    """Turn the weights of a step, verified, into a Hugging Face folder; or what others wrote into a step."""
+    from aiockpt.cli.convert import carry_out, carry_out_foreign, kind_of_source, parse_size, parse_ties, show_converted
     from aiockpt.convert import from_hugging_face, to_hugging_face
+    from aiockpt.convert.foreign import save_as_step
 
-    outward = is_step_source(source)
+    kind = kind_of_source(source)
+    if kind == "foreign":
+        if prefix or dtype or tie:
+            raise UsageError("--prefix, --dtype and --tie are for weights; the whole state becomes a step here")
+        save = partial(save_as_step, place=target, step=step or 0, replace=force)
+        done = carry_out_foreign(source, save, dry_run, trust_pickle, as_json)
+        show.json_or(as_json, done, lambda: show_converted(done, source))
+        return
+    outward = kind == "steps"
     if outward and tie:
         raise UsageError("--tie is for weights that become a step: a step knows which names share memory")
     with open_checkpointer(source if outward else target) as ckpt:

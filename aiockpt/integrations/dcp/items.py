@@ -23,7 +23,7 @@ Parts = tuple[str | int, ...]
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
-class Note(msgspec.Struct, frozen=True):
+class ItemNote(msgspec.Struct, frozen=True):
     """What DCP said of its items.
 
     Attributes:
@@ -41,7 +41,7 @@ class Note(msgspec.Struct, frozen=True):
         return {"paths": self.paths, "pickled": self.pickled, "flattened": self.flattened}
 
 
-def read_note(values: object) -> Note | None:
+def read_note(values: object) -> ItemNote | None:
     """Return the note in the values of a checkpoint, or None where it was not saved through DCP.
 
     Raises:
@@ -51,7 +51,7 @@ def read_note(values: object) -> Note | None:
     if found is None:
         return None
     try:
-        return msgspec.convert(found, Note)
+        return msgspec.convert(found, ItemNote)
     except msgspec.ValidationError as error:
         raise CorruptionError(f"the note of DCP's names is damaged: {error}") from error
 

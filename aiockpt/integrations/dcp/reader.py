@@ -30,7 +30,7 @@ from aiockpt.engine.maintenance import Description
 from aiockpt.errors import StateMismatchError, UsageError
 from aiockpt.format.dtypes import torch_name
 from aiockpt.format.names import join_name, split_name
-from aiockpt.integrations.dcp.items import Note, Parts, pickled, read_note
+from aiockpt.integrations.dcp.items import ItemNote, Parts, pickled, read_note
 from aiockpt.integrations.dcp.writer import Identifier
 from aiockpt.runtime.ranks import Ranks
 from aiockpt.state.tree import TAG
@@ -48,10 +48,10 @@ class _Offer(NamedTuple):
     pickled: frozenset[str]
 
 
-class Reader(StorageReader):
-    """Reads a checkpoint for ``dcp.load``: ``storage_reader=Reader("/runs/7")``.
+class AiockptReader(StorageReader):
+    """Reads a checkpoint for ``dcp.load``: ``storage_reader=AiockptReader("/runs/7")``.
 
-    It reads what `Writer` has saved, and what ``Checkpointer.save`` has: each tensor under its dotted name
+    It reads what `AiockptWriter` has saved, and what ``Checkpointer.save`` has: each tensor under its dotted name
     (``model.layers.0.weight``), each plain value under its own. Any rank reads for itself, and what it reads is verified.
 
     Args:
@@ -108,7 +108,7 @@ class Reader(StorageReader):
         found, step = self._offered(), plan.storage_data
         if step != found.step:
             raise UsageError(
-                f"this rank found step {found.step}, and the coordinator step {step}: give Reader(step=…) while saves run"
+                f"this rank found step {found.step}, and the coordinator step {step}: give AiockptReader(step=…) while saves run"
             )
         fetch = _Fetch(found, planner, self._trust_pickle)
         for item in plan.items:
@@ -128,9 +128,9 @@ class Reader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Identifier) -> bool:
         """Return whether it names a place."""
-        from aiockpt.integrations.dcp.writer import Writer
+        from aiockpt.integrations.dcp.writer import AiockptWriter
 
-        return Writer.validate_checkpoint_id(checkpoint_id)
+        return AiockptWriter.validate_checkpoint_id(checkpoint_id)
 
     @property
     def checkpoint_id(self) -> str:
@@ -141,7 +141,7 @@ class Reader(StorageReader):
 
     def _checkpointer(self) -> Checkpointer:
         if self._place is None:
-            raise UsageError('give a place: Reader("/runs/7"), or dcp.load(…, checkpoint_id="/runs/7")')
+            raise UsageError('give a place: AiockptReader("/runs/7"), or dcp.load(…, checkpoint_id="/runs/7")')
         return Checkpointer(self._place, **self._options, ranks=Ranks())
 
     def _offered(self) -> _Offer:
@@ -174,7 +174,7 @@ class _Fetch:
             if name in self._found.pickled and not self._trust_pickle:
                 raise UsageError(
                     f"{name} is no plain value and was saved as a pickle, which may run code: give "
-                    "Reader(trust_pickle=True) if you trust whoever wrote it"
+                    "AiockptReader(trust_pickle=True) if you trust whoever wrote it"
                 )
             self._values.append(item)
             return
@@ -220,7 +220,7 @@ def offer(description: Description, place: str) -> _Offer:
     note = read_note(description.values)
     if note is None:
         there = [*map(split_name, tensors), *_values(description.values)]
-        note = Note({".".join(map(str, path)): list(path) for path in there})
+        note = ItemNote({".".join(map(str, path)): list(path) for path in there})
     paths = {name: tuple(path) for name, path in note.paths.items()}
     held: dict[str, Any] = {}
     for name, path in paths.items():

@@ -23,14 +23,14 @@ from aiockpt.adapters.sharded_tensors import Shards
 from aiockpt.checkpointer import Checkpointer, Place
 from aiockpt.errors import CheckpointError, UnsupportedStateError, UsageError
 from aiockpt.futures import SaveFuture
-from aiockpt.integrations.dcp.items import NOTE, Note, Parts, put, unpickled, with_lists
-from aiockpt.integrations.dcp.meeting import meet
+from aiockpt.integrations.dcp.items import NOTE, ItemNote, Parts, put, unpickled, with_lists
+from aiockpt.integrations.dcp.process_group import ranks_of
 
 Identifier = str | os.PathLike[str]
 
 
-class Writer(StorageWriter):
-    """Writes what ``dcp.save`` and ``dcp.async_save`` save: ``storage_writer=Writer("/runs/7")``.
+class AiockptWriter(StorageWriter):
+    """Writes what ``dcp.save`` and ``dcp.async_save`` save: ``storage_writer=AiockptWriter("/runs/7")``.
 
     One object may save any number of checkpoints, and keeps its staging memory and thread between those of one place. All
     ranks make the same calls, as DCP asks of them. It may be pickled, as DCP's process of its own for ``async_save`` needs.
@@ -79,9 +79,9 @@ class Writer(StorageWriter):
         return StorageMeta(checkpoint_id=str(self._place), save_id=str(uuid.uuid4()))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Note which of DCP's ranks this is; one that DCP counts otherwise than the process group saves alone."""
+        """ItemNote which of DCP's ranks this is; one that DCP counts otherwise than the process group saves alone."""
         if self._place is None:
-            raise UsageError('give a place: Writer("/runs/7"), or dcp.save(…, checkpoint_id="/runs/7")')
+            raise UsageError('give a place: AiockptWriter("/runs/7"), or dcp.save(…, checkpoint_id="/runs/7")')
         self._coordinates = is_coordinator
         self._collective = kwargs.get("use_collectives", True)
         self._alone = kwargs.get("rank", 0) != rank_in(self._group)
@@ -136,14 +136,14 @@ class Writer(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         if self._group is not None:
-            raise UsageError("a Writer with a process_group cannot go to another process; leave it out there")
+            raise UsageError("a AiockptWriter with a process_group cannot go to another process; leave it out there")
         return {**vars(self), "_open": None, "_opened": None, "_save": None}
 
     def _checkpointer(self) -> Checkpointer:
         wanted = (self._place, self._alone)
         if self._open is None or self._opened != wanted:
             self.close()
-            ranks = meet(self._group, alone=self._alone)
+            ranks = ranks_of(self._group, alone=self._alone)
             assert self._place is not None
             # What fails is told by write_data and finish; it is not to be told again by the next save.
             self._open = Checkpointer(self._place, **{"on_error": _told, **self._options}, ranks=ranks)
@@ -184,7 +184,7 @@ class _Unresolved:
 def state_of(plan: SavePlan, planner: SavePlanner, results: list[WriteResult], *, alone: bool) -> dict[str, Any]:
     """Return the items of a plan as a state, and put what DCP wants to know of each into *results*."""
     known = paths_of(plan.planner_data)
-    note = Note({}, {}, flattened=bool(known))
+    note = ItemNote({}, {}, flattened=bool(known))
     state: dict[Any, Any] = {}
     parts: dict[str, list[tuple[tuple[int, ...], torch.Tensor]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}

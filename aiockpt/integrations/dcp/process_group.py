@@ -8,7 +8,7 @@ from torch.distributed import distributed_c10d
 from aiockpt.runtime.ranks import Ranks, find_ranks
 
 
-def meet(group: distributed.ProcessGroup | None, *, alone: bool) -> Ranks:
+def ranks_of(group: distributed.ProcessGroup | None, *, alone: bool) -> Ranks:
     """Return this process's place in *group* (None is all ranks); the only one where it saves *alone*."""
     if alone or not (distributed.is_available() and distributed.is_initialized()):
         return Ranks()

@@ -1,0 +1,177 @@
+"""What is in a folder of ``torch.distributed.checkpoint``? Its metadata, believed as far as the files agree with it.
+
+``.metadata`` is a pickle; it is read with a list of the names that DCP itself writes into it. Each tensor was cut into
+chunks, and each chunk is a small archive of ``torch.save`` at some place of a file; the bytes in it are mapped, not read.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import pickle
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+
+from aiockpt.adapters.sharded_tensors import Shards
+from aiockpt.convert.foreign.archive import read_tensor
+from aiockpt.convert.foreign.torch_files import refusing
+from aiockpt.errors import CheckpointError, CorruptionError, UsageError
+
+METADATA = ".metadata"
+
+_ALLOWED = {
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+            *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+}
+_PATHS = {(module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")}
+
+
+def is_one(path: Path) -> bool:
+    """Return whether *path* is such a folder."""
+    return (path / METADATA).is_file()
+
+
+def read(path: Path, trust_pickle: bool) -> Mapping[str, Any]:
+    """Return the state in a folder: nested as it was where DCP noted that, else at the dots of its names.
+
+    Raises:
+        UsageError: an item is an object, and *trust_pickle* does not allow it.
+        CorruptionError: a file is missing or cut short, or the metadata contradict the files or themselves.
+    """
+    try:
+        return _read_state(path, trust_pickle)
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:
+        raise CorruptionError(f"{path / METADATA} is damaged: {error!r}") from error
+
+
+def _read_state(path: Path, trust_pickle: bool) -> Mapping[str, Any]:
+    metadata = _read_metadata(path / METADATA)
+    folder = _Folder(path, metadata.storage_data)
+    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    state: dict[Any, Any] = {}
+    for name, held in metadata.state_dict_metadata.items():
+        if type(held).__name__ == "BytesStorageMetadata":
+            value = folder.value(name, trust_pickle)
+        else:
+            value = folder.tensor(name, held)
+        _put(state, tuple(paths.get(name) or name.split(".")), value)
+    return {key: _with_lists(value) for key, value in state.items()}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads ``.metadata``: finds what DCP writes into it, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _PATHS:
+            return PurePosixPath
+        if (module, name) in _ALLOWED:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is not on the list of what DCP's metadata hold")
+
+
+def _read_metadata(path: Path) -> Any:
+    try:
+        metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
+    except pickle.UnpicklingError as error:
+        raise UsageError(f"{path}: {error}; another planner than DCP's own wrote it") from error
+    except Exception as error:
+        raise CorruptionError(f"{path} is damaged: {error!r}") from error
+    if type(metadata).__name__ != "Metadata" or not isinstance(metadata.storage_data, dict):
+        raise CorruptionError(f"{path} does not say where the tensors are")
+    return metadata
+
+
+class _Folder:
+    """The files of a checkpoint, mapped.
+
+    Args:
+        where: by name and offsets, in which file and where in it something lies.
+    """
+
+    def __init__(self, path: Path, where: Mapping[Any, Any]) -> None:
+        self._path = path
+        self._where = {(index.fqn, index.offset and tuple(index.offset)): place for index, place in where.items()}
+        self._map = cache(self._map_file)
+
+    def value(self, name: str, trust_pickle: bool) -> Any:
+        """Return an item that is no tensor."""
+        with refusing(f"{self._path}: {name}", trust_pickle):
+            return torch.load(io.BytesIO(self._bytes_of(name, None)), map_location="cpu", weights_only=not trust_pickle)
+
+    def tensor(self, name: str, held: Any) -> torch.Tensor:
+        """Return an item that is a tensor, or the chunks of it."""
+        shape, dtype = tuple(held.size), held.properties.dtype
+        parts = []
+        for chunk in held.chunks:
+            offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+            part = read_tensor(self._bytes_of(name, offsets), f"{self._path}: {name}")
+            if part.dtype != dtype or tuple(part.shape) != sizes:
+                raise CorruptionError(f"{self._path}: {name} is a {part.dtype} of {tuple(part.shape)} in its file")
+            parts.append((offsets, part))
+        if sum(part.numel() for _, part in parts) != torch.Size(shape).numel():
+            raise CorruptionError(f"{self._path}: the chunks of {name} are not all of it")
+        if len(parts) == 1 and tuple(parts[0][1].shape) == shape:
+            return parts[0][1]
+        try:
+            return Shards(shape, parts, dtype=dtype)
+        except UsageError as error:
+            raise CorruptionError(f"{self._path}: {name}: {error}") from error
+
+    def _bytes_of(self, name: str, offsets: tuple[int, ...] | None) -> memoryview:
+        place = self._where.get((name, offsets))
+        if place is None and offsets is not None and not any(offsets):
+            place = self._where.get((name, None))
+        if place is None:
+            raise CorruptionError(f"{self._path}: {METADATA} does not say where {name} at {offsets} is")
+        if getattr(place, "transform_descriptors", None):
+            raise UsageError(
+                f"{self._path}: {name} went through {place.transform_descriptors}; load it with DCP itself"
+            )
+        relative = PurePosixPath(place.relative_path)
+        if relative.is_absolute() or ".." in relative.parts:
+            raise CorruptionError(f"{self._path}: {METADATA} names a file outside of the folder: {place.relative_path}")
+        data = self._map(str(relative))
+        if not 0 <= place.offset <= place.offset + place.length <= len(data):
+            raise CorruptionError(f"{self._path / relative} is cut short: {name} would lie behind its end")
+        return data[place.offset : place.offset + place.length]
+
+    def _map_file(self, relative: str) -> memoryview:
+        try:
+            with (self._path / relative).open("rb") as file:
+                return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        except (OSError, ValueError) as error:
+            raise CorruptionError(f"{self._path / relative}: {error}") from error
+
+
+def _put(state: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
+    for part in path[:-1]:
+        state = state.setdefault(part, {})
+        if type(state) is not dict:
+            raise CorruptionError(f"{METADATA}: there is an item at a part of {path}")
+    state[path[-1]] = value
+
+
+def _with_lists(node: Any) -> Any:
+    """Make lists of what was one: dicts whose keys are 0, 1, …"""
+    if type(node) is not dict:
+        return node
+    inside = {key: _with_lists(child) for key, child in node.items()}
+    if inside and all(type(key) is int for key in inside) and sorted(inside) == list(range(len(inside))):
+        return [inside[place] for place in range(len(inside))]
+    return inside

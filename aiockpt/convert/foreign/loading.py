@@ -1,0 +1,80 @@
+"""How is a checkpoint of others loaded into live objects? Matched by name as ours is, and copied box by box."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from aiockpt.adapters.native import StateWalker, Stored, open_target
+from aiockpt.convert.foreign.checkpoint import Foreign
+from aiockpt.state.geometry import Box
+from aiockpt.state.shards import TensorShard
+
+
+def load(
+    checkpoint: Foreign,
+    state: Mapping[str, Any],
+    *,
+    only: Sequence[str] | None = None,
+    strict: bool = True,
+    map: Mapping[str, str] | Callable[[str], str] | None = None,
+) -> tuple[str, ...]:
+    """Fill *state* in place, and return what did not fit in words (nothing when *strict*).
+
+    Modules, optimizers and tensors may be sharded in any way; each rank fills what it has, and asks nobody. Optimizers are
+    filled from what ``get_optimizer_state_dict`` gave, by names, and from ``optimizer.state_dict()``, by the order of the
+    parameters.
+
+    Args:
+        state: as for ``Checkpointer.load``.
+        only, strict, map: as for ``Checkpointer.load``: ``map={"model": "state_dict"}`` for a ``.ckpt`` of Lightning.
+
+    Raises:
+        StateMismatchError: all differences by name; nothing was overwritten.
+        UsageError: an entry of ``map`` or ``only`` fits no name.
+    """
+    saved = StateWalker().walk(checkpoint.state)
+    held: dict[str, list[TensorShard]] = {}
+    for shard in saved.tensors:
+        held.setdefault(shard.name, []).append(shard)
+    facts = {name: (shards[0].dtype, shards[0].shape) for name, shards in held.items()}
+    axes = {name: shards[0].axes for name, shards in held.items() if shards[0].axes is not None}
+    stored = Stored(facts, saved.alias, saved.values, where=f"{checkpoint.kind} at {checkpoint.path}", axes=axes)
+    target = open_target(state, stored, only=only, strict=strict, rename=map)
+    with torch.no_grad():
+        for wanted in target.wanted:
+            _fill(wanted, held[saved.alias.get(wanted.name, wanted.name)])
+    target.apply()
+    return (*target.problems, *target.told)
+
+
+def _fill(wanted: TensorShard, held: Sequence[TensorShard]) -> None:
+    for box, into in _parts(wanted):
+        for shard in held:
+            for there, source in _parts(shard):
+                shared = box.intersect(there)
+                if shared is not None:
+                    _window(into, box, shared).copy_(_window(source, there, shared))
+
+
+def _parts(shard: TensorShard) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield each box of a shard with its elements, in the shape of the box."""
+    if len(shard.boxes) == 1:
+        yield (
+            shard.boxes[0],
+            shard.data.view(shard.boxes[0].sizes) if shard.data.dim() != shard.boxes[0].ndim else shard.data,
+        )
+        return
+    flat, at = shard.data.view(-1), 0
+    for box in shard.boxes:
+        yield box, flat[at : at + box.volume].view(box.sizes)
+        at += box.volume
+
+
+def _window(tensor: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
+    """Return the elements of *part* in a tensor that has those of *box*."""
+    for axis, (start, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
+        tensor = tensor.narrow(axis, start - box.offsets[axis], size)
+    return tensor

@@ -1,0 +1,79 @@
+"""How does a checkpoint of others become a step? As a save of its state, whose tensors lie in the mapped files."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from aiockpt.adapters.native import StateWalker
+from aiockpt.checkpointer import Checkpointer, Place
+from aiockpt.convert.conversions import Converted
+from aiockpt.convert.foreign.checkpoint import Foreign
+from aiockpt.errors import StepExistsError
+from aiockpt.events import BytesWritten, Event
+from aiockpt.options import IO, OnExists
+from aiockpt.redaction import redact
+from aiockpt.runtime.ranks import Ranks
+
+
+def save_as_step(
+    checkpoint: Foreign,
+    place: Place,
+    *,
+    step: int = 0,
+    replace: bool = False,
+    dry_run: bool = False,
+    io: IO = IO(),
+    ranks: Ranks | None = None,
+    on_written: Callable[[int], object] = lambda _: None,
+) -> Converted:
+    """Save the state of a checkpoint as a step of *place*; return when it is committed.
+
+    The staging pool of *io* bounds the memory, whatever the size of the checkpoint.
+
+    Args:
+        replace: add a generation where the step is there already.
+        dry_run: write nothing, and say what would be written.
+        ranks: ``Ranks()`` where one rank of a job converts alone; None asks ``torch.distributed``.
+        on_written: told the bytes of each write, on the loop thread; for progress.
+
+    Raises:
+        StepExistsError: the step is there already.
+        UnsupportedStateError: the checkpoint holds something that cannot be saved; it is named.
+        StorageError: of the place.
+    """
+    begun = time.monotonic()
+    state = StateWalker().walk(checkpoint.state)
+    url, total = redact(str(place)), sum(shard.nbytes for shard in state.tensors)
+    on_exists: OnExists = "new_generation" if replace else "raise"
+    with Checkpointer(place, on_exists=on_exists, io=io, ranks=ranks, observers=[_Written(on_written)]) as ckpt:
+        if not replace and any(info.step == step for info in ckpt.steps().result()):
+            raise StepExistsError(f"{url} has step {step} already: give another number, or replace it (--force)")
+        if not dry_run:
+            source = {"converted_from": str(checkpoint.path), "kind": checkpoint.kind}
+            saved = ckpt.save(step, checkpoint.state, user=source).result()
+            url, total = saved.url, saved.bytes
+    return Converted(
+        step=step,
+        url=url,
+        prefix="",
+        files=(),
+        tensor_count=len({shard.name for shard in state.tensors}),
+        dtypes=dict(Counter({shard.name: shard.dtype for shard in state.tensors}.values()).most_common()),
+        ties=dict(state.alias),
+        bytes=total,
+        seconds=time.monotonic() - begun,
+        dry_run=dry_run,
+    )
+
+
+class _Written:
+    """Passes on how much was written."""
+
+    def __init__(self, on_written: Callable[[int], object]) -> None:
+        self._on_written = on_written
+
+    def on_event(self, event: Event) -> None:
+        if isinstance(event, BytesWritten):
+            self._on_written(event.bytes)

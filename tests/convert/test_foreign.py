@@ -1,0 +1,265 @@
+"""Do checkpoints that others wrote come back bit by bit, as steps and in live objects, and can a bad one do no harm?"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import aiockpt
+from aiockpt.convert.foreign import Foreign, load, open_checkpoint, save_as_step
+from aiockpt.errors import CorruptionError, StateMismatchError, StepExistsError, UsageError
+
+dcp: Any = import_module("torch.distributed.checkpoint")
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint8, torch.bool, torch.complex64, torch.uint16, torch.float8_e4m3fn),
+]
+
+
+def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 + seed)
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def write(kind: str, folder: Path, state: dict[str, Any]) -> Path:
+    """Write *state* as others do, and return where."""
+    if kind == "dcp":
+        dcp.save(state, checkpoint_id=folder / "dcp")
+        return folder / "dcp"
+    torch.save(state, folder / "state.pt", _use_new_zipfile_serialization=kind == "zip")
+    return folder / "state.pt"
+
+
+def assert_same(found: Any, expected: Any, path: str = "") -> None:
+    if isinstance(expected, torch.Tensor):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), path
+        assert bytes(found.detach().contiguous().view(-1).view(torch.uint8).numpy()) == bytes(
+            expected.detach().contiguous().view(-1).view(torch.uint8).numpy()
+        ), path
+    elif isinstance(expected, dict | list):
+        assert len(found) == len(expected), path
+        for key in expected if isinstance(expected, dict) else range(len(expected)):
+            assert_same(found[key], expected[key], f"{path}.{key}")
+    else:
+        assert found == expected, path
+
+
+@st.composite
+def states(draw: st.DrawFn, dtypes: list[torch.dtype]) -> dict[str, Any]:
+    """Nested dicts and lists of tensors of any dtype and layout, and values."""
+    keys = st.text("ab.0_", min_size=1, max_size=4)
+    values: st.SearchStrategy[Any] = (
+        st.none() | st.integers(-9, 9) | st.text(max_size=3) | st.booleans() | tensors(dtypes)
+    )
+    nested = st.recursive(
+        values,
+        lambda inner: st.dictionaries(keys, inner, min_size=1, max_size=3) | st.lists(inner, min_size=1, max_size=3),
+        max_leaves=8,
+    )
+    found: dict[str, Any] = draw(st.dictionaries(keys, nested, min_size=1, max_size=4))
+    return found
+
+
+@st.composite
+def tensors(draw: st.DrawFn, dtypes: list[torch.dtype]) -> torch.Tensor:
+    shape = draw(st.lists(st.integers(0, 4), max_size=4))
+    dtype = draw(st.sampled_from(dtypes))
+    count = torch.Size(shape).numel() * dtype.itemsize
+    bits = torch.tensor(draw(st.lists(st.integers(0, 1), min_size=count, max_size=count)), dtype=torch.uint8)
+    tensor = bits.view(dtype).view(shape)
+    order = draw(st.permutations(range(len(shape))))
+    return tensor.permute(order)
+
+
+@pytest.mark.parametrize("kind", ["dcp", "zip", "legacy"])
+def test_any_state_comes_back(kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    @settings(max_examples=25)
+    @given(states(DTYPES if kind != "legacy" else DTYPES[:11]))
+    def check(state: dict[str, Any]) -> None:
+        if kind == "dcp" and ambiguous(state):
+            return
+        path = write(kind, tmp_path_factory.mktemp("run"), state)
+        assert_same(open_checkpoint(path).state, state)
+
+    check()
+
+
+def ambiguous(state: dict[str, Any]) -> bool:
+    """Return whether DCP itself would mix two items up: it joins keys with dots."""
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    try:
+        flat, _ = flatten_state_dict(state)
+    except ValueError:
+        return True
+    return any(name == other or name.startswith(f"{other}.") for name in flat for other in flat if name is not other)
+
+
+@pytest.mark.parametrize("kind", ["dcp", "zip", "legacy"])
+def test_live_objects_and_steps_get_what_was_saved(kind: str, tmp_path: Path) -> None:
+    model, optimizer = trained(0)
+    if kind == "dcp":
+        of_model, of_optimizer = get_state_dict(model, optimizer)
+    else:
+        of_model, of_optimizer = model.state_dict(), optimizer.state_dict()
+    path = write(kind, tmp_path, {"model": of_model, "optimizer": of_optimizer, "step": 7})
+    done = save_as_step(open_checkpoint(path), tmp_path / "steps", step=7)
+    assert (done.step, done.tensor_count) == (7, len([*model.state_dict()]) + 3 * len([*model.parameters()]))
+    for way in ("directly", "through a step"):
+        found, found_optimizer = trained(1)
+        state = {"model": found, "optimizer": found_optimizer, "step": 0}
+        if way == "directly":
+            assert load(open_checkpoint(path), state) == ()
+        else:
+            with aiockpt.Checkpointer(tmp_path / "steps") as ckpt:
+                ckpt.load(state).result()
+        assert state["step"] == 7
+        assert_same(found.state_dict(), model.state_dict())
+        assert_same(found_optimizer.state_dict(), optimizer.state_dict())
+
+
+def test_a_file_of_lightnings_form_fills_a_module_of_another_key(tmp_path: Path) -> None:
+    model, _ = trained(0)
+    torch.save({"state_dict": nn.ModuleDict({"net": model}).state_dict(), "epoch": 3}, tmp_path / "last.ckpt")
+    found, _ = trained(1)
+    load(open_checkpoint(tmp_path / "last.ckpt"), {"model": nn.ModuleDict({"net": found})}, map={"model": "state_dict"})
+    assert_same(found.state_dict(), model.state_dict())
+
+
+def test_what_does_not_fit_is_named_and_overwrites_nothing(tmp_path: Path) -> None:
+    path = write("zip", tmp_path, {"model": {"weight": torch.ones(2, 2)}})
+    model = nn.Linear(2, 2)
+    before = model.weight.clone()
+    with pytest.raises(StateMismatchError, match=r"model\.bias"):
+        load(open_checkpoint(path), {"model": model})
+    assert torch.equal(model.weight, before)
+    assert any("model.bias" in problem for problem in load(open_checkpoint(path), {"model": model}, strict=False))
+    assert torch.equal(model.weight, torch.ones(2, 2))
+
+
+def test_a_step_that_is_there_is_replaced_when_asked(tmp_path: Path) -> None:
+    found = open_checkpoint(write("zip", tmp_path, {"x": torch.ones(2)}))
+    save_as_step(found, tmp_path / "steps")
+    with pytest.raises(StepExistsError, match="--force"):
+        save_as_step(found, tmp_path / "steps")
+    with pytest.raises(StepExistsError, match="--force"):
+        save_as_step(found, tmp_path / "steps", dry_run=True)
+    save_as_step(found, tmp_path / "steps", replace=True)
+    assert save_as_step(found, tmp_path / "steps", step=1, dry_run=True).dry_run
+    with aiockpt.Checkpointer(tmp_path / "steps") as ckpt:
+        assert [(info.step, info.generation) for info in ckpt.steps().result()] == [(0, 2)]
+
+
+class Harm:
+    """Runs code where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("harm",)
+
+
+@pytest.mark.parametrize("kind", ["zip", "legacy", "metadata", "item", "tensor"])
+def test_no_file_runs_code(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    if kind in ("zip", "legacy"):
+        path = write(kind, tmp_path, {"x": Harm()})
+    else:
+        path = write("dcp", tmp_path, {"x": Harm() if kind == "item" else torch.ones(300)})
+        if kind == "metadata":
+            (path / ".metadata").write_bytes(pickle.dumps(Harm()))
+        elif kind == "tensor":
+            (file,) = path.glob("*.distcp")
+            file.write_bytes(file.read_bytes().replace(b"torch._utils", b"os\nsystem\nX1"))
+    with pytest.raises((UsageError, CorruptionError)):
+        open_checkpoint(path)
+    assert not (tmp_path / "harm").exists()
+
+
+def test_whom_one_trusts_may_give_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write("zip", tmp_path, {"x": Harm()})
+    with pytest.raises(UsageError, match=r"holds objects \(posix\.mkdir\).*--trust-pickle"):
+        open_checkpoint(path)
+    open_checkpoint(path, trust_pickle=True)
+    assert (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("part", ["metadata", "data"])
+def test_a_damaged_folder_of_dcp_is_told_or_harmless(part: str, tmp_path: Path) -> None:
+    """Whatever byte is another, reading raises ours alone; a pickle has no checksum, so that values may be others."""
+    state = {"x": torch.arange(40.0).view(10, 4), "n": [1, {"y": torch.ones(2)}]}
+    path = write("dcp", tmp_path, state)
+    (file,) = path.glob("*.distcp")
+    broken = path / ".metadata" if part == "metadata" else file
+    whole = broken.read_bytes()
+    for at in range(0, len(whole), 1 if part == "metadata" else 7):
+        broken.write_bytes(whole[:at] + bytes([whole[at] ^ 0x41]) + whole[at + 1 :])
+        opened(path)
+    for size in range(0, len(whole), 97):
+        broken.write_bytes(whole[:size])
+        with pytest.raises((CorruptionError, UsageError)):
+            open_checkpoint(path)
+    broken.unlink()
+    with pytest.raises((CorruptionError, UsageError)):
+        open_checkpoint(path)
+
+
+def opened(path: Path) -> Foreign | None:
+    try:
+        return open_checkpoint(path)
+    except (CorruptionError, UsageError):
+        return None
+
+
+def test_a_path_out_of_the_folder_is_refused(tmp_path: Path) -> None:
+    path = write("dcp", tmp_path, {"x": torch.ones(2)})
+    (tmp_path / "dcp" / "__0_0.distcp").rename(tmp_path / "__0_0.distcp")
+    data = (path / ".metadata").read_bytes()
+    old, new = b"\x8c\x0c__0_0.distcp", b"\x8c\x0f../__0_0.distcp"
+    assert old in data
+    (path / ".metadata").write_bytes(data.replace(old, new))
+    with pytest.raises(CorruptionError):
+        open_checkpoint(path)
+
+
+def test_what_is_none_of_them_is_told(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(UsageError, match=r"neither a DCP checkpoint, nor a file of torch\.save"):
+        open_checkpoint(tmp_path / "text")
+    with pytest.raises(UsageError, match="there is nothing"):
+        open_checkpoint(tmp_path / "nothing")
+
+
+def test_memory_stays_within_the_pool(tmp_path: Path) -> None:
+    size = 192 << 20
+    torch.save({"big": torch.zeros(size, dtype=torch.uint8)}, tmp_path / "big.pt")
+
+    def anonymous() -> int:
+        found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert found is not None
+        return int(found[1]) << 10
+
+    before, seen = anonymous(), [0]
+    save_as_step(
+        open_checkpoint(tmp_path / "big.pt"),
+        tmp_path / "steps",
+        io=aiockpt.IO(pool_bytes=32 << 20),
+        on_written=lambda _: seen.append(anonymous()),
+    )
+    assert max(seen) - before < 96 << 20
