@@ -108,7 +108,8 @@ class AiockptReader(StorageReader):
         found, step = self._offered(), plan.storage_data
         if step != found.step:
             raise UsageError(
-                f"this rank found step {found.step}, and the coordinator step {step}: give AiockptReader(step=…) while saves run"
+                f"this rank found step {found.step}, and the coordinator step {step}: give AiockptReader(step=…) while "
+                "saves run"
             )
         fetch = _Fetch(found, planner, self._trust_pickle)
         for item in plan.items:
