@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Literal
 import anyio
 from rich.markup import escape
 
-from aiockpt.cli.commands.common import finish
+from aiockpt.cli.commands.common import finish, open_checkpointer
 from aiockpt.cli.given_root import open_place
 from aiockpt.cli.show import bytes_progress, count, say, size, speed
 from aiockpt.convert.foreign.checkpoint import is_foreign, open_checkpoint
+from aiockpt.convert.foreign.to_dcp import write_dcp
 from aiockpt.convert.source import SUFFIX, has_weights
 from aiockpt.errors import UsageError
 from aiockpt.format.names import list_names
@@ -97,6 +98,15 @@ def carry_out(start: Callable[..., Future[Converted]], dry_run: bool, quiet: boo
         return planned
     with bytes_progress("converting", planned.bytes, quiet) as tick:
         return finish(start(on_written=tick))
+
+
+def write_as_dcp(source: str, target: str, step: int | None, force: bool, quiet: bool) -> dict[str, object]:
+    """Write a step of *source* as a folder that DCP loads; a bar shows how far it is. Return what was written."""
+    with open_checkpointer(source) as ckpt:
+        seen = finish(ckpt.describe(step))
+        with bytes_progress("converting", seen.info.bytes, quiet) as tick:
+            size_bytes = write_dcp(ckpt, target, step=seen.info.step, replace=force, on_written=tick)
+    return {"step": seen.info.step, "url": target, "bytes": size_bytes}
 
 
 def show_converted(done: Converted, source: str | None = None) -> None:

@@ -105,6 +105,20 @@ def test_wrong_calls_say_what_is_right(aiockpt_command: Command, made: Path, mod
     assert not (tmp_path / "out").exists()
 
 
+def test_a_step_becomes_a_folder_of_dcp_and_a_step_again(
+    aiockpt_command: Command, models: Path, tmp_path: Path
+) -> None:
+    done = aiockpt_command("convert", models, tmp_path / "dcp", "--to", "dcp", "--json").json()
+    assert (done["step"], done["bytes"] > 0) == (2, True)
+    again = aiockpt_command("convert", models, tmp_path / "dcp", "--to", "dcp")
+    assert (again.status, "--force" in again.err) == (2, True)
+    back = aiockpt_command("convert", tmp_path / "dcp", tmp_path / "back")
+    assert back.status == 0, back.err
+    for wrong in (("--to", "zip"), ("--to", "dcp", "--dtype", "bfloat16")):
+        refused = aiockpt_command("convert", models, tmp_path / "out", *wrong)
+        assert (refused.status, "a step becomes hf, or dcp" in " ".join(refused.err.split())) == (2, True)
+
+
 def test_what_torch_has_saved_becomes_a_step(aiockpt_command: Command, tmp_path: Path) -> None:
     torch.save({"model": {"weight": torch.ones(3)}, "step": 4}, tmp_path / "state.pt")
     planned = aiockpt_command("convert", tmp_path / "state.pt", tmp_path / "runs", "--step", 4, "--dry-run")

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import aiockpt
-from aiockpt.convert.foreign import Foreign, load, open_checkpoint, save_as_step
+from aiockpt.convert.foreign import Foreign, load, open_checkpoint, save_as_step, write_dcp
 from aiockpt.errors import CorruptionError, StateMismatchError, StepExistsError, UsageError
 
 dcp: Any = import_module("torch.distributed.checkpoint")
@@ -263,3 +263,35 @@ def test_memory_stays_within_the_pool(tmp_path: Path) -> None:
         on_written=lambda _: seen.append(anonymous()),
     )
     assert max(seen) - before < 96 << 20
+
+
+def test_plain_dcp_loads_what_a_step_became(tmp_path: Path) -> None:
+    model, optimizer = trained(0)
+    ema = torch.rand(3).to(torch.bfloat16)
+    state = {"model": model, "optimizer": optimizer, "step": 7, "more": [1, {"ema": ema}], "rng": aiockpt.RNG()}
+    with aiockpt.Checkpointer(tmp_path / "steps") as ckpt:
+        ckpt.save(7, state).result()
+        assert write_dcp(ckpt, tmp_path / "dcp") > 0
+        with pytest.raises(UsageError, match="--force"):
+            write_dcp(ckpt, tmp_path / "dcp")
+        write_dcp(ckpt, tmp_path / "dcp", step=7, replace=True)
+    found, found_optimizer = trained(1)
+    of_model, of_optimizer = get_state_dict(found, found_optimizer)
+    target = {"model": of_model, "optimizer": of_optimizer, "step": 0, "more": [0, {"ema": torch.zeros_like(ema)}]}
+    dcp.load(target, checkpoint_id=tmp_path / "dcp")
+    expected_model, expected_optimizer = get_state_dict(model, optimizer)
+    expected = {"model": expected_model, "optimizer": expected_optimizer, "step": 7, "more": [1, {"ema": ema}]}
+    assert_same(target, expected)
+    assert_same(open_checkpoint(tmp_path / "dcp").state, expected)
+
+
+def test_what_dcp_has_saved_through_us_goes_back_to_dcp(tmp_path: Path) -> None:
+    from aiockpt.integrations.dcp import AiockptWriter
+
+    state = {"model": {"a.b": torch.randn(3)}, "values": [1, {"x": (1, 2)}]}
+    dcp.save(state, storage_writer=AiockptWriter(tmp_path / "steps"))
+    with aiockpt.Checkpointer(tmp_path / "steps") as ckpt:
+        write_dcp(ckpt, tmp_path / "dcp")
+    target = {"model": {"a.b": torch.zeros(3)}, "values": [0, {"x": None}]}
+    dcp.load(target, checkpoint_id=tmp_path / "dcp")
+    assert_same(target, state)

@@ -77,6 +77,9 @@ def convert(
     ] = None,
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace weights, or a step, that are there.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only show what would be written.")] = False,
+    to: Annotated[
+        str, typer.Option("--to", help="What a step becomes: hf, a Hugging Face folder, or dcp, a folder of DCP.")
+    ] = "hf",
     trust_pickle: Annotated[
         bool,
         typer.Option("--trust-pickle", help="Unpickle objects of a torch file, which runs code of whoever wrote it."),
@@ -84,7 +87,15 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Turn the weights of a step, verified, into a Hugging Face folder; or what others wrote into a step."""
-    from aiockpt.cli.convert import carry_out, carry_out_foreign, kind_of_source, parse_size, parse_ties, show_converted
+    from aiockpt.cli.convert import (
+        carry_out,
+        carry_out_foreign,
+        kind_of_source,
+        parse_size,
+        parse_ties,
+        show_converted,
+        write_as_dcp,
+    )
     from aiockpt.convert import from_hugging_face, to_hugging_face
     from aiockpt.convert.foreign import save_as_step
 
@@ -97,6 +108,14 @@ def convert(
         show.json_or(as_json, done, lambda: show_converted(done, source))
         return
     outward = kind == "steps"
+    if to not in ("hf", "dcp") or (to == "dcp" and (not outward or prefix or dtype or dry_run)):
+        raise UsageError(
+            f"--to {to}: a step becomes hf, or dcp with all of its state (no --prefix, --dtype, --dry-run)"
+        )
+    if to == "dcp":
+        written = write_as_dcp(source, target, step, force, as_json)
+        show.json_or(as_json, written, lambda: show.say(f"[green]✓[/] step {written['step']} as DCP's in {target}"))
+        return
     if outward and tie:
         raise UsageError("--tie is for weights that become a step: a step knows which names share memory")
     with open_checkpointer(source if outward else target) as ckpt:

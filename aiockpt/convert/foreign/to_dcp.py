@@ -1,0 +1,138 @@
+"""How does a step become a folder that plain DCP loads? Tensor after tensor, each verified, and the metadata last."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aiockpt.adapters.target import TensorRef
+from aiockpt.checkpointer import Checkpointer
+from aiockpt.convert.foreign.dcp import METADATA
+from aiockpt.convert.foreign.state_dicts import as_state_dicts
+from aiockpt.engine.destination import Destination
+from aiockpt.engine.find import find_manifest
+from aiockpt.engine.load import stored_state
+from aiockpt.errors import StorageError, UsageError
+from aiockpt.format.manifest import Manifest
+
+DATA = "__0_0.distcp"
+
+
+def write_dcp(
+    checkpointer: Checkpointer,
+    folder: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    replace: bool = False,
+    on_written: Callable[[int], object] = lambda _: None,
+) -> int:
+    """Write a step (the newest valid one for None) as a checkpoint of ``torch.distributed.checkpoint``; return its bytes.
+
+    State dicts in it have the names that ``get_state_dict`` of torch gives. Memory holds one tensor at a time. Blocks; a
+    folder without ``.metadata`` is not whole.
+
+    Args:
+        folder: a folder of this machine; made with its parents.
+        replace: whether a checkpoint that is there goes first.
+        on_written: told the bytes of each item.
+
+    Raises:
+        UsageError: a checkpoint is there already.
+        StepNotFoundError, CorruptionError, StorageError: of the step.
+    """
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    target = Path(folder)
+    if (target / METADATA).exists() and not replace:
+        raise UsageError(f"{target} holds a checkpoint of DCP already: give another folder, or replace it (--force)")
+    manifest = checkpointer.run_on_destination("conversion to DCP", lambda steps: _manifest(steps, step)).result()
+    flat, paths = flatten_state_dict(as_state_dicts(stored_state(manifest, 0)))
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        (target / METADATA).unlink(missing_ok=True)
+        with (target / DATA).open("wb") as file:
+            items = _Items(file, on_written)
+            for name, value in flat.items():
+                if isinstance(value, TensorRef):
+                    items.tensor(name, checkpointer.read(manifest.step, value.name).result())
+                else:
+                    items.value(name, value)
+            file.flush()
+            os.fsync(file.fileno())
+        _publish(target, pickle.dumps(items.metadata(paths), protocol=4))
+    except OSError as error:
+        raise StorageError(f"{target}: {error}") from error
+    return items.written
+
+
+async def _manifest(steps: Destination, step: int | None) -> Manifest:
+    return (await find_manifest(steps, step)).manifest
+
+
+class _Items:
+    """Writes items one after the other, and keeps what DCP has to know of them."""
+
+    def __init__(self, file: io.BufferedWriter, on_written: Callable[[int], object]) -> None:
+        self._file = file
+        self._on_written = on_written
+        self._held: dict[str, Any] = {}
+        self._where: dict[Any, Any] = {}
+        self.written = 0
+
+    def tensor(self, name: str, tensor: torch.Tensor) -> None:
+        from torch.distributed.checkpoint.metadata import (
+            ChunkStorageMetadata,
+            MetadataIndex,
+            TensorProperties,
+            TensorStorageMetadata,
+        )
+
+        plain = tensor.detach().contiguous()
+        origin = torch.Size([0] * plain.dim())
+        chunk = ChunkStorageMetadata(offsets=origin, sizes=plain.size())
+        properties = TensorProperties(dtype=plain.dtype)
+        self._held[name] = TensorStorageMetadata(properties=properties, size=plain.size(), chunks=[chunk])
+        self._where[MetadataIndex(name, origin, 0)] = self._append(plain)
+
+    def value(self, name: str, value: Any) -> None:
+        from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+        self._held[name] = BytesStorageMetadata()
+        self._where[MetadataIndex(name)] = self._append(value)
+
+    def metadata(self, paths: Any) -> Any:
+        """Return what ``.metadata`` says."""
+        from torch.distributed.checkpoint.metadata import Metadata
+
+        return Metadata(self._held, planner_data=paths, storage_data=self._where, version="1.0.0")
+
+    def _append(self, value: Any) -> Any:
+        from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+        begin = self._file.tell()
+        torch.save(value, self._file)
+        size = self._file.tell() - begin
+        self.written += size
+        self._on_written(size)
+        return _StorageInfo(DATA, begin, size)
+
+
+def _publish(folder: Path, metadata: bytes) -> None:
+    """Make the metadata visible when all that they name is durable."""
+    staged = folder / f"{METADATA}.tmp"
+    with staged.open("wb") as file:
+        file.write(metadata)
+        file.flush()
+        os.fsync(file.fileno())
+    staged.replace(folder / METADATA)
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
