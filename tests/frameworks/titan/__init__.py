@@ -1,0 +1,1 @@
+"""Runs of torchtitan's own trainer on machines without a GPU."""
