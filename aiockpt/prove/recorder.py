@@ -141,6 +141,8 @@ class Recorder:
     async def storage_call(self, step: int | None, wait: Callable[[float], Any]) -> None:
         """Hear that something in the folder of *step* is about to change; die there if that is the place.
 
+        What a load changes there, to finish the commit of a start that is dead, is in no save of this one.
+
         Args:
             wait: sleeps, on the event loop.
 
@@ -149,7 +151,7 @@ class Recorder:
         """
         if self.dead:
             raise StorageError("the run was killed")
-        if step is None:
+        if step is None or step not in self._saving:
             return
         kill, number = self.job.kill, self._calls[step]
         self._calls[step] += 1

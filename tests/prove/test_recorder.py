@@ -1,0 +1,35 @@
+"""Where does a start of a proof kill itself, as told by its recorder?"""
+
+from __future__ import annotations
+
+import pytest
+
+from aiockpt.errors import StorageError
+from aiockpt.prove.assignment import Kill, ProofJob
+from aiockpt.prove.recorder import Recorder
+from aiockpt.prove.records import AnyRecord, Died
+
+
+async def wait(seconds: float) -> None:
+    pytest.fail(f"there is a checkpoint, and the kill waits {seconds} s for one")
+
+
+async def test_what_a_load_finishes_of_a_dead_start_is_in_no_save_of_this_one() -> None:
+    records: list[AnyRecord] = []
+    killed: list[bool] = []
+    job = ProofJob(folder="", place="", kill=Kill(kind="save", label=4, call=1))
+    recorder = Recorder(job, records.append, 0, 1, lambda: killed.append(True))
+    for _ in range(3):
+        await recorder.storage_call(4, wait)  # the load commits step 4, for which all had voted
+    recorder.loaded(2)  # an older one was asked for
+
+    recorder.reach(4, saving=True)
+    await recorder.storage_call(2, wait)  # retention
+    await recorder.storage_call(4, wait)
+    assert not killed
+    with pytest.raises(StorageError, match="killed"):
+        await recorder.storage_call(4, wait)
+    assert killed == [True]
+    assert [record.where for record in records if isinstance(record, Died)] == [
+        "in the save of step 4, before its storage call 2"
+    ]
