@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -105,6 +105,17 @@ def agreed_values(
                     "give them groups of their own",
                 )
     return {key: node for key, (node, _) in said.items() if key not in refused}, list(refused.values())
+
+
+def groups_without_parameters(saved: SavedOptimizer) -> Iterator[dict[str, Node]]:
+    """Yield the values of each group that has no parameters, in order: those of one here are found by its place among them.
+
+    Nothing is trained with them; but a scheduler goes on from them, and a trainer that makes a group for each kind of
+    parameter leaves one empty where everything of that kind is frozen.
+    """
+    for values, members in zip(saved.groups, saved.members, strict=True):
+        if not members:
+            yield {key: node for key, node in values.items() if key not in HOW_TO_STEP}
 
 
 def _plain(node: Node, same_tensor: Callable[[str], str]) -> bytes:

@@ -22,7 +22,7 @@ from aiockpt.adapters.index import Index
 from aiockpt.adapters.matcher import Matcher
 from aiockpt.adapters.optimizer import is_plain, name_members, state_path, view_plain
 from aiockpt.adapters.optimizer_forms import Id, SavedOptimizer, pair_up, read_form, tensor_names
-from aiockpt.adapters.optimizer_groups import agreed_values, class_misfit
+from aiockpt.adapters.optimizer_groups import agreed_values, class_misfit, groups_without_parameters
 from aiockpt.adapters.optimizer_parts import Form, Owner, form_of
 from aiockpt.adapters.stored import is_tensor_node
 from aiockpt.adapters.tensors import may_spread
@@ -123,11 +123,14 @@ def _want_groups(match: OptimizerMatch) -> list[Thunks]:
     """Return what will set each group's values."""
     matcher, saved = match.matcher, match.saved
     _leave_groups(match)
+    without_parameters = groups_without_parameters(saved)
     wanted: list[Thunks] = []
     for number, (group, owners) in enumerate(zip(match.optimizer.param_groups, match.members, strict=True)):
         place = (*match.path, "groups", number)
         ids = [match.ids[owner] for owner in owners if owner in match.ids]
         values, refused = agreed_values(saved, ids, matcher.same_tensor)
+        if not owners:
+            values = next(without_parameters, {})
         if refused and matcher.touches(place):
             for problem in refused:
                 matcher.problem(f"{join_name(place)}: {problem}")

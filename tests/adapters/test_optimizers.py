@@ -232,16 +232,6 @@ def test_a_group_takes_what_the_groups_of_its_parameters_agree_on(save: Any) -> 
     assert [group["lr"] for group in turned["optimizer"].param_groups] == [0.75, 0.001]
 
 
-def test_a_group_without_parameters_keeps_its_own(save: Any) -> None:
-    def with_empty(lr: float) -> Make:
-        return lambda model: torch.optim.SGD([{"params": model.parameters()}, {"params": [], "lr": lr}], lr=lr)
-
-    saved = save(build(with_empty(0.5)))
-    found = build(with_empty(0.25))
-    saved.load(found)
-    assert [group["lr"] for group in found["optimizer"].param_groups] == [0.5, 0.25]
-
-
 def test_groups_with_one_tensor_learning_rate_agree_and_with_two_do_not(save: Any) -> None:
     def one_group(model: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=torch.tensor(7.0), foreach=False)
@@ -478,3 +468,21 @@ def test_reduce_on_plateau_and_the_gradient_scaler_come_back(save: Any) -> None:
     saved.load(found)
     assert saved.equals(found)
     assert found["scaler"].state_dict()["scale"] == 512.0
+
+
+def test_groups_without_parameters_get_their_settings_back(save: Any) -> None:
+    """A trainer makes a group for each kind of parameter, and a scheduler goes on from all of them."""
+
+    def make(lr: float) -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        groups: Any = [{"params": []}, {"params": [*model.parameters()]}, {"params": [], "weight_decay": lr}]
+        optimizer = torch.optim.AdamW(groups, lr=lr)
+        return {"model": model, "optimizer": optimizer}
+
+    state, found = make(0.5), make(0.25)
+    for number, group in enumerate(state["optimizer"].param_groups):
+        group["lr"] = 0.1 * number
+    save(state).load(found)
+    assert [(group["lr"], group["weight_decay"]) for group in found["optimizer"].param_groups] == [
+        (group["lr"], group["weight_decay"]) for group in state["optimizer"].param_groups
+    ]

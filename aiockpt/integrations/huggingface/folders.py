@@ -1,0 +1,148 @@
+"""The folders ``checkpoint-N`` that the Trainer and its users look for: there when their step is committed, and not before.
+
+The weights are in the step. A folder has what the Trainer keeps of itself, the configuration, a mark that says which step it
+is, and on request the weights as a file of ``safetensors``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiockpt
+from aiockpt.convert import to_hugging_face
+from aiockpt.errors import CheckpointError
+
+STATE = "trainer_state.json"
+"""What the Trainer keeps of itself, and reads back by this name."""
+MARK = "aiockpt.json"
+PREFIX = "checkpoint-"
+
+
+class _Save(NamedTuple):
+    """A save under way, what its folder will hold, and how that is called then."""
+
+    future: aiockpt.SaveFuture
+    staged: Path
+    folder: Path
+
+    def appear(self, _: object = None) -> None:
+        """Give the folder its name, now that it is whole."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.staged.rename(self.folder)
+
+
+class CheckpointFolders:
+    """The folders of one Trainer. Its first process makes them; the calls do nothing in the others.
+
+    Args:
+        safetensors: whether weights are put into them.
+        raises: whether a save that failed is raised by `publish`.
+    """
+
+    def __init__(self, trainer: Any, ckpt: aiockpt.Checkpointer, *, safetensors: bool, raises: bool) -> None:
+        self._trainer = trainer
+        self._ckpt = ckpt
+        self._safetensors = safetensors
+        self._raises = raises
+        self._saves: list[_Save] = []
+        self._conversions: list[aiockpt.Future[Any]] = []
+
+    def path(self, step: int) -> Path:
+        """Return the folder of a step."""
+        return Path(self._trainer.args.output_dir) / f"{PREFIX}{step}"
+
+    def stage(self, step: int) -> str | None:
+        """Write, under another name, what the folder of a step will hold; return the Trainer's state as text."""
+        trainer = self._trainer
+        if not trainer.args.should_save:
+            return None
+        staged = self._staged(step)
+        shutil.rmtree(staged, ignore_errors=True)
+        staged.mkdir(parents=True)
+        held = trainer.state.stateful_callbacks
+        for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+            name = type(callback).__name__
+            if name in held and hasattr(callback, "state"):
+                held[name] = [*held[name], callback.state()] if isinstance(held[name], list) else callback.state()
+        trainer.state.save_to_json(str(staged / STATE))
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        parts: list[Any] = [getattr(model, name, None) for name in ("config", "generation_config")]
+        for part in (*parts, trainer.processing_class):
+            if hasattr(part, "save_pretrained"):
+                part.save_pretrained(staged)
+        return (staged / STATE).read_text()
+
+    def expect(self, step: int, future: aiockpt.SaveFuture) -> None:
+        """Have the folder of a step appear when its save is committed."""
+        if self._trainer.args.should_save:
+            self._saves.append(_Save(future, self._staged(step), self.path(step)))
+
+    def publish(self) -> None:
+        """Let the folders of what was committed since the last call appear; raise what failed, if that is wanted."""
+        while self._saves and self._saves[0].future.done():
+            save = self._saves.pop(0)
+            try:
+                step = save.future.result().step
+            except CheckpointError:
+                shutil.rmtree(save.staged, ignore_errors=True)
+                if self._raises:
+                    raise
+                continue
+            self._mark(save.staged, step)
+            if self._safetensors:
+                converted = to_hugging_face(self._ckpt, save.staged, step=step, prefix="model")
+                converted.add_done_callback(save.appear)
+                self._conversions.append(converted)
+            else:
+                save.appear()
+
+    def settle(self) -> None:
+        """Wait until all is committed, and has its folder; raise what failed."""
+        self._ckpt.wait()
+        self.publish()
+        while self._conversions:
+            self._conversions.pop(0).result()
+
+    def restore(self, step: int) -> None:
+        """Make the folder of a step that was committed when the process died; do nothing where there is one."""
+        folder = self.path(step)
+        if not self._trainer.args.should_save or is_ours(folder):
+            return
+        values: Any = self._ckpt.describe(step).result().values
+        folder.mkdir(parents=True, exist_ok=True)
+        if "trainer" in values:
+            (folder / STATE).write_text(values["trainer"])
+        self._mark(folder, step)
+
+    def rotate(self) -> None:
+        """Delete the steps that ``save_total_limit`` does not keep, and their folders."""
+        args, best = self._trainer.args, self._trainer.state.best_model_checkpoint
+        if not args.should_save or not args.save_total_limit or args.save_total_limit < 0:
+            return
+        steps = sorted(step_of(mark.parent) for mark in Path(args.output_dir).glob(f"{PREFIX}*/{MARK}"))
+        kept = {*steps[-1:], *([step_of(best)] if best and step_of(best) in steps else [])}
+        others = [step for step in steps if step not in kept]
+        for step in others[: max(len(steps) - max(args.save_total_limit, len(kept)), 0)]:
+            self._ckpt.delete(step).result()
+            shutil.rmtree(self.path(step), ignore_errors=True)
+
+    def _staged(self, step: int) -> Path:
+        folder = self.path(step)
+        return folder.with_name(f".{folder.name}.aiockpt")
+
+    def _mark(self, folder: Path, step: int) -> None:
+        (folder / MARK).write_text(json.dumps({"step": step}) + "\n")
+
+
+def is_ours(folder: str | os.PathLike[str]) -> bool:
+    """Return whether the contents of a folder are in a step."""
+    return (Path(folder) / MARK).exists()
+
+
+def step_of(folder: str | os.PathLike[str]) -> int:
+    """Return the number of a folder ``checkpoint-N``."""
+    return int(Path(folder).name.removeprefix(PREFIX))

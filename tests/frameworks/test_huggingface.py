@@ -1,0 +1,262 @@
+"""Does the Trainer of Hugging Face go on as the same run, with the folders and options that its users know?"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.errors import CorruptionError, UsageError
+from aiockpt.integrations.huggingface import attach
+from tests.docs.running import run_page
+
+transformers: Any = pytest.importorskip("transformers")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+
+HERE = Path(__file__).parent
+SCRIPT = HERE / "hf_script.py"
+KINDS = {
+    "plain": [],
+    "workers": ["dataloader_num_workers=2"],
+    "no accumulation, whole epochs": ["gradient_accumulation_steps=1", "save_strategy='epoch'"],
+    "bf16": ["bf16=True"],
+    "lora": ["lora"],
+}
+UPSTREAM = {
+    "_save_checkpoint": "a9111e30faa99339",
+    "_load_from_checkpoint": "a2804e8d93a297e3",
+    "_load_optimizer_and_scheduler": "741032f57d6fb802",
+    "_load_scaler": "c0695f79116426e2",
+    "_load_rng_state": "d5ebdfc0a0884c4b",
+    "_load_best_model": "0e183d55a9db7414",
+    "_init_training_state": "8fbd17ebb7d3793d",
+    "_prepare_for_training": "f55950593d7e10c0",
+}
+"""The Trainer's methods that are replaced, and those that call them, with the digests of their sources."""
+
+
+def make(folder: Path, kind: str = "plain", **settings: Any) -> Any:
+    from tests.frameworks.hf_script import make as make_trainer
+
+    return make_trainer(str(folder), kind, **settings)
+
+
+def weights(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name in found:
+        assert torch.equal(found[name], expected[name]), name
+
+
+def folders(root: Path) -> list[str]:
+    return sorted(path.name for path in root.glob("*checkpoint-*"))
+
+
+def losses(trainer: Any) -> dict[int, float]:
+    return {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
+
+
+def run(command: list[str], **environment: str) -> str:
+    env = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=env, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_script_goes_on_as_the_same_run(kind: str, tmp_path: Path) -> None:
+    prove = [str(Path(sys.executable).with_name("aiockpt")), "prove", "--kills", "2", "--seed", "1", "--"]
+    out = run([*prove, sys.executable, str(SCRIPT), str(tmp_path / "out"), *KINDS[kind]])
+    assert "certified: killed twice" in out
+
+
+def test_two_ranks_go_on_as_the_same_run(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    prove = [str(Path(sys.executable).with_name("aiockpt")), "prove", "--kills", "2", "--seed", "1", "--"]
+    out = run([*prove, *torchrun, str(SCRIPT), str(tmp_path / "out")])
+    assert "certified: killed twice" in out
+
+
+def test_folders_appear_for_what_is_committed_and_are_kept_as_the_trainer_keeps_them(tmp_path: Path) -> None:
+    trainer = make(tmp_path, save_total_limit=2)
+    ckpt = attach(trainer)
+    trainer.train()
+    assert trainer.state.global_step == 20
+    assert folders(tmp_path) == ["checkpoint-18", "checkpoint-20"]
+    assert [info.step for info in ckpt.steps().result()] == [20, 18]
+    assert json.loads((tmp_path / "checkpoint-20" / "trainer_state.json").read_text())["global_step"] == 20
+    assert (tmp_path / "checkpoint-20" / "config.json").exists()
+    ckpt.close()
+
+
+@pytest.mark.parametrize("how", ["True", "path"])
+def test_what_the_trainer_calls_a_checkpoint_is_resumed_from(how: str, tmp_path: Path) -> None:
+    straight = make(tmp_path / "straight", save_strategy="no")
+    straight.train()
+    first = make(tmp_path / "run")
+    attach(first)
+    first.train()
+    again = make(tmp_path / "run")
+    ckpt = attach(again)
+    if how == "True":
+        ckpt.delete(20).result()
+        ckpt.delete(18).result()
+    again.train(resume_from_checkpoint=True if how == "True" else str(tmp_path / "run" / "checkpoint-15"))
+    assert again.state.global_step == 20
+    assert_same(weights(again), weights(straight))
+    assert losses(again) == losses(straight)
+
+
+def test_a_damaged_newest_step_is_passed_over(tmp_path: Path) -> None:
+    first = make(tmp_path)
+    attach(first)
+    first.train()
+    for file in (tmp_path / "aiockpt" / "step-00000020").rglob("*.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    again = make(tmp_path)
+    attach(again)
+    again.train(resume_from_checkpoint=True)
+    assert_same(weights(again), weights(first))
+    assert losses(again) == losses(first)
+    third = make(tmp_path)
+    attach(third)
+    for file in (tmp_path / "aiockpt" / "step-00000018").rglob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CorruptionError):
+        third.train(resume_from_checkpoint=str(tmp_path / "checkpoint-18"))
+
+
+def test_a_step_that_was_committed_when_the_process_died_gets_its_folder(tmp_path: Path) -> None:
+    import shutil
+
+    first = make(tmp_path)
+    attach(first)
+    first.train()
+    shutil.rmtree(tmp_path / "checkpoint-20")
+    again = make(tmp_path)
+    attach(again, resume=True)
+    again.train()
+    assert (tmp_path / "checkpoint-20" / "trainer_state.json").exists()
+    assert_same(weights(again), weights(first))
+
+
+def test_nothing_to_resume_from_begins_anew(tmp_path: Path) -> None:
+    trainer = make(tmp_path, max_steps=2, save_steps=1)
+    attach(trainer, resume=True)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    other = make(tmp_path / "none", max_steps=2)
+    attach(other)
+    with pytest.raises(ValueError, match="No valid checkpoint found"):
+        other.train(resume_from_checkpoint=True)
+
+
+def test_what_the_trainer_wrote_before_is_resumed_from(tmp_path: Path) -> None:
+    straight = make(tmp_path / "straight", save_strategy="no")
+    straight.train()
+    old = make(tmp_path / "run", max_steps=9, num_train_epochs=1)
+    old.args.max_steps = 9
+    old.train()
+    again = make(tmp_path / "run")
+    attach(again)
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-9"))
+    assert again.state.global_step == 20
+    assert "aiockpt.json" in os.listdir(tmp_path / "run" / "checkpoint-20")
+
+
+def test_the_best_model_is_loaded_at_the_end_and_kept(tmp_path: Path) -> None:
+    best: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "load_best_model_at_end": True,
+        "save_total_limit": 1,
+    }
+    theirs = make(tmp_path / "theirs", learning_rate=0.3, **best)
+    theirs.train()
+    ours = make(tmp_path / "ours", learning_rate=0.3, **best)
+    attach(ours)
+    ours.train()
+    assert ours.state.best_global_step == theirs.state.best_global_step
+    assert_same(weights(ours), weights(theirs))
+    assert folders(tmp_path / "ours") == folders(tmp_path / "theirs")
+
+
+def test_only_the_model_may_be_saved(tmp_path: Path) -> None:
+    trainer = make(tmp_path, save_only_model=True)
+    ckpt = attach(trainer)
+    trainer.train()
+    (names,) = [{tensor.name.split(".")[0] for tensor in ckpt.describe().result().tensors}]
+    assert names == {"model"}
+    again = make(tmp_path)
+    attach(again)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-18"))
+    assert again.state.global_step == 20
+
+
+def test_of_lora_what_is_trained_is_saved(tmp_path: Path) -> None:
+    trainer = make(tmp_path, "lora")
+    ckpt = attach(trainer)
+    trainer.train()
+    names = {tensor.name for tensor in ckpt.describe().result().tensors if tensor.name.startswith("model.")}
+    assert names
+    assert all("lora_" in name for name in names)
+
+
+def test_the_weights_may_be_given_to_from_pretrained(tmp_path: Path) -> None:
+    trainer = make(tmp_path, save_total_limit=1)
+    ckpt = attach(trainer, safetensors=True)
+    trainer.train()
+    ckpt.close()
+    found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-20")
+    assert_same(dict(found.state_dict()), weights(trainer))
+
+
+def test_a_failed_save_is_told(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    attach(trainer, tmp_path / "file" / "runs")
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(aiockpt.CheckpointError):
+        trainer.train()
+    assert folders(tmp_path) == []
+
+
+def test_what_cannot_be_replaced_is_refused(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    trainer.args.push_to_hub = True
+    with pytest.raises(UsageError, match="push_to_hub"):
+        attach(trainer)
+    trainer.args.push_to_hub, trainer.is_deepspeed_enabled = False, True
+    with pytest.raises(UsageError, match="DeepSpeed"):
+        attach(trainer)
+
+
+@pytest.mark.parametrize("name", UPSTREAM)
+def test_upstream_is_what_it_was_when_this_was_written(name: str) -> None:
+    source = inspect.getsource(getattr(transformers.Trainer, name))
+    assert hashlib.sha256(source.encode()).hexdigest()[:16] == UPSTREAM[name]
+
+
+def test_the_page_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = make(tmp_path, max_steps=2, save_steps=1)
+    named = {
+        "model": trainer.model,
+        "args": trainer.args,
+        "data": trainer.train_dataset,
+        "Trainer": transformers.Trainer,
+    }
+    run_page("frameworks/huggingface.md", named)
