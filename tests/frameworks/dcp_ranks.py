@@ -235,6 +235,11 @@ def a_group_of_some_ranks(folder: Path) -> None:
     writer = AiockptWriter(folder / f"group-{number}", process_group=groups[number])
     dcp.save(state, storage_writer=writer, process_group=groups[number])
     dist.barrier()
+    if number == 0:
+        with pytest.raises(
+            dcp.CheckpointException, match="runs on 2 ranks, and the group that AiockptWriter knows has 4"
+        ):
+            dcp.save(state, storage_writer=AiockptWriter(folder / "unknown"), process_group=groups[0])
     dcp.load(found := {"x": torch.zeros(5)}, storage_reader=AiockptReader(folder / f"group-{1 - number}"), no_dist=True)
     assert torch.equal(found["x"], torch.arange(5.0) + 1 - number)
 

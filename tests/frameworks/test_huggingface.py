@@ -239,7 +239,12 @@ def test_what_cannot_be_replaced_is_refused(tmp_path: Path) -> None:
     trainer.args.push_to_hub = True
     with pytest.raises(UsageError, match="push_to_hub"):
         attach(trainer)
-    trainer.args.push_to_hub, trainer.is_deepspeed_enabled = False, True
+    trainer.args.push_to_hub = False
+    attach(trainer)
+    with pytest.raises(UsageError, match="hyperparameters"):
+        trainer._save_checkpoint(trainer.model, trial={"learning_rate": 1})
+    trainer = make(tmp_path)
+    trainer.is_deepspeed_enabled = True
     with pytest.raises(UsageError, match="DeepSpeed"):
         attach(trainer)
 

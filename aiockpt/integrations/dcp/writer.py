@@ -92,8 +92,14 @@ class AiockptWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Leave the plans as they are; one that stands for a whole job was made without the others (``no_dist``)."""
+        size = size_of(self._group)
         if self._collective and len(plans) == 1:
             self._alone = True
+        elif self._collective and len(plans) != size:
+            raise UsageError(
+                f"dcp.save() runs on {len(plans)} ranks, and the group that AiockptWriter knows has {size}: give it the "
+                "same process_group="
+            )
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
@@ -166,6 +172,11 @@ def _told(error: CheckpointError) -> None:
 def rank_in(group: distributed.ProcessGroup | None) -> int:
     """Return the number that DCP gives this process when all of the group save together."""
     return distributed.get_rank(group) if distributed.is_available() and distributed.is_initialized() else 0
+
+
+def size_of(group: distributed.ProcessGroup | None) -> int:
+    """Return how many ranks *group* has."""
+    return distributed.get_world_size(group) if distributed.is_available() and distributed.is_initialized() else 1
 
 
 class _Unresolved:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -93,10 +92,13 @@ class _Attached:
 
     def _train(self, resume_from_checkpoint: Any = None, *args: Any, **named: Any) -> Any:
         """Train, from the newest valid step where that is wanted, and wait until all is committed."""
-        train = partial(self._theirs["train"], *args, **named)
+
+        def train(folder: Any) -> Any:
+            return self._theirs["train"](folder, *args, **named)
+
         automatic = self._resume and resume_from_checkpoint is None
         steps = self._committed() if automatic or resume_from_checkpoint is True else []
-        done = self._train_from(steps, train) if steps else train(resume_from_checkpoint=resume_from_checkpoint)
+        done = self._train_from(steps, train) if steps else train(resume_from_checkpoint)
         self._folders.settle()
         self._folders.rotate()
         return done
@@ -106,12 +108,12 @@ class _Attached:
         for step in steps[:-1]:
             begun = self._trainer.state.global_step
             try:
-                return train(resume_from_checkpoint=str(self._folders.path(step)))
+                return train(str(self._folders.path(step)))
             except (CorruptionError, StepNotFoundError) as error:
                 if self._trainer.state.global_step not in (begun, step):
                     raise
                 logger.warning("step %d is not resumed from: %s", step, error)
-        return train(resume_from_checkpoint=str(self._folders.path(steps[-1])))
+        return train(str(self._folders.path(steps[-1])))
 
     def _committed(self) -> list[int]:
         """Return the committed steps, the newest first, each with its folder."""
@@ -127,8 +129,11 @@ class _Attached:
         """Save the step that the Trainer is at; return when its state may change."""
         trainer = self._trainer
         step, best = trainer.state.global_step, trainer.state.best_global_step
-        if trainer.hp_search_backend is None and trial is None:
-            trainer.store_flos()
+        if trial is not None:
+            raise UsageError(
+                "attach(): runs of a search for hyperparameters would share one place; attach to none of them"
+            )
+        trainer.store_flos()
         if best and (best == step or self._folders.path(best).exists()):
             trainer.state.best_model_checkpoint = str(self._folders.path(best))
         state = self._model() if trainer.args.save_only_model else self._state()
