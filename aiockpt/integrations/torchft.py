@@ -1,0 +1,188 @@
+"""torchft (0.2): checkpoints of a job of replica groups, and how a group that was gone gets the state of the others.
+
+    checkpoint_transport=PlaceTransport("/dev/shm/heal")           # an argument of torchft's Manager
+    ckpt = ReplicaCheckpointer(manager, "/shared/run-7", replica="0", loader=loader, every=100)
+    ckpt.resume(state)
+    ckpt.step(state)                                               # after each step of torchft's optimizer
+
+All groups hold the same model, so one of them writes it: the first that takes part in the step. Each group has read its own
+samples, and writes the position of its own loader. torchft's counters are in the checkpoint, as it wants it.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from importlib import import_module
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map, tree_map_with_path
+
+import aiockpt
+
+_transport: Any = import_module("torchft.checkpointing.transport")
+
+MANAGER = "torchft"
+"""The name of torchft's counters in a checkpoint."""
+POLL_S = 0.02
+
+
+class ReplicaCheckpointer:
+    """Saves and loads a job of replica groups; each process of each group makes one, after its process group.
+
+    Use it as ``with``: leaving the block waits until all is committed, and raises what went wrong.
+
+    Args:
+        manager: torchft's, of this process.
+        place: where checkpoints go, the same for all groups; a path or a URL. Positions of loaders go beside it.
+        replica: what this group is called, in each of its lives the same.
+        loader: what this group reads from, an `aiockpt.Loader` or anything with ``state_dict()``; None saves none.
+        every: steps from one checkpoint to the next.
+        options: of each `aiockpt.Checkpointer`, such as ``retention``.
+    """
+
+    def __init__(
+        self, manager: Any, place: str, *, replica: str, loader: Any = None, every: int, **options: Any
+    ) -> None:
+        self._manager, self._loader, self._every = manager, loader, every
+        self._shared = aiockpt.Checkpointer(place, **options)
+        self._own = aiockpt.Checkpointer(f"{place.rstrip('/')}-replica-{replica}", **options)
+        self._saved: int | None = None
+
+    def resume(self, state: Mapping[str, Any]) -> int:
+        """Load the newest checkpoint into *state* and the manager, and this group's position at that step into its loader.
+
+        A group that had no position at that step takes its newest one before it, or begins its data anew. Returns the
+        number of steps that are done; 0 when there is no checkpoint. What the living groups have trained since comes from
+        them, at the first step.
+        """
+        loaded = self._shared.load(self._with_manager(state)).result()
+        if loaded is None:
+            return 0
+        self._saved = loaded.step
+        if self._loader is not None:
+            steps = [info.step for info in self._own.steps().result() if info.step <= loaded.step]
+            if steps:
+                self._own.load({"loader": self._loader}, max(steps)).result()
+        return int(self._manager.current_step())
+
+    def step(self, state: Mapping[str, Any]) -> aiockpt.SaveFuture | None:
+        """Save when the manager's step is one to be saved, what this group is to write of it.
+
+        Call it after each step of the optimizer, on every process. Returns the save of the model, where this group writes
+        it, else None.
+        """
+        step = int(self._manager.current_step())
+        if step % self._every or step == self._saved:
+            return (
+                None  # not a step to save, or one that was not committed by torchft: the number is still that of before
+            )
+        self._saved = step
+        if self._loader is not None:
+            self._own.save(step, {"loader": self._loader})
+        if self._manager.participating_rank() != 0:
+            return None
+        return self._shared.save(step, self._with_manager(state))
+
+    def _with_manager(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        return {**state, MANAGER: self._manager}
+
+    def wait(self) -> None:
+        """Block until every save in flight has ended; raise what went wrong."""
+        self._own.wait()
+        self._shared.wait()
+
+    def close(self) -> None:
+        """Wait until all is committed, release everything, and raise what went wrong."""
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self._own.__exit__(kind, error, traceback)
+        finally:
+            self._shared.__exit__(kind, error, traceback)
+
+
+class PlaceTransport(_transport.CheckpointTransport):  # type: ignore[misc]  # Any, where torchft is not installed
+    """Brings the state to a group that is behind through a place that both see: every block is compared as it is read.
+
+    Give one to each Manager. Processes of the same rank in their groups exchange what they hold, so that shards go as they
+    are.
+
+    Args:
+        place: a folder that all hosts see, or a URL; on one host ``/dev/shm/…``.
+        state_dict: the function that the Manager has. Tensors that it returns are filled in place, and it is needed for
+            ``DTensor``, whose placement is not sent. None makes new tensors on the host.
+    """
+
+    def __init__(self, place: str, state_dict: Callable[[], Any] | None = None) -> None:
+        self._url = f"{place.rstrip('/')}/{uuid.uuid4().hex}"
+        self._state_dict = state_dict
+        self._sent: aiockpt.Checkpointer | None = None
+
+    def metadata(self) -> str:
+        """Return where this process puts what it sends."""
+        return self._url
+
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
+        """Save *state_dict* for those that are behind; it may change when this returns."""
+        if self._sent is None:
+            keep = aiockpt.Retention(last=1)
+            self._sent = aiockpt.Checkpointer(self._url, ranks=aiockpt.Ranks(), retention=keep)
+        self._sent.save(step, {"state": tree_map(_local, state_dict)}).result(timeout.total_seconds())
+
+    def disallow_checkpoint(self) -> None:
+        """Return at once: what was sent is a copy."""
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        """Return what was sent of *step*, as soon as it is there.
+
+        Raises:
+            TimeoutError: it did not come in time.
+        """
+        received: dict[str, Any] = {"state": None}
+        until = time.monotonic() + timeout.total_seconds()
+        with aiockpt.Checkpointer(metadata, ranks=aiockpt.Ranks()) as ckpt:
+            while step not in [info.step for info in ckpt.steps().result()]:
+                if time.monotonic() > until:
+                    raise TimeoutError(f"timed out: no state of step {step} came from replica {src_rank} ({metadata})")
+                time.sleep(POLL_S)
+            ckpt.load(received, step).result(max(until - time.monotonic(), 1.0))
+        return received["state"] if self._state_dict is None else _fill(self._state_dict(), received["state"])
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Delete what was sent."""
+        if self._sent is not None:
+            for info in self._sent.steps().result():
+                self._sent.delete(info.step).result()
+            self._sent.close()
+            self._sent = None
+
+
+def _local(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _fill(here: Any, received: Any) -> Any:
+    """Return *received* with the tensors of *here*, filled, where it has them at the same place."""
+    mine: dict[Any, torch.Tensor] = {}
+    tree_map_with_path(lambda path, value: mine.setdefault(path, value) if torch.is_tensor(value) else None, here)
+
+    def take(path: Any, value: Any) -> Any:
+        if path not in mine:
+            return value
+        with torch.no_grad():
+            _local(mine[path]).copy_(value)
+        return mine[path]
+
+    return tree_map_with_path(take, received)
