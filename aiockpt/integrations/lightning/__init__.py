@@ -1,0 +1,11 @@
+"""Lightning (2.6): ``Trainer(callbacks=[AsyncCheckpoint("runs/7", every_n_train_steps=500)])``.
+
+The callback saves the whole training in the background and goes on by itself from the newest checkpoint when the same
+program is started again: in the middle of an epoch, with the very next batch, the same random numbers and the same
+metrics. It takes the place of ``ModelCheckpoint``. Both import names of Lightning are understood, ``lightning`` and
+``pytorch_lightning``; where both are installed, import yours before this module.
+"""
+
+from aiockpt.integrations.lightning.callback import AsyncCheckpoint
+
+__all__ = ["AsyncCheckpoint"]

@@ -1,0 +1,232 @@
+"""The callback: when a step is saved, where a fit goes on, and which checkpoints stay.
+
+Lightning has hooks inside of a step and of an epoch, and none between: a checkpoint that is made in a hook has the state
+in the middle of others' hooks, which a resumed run does not call again, or calls twice. So the ends of a step and of an
+epoch are taken where the loops come to them, after all hooks and after validation, by methods that are replaced on the
+trainer's own loops while it fits (`aiockpt.integrations.lightning.resume`).
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from typing import Any, Literal
+
+import torch
+
+import aiockpt
+from aiockpt.integrations.lightning.package import Checkpoint, SIGTERMException, check_trainer
+from aiockpt.integrations.lightning.resume import Point, Resume
+
+_STEP = re.compile(r"step-(\d+)")
+
+
+class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning is not installed
+    """Saves a fit in the background, and goes on by itself where the newest checkpoint of *dir* was made.
+
+    ``trainer.fit(…)`` returns when all is committed. A save that failed is raised by the next one, or by ``fit`` at its
+    end. ``fit(ckpt_path=…)`` takes the folder of a step (``"runs/7/step-00000040"``) or ``"best"``; so do ``validate``,
+    ``test`` and ``predict``. ``.ckpt`` files of Lightning are loaded as ever.
+
+    Args:
+        dir: a folder or a URL; or several ``aiockpt.Tier``.
+        every_n_train_steps: save when ``trainer.global_step`` has passed a multiple of it, after the validation that
+            belongs to the step.
+        every_n_epochs: save after each so many epochs; 1 when neither is given.
+        keep_last: how many of the newest checkpoints stay; None keeps all, or with *monitor* the newest alone.
+        monitor: the name of a logged metric; the best by it stay besides. ``best_model_path`` and ``best_model_score`` say
+            which is the best.
+        mode: whether the best is the lowest (``"min"``) or the highest (``"max"``).
+        save_top_k: how many of the best stay.
+        save_last: save where training ends, whatever step that is.
+        resume: False begins anew; what is there already stays.
+        options: of `aiockpt.Checkpointer`: ``snapshot="lazy"``, ``worker="process"``, ``only=``, ``deadlines=``, ….
+
+    Raises:
+        UsageError: an option cannot be used.
+    """
+
+    def __init__(
+        self,
+        dir: Any,
+        *,
+        every_n_train_steps: int | None = None,
+        every_n_epochs: int | None = None,
+        keep_last: int | None = None,
+        monitor: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        save_top_k: int = 1,
+        save_last: bool = True,
+        resume: bool = True,
+        **options: Any,
+    ) -> None:
+        for name, value in {"every_n_train_steps": every_n_train_steps, "every_n_epochs": every_n_epochs}.items():
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise aiockpt.UsageError(f"{name}={value!r}: give a number of 1 or more, or None")
+        if "retention" in options and (keep_last is not None or monitor is not None):
+            raise aiockpt.UsageError("retention= says what stays: leave out keep_last= and monitor=")
+        best = None if monitor is None else aiockpt.Best(monitor, save_top_k, mode)
+        if best is not None or keep_last is not None:
+            options["retention"] = aiockpt.Retention(last=keep_last or 1, best=best)
+        self.dir = dir
+        self.monitor, self.mode = monitor, mode
+        self.last_step: int | None = None
+        """The step that was saved or loaded last."""
+        self._every_steps = every_n_train_steps
+        self._every_epochs = 1 if every_n_train_steps is None and every_n_epochs is None else every_n_epochs
+        self._save_last, self._resume = save_last, resume
+        self._options = options
+        self._scores: dict[int, float] = {}
+        self._checkpointer: aiockpt.Checkpointer | None = None
+        self._source: aiockpt.Checkpointer | None = None
+        self._asked: str | None = None
+        self._fit: Resume | None = None
+
+    @property
+    def best_model_path(self) -> str:
+        """The folder of the best checkpoint by *monitor*; "" where there is none."""
+        step = self._best_step()
+        return "" if step is None else self._path(step)
+
+    @property
+    def best_model_score(self) -> torch.Tensor | None:
+        """The metric of the best checkpoint."""
+        step = self._best_step()
+        return None if step is None else torch.tensor(self._scores[step])
+
+    # ------------------------------------------------------------------ Lightning's hooks
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Take part in what the trainer is about to do."""
+        check_trainer(trainer)
+        self._asked = None
+        if self._fit is not None:
+            self._fit.undo()
+        self._fit = Resume(trainer, self)
+        if stage == "fit" and not trainer.fast_dev_run:
+            self._fit.follow_loops()
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Load where this fit goes on: model, optimizers and schedulers are there and on their devices."""
+        if trainer.fast_dev_run:
+            return
+        self._checkpointer = aiockpt.Checkpointer(self.dir, **self._options)
+        self.last_step = None
+        if self.monitor is not None:
+            known = {info.step: info.metrics.get(self.monitor) for info in self._checkpointer.steps().result()}
+            self._scores = {step: score for step, score in known.items() if score is not None}
+        if trainer._checkpoint_connector._loaded_checkpoint or (not self._resume and self._asked is None):
+            return
+        assert self._fit is not None
+        place, step = split_path(self._asked) if self._asked is not None else (self._place(), None)
+        source = self._checkpointer
+        if place.rstrip("/") != self._place().rstrip("/"):
+            source = self._source = aiockpt.Checkpointer(place)
+        loaded = self._fit.load(source, step)
+        if loaded is not None:
+            self.last_step = loaded.step
+            trainer._checkpoint_connector._ckpt_path = posixpath.join(loaded.url, loaded.id)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Wait until all is committed."""
+        self._close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Save where SIGTERM has stopped training; wait until all is committed; tell other ranks that this one leaves."""
+        if isinstance(exception, SIGTERMException) and self._fit is not None:
+            self._fit.stop()
+        checkpointer, self._checkpointer = self._checkpointer, None
+        if checkpointer is not None:
+            checkpointer.__exit__(type(exception), exception, exception.__traceback__)
+        if self._fit is not None:
+            self._fit.undo()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Wait until all is committed, and give the trainer its own methods back."""
+        if self._fit is not None:
+            self._fit.undo()
+        self._close()
+
+    def _close(self) -> None:
+        for checkpointer in (self._source, self._checkpointer):
+            if checkpointer is not None:
+                checkpointer.close()
+        self._source = self._checkpointer = None
+
+    # ------------------------------------------------------------------ what the loops come to
+
+    def take_path(self, path: Any) -> bool:
+        """Return whether a ``ckpt_path`` is a checkpoint of ours, which `on_fit_start` loads then."""
+        name = posixpath.basename(os.fspath(path).rstrip("/"))
+        is_ours = _STEP.fullmatch(name) is not None or str(path) == self._place()
+        if is_ours:
+            self._asked = os.fspath(path)
+        return is_ours
+
+    def load_weights(self, trainer: Any) -> dict[str, Any]:
+        """Fill the model from the checkpoint that was asked for; return what Lightning is to restore besides."""
+        place, step = split_path(self._asked or "")
+        state: dict[str, Any] = {"model": trainer.strategy.model or trainer.lightning_module, "lightning": None}
+        with aiockpt.Checkpointer(place) as source:
+            loaded = source.load(state, step, strict=trainer.lightning_module.strict_loading).result()
+        if loaded is None:
+            raise aiockpt.StepNotFoundError(f"{place} has no checkpoint")
+        saved: dict[str, Any] = state["lightning"]
+        del saved["loops"], saved["aiockpt"]
+        return {"state_dict": trainer.lightning_module.state_dict(), **saved}
+
+    def reach(self, trainer: Any, point: Point, *, ends: bool) -> None:
+        """Save if this end of a step or an epoch is to be saved.
+
+        Args:
+            ends: whether nothing is trained after it.
+        """
+        step = trainer.global_step
+        if self._checkpointer is None or step == self.last_step or step == 0:
+            return
+        if point == "batch":
+            due = (
+                self._every_steps is not None and step // self._every_steps > (self.last_step or 0) // self._every_steps
+            )
+        else:
+            due = (
+                self._every_epochs is not None
+                and trainer.fit_loop.epoch_progress.current.completed % self._every_epochs == 0
+            )
+        if due or (ends and self._save_last):
+            self._save(trainer, self._checkpointer, step, point)
+
+    def _save(self, trainer: Any, checkpointer: aiockpt.Checkpointer, step: int, point: Point) -> None:
+        assert self._fit is not None
+        metrics = {
+            name: float(value)
+            for name, value in trainer.callback_metrics.items()
+            if isinstance(value, int | float | torch.Tensor) and torch.as_tensor(value).numel() == 1
+        }
+        self.last_step = step
+        if self.monitor in metrics:
+            self._scores[step] = metrics[self.monitor]
+        checkpointer.save(step, self._fit.state(point), metrics=metrics)
+
+    # ------------------------------------------------------------------ which is the best
+
+    def _best_step(self) -> int | None:
+        scores = {step: score for step, score in self._scores.items() if score == score}
+        if not scores:
+            return None
+        return (min if self.mode == "min" else max)(scores, key=scores.__getitem__)
+
+    def _path(self, step: int) -> str:
+        return posixpath.join(self._place(), f"step-{step:08d}")
+
+    def _place(self) -> str:
+        first = self.dir[0] if isinstance(self.dir, list | tuple) else self.dir
+        return str(getattr(first, "url", first))
+
+
+def split_path(path: str) -> tuple[str, int | None]:
+    """Return the place and the step of a ``ckpt_path``; no step where it is the place alone."""
+    place, name = posixpath.split(path.rstrip("/"))
+    step = _STEP.fullmatch(name)
+    return (place or ".", int(step[1])) if step else (path, None)

@@ -1,0 +1,240 @@
+"""Where in the data is training? Lightning knows how many batches were trained; here is what makes them the same again.
+
+Kinds of loaders, by how they go on in the middle of an epoch:
+
+- `aiockpt.Loader`, and what has ``state_dict()`` (torchdata's ``StatefulDataLoader``), say where they are.
+- A ``DataLoader`` with indices (shuffled or not, with any sampler) draws the indices of this epoch again, with the random
+  numbers it had at its begin, and passes over those that were trained. No sample is read for it.
+- Anything else is read again from its begin, with the random numbers it had there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+import aiockpt
+
+_RNG = aiockpt.RNG()
+
+
+class Indices:
+    """What gives a ``DataLoader`` its indices, and can give the rest of an epoch again.
+
+    Attributes:
+        start: the random generators when the epoch's indices were begun, or None.
+    """
+
+    def __init__(self, source: Any, loader: DataLoader[Any]) -> None:
+        self._source = source
+        candidates = [loader.generator, *(getattr(one, "generator", None) for one in (loader.sampler, source))]
+        self._generators = list({id(one): one for one in candidates if isinstance(one, torch.Generator)}.values())
+        self._go_on: tuple[Any, int] | None = None
+        self.start: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_source"], name)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __iter__(self) -> Iterator[Any]:
+        go_on, self._go_on = self._go_on, None
+        if go_on is None:
+            self.start = self.read()
+            yield from self._source
+            return
+        now = _RNG.state_dict()
+        self.start, passed = go_on
+        self.write(self.start)
+        given = iter(self._source)
+        for _ in range(passed):
+            next(given, None)
+        _RNG.load_state_dict(now)
+        yield from given
+
+    def go_on(self, start: Any, passed: int) -> None:
+        """Have the next iteration be the one that began at *start*, without its first *passed* items."""
+        if start is not None:
+            self._go_on = (start, passed)
+
+    def forget(self) -> None:
+        """Have the next iteration be a whole one: of the one that was to go on, nothing was left."""
+        self._go_on = None
+
+    def own(self) -> list[bytes]:
+        """Return the state of the loader's own generators."""
+        return [generator.get_state().numpy().tobytes() for generator in self._generators]
+
+    def write_own(self, states: list[bytes]) -> None:
+        """Set the loader's own generators."""
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+    def read(self) -> Any:
+        """Return the state of all generators that indices are drawn by."""
+        return {"global": _RNG.state_dict(), "own": self.own()}
+
+    def write(self, state: Any) -> None:
+        """Set all generators."""
+        _RNG.load_state_dict(state["global"])
+        self.write_own(state["own"])
+
+
+class WholeEpochs:
+    """A `aiockpt.Loader` as Lightning reads it: its length stays, and nobody asks for more than the batches of an epoch."""
+
+    def __init__(self, loader: aiockpt.Loader[Any]) -> None:
+        self.loader = loader
+        self._length = len(loader)
+        self._batches: Iterator[Any] = iter(())
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        if len(self.loader) == 0:  # the last batch was given, and nobody asked for more
+            next(self._batches, None)
+        self._batches = iter(self.loader)
+        return self._batches
+
+
+class DataPosition:
+    """The loaders of a fit, from when they are set up until they are set up anew.
+
+    Args:
+        combined: Lightning's ``CombinedLoader``.
+
+    Raises:
+        UsageError: a loader gives batches that were prefetched, or is read in a way that its sampler does not know.
+    """
+
+    def __init__(self, combined: Any) -> None:
+        self._combined = combined
+        self.start: Any = _RNG.state_dict()
+        self._last_fetch: Any = None
+        self.loaders: list[aiockpt.Loader[Any]] = []
+        self.indices: list[Indices | None] = []
+        self._is_read = False
+        combined.flattened = [self._take(loader) for loader in combined.flattened]
+        if self._is_read and self.loaders:
+            raise aiockpt.UsageError(
+                "one loader has a state and another one has none: give both of them one (aiockpt.Loader, StatefulDataLoader)"
+            )
+
+    def _take(self, loader: Any) -> Any:
+        """Return what Lightning is to read in place of *loader*."""
+        indices = None
+        if isinstance(loader, WholeEpochs):
+            self.loaders.append(loader.loader)
+        elif isinstance(loader, aiockpt.Loader):
+            _check_length(loader)
+            self.loaders.append(loader)
+            loader = WholeEpochs(loader)
+        elif hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+            _check_length(loader)
+            self.loaders.append(aiockpt.Loader(loader))
+        elif isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+            indices = _track(loader)
+        else:
+            self._is_read = True
+        self.indices.append(indices)
+        return loader
+
+    def state(self) -> dict[str, Any]:
+        """Return what belongs to this rank, beside the loaders that have a state of their own."""
+        return {
+            "start": self.start if self._is_read else None,
+            "last_fetch": self._last_fetch,
+            "indices": [None if one is None else {"start": one.start, "own": one.own()} for one in self.indices],
+        }
+
+    def begin(self) -> None:
+        """Note that an epoch is about to be read from its begin."""
+        for one in self.indices:
+            if one is not None:
+                one.forget()
+        self.start = _RNG.state_dict()
+
+    def go_on(self, state: Any, passed: int) -> None:
+        """Have the iteration that is made next be the one of *state*, where *passed* batches were trained.
+
+        Args:
+            state: what `state` returned on this rank; None where the number of ranks is another one.
+        """
+        if self._is_read:
+            if state is not None:
+                self.start, self._last_fetch = state["start"], state["last_fetch"]
+                _RNG.load_state_dict(self.start)
+            return
+        for place, (one, loader) in enumerate(zip(self.indices, self._combined.flattened, strict=True)):
+            if one is None:
+                continue
+            start = one.read() if state is None else state["indices"][place]["start"]
+            length = _length(loader)
+            cycles = self._combined._mode == "max_size_cycle" and 0 < length < passed
+            one.go_on(start, (passed - 1) % length + 1 if cycles else passed)
+
+    def pass_over(self, fetcher: Any, passed: int) -> None:
+        """Read again what was trained, where nothing else brings a loader there."""
+        if self._is_read:
+            fetched = fetcher.fetched
+            for left in reversed(range(passed)):
+                if left == 0 and self._last_fetch is not None:
+                    _RNG.load_state_dict(self._last_fetch)  # a loader without a length is one batch ahead: this one
+                next(fetcher, None)
+            fetcher.fetched = fetched
+            fetcher.done = fetcher.length is not None and fetched >= fetcher.length
+
+    def watch(self, fetcher: Any) -> None:
+        """Note the random generators before each batch is fetched, where batches can only be had by reading them again."""
+        if not self._is_read:
+            return
+        tell_profiler = fetcher._start_profiler
+
+        def note() -> None:
+            self._last_fetch = _RNG.state_dict()
+            tell_profiler()
+
+        fetcher._start_profiler = note
+
+    def write_own(self, state: Any) -> None:
+        """Set the loaders' own generators to where they were when *state* was made."""
+        for one, saved in zip(self.indices, state["indices"], strict=True):
+            if one is not None and saved is not None:
+                one.write_own(saved["own"])
+
+
+def _track(loader: DataLoader[Any]) -> Indices:
+    """Return what gives *loader* its indices, made so that it can go on."""
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    source: Any = getattr(loader, name)
+    if isinstance(source, Indices):
+        return source
+    if hasattr(source, "hand_out"):
+        raise aiockpt.UsageError(
+            f"a {type(source).__name__} must be told of each batch: give Lightning "
+            "aiockpt.Loader(DataLoader(…)) in place of the DataLoader"
+        )
+    indices = Indices(source, loader)
+    loader.__dict__[name] = indices  # a DataLoader refuses this by its setter; Lightning makes a new one for it
+    return indices
+
+
+def _check_length(loader: Any) -> None:
+    if _length(loader) < 0:
+        raise aiockpt.UsageError(
+            f"Lightning reads a {type(loader).__name__} without a length one batch ahead, so that its state "
+            "is that of a batch which was not trained: give the dataset a __len__"
+        )
+
+
+def _length(loader: Any) -> int:
+    """Return the number of batches, or -1."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return -1

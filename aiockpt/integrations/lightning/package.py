@@ -1,0 +1,71 @@
+"""Which of its two import names does this program use for Lightning?
+
+``lightning.pytorch`` and ``pytorch_lightning`` are the same code twice, with classes of their own: a callback of one is
+no callback for the other.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from aiockpt import UsageError
+
+_NAMES = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch_lightning"}
+
+
+def _choose() -> str:
+    """Return the name that is imported already, else the one that is installed."""
+    for known in (sys.modules.__contains__, lambda name: find_spec(_NAMES[name]) is not None):
+        found = [name for name in _NAMES if known(name)]
+        if found:
+            return found[0]
+    raise ImportError("neither lightning nor pytorch_lightning is installed: pip install lightning")
+
+
+NAME = _choose()
+FABRIC = "lightning.fabric" if NAME == "lightning.pytorch" else "lightning_fabric"
+Checkpoint: Any = import_module(f"{NAME}.callbacks").Checkpoint
+SIGTERMException: Any = import_module(f"{NAME}.utilities.exceptions").SIGTERMException
+call: Any = import_module(f"{NAME}.trainer.call")
+result: Any = import_module(f"{NAME}.trainer.connectors.logger_connector.result")
+set_sampler_epoch: Callable[[Any, int], None] = import_module(f"{FABRIC}.utilities.data")._set_sampler_epoch
+
+
+def check_trainer(trainer: Any) -> None:
+    """Refuse a trainer of the other name.
+
+    Raises:
+        UsageError: it is one.
+    """
+    if not isinstance(trainer, import_module(NAME).Trainer):
+        theirs = type(trainer).__module__.split(".trainer", maxsplit=1)[0]
+        raise UsageError(
+            f"this Trainer is {theirs}'s, and aiockpt.integrations.lightning was imported for {NAME}: "
+            f"write `import {theirs}` before the import of aiockpt.integrations.lightning"
+        )
+
+
+class Bindings:
+    """Methods of single objects of Lightning that are replaced for a while, where it has no hook."""
+
+    def __init__(self) -> None:
+        self._bound: list[tuple[Any, str]] = []
+
+    def bind(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        """Have ``owner.name(…)`` call *function* with the method that it replaces and the arguments."""
+        original = getattr(owner, name)
+
+        def bound(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        setattr(owner, name, bound)
+        self._bound.append((owner, name))
+
+    def undo(self) -> None:
+        """Give all objects their own methods back."""
+        while self._bound:
+            delattr(*self._bound.pop())

@@ -1,0 +1,189 @@
+"""One fit of a trainer: what its loops come to, what is saved of it, and how it goes on.
+
+Lightning's loops know from their counters that they were restarted, and then leave out or repeat hooks, validations and
+steps of schedulers, for checkpoints that were made in the middle of these. Ours are made between them; so the loops get
+their counters and go on as if nothing had been, from right before the next batch or epoch. There, and not before, the
+random generators are set: what is set up in between (loaders, sanity checks, ``on_train_start``) draws numbers, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import aiockpt
+from aiockpt.integrations.lightning import logged, trainer_state
+from aiockpt.integrations.lightning.data_position import DataPosition
+from aiockpt.integrations.lightning.package import Bindings, set_sampler_epoch
+
+Point = Literal["batch", "epoch"]
+"""Where a checkpoint was made: after a batch and its validation, or after an epoch with all of its hooks."""
+
+
+class Resume:
+    """What is known of a fit.
+
+    Args:
+        trainer: Lightning's.
+        callback: our callback, which is told what the loops come to.
+    """
+
+    def __init__(self, trainer: Any, callback: Any) -> None:
+        self._trainer, self._callback = trainer, callback
+        self._bindings = Bindings()
+        self._data: DataPosition | None = None
+        self._from: aiockpt.Checkpointer | None = None
+        self._saved: dict[str, Any] | None = None
+        self._step = 0
+        self._own: dict[str, Any] | None = None
+        self._random: Any = None
+        self._bindings.bind(trainer._checkpoint_connector, "resume_start", self._begin_restore)
+
+    def undo(self) -> None:
+        """Give the trainer its own methods back."""
+        self._bindings.undo()
+
+    def follow_loops(self) -> None:
+        """Be told where the loops of a fit are."""
+        fit, epoch = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
+        self._bindings.bind(fit, "_load_combined_loader_states", self._set_up_data)
+        self._bindings.bind(fit, "on_advance_start", self._begin_epoch)
+        self._bindings.bind(epoch, "on_run_start", self._begin_batches)
+        self._bindings.bind(epoch, "on_advance_end", self._end_batch)
+        self._bindings.bind(fit, "on_advance_end", self._end_epoch)
+
+    # ------------------------------------------------------------------ save
+
+    def state(self, point: Point) -> dict[str, Any]:
+        """Return the state to save, at a point between two batches or two epochs."""
+        trainer = self._trainer
+        assert self._data is not None
+        mine = {"data": self._data.state(), "logged": logged.collect(trainer)}
+        state = {**self._trained(), "rng": aiockpt.RNG(), "rank": aiockpt.per_rank(mine), "loaders": self._data.loaders}
+        checkpoint = trainer_state.collect(trainer)  # on all ranks, as its hooks may be collective
+        if trainer.global_rank == 0:
+            state["lightning"] = {
+                **checkpoint,
+                "aiockpt": {
+                    "point": point,
+                    "ranks": trainer.world_size,
+                    "batches": trainer.fit_loop.epoch_loop.batch_progress.current.ready,
+                },
+            }
+        return state
+
+    def _trained(self) -> dict[str, Any]:
+        """Return what lies in tensors, which any number of ranks loads."""
+        trainer = self._trainer
+        return {
+            "model": trainer.strategy.model,
+            "optimizers": list(trainer.optimizers),
+            "schedulers": [one.scheduler for one in trainer.lr_scheduler_configs],
+        }
+
+    # ------------------------------------------------------------------ load
+
+    def load(self, checkpointer: aiockpt.Checkpointer, step: int | None) -> aiockpt.LoadResult | None:
+        """Fill what is there before the data is; the rest follows when the loops come to it."""
+        trainer, state = self._trainer, self._trained()
+        if trainer.global_rank == 0:  # which saved it
+            state["lightning"] = None
+        loaded = checkpointer.load(state, step, strict=trainer.lightning_module.strict_loading).result()
+        saved = trainer.strategy.broadcast(state.get("lightning"))
+        if loaded is None or saved is None:
+            return None
+        self._from, self._step, self._saved = checkpointer, loaded.step, saved.pop("aiockpt")
+        trainer_state.restore(trainer, saved)
+        return loaded
+
+    def _begin_restore(self, original: Callable[..., Any], path: Any = None, weights_only: Any = None) -> None:
+        """Leave a checkpoint of ours to the callback, and others to Lightning."""
+        if path is None or not self._callback.take_path(path):
+            original(path, weights_only)
+        elif self._trainer.state.fn != "fit":
+            self._trainer._checkpoint_connector._loaded_checkpoint = self._callback.load_weights(self._trainer)
+
+    def _set_up_data(self, original: Callable[[], Any]) -> None:
+        """Know the loaders, which nobody has begun to read."""
+        fit = self._trainer.fit_loop
+        self._data = DataPosition(fit._combined_loader)
+        if self._saved is None or self._from is None:
+            original()
+            return
+        self._load_own(self._from, self._data)
+        for loader in fit._combined_loader.flattened:
+            set_sampler_epoch(loader, fit.epoch_progress.current.processed)
+        if self._saved["point"] == "batch":
+            progress = fit.epoch_loop.batch_progress.current
+            if self._saved["ranks"] != self._trainer.world_size:
+                passed = self._saved["batches"] * self._saved["ranks"] // self._trainer.world_size
+                progress.ready = progress.started = progress.processed = progress.completed = passed
+            self._data.go_on(self._own and self._own["data"], progress.ready)
+
+    def _load_own(self, checkpointer: aiockpt.Checkpointer, data: DataPosition) -> None:
+        """Load what belongs to this rank: loaders, generators, what was logged."""
+        assert self._saved is not None
+        state: dict[str, Any] = {"rng": aiockpt.RNG(), "loaders": data.loaders}
+        if self._saved["ranks"] == self._trainer.world_size:
+            state["rank"] = aiockpt.per_rank(None)
+        checkpointer.load(state, self._step).result()
+        self._random = aiockpt.RNG().state_dict()
+        self._own = state["rank"].value if "rank" in state else None
+
+    def _go_on(self) -> None:
+        """Make this the run that was saved; nothing draws random numbers between here and its next batch or epoch."""
+        trainer, own, data = self._trainer, self._own, self._data
+        fit = trainer.fit_loop
+        for loop in (fit, fit.epoch_loop, fit.epoch_loop.val_loop, fit.epoch_loop.automatic_optimization):
+            loop._restarting = False
+        if own is not None and data is not None:
+            logged.restore(trainer, own["logged"])
+            data.write_own(own["data"])
+        self._saved = self._own = None
+        aiockpt.RNG().load_state_dict(self._random)
+
+    def stop(self) -> None:
+        """Note that training stops between two batches or epochs, as it does on SIGTERM."""
+        fit = self._trainer.fit_loop
+        total = fit.epoch_progress.total
+        if total.completed == total.ready:
+            self._callback.reach(self._trainer, "epoch", ends=True)
+        elif self._data is not None and self._saved is None and not fit.epoch_loop._should_accumulate():
+            self._callback.reach(self._trainer, "batch", ends=True)
+
+    # ------------------------------------------------------------------ the loops
+
+    def _begin_epoch(self, original: Callable[[], Any]) -> None:
+        fit = self._trainer.fit_loop
+        if self._saved is not None and self._saved["point"] == "epoch" and self._data is not None:
+            self._go_on()
+            fit._resuming_from_checkpoint = False  # the loaders are begun anew, as between any two epochs
+        original()
+
+    def _begin_batches(self, original: Callable[[Any], Any], fetcher: Any) -> None:
+        saved, data = self._saved, self._data
+        fit = self._trainer.fit_loop
+        if data is not None and self._trainer.current_epoch > 0 and not (fit.is_resuming or fit.epoch_loop.restarting):
+            data.begin()  # the loaders are begun anew by the method itself, then
+        original(fetcher)
+        if data is not None and saved is not None:
+            data.pass_over(fetcher, fit.epoch_loop.batch_progress.current.ready)
+            self._go_on()
+        if data is not None:
+            data.watch(fetcher)
+
+    def _end_batch(self, original: Callable[[Any], Any], fetcher: Any) -> None:
+        original(fetcher)
+        epoch = self._trainer.fit_loop.epoch_loop
+        if not epoch._should_accumulate():
+            in_mid_epoch = not epoch._num_ready_batches_reached()
+            self._callback.reach(self._trainer, "batch", ends=in_mid_epoch and epoch.done)
+
+    def _end_epoch(self, original: Callable[[], Any]) -> None:
+        original()
+        fit = self._trainer.fit_loop
+        if fit.epoch_loop._num_ready_batches_reached():
+            stops = self._trainer.should_stop and fit._can_stop_early
+            is_last = fit.max_epochs != -1 and fit.epoch_progress.current.processed >= fit.max_epochs
+            has_steps = fit.max_steps != -1 and self._trainer.global_step >= fit.max_steps
+            self._callback.reach(self._trainer, "epoch", ends=stops or is_last or has_steps)

@@ -1,0 +1,1 @@
+"""Programs that users of Lightning write, which the tests run, kill and start again."""

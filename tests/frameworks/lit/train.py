@@ -1,0 +1,214 @@
+"""A fit as users write it: shuffled data, accumulated gradients, dropout, schedulers, validation, callbacks with a state.
+
+Options choose the loader, the strategy, and when the callback saves. What is learnt means nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import os
+import signal
+import sys
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import aiockpt
+
+
+def options(*given: str) -> Any:
+    """Return what *given* says."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--package", default="lightning.pytorch")
+    parser.add_argument("--dir", default="ckpt")
+    parser.add_argument("--loader", default="shuffled")
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--max-steps", type=int, default=-1)
+    parser.add_argument("--accumulate", type=int, default=2)
+    parser.add_argument("--every-steps", type=int)
+    parser.add_argument("--every-epochs", type=int)
+    parser.add_argument("--keep-last", type=int)
+    parser.add_argument("--monitor")
+    parser.add_argument("--snapshot", default="eager")
+    parser.add_argument("--strategy", default="auto")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--val-every", type=int, default=5)
+    parser.add_argument("--norm", default="batch")
+    parser.add_argument("--metric", default="mean")
+    parser.add_argument("--anew", action="store_true")
+    parser.add_argument("--fast", action="store_true")
+    parser.add_argument("--average", action="store_true")
+    parser.add_argument("--sigterm-at", type=int)
+    parser.add_argument("--raise", dest="error")
+    parser.add_argument("--imported-first")
+    return parser.parse_args(given)
+
+
+class Noisy(TensorDataset):
+    """Samples that are augmented by random numbers."""
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, targets = (tensor[index] for tensor in self.tensors)
+        return inputs + 0.01 * torch.randn_like(inputs), targets
+
+
+class Streamed(IterableDataset[Any]):
+    """Samples that have no numbers, and no state either."""
+
+    def __init__(self, samples: Dataset[Any]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(len(self.samples)).tolist()  # type: ignore[arg-type]
+        return (self.samples[place] for place in order)
+
+
+def make_loader(kind: str, data: Dataset[Any], workers: int) -> Any:
+    common: dict[str, Any] = {"batch_size": 8, "num_workers": workers}
+    if kind == "generator":
+        return DataLoader(data, shuffle=True, generator=torch.Generator().manual_seed(5), **common)
+    if kind == "stateful":
+        return import_module("torchdata.stateful_dataloader").StatefulDataLoader(data, shuffle=True, **common)
+    if kind == "ours":
+        sampler = aiockpt.ShardedSampler(len(data), 8, seed=3)  # type: ignore[arg-type]
+        return aiockpt.Loader(DataLoader(data, batch_sampler=sampler, num_workers=workers))
+    if kind == "unwrapped":
+        return DataLoader(data, batch_sampler=aiockpt.ShardedSampler(len(data), 8))  # type: ignore[arg-type]
+    if kind == "unsized":
+        return import_module("torchdata.stateful_dataloader").StatefulDataLoader(Streamed(data), **common)
+    if kind == "mixed":
+        return [make_loader("stateful", data, workers), make_loader("streamed", data, workers)]
+    if kind == "streamed":
+        return DataLoader(Streamed(data), **common)
+    if kind == "two":
+        other = DataLoader(Noisy(torch.randn(24, 12), torch.randn(24, 1)), shuffle=True, **common)
+        return {"one": DataLoader(data, shuffle=True, **common), "other": other}
+    return DataLoader(data, shuffle=True, **common)
+
+
+def join(batch: dict[str, Any]) -> list[torch.Tensor]:
+    """Return one batch of those of two loaders."""
+    return [torch.cat([one, more]) for one, more in zip(batch["one"], batch["other"], strict=True)]
+
+
+def meet_fate(trainer: Any, arguments: Any) -> None:
+    """Be told to end, or fail, where the options say so."""
+    if trainer.global_step == arguments.sigterm_at and not trainer.fit_loop._should_accumulate():
+        os.kill(os.getpid(), signal.SIGTERM)
+    if trainer.global_step == 10 and arguments.error:
+        raise getattr(builtins, arguments.error)
+
+
+def make_module(package: Any, arguments: Any) -> Any:
+    class Module(package.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            metrics = import_module("torchmetrics")
+            self.save_hyperparameters({"width": 32, "activation": nn.ReLU})
+            # What each rank has its own of (statistics of a batch, attributes) is saved as rank 0 has it.
+            norm = nn.BatchNorm1d(32) if arguments.ranks == 1 and arguments.norm == "batch" else nn.LayerNorm(32)
+            self.net = nn.Sequential(nn.Linear(12, 32), norm, nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 1))
+            self.error: Any = metrics.SpearmanCorrCoef() if arguments.metric == "list" else metrics.MeanAbsoluteError()
+            self.seen = 0.0
+
+        def configure_model(self) -> None:
+            mesh = getattr(self, "_device_mesh", None)
+            if mesh is not None:
+                fully_shard = import_module("torch.distributed.fsdp").fully_shard
+                fully_shard(self.net[0], mesh=mesh["data_parallel"])
+                fully_shard(self.net, mesh=mesh["data_parallel"])
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            inputs, targets = join(batch) if isinstance(batch, dict) else batch
+            found = self.net(inputs)
+            loss = nn.functional.mse_loss(found, targets)
+            self.error(found.flatten(), targets.flatten())
+            self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+            self.log("train_error", self.error, on_epoch=True, on_step=False)
+            return loss
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            meet_fate(self.trainer, arguments)
+            self.seen += float(outputs["loss"].detach()) + float(torch.rand(())) if arguments.ranks == 1 else 1.0
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            inputs, targets = batch
+            self.log("val_loss", nn.functional.mse_loss(self.net(inputs), targets), sync_dist=True)
+
+        def on_save_checkpoint(self, checkpoint: Any) -> None:
+            checkpoint["seen"] = self.seen
+
+        def on_load_checkpoint(self, checkpoint: Any) -> None:
+            self.seen = checkpoint["seen"]
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+            cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cosine, "interval": "step"}}
+
+    return Module()
+
+
+def make_trainer(arguments: Any, package: Any, callback: Any) -> Any:
+    callbacks = import_module(f"{arguments.package}.callbacks")
+    stop = callbacks.EarlyStopping("train_loss_epoch", patience=50, check_on_train_epoch_end=True)
+    strategy = arguments.strategy
+    if strategy == "fsdp2":
+        strategy = import_module(f"{arguments.package}.strategies").ModelParallelStrategy(
+            data_parallel_size=arguments.ranks, tensor_parallel_size=1, process_group_backend="gloo"
+        )
+    elif strategy == "ddp":
+        strategy = import_module(f"{arguments.package}.strategies").DDPStrategy(process_group_backend="gloo")
+    average = [callbacks.EMAWeightAveraging(decay=0.9)] if arguments.average else []
+    return package.Trainer(
+        fast_dev_run=arguments.fast,
+        accelerator="cpu",
+        devices=arguments.ranks,
+        strategy=strategy,
+        max_epochs=arguments.epochs,
+        max_steps=arguments.max_steps,
+        accumulate_grad_batches=arguments.accumulate,
+        val_check_interval=arguments.val_every,
+        log_every_n_steps=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[stop, callback, *average],
+    )
+
+
+def main(arguments: Any, **of_fit: Any) -> Any:
+    """Train; return the trainer."""
+    if arguments.imported_first:
+        import_module(arguments.imported_first)
+    package = import_module(arguments.package)
+    callback_of = import_module("aiockpt.integrations.lightning").AsyncCheckpoint
+    package.seed_everything(7, verbose=False)
+    torch.use_deterministic_algorithms(True)
+    generator = torch.Generator().manual_seed(1)
+    data = Noisy(torch.randn(96, 12, generator=generator), torch.randn(96, 1, generator=generator))
+    held_out = TensorDataset(torch.randn(24, 12, generator=generator), torch.randn(24, 1, generator=generator))
+    callback = callback_of(
+        arguments.dir,
+        every_n_train_steps=arguments.every_steps,
+        every_n_epochs=arguments.every_epochs,
+        keep_last=arguments.keep_last,
+        monitor=arguments.monitor,
+        snapshot=arguments.snapshot,
+        resume=not arguments.anew,
+    )
+    trainer = make_trainer(arguments, package, callback)
+    module = make_module(package, arguments)
+    trainer.fit(
+        module, make_loader(arguments.loader, data, arguments.workers), DataLoader(held_out, batch_size=8), **of_fit
+    )
+    return trainer
+
+
+if __name__ == "__main__":
+    main(options(*sys.argv[1:]))

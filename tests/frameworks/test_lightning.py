@@ -1,0 +1,338 @@
+"""Lightning's own trainer with our callback: what it resumes, on one rank and on several, and each option."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import aiockpt
+from aiockpt.prove import Proof, certify
+from tests.docs.running import run_page
+from tests.frameworks.lit import train
+
+CHECKOUT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+PROGRAM = [sys.executable, "-m", "tests.frameworks.lit.train"]
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+
+
+@pytest.fixture(autouse=True)
+def a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty working folder."""
+    monkeypatch.chdir(tmp_path)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def fit(*arguments: str) -> Any:
+    """Return a trainer that has trained to the end."""
+    return train.main(train.options(*arguments))
+
+
+def program(*arguments: str, check: bool = True) -> str:
+    """Run the program in processes of its own; return what it said."""
+    done = subprocess.run(
+        [*PROGRAM, *arguments], check=False, env=environment(), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0 or not check, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(CHECKOUT), "PYTHONWARNINGS": "ignore"}
+
+
+def steps_in(place: Path | str = "ckpt") -> list[int]:
+    """Return the steps of a place, the oldest first."""
+    with aiockpt.Checkpointer(place, ranks=aiockpt.Ranks()) as ckpt:
+        return sorted(info.step for info in ckpt.steps().result())
+
+
+def weights(trainer: Any) -> dict[str, torch.Tensor]:
+    """Return copies of the module's parameters and buffers."""
+    return {name: tensor.clone() for name, tensor in trainer.lightning_module.state_dict().items()}
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert [name for name in one.keys() | other.keys() if not torch.equal(one[name], other[name])] == []
+
+
+# ---------------------------------------------------------------------- the same run
+
+
+@pytest.mark.parametrize("saves", ["--every-steps=4", "--every-epochs=1"])
+def test_killed_and_resumed_it_is_the_run_that_was_never_stopped(saves: str) -> None:
+    prove = [str(BIN / "aiockpt"), "prove", "--kills", "2", "--seed", "3", "--", *PROGRAM, saves]
+    done = subprocess.run(prove, check=False, env=environment(), capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("options", [["--every-steps=1"], ["--every-epochs=1"]], ids=["steps", "epochs"])
+@pytest.mark.parametrize("loader", ["shuffled", "generator", "stateful", "ours", "streamed", "two"])
+def test_every_kind_of_loader_goes_on_with_the_very_next_batch(loader: str, options: list[str]) -> None:
+    certify(lambda: fit("--loader", loader, *options), Proof(kills=2, seed=5)).check()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--every-steps=3", "--snapshot=lazy"],
+        ["--every-steps=2", "--accumulate=5"],
+        ["--every-steps=3", "--max-steps=16", "--epochs=-1"],
+        ["--every-epochs=1", "--max-steps=12", "--epochs=-1"],
+        ["--every-steps=5", "--package=pytorch_lightning"],
+    ],
+    ids=" ".join,
+)
+def test_a_resumed_run_is_the_same_with(options: list[str]) -> None:
+    if "--package=pytorch_lightning" in options:
+        prove = [str(BIN / "aiockpt"), "prove", "--kills", "1", "--", *PROGRAM, *options]
+        assert subprocess.run(prove, check=False, env=environment(), timeout=500).returncode == 0
+    else:
+        certify(lambda: fit(*options), Proof(kills=2, seed=2)).check()
+
+
+@pytest.mark.parametrize("first", ["--max-steps=7", "--epochs=2"])
+def test_a_run_that_came_to_its_end_goes_on_with_more_steps(first: str) -> None:
+    straight = weights(fit("--dir", "straight", "--every-steps=50"))
+    fit(first, "--every-steps=50")
+    assert_equal(straight, weights(fit("--every-steps=50")))
+
+
+def test_a_metric_that_keeps_its_samples_goes_on_in_the_middle_of_an_epoch() -> None:
+    straight = fit("--dir", "straight", "--every-steps=4", "--metric=list").callback_metrics
+    fit("--every-steps=4", "--metric=list", "--max-steps=8")
+    assert float(fit("--every-steps=4", "--metric=list").callback_metrics["train_error"]) == float(
+        straight["train_error"]
+    )
+
+
+# ---------------------------------------------------------------------- ranks
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_ranks_are_killed_and_resumed(strategy: str) -> None:
+    prove = [
+        str(BIN / "aiockpt"),
+        "prove",
+        "--kills",
+        "2",
+        "--seed",
+        "1",
+        "--",
+        *on_ranks(2, strategy, "--every-steps=2"),
+    ]
+    done = subprocess.run(prove, check=False, env=environment(), capture_output=True, text=True, timeout=550)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def on_ranks(count: int, strategy: str, *arguments: str) -> list[str]:
+    torchrun = [str(BIN / "torchrun"), "--nproc-per-node", str(count), "-m", "tests.frameworks.lit.train"]
+    return [*torchrun, "--ranks", str(count), "--strategy", strategy, *arguments]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_ranks_go_on_as_one_in_the_middle_of_an_epoch_and_one_as_two(strategy: str) -> None:
+    done = subprocess.run(
+        on_ranks(2, strategy, "--every-steps=1", "--max-steps=5"), check=False, env=environment(), timeout=300
+    )
+    assert done.returncode == 0
+    with aiockpt.Checkpointer("ckpt", ranks=aiockpt.Ranks()) as ckpt:
+        saved = ckpt.read(5, "model.net.0.weight").result()
+        ckpt.copy(5, "five").result()
+    trainer = fit("--dir=five", "--every-steps=1", "--max-steps=5", "--norm=layer")
+    assert trainer.global_step == 5
+    assert torch.equal(trainer.lightning_module.net[0].weight, saved)
+    one = fit(
+        "--every-steps=50", "--epochs=2", "--norm=layer"
+    )  # two global batches of eight had been trained in the second epoch
+    assert one.global_step == 5 + (12 - 8 + 1) // 2
+    again = on_ranks(2, strategy, "--every-steps=50", "--epochs=3")
+    assert subprocess.run(again, check=False, env=environment(), timeout=300).returncode == 0
+    assert steps_in()[-1] == one.global_step + 3
+
+
+# ---------------------------------------------------------------------- options
+
+
+def test_the_newest_stay_and_the_best_by_a_metric() -> None:
+    trainer = fit("--every-steps=2", "--keep-last=2", "--monitor=val_loss", "--val-every=4")
+    callback = trainer.checkpoint_callback
+    with aiockpt.Checkpointer("ckpt") as ckpt:
+        scores = {info.step: info.metrics.get("val_loss") for info in ckpt.steps().result()}
+    best = int(callback.best_model_path[-8:])
+    assert len(scores) in (2, 3)
+    assert {best, 16, 18} == set(scores)
+    assert float(callback.best_model_score) == pytest.approx(scores[best])
+    assert callback.best_model_path == "ckpt/step-" + f"{best:08d}"
+
+
+def test_what_was_the_best_is_known_after_a_resume() -> None:
+    first = fit("--every-steps=2", "--monitor=val_loss", "--max-steps=10").checkpoint_callback
+    again = fit("--every-steps=2", "--monitor=val_loss", "--max-steps=10").checkpoint_callback
+    assert first.best_model_path == again.best_model_path != ""
+
+
+def test_a_step_is_named_by_its_folder_and_the_newest_by_nothing_or_by_the_place() -> None:
+    straight = weights(fit("--dir=straight", "--every-steps=4"))
+    fit("--every-steps=4", "--max-steps=10")
+    with aiockpt.Checkpointer("ckpt") as ckpt:
+        saved = ckpt.read(4, "model.net.0.weight").result()
+    trainer = train.main(train.options("--every-steps=4", "--max-steps=4"), ckpt_path="ckpt/step-00000004")
+    assert torch.equal(trainer.lightning_module.net[0].weight, saved)
+    assert trainer.ckpt_path.endswith("ckpt/step-00000004")
+    assert_equal(straight, weights(train.main(train.options("--every-steps=4"), ckpt_path="ckpt")))
+    assert_equal(
+        straight, weights(train.main(train.options("--dir=other", "--every-steps=4"), ckpt_path="ckpt/step-00000008"))
+    )
+    assert steps_in("other") == [12, 16, 18]
+    with pytest.raises(aiockpt.StepNotFoundError):
+        train.main(train.options("--every-steps=4"), ckpt_path="ckpt/step-00000005")
+
+
+@pytest.mark.parametrize("path", ["best", "ckpt/step-00000004"])
+def test_a_checkpoint_is_validated(path: str) -> None:
+    trainer = fit("--every-steps=4", "--monitor=val_loss", "--keep-last=9")
+    with aiockpt.Checkpointer("ckpt") as ckpt:
+        step = int(trainer.checkpoint_callback.best_model_path[-8:]) if path == "best" else 4
+        saved = ckpt.read(step, "model.net.0.weight").result()
+    with torch.no_grad():
+        trainer.lightning_module.net[0].weight.zero_()
+    trainer.validate(trainer.lightning_module, trainer.val_dataloaders, ckpt_path=path)
+    assert torch.equal(trainer.lightning_module.net[0].weight, saved)
+
+
+def test_a_file_of_lightning_is_loaded_as_ever_and_saved_by_ours() -> None:
+    straight = fit("--dir=straight", "--every-steps=4", "--max-steps=6")
+    straight.save_checkpoint("theirs.ckpt", weights_only=False)
+    trainer = train.main(train.options("--every-steps=4"), ckpt_path="theirs.ckpt", weights_only=False)
+    assert trainer.global_step == 18
+    assert steps_in()[-1] == 18
+
+
+def test_nothing_is_resumed_where_it_is_not_wanted() -> None:
+    fit("--every-steps=4", "--max-steps=4")
+    assert fit("--every-steps=2", "--max-steps=2", "--anew").global_step == 2
+    assert steps_in() == [2, 4]
+
+
+def test_a_fast_run_for_developers_neither_saves_nor_loads() -> None:
+    fit("--every-steps=1", "--fast")
+    assert not Path("ckpt").exists()
+
+
+def test_sigterm_is_saved_where_it_came() -> None:
+    with pytest.raises(BaseException, match="") as caught:
+        fit("--every-steps=50", "--sigterm-at=7")
+    assert type(caught.value).__name__ in ("SIGTERMException", "SystemExit")
+    assert steps_in() == [7]
+    assert_equal(weights(fit("--dir=straight", "--every-steps=50")), weights(fit("--every-steps=50")))
+
+
+def test_a_save_that_failed_is_told() -> None:
+    Path("ckpt").write_text("in the way")
+    with pytest.raises(aiockpt.CheckpointError):
+        fit("--every-steps=4")
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_what_was_saved_before_an_error_is_committed(error: type[BaseException]) -> None:
+    with pytest.raises((error, SystemExit)):
+        fit("--every-steps=4", f"--raise={error.__name__}")
+    assert steps_in() == [4, 8]
+
+
+def test_the_trainer_has_its_own_methods_again() -> None:
+    trainer = fit("--every-steps=9")
+    assert not [name for name in vars(trainer.fit_loop) if name.startswith("on_")]
+    assert not [name for name in vars(trainer.fit_loop.epoch_loop) if name.startswith("on_")]
+    assert "resume_start" not in vars(trainer._checkpoint_connector)
+
+
+def test_averaged_weights_go_on() -> None:
+    straight = fit("--dir=straight", "--every-steps=4", "--average")
+    fit("--every-steps=4", "--average", "--max-steps=8")
+    again = fit("--every-steps=4", "--average")
+    assert_equal(weights(straight), weights(again))
+
+
+def test_a_place_where_every_step_is_damaged_does_not_begin_anew() -> None:
+    fit("--every-steps=4", "--max-steps=4")
+    for file in Path("ckpt").rglob("*.safetensors"):
+        file.write_bytes(b"\0" * file.stat().st_size)
+    with pytest.raises(aiockpt.NoValidCheckpointError):
+        fit("--every-steps=4")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"every_n_train_steps": 0}, "every_n_train_steps=0"),
+        ({"every_n_epochs": -1}, "every_n_epochs=-1"),
+        ({"retention": aiockpt.Retention(last=1), "keep_last": 2}, "retention="),
+        ({"monitor": "loss", "mode": "minimum"}, "mode"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(aiockpt.UsageError, match=said):
+        import_module("aiockpt.integrations.lightning").AsyncCheckpoint("ckpt", **options)
+
+
+@pytest.mark.parametrize("loader", ["unwrapped", "unsized", "mixed"])
+def test_loaders_that_cannot_go_on_are_refused(loader: str) -> None:
+    with pytest.raises(aiockpt.UsageError, match=r"aiockpt\.Loader|__len__"):
+        fit("--loader", loader, "--every-steps=4")
+
+
+def test_a_trainer_of_the_other_name_is_refused() -> None:
+    said = program("--package=pytorch_lightning", "--imported-first=lightning.pytorch", "--every-steps=4", check=False)
+    assert "write `import pytorch_lightning` before" in said
+
+
+# ---------------------------------------------------------------------- upstream, and the page
+
+UPSTREAM = {
+    "loops.fit_loop": "4d81b504ef676bee",
+    "loops.training_epoch_loop": "03edaf990ff7f3a0",
+    "loops.fetchers": "a0b6f80d7acf42f4",
+    "loops.progress": "bd9064d12d0f0447",
+    "trainer.connectors.checkpoint_connector": "0d23fa6105599764",
+    "trainer.connectors.logger_connector.logger_connector": "5011375abd51a92a",
+    "trainer.connectors.logger_connector.result": "3286aba7341a262d",
+    "trainer.call": "e5d448f69a181079",
+    "utilities.combined_loader": "b598e43331c4f6e1",
+}
+
+
+@pytest.mark.parametrize("name", UPSTREAM)
+def test_what_is_relied_on_is_what_it_was_written_for(name: str) -> None:
+    source = inspect.getsource(import_module(f"lightning.pytorch.{name}"))
+    assert hashlib.sha256(source.encode()).hexdigest()[:16] == UPSTREAM[name]
+
+
+def test_its_page_runs_as_it_stands() -> None:
+    package = import_module("lightning.pytorch")
+    fit("--dir=runs/7", "--every-steps=4", "--monitor=val_loss", "--keep-last=3")
+    arguments = train.options()
+    module = train.make_module(package, arguments)
+    data = TensorDataset(torch.randn(32, 12), torch.randn(32, 1))
+    scope: dict[str, Any] = {
+        "aiockpt": aiockpt,
+        "model": module,
+        "dataset": data,
+        "train_loader": DataLoader(data, batch_size=8),
+        "quiet": {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "max_epochs": 4},
+    }
+    run_page("frameworks/lightning.md", scope)
