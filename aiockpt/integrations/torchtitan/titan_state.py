@@ -32,7 +32,7 @@ def make_state(optimizers: Any, saved: aiockpt.Description) -> None:
 
 
 def _state_like(optimizer: torch.optim.Optimizer, found: Mapping[str, aiockpt.TensorInfo]) -> dict[Any, Any] | None:
-    """Return empty tensors for the state of each parameter; None when one of them is like nothing here."""
+    """Return tensors for the state of each parameter, zeros; None when one of them is like nothing here."""
     made: dict[Any, Any] = {}
     for group in optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
@@ -44,7 +44,7 @@ def _state_like(optimizer: torch.optim.Optimizer, found: Mapping[str, aiockpt.Te
                 on = parameter.device if group.get("fused") or group.get("capturable") else "cpu"
                 of_one = made.setdefault(parameter, {})
                 like = torch.zeros((), device=on) if shape == () else parameter
-                of_one[key.removeprefix(start)] = torch.empty_like(like, dtype=dtype, requires_grad=False)
+                of_one[key.removeprefix(start)] = torch.zeros_like(like, dtype=dtype, requires_grad=False)
     return made
 
 
