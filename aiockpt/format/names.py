@@ -29,6 +29,8 @@ _RECEIPT = re.compile(r"r([0-9]{5,9})\.json")
 _FAILURE = re.compile(r"r([0-9]{5,9})\.fail\.json")
 _DATA = re.compile(rf"({_STEP_ID.pattern})/a-([0-9a-f]{{12}})/d/r([0-9]{{5,9}})-[0-9]{{4,}}\.safetensors")
 _COPIED = re.compile(r"f([0-9]{6,})\.json")
+_OF_A_RANK = re.compile(r"(.+)(@rank[0-9]+)", re.DOTALL)
+"""The name of a tensor that belongs to one rank. Behind a position, or an empty key, that is no way to write a key."""
 _GATHERED = re.compile(r"(r[0-9]{5,9})-(r[0-9]{5,9})\.jsonl")
 
 
@@ -275,13 +277,16 @@ def list_names(names: Sequence[str]) -> str:
 
 
 def split_name(name: str) -> tuple[str | int, ...]:
-    """Return the path that `join_name` wrote as *name*.
+    """Return the path that `join_name` wrote as *name*; of a tensor of one rank the last part bears the rank: ``0@rank3``.
 
     Raises:
         UsageError: `join_name` writes no such name.
     """
     parts = tuple(_parse_parts(name))
     if join_name(parts) != name:
+        if (of_a_rank := _OF_A_RANK.fullmatch(name)) is not None:
+            *outer, last = split_name(of_a_rank[1])
+            return (*outer, f"{last}{of_a_rank[2]}")
         raise UsageError(f"{name!r} is not a leaf's name: escape '.', '[' and '\\' in keys with '\\'")
     return parts
 

