@@ -301,6 +301,72 @@ def test_a_trainer_of_the_other_name_is_refused() -> None:
     assert "write `import pytorch_lightning` before" in said
 
 
+# ---------------------------------------------------------------------- the plug-in
+
+
+def test_model_checkpoint_keeps_what_it_keeps_and_resumes_the_same_with_our_plug_in() -> None:
+    ends = {}
+    for plugin in ("theirs", "ours"):
+        fit(f"--plugin={plugin}", f"--dir={plugin}", "--every-steps=2", "--max-steps=9")
+        there = sorted(path.name for path in Path(plugin).iterdir())
+        assert len(there) == 3
+        again = train.main(
+            train.options(f"--plugin={plugin}", f"--dir={plugin}", "--every-steps=2"),
+            ckpt_path="last",
+            weights_only=False,
+        )
+        ends[plugin] = (there, sorted(path.name for path in Path(plugin).iterdir()), weights(again))
+    assert ends["ours"][:2] == ends["theirs"][:2]
+    assert_equal(ends["ours"][2], ends["theirs"][2])
+    assert all(path.is_dir() for path in Path("ours").iterdir())
+
+
+def test_our_plug_in_saves_under_ddp() -> None:
+    command = on_ranks(2, "ddp", "--plugin=ours", "--every-steps=2", "--max-steps=5")
+    assert subprocess.run(command, check=False, env=environment(), timeout=300).returncode == 0
+    assert plug_in().load_checkpoint("ckpt/last.ckpt")["global_step"] == 4
+
+
+def plug_in() -> Any:
+    return import_module("aiockpt.integrations.lightning").AiockptCheckpointIO()
+
+
+def replace(plugin: Any) -> None:
+    """Save a checkpoint, and delete the one before, as ``ModelCheckpoint`` does."""
+    plugin.save_checkpoint({"global_step": 2, "weight": torch.zeros(3)}, "new.ckpt")
+    plugin.remove_checkpoint("old.ckpt")
+    plugin.teardown()
+
+
+def test_an_old_checkpoint_stays_when_the_newer_one_fails() -> None:
+    plugin = plug_in()
+    plugin.save_checkpoint({"global_step": 1, "weight": torch.ones(3)}, "old.ckpt")
+    Path("new.ckpt").mkdir()
+    Path("new.ckpt/step-00000002").write_text("in the way")
+    with pytest.raises(aiockpt.CheckpointError):
+        replace(plugin)
+    assert torch.equal(plug_in().load_checkpoint("old.ckpt")["weight"], torch.ones(3))
+
+
+def test_an_old_checkpoint_goes_when_the_newer_one_is_committed() -> None:
+    plugin = plug_in()
+    plugin.save_checkpoint({"global_step": 1, "weight": torch.ones(3)}, "old.ckpt")
+    replace(plugin)
+    assert not Path("old.ckpt").exists()
+    assert torch.equal(plugin.load_checkpoint("new.ckpt")["weight"], torch.zeros(3))
+
+
+def test_the_plug_in_loads_files_of_lightning_and_refuses_what_it_cannot_do() -> None:
+    torch.save({"epoch": 3}, "theirs.ckpt")
+    assert plug_in().load_checkpoint("theirs.ckpt") == {"epoch": 3}
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        plug_in().load_checkpoint("nowhere.ckpt")
+    with pytest.raises(aiockpt.UsageError, match="storage_options"):
+        plug_in().save_checkpoint({}, "one.ckpt", {"option": 1})
+    with pytest.raises(aiockpt.UnsupportedStateError, match="activation"):
+        plug_in().save_checkpoint({"activation": torch.nn.ReLU}, "one.ckpt")
+
+
 # ---------------------------------------------------------------------- upstream, and the page
 
 UPSTREAM = {

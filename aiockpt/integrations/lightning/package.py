@@ -31,6 +31,7 @@ FABRIC = "lightning.fabric" if NAME == "lightning.pytorch" else "lightning_fabri
 Checkpoint: Any = import_module(f"{NAME}.callbacks").Checkpoint
 SIGTERMException: Any = import_module(f"{NAME}.utilities.exceptions").SIGTERMException
 call: Any = import_module(f"{NAME}.trainer.call")
+TorchCheckpointIO: Any = import_module(f"{FABRIC}.plugins.io.torch_io").TorchCheckpointIO
 result: Any = import_module(f"{NAME}.trainer.connectors.logger_connector.result")
 set_sampler_epoch: Callable[[Any, int], None] = import_module(f"{FABRIC}.utilities.data")._set_sampler_epoch
 

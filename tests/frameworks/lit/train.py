@@ -45,6 +45,7 @@ def options(*given: str) -> Any:
     parser.add_argument("--average", action="store_true")
     parser.add_argument("--sigterm-at", type=int)
     parser.add_argument("--raise", dest="error")
+    parser.add_argument("--plugin", choices=["ours", "theirs"])
     parser.add_argument("--imported-first")
     return parser.parse_args(given)
 
@@ -109,7 +110,7 @@ def make_module(package: Any, arguments: Any) -> Any:
         def __init__(self) -> None:
             super().__init__()
             metrics = import_module("torchmetrics")
-            self.save_hyperparameters({"width": 32, "activation": nn.ReLU})
+            self.save_hyperparameters({"width": 32} if arguments.plugin else {"width": 32, "activation": nn.ReLU})
             # What each rank has its own of (statistics of a batch, attributes) is saved as rank 0 has it.
             norm = nn.BatchNorm1d(32) if arguments.ranks == 1 and arguments.norm == "batch" else nn.LayerNorm(32)
             self.net = nn.Sequential(nn.Linear(12, 32), norm, nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 1))
@@ -164,6 +165,18 @@ def make_trainer(arguments: Any, package: Any, callback: Any) -> Any:
         )
     elif strategy == "ddp":
         strategy = import_module(f"{arguments.package}.strategies").DDPStrategy(process_group_backend="gloo")
+    plugins: list[Any] = []
+    if arguments.plugin is not None:
+        callback = callbacks.ModelCheckpoint(
+            arguments.dir,
+            every_n_train_steps=arguments.every_steps,
+            save_top_k=2,
+            monitor="step",
+            mode="max",
+            save_last=True,
+        )
+        if arguments.plugin == "ours":
+            plugins.append(import_module("aiockpt.integrations.lightning").AiockptCheckpointIO())
     average = [callbacks.EMAWeightAveraging(decay=0.9)] if arguments.average else []
     return package.Trainer(
         fast_dev_run=arguments.fast,
@@ -179,6 +192,7 @@ def make_trainer(arguments: Any, package: Any, callback: Any) -> Any:
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[stop, callback, *average],
+        plugins=plugins,
     )
 
 

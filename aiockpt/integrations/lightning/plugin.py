@@ -1,0 +1,120 @@
+"""For those who keep ``ModelCheckpoint``: its files become folders of aiockpt, written in the background.
+
+What is in a checkpoint, and how a fit goes on from it, stay Lightning's. ``ModelCheckpoint`` deletes an old checkpoint as
+soon as the call that saves the newer one has returned; here it is deleted when the newer one is committed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import aiockpt
+from aiockpt.integrations.lightning.package import TorchCheckpointIO
+
+logger = logging.getLogger("aiockpt")
+
+
+class _Save:
+    """A save that goes on.
+
+    Attributes:
+        error: what went wrong.
+        ended: whether it is committed or has failed, and its threads are gone.
+    """
+
+    def __init__(self, path: str, checkpoint: dict[str, Any], options: dict[str, Any]) -> None:
+        self.error: aiockpt.BackgroundSaveError | None = None
+        self.ended = False
+        self._place = aiockpt.Checkpointer(path, ranks=aiockpt.Ranks(), retention=aiockpt.Retention(last=1), **options)
+        try:
+            self._future = self._place.save(checkpoint.get("global_step", 0), {"checkpoint": checkpoint})
+        except BaseException:
+            self._place.close()
+            raise
+
+    def end(self, *, wait: bool) -> None:
+        """Note whether it has ended; *wait* until it has."""
+        if not self.ended and (wait or self._future.done()):
+            self.ended = True
+            try:
+                self._place.close()
+            except aiockpt.BackgroundSaveError as error:
+                self.error = error
+
+
+class AiockptCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]  # Any, where Lightning is not installed
+    """Saves what ``ModelCheckpoint`` saves in the background: ``Trainer(plugins=[AiockptCheckpointIO()])``.
+
+    For one device and for DDP: the strategies that shard go past every such plug-in, and so take `AsyncCheckpoint`. The end
+    of ``fit`` waits until all is committed. A save that failed is raised by the next one, or at the end. Files that
+    Lightning has written are loaded as ever.
+
+    Args:
+        options: of `aiockpt.Checkpointer`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self._saves: list[_Save] = []
+        self._removals: list[tuple[str, list[_Save]]] = []
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Copy *checkpoint*, and write it in the background to the folder *path*.
+
+        Raises:
+            UsageError: there are *storage_options*; give them to the constructor.
+            UnsupportedStateError: a value in it is neither plain nor a tensor; it is named.
+            BackgroundSaveError: an earlier save failed; this one goes on.
+        """
+        if storage_options is not None:
+            raise aiockpt.UsageError("storage_options: give options of aiockpt.Checkpointer to AiockptCheckpointIO(…)")
+        self._saves.append(_Save(os.fspath(path), checkpoint, self._options))
+        self._settle(wait=False)
+
+    def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
+        """Return the checkpoint in the folder *path*, with its tensors on the host.
+
+        *map_location* and *weights_only* are for a file that Lightning has written: here nothing is unpickled.
+
+        Raises:
+            FileNotFoundError: nothing is there.
+        """
+        self._settle(wait=True)
+        if os.path.isfile(path):
+            return dict(super().load_checkpoint(path, map_location, weights_only))
+        state: dict[str, Any] = {"checkpoint": None}
+        with aiockpt.Checkpointer(os.fspath(path), ranks=aiockpt.Ranks()) as place:
+            if place.load(state).result() is None:
+                raise FileNotFoundError(f"no checkpoint is in {path}")
+        checkpoint: dict[str, Any] = state["checkpoint"]
+        return checkpoint
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Delete a checkpoint when all that was saved so far is committed; if some of it fails, it stays."""
+        self._removals.append((os.fspath(path), list(self._saves)))
+        self._settle(wait=False)
+
+    def teardown(self) -> None:
+        """Wait until all is committed, and raise what went wrong."""
+        self._settle(wait=True)
+
+    def _settle(self, *, wait: bool) -> None:
+        for save in self._saves:
+            save.end(wait=wait)
+        removals, self._removals = self._removals, []
+        for path, saves in removals:
+            if any(save.error is not None for save in saves):
+                logger.warning("%s stays: what was to take its place could not be saved", path)
+            elif all(save.ended for save in saves):
+                super().remove_checkpoint(path)
+            else:
+                self._removals.append((path, saves))
+        ended, self._saves = (
+            [save for save in self._saves if save.ended],
+            [save for save in self._saves if not save.ended],
+        )
+        for save in ended:
+            if save.error is not None:
+                raise save.error
