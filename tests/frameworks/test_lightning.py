@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -339,12 +341,15 @@ def replace(plugin: Any) -> None:
 
 
 def test_an_old_checkpoint_stays_when_the_newer_one_fails() -> None:
-    plugin = plug_in()
-    plugin.save_checkpoint({"global_step": 1, "weight": torch.ones(3)}, "old.ckpt")
-    Path("new.ckpt").mkdir()
-    Path("new.ckpt/step-00000002").write_text("in the way")
-    with pytest.raises(aiockpt.CheckpointError):
-        replace(plugin)
+    plug_in().save_checkpoint({"global_step": 1, "weight": torch.ones(3)}, "old.ckpt")
+    plugin = import_module("aiockpt.integrations.lightning").AiockptCheckpointIO(io=aiockpt.IO(bandwidth=4e6))
+    plugin.save_checkpoint({"global_step": 2, "weight": torch.zeros(4 << 20)}, "new.ckpt")  # takes seconds
+    plugin.remove_checkpoint("old.ckpt")
+    while not list(Path("new.ckpt").rglob("*.safetensors")):
+        time.sleep(0.01)
+    shutil.rmtree("new.ckpt")
+    with pytest.raises(aiockpt.BackgroundSaveError):
+        plugin.teardown()
     assert torch.equal(plug_in().load_checkpoint("old.ckpt")["weight"], torch.ones(3))
 
 
