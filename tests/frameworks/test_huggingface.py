@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -140,20 +141,6 @@ def test_a_damaged_newest_step_is_passed_over(tmp_path: Path) -> None:
         third.train(resume_from_checkpoint=str(tmp_path / "checkpoint-18"))
 
 
-def test_a_step_that_was_committed_when_the_process_died_gets_its_folder(tmp_path: Path) -> None:
-    import shutil
-
-    first = make(tmp_path)
-    attach(first)
-    first.train()
-    shutil.rmtree(tmp_path / "checkpoint-20")
-    again = make(tmp_path)
-    attach(again, resume=True)
-    again.train()
-    assert (tmp_path / "checkpoint-20" / "trainer_state.json").exists()
-    assert_same(weights(again), weights(first))
-
-
 def test_nothing_to_resume_from_begins_anew(tmp_path: Path) -> None:
     trainer = make(tmp_path, max_steps=2, save_steps=1)
     attach(trainer, resume=True)
@@ -176,6 +163,64 @@ def test_what_the_trainer_wrote_before_is_resumed_from(tmp_path: Path) -> None:
     again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-9"))
     assert again.state.global_step == 20
     assert "aiockpt.json" in os.listdir(tmp_path / "run" / "checkpoint-20")
+
+
+def test_resume_takes_what_the_trainer_wrote_where_that_is_newer_and_leaves_it_there(tmp_path: Path) -> None:
+    old = make(tmp_path, save_steps=9)
+    old.train()
+    again = make(tmp_path)
+    attach(again, resume=True)
+    again.train()
+    assert {entry["step"] for entry in again.state.log_history if "loss" in entry} == set(range(1, 21))
+    assert again.state.log_history[0] == old.state.log_history[0]  # it went on from step 20, and trained nothing
+    shutil.rmtree(tmp_path / "checkpoint-20")
+    ours = make(tmp_path)
+    attach(ours, resume=True)
+    ours.train()
+    assert folders(tmp_path) == ["checkpoint-18", "checkpoint-20", "checkpoint-9"]
+    assert (tmp_path / "checkpoint-20" / "aiockpt.json").exists()
+    assert not (tmp_path / "checkpoint-9" / "aiockpt.json").exists()
+    again = make(tmp_path)
+    attach(again)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
+    assert "checkpoint-18" in folders(tmp_path)
+    anew = make(tmp_path, save_steps=9)
+    attach(anew)
+    anew.train()
+    assert "checkpoint-9.before-aiockpt" in folders(tmp_path)
+
+
+def test_a_run_that_went_back_keeps_what_it_saved_last(tmp_path: Path) -> None:
+    first = make(tmp_path)
+    attach(first)
+    first.train()
+    again = make(tmp_path, save_total_limit=2, max_steps=12)
+    ckpt = attach(again)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert folders(tmp_path) == ["checkpoint-12", "checkpoint-9"]
+    assert [info.step for info in ckpt.steps().result()] == [12, 9]
+
+
+@pytest.mark.parametrize("left", ["staged", "torn", "nothing"])
+def test_the_folder_of_a_committed_step_is_made_whole(left: str, tmp_path: Path) -> None:
+    first = make(tmp_path)
+    attach(first)
+    first.train()
+    newest = tmp_path / "checkpoint-20"
+    if left == "staged":
+        (newest / "aiockpt.json").unlink()
+        newest.rename(tmp_path / ".checkpoint-20.aiockpt")
+    elif left == "torn":
+        (newest / "trainer_state.json").write_text("")
+    else:
+        shutil.rmtree(newest)
+    again = make(tmp_path)
+    attach(again, resume=True)
+    again.train()
+    assert again.state.global_step == 20
+    assert json.loads((newest / "trainer_state.json").read_text())["global_step"] == 20
+    assert (newest / "config.json").exists() == (left != "nothing")
+    assert_same(weights(again), weights(first))
 
 
 def test_the_best_model_is_loaded_at_the_end_and_kept(tmp_path: Path) -> None:
@@ -265,6 +310,8 @@ def test_what_cannot_be_replaced_is_refused(tmp_path: Path) -> None:
     attach(trainer)
     with pytest.raises(UsageError, match="hyperparameters"):
         trainer._save_checkpoint(trainer.model, trial={"learning_rate": 1})
+    with pytest.raises(UsageError, match="adapters alone"):
+        attach(make(tmp_path, "lora"), safetensors=True)
     trainer = make(tmp_path)
     trainer.is_deepspeed_enabled = True
     with pytest.raises(UsageError, match="DeepSpeed"):

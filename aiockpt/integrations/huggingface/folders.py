@@ -22,16 +22,19 @@ MARK = "aiockpt.json"
 PREFIX = "checkpoint-"
 
 
-class _Save(NamedTuple):
+class _PendingFolder(NamedTuple):
     """A save under way, what its folder will hold, and how that is called then."""
 
-    future: aiockpt.SaveFuture
+    future: Any
     staged: Path
     folder: Path
 
-    def appear(self, _: object = None) -> None:
-        """Give the folder its name, now that it is whole."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+    def appear(self) -> None:
+        """Give the folder its name, now that it is whole; one that the Trainer wrote itself stays, under another name."""
+        if is_ours(self.folder):
+            shutil.rmtree(self.folder)
+        elif self.folder.exists():
+            self.folder.rename(self.folder.with_name(f"{self.folder.name}.before-aiockpt"))
         self.staged.rename(self.folder)
 
 
@@ -48,8 +51,8 @@ class CheckpointFolders:
         self._ckpt = ckpt
         self._safetensors = safetensors
         self._raises = raises
-        self._saves: list[_Save] = []
-        self._conversions: list[aiockpt.Future[Any]] = []
+        self._saves: list[_PendingFolder] = []
+        self._conversions: list[tuple[aiockpt.Future[Any], _PendingFolder]] = []
 
     def path(self, step: int) -> Path:
         """Return the folder of a step."""
@@ -79,51 +82,77 @@ class CheckpointFolders:
     def expect(self, step: int, future: aiockpt.SaveFuture) -> None:
         """Have the folder of a step appear when its save is committed."""
         if self._trainer.args.should_save:
-            self._saves.append(_Save(future, self._staged(step), self.path(step)))
+            self._saves.append(_PendingFolder(future, self._staged(step), self.path(step)))
 
     def publish(self) -> None:
         """Let the folders of what was committed since the last call appear; raise what failed, if that is wanted."""
         while self._saves and self._saves[0].future.done():
             save = self._saves.pop(0)
-            try:
+            if not self._has_failed(save.future, save):
                 step = save.future.result().step
-            except CheckpointError:
-                shutil.rmtree(save.staged, ignore_errors=True)
-                if self._raises:
-                    raise
-                continue
-            self._mark(save.staged, step)
-            if self._safetensors:
-                converted = to_hugging_face(self._ckpt, save.staged, step=step, prefix="model")
-                converted.add_done_callback(save.appear)
-                self._conversions.append(converted)
-            else:
+                self._mark(save.staged, step)
+                if self._safetensors:
+                    self._conversions.append(
+                        (to_hugging_face(self._ckpt, save.staged, step=step, prefix="model"), save)
+                    )
+                else:
+                    save.appear()
+        while self._conversions and self._conversions[0][0].done():
+            converted, save = self._conversions.pop(0)
+            if not self._has_failed(converted, save):
                 save.appear()
 
     def settle(self) -> None:
         """Wait until all is committed, and has its folder; raise what failed."""
         self._ckpt.wait()
         self.publish()
-        while self._conversions:
-            self._conversions.pop(0).result()
+        for converted, save in self._conversions[:]:
+            self._has_failed(converted, save)
+        self.publish()
 
     def restore(self, step: int) -> None:
-        """Make the folder of a step that was committed when the process died; do nothing where there is one."""
-        folder = self.path(step)
-        if not self._trainer.args.should_save or is_ours(folder):
+        """Make the folder of a step that was committed when the process died; do nothing where it is whole."""
+        folder, staged = self.path(step), self._staged(step)
+        if not self._trainer.args.should_save or (is_ours(folder) and _is_readable(folder)):
+            return
+        if _is_readable(staged) and not is_ours(folder):
+            self._mark(staged, step)
+            _PendingFolder(None, staged, folder).appear()
             return
         values: Any = self._ckpt.describe(step).result().values
-        folder.mkdir(parents=True, exist_ok=True)
-        if "trainer" in values:
-            (folder / STATE).write_text(values["trainer"])
-        self._mark(folder, step)
+        if "trainer" in values and (is_ours(folder) or not folder.exists()):
+            folder.mkdir(parents=True, exist_ok=True)
+            _write(folder / STATE, values["trainer"])
+            self._mark(folder, step)
+
+    def of_the_trainer(self) -> tuple[Path, int] | None:
+        """Return the newest folder that the Trainer wrote itself, with the time in ns; None where there is none."""
+        states = [
+            path for path in Path(self._trainer.args.output_dir).glob(f"{PREFIX}*/{STATE}") if not is_ours(path.parent)
+        ]
+        states = [path for path in states if path.parent.name.removeprefix(PREFIX).isdecimal()]
+        newest = max(states, key=lambda path: path.stat().st_mtime_ns, default=None)
+        return None if newest is None else (newest.parent, newest.stat().st_mtime_ns)
+
+    def _has_failed(self, future: aiockpt.Future[Any], save: _PendingFolder) -> bool:
+        """Wait for *future*; return whether it failed, and raise it, if that is wanted."""
+        try:
+            future.result()
+        except CheckpointError:
+            shutil.rmtree(save.staged, ignore_errors=True)
+            if self._raises:
+                raise
+            return True
+        return False
 
     def rotate(self) -> None:
         """Delete the steps that ``save_total_limit`` does not keep, and their folders."""
         args, best = self._trainer.args, self._trainer.state.best_model_checkpoint
         if not args.should_save or not args.save_total_limit or args.save_total_limit < 0:
             return
-        steps = sorted(step_of(mark.parent) for mark in Path(args.output_dir).glob(f"{PREFIX}*/{MARK}"))
+        # In the order in which they were committed: a run that went back to an older step goes on with smaller numbers.
+        marks = sorted(Path(args.output_dir).glob(f"{PREFIX}*/{MARK}"), key=lambda mark: mark.stat().st_mtime_ns)
+        steps = [step_of(mark.parent) for mark in marks]
         kept = {*steps[-1:], *([step_of(best)] if best and step_of(best) in steps else [])}
         others = [step for step in steps if step not in kept]
         for step in others[: max(len(steps) - max(args.save_total_limit, len(kept)), 0)]:
@@ -135,7 +164,23 @@ class CheckpointFolders:
         return folder.with_name(f".{folder.name}.aiockpt")
 
     def _mark(self, folder: Path, step: int) -> None:
-        (folder / MARK).write_text(json.dumps({"step": step}) + "\n")
+        _write(folder / MARK, json.dumps({"step": step}) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a small file, so that it is there after a power cut."""
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _is_readable(folder: Path) -> bool:
+    """Return whether what the Trainer keeps of itself is in a folder, and whole."""
+    try:
+        return isinstance(json.loads((folder / STATE).read_text()), dict)
+    except (OSError, ValueError):
+        return False
 
 
 def is_ours(folder: str | os.PathLike[str]) -> bool:

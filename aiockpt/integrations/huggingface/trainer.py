@@ -43,6 +43,10 @@ def attach(
     if trainer.args.push_to_hub:
         raise UsageError("attach(): push_to_hub sends the files of checkpoint-N; push the trained model yourself")
     if hasattr(trainer.model, "peft_config"):
+        if safetensors:
+            raise UsageError(
+                "attach(safetensors=True): a model of PEFT has weights of its adapters alone; save_model() writes them"
+            )
         options.setdefault("only", aiockpt.trainable())
     ckpt = aiockpt.Checkpointer(place or Path(trainer.args.output_dir) / "aiockpt", **options)
     raises = options.get("on_error", "raise") == "raise"
@@ -98,7 +102,11 @@ class _Attached:
 
         automatic = self._resume and resume_from_checkpoint is None
         steps = self._committed() if automatic or resume_from_checkpoint is True else []
-        done = self._train_from(steps, train) if steps else train(resume_from_checkpoint)
+        theirs = self._folders.of_the_trainer() if automatic or resume_from_checkpoint is True else None
+        if theirs is not None and (not steps or theirs[1] > self._ckpt.describe(steps[0]).result().info.created_ns):
+            done = train(str(theirs[0]))  # what the Trainer wrote before it was attached, or without it since
+        else:
+            done = self._train_from(steps, train) if steps else train(resume_from_checkpoint)
         self._folders.settle()
         self._folders.rotate()
         return done
@@ -118,7 +126,7 @@ class _Attached:
     def _committed(self) -> list[int]:
         """Return the committed steps, the newest first, each with its folder."""
         steps = [info.step for info in self._ckpt.steps().result() if info.problem is None]
-        for step in steps:
+        for step in reversed(steps):
             self._folders.restore(step)
         self._trainer.accelerator.wait_for_everyone()
         return steps
