@@ -18,6 +18,7 @@ import anyio.to_thread
 import msgspec
 import torch
 
+from aiockpt.adapters.rename import Renames, Rules
 from aiockpt.adapters.selection import Trainable, make_selection
 from aiockpt.cadence import Cadence
 from aiockpt.engine import maintenance
@@ -303,8 +304,9 @@ class Checkpointer:
         step: int | None = None,
         *,
         only: Sequence[str] | None = None,
-        strict: bool = True,
+        strict: bool | Mapping[str, bool] = True,
         map: Mapping[str, str] | Callable[[str], str] | None = None,
+        rename: Renames = (),
     ) -> LoadFuture[LoadResult | None]:
         """Fill *state* in place from a step; from the newest valid one for None.
 
@@ -315,17 +317,23 @@ class Checkpointer:
             state: as for ``save``; tensors are overwritten in place, lazily created optimizer state is created.
             only: top-level keys, or dotted prefixes of names, to load; None loads all.
             strict: raise unless what the state names fits exactly; top-level keys that only the checkpoint has are fine.
-                False loads what fits and reports the rest (``LoadResult.differences``).
+                False loads what fits and reports the rest (``LoadResult.differences``). ``{"model": False}`` does that for
+                the named parts of the state; the rest is strict.
             map: from names in *state* to names in the checkpoint: ``map={"net": "model"}`` fills ``state["net"]`` from what
                 was saved as ``"model"``, ``net.fc.weight`` from ``model.fc.weight``. An entry renames a leaf or all that
                 is below it, the longest one wins. A function of a name does the same.
+            rename: from names in the checkpoint to names in *state*, by regular expressions, one after the other (or by a
+                function of a name): ``rename=[(r"^model\\.encoder\\.", "model.backbone.")]`` loads what was saved before a
+                module was renamed, and the state of its optimizer with it. A rule that renames nothing does no harm, so
+                that a script keeps its rules. ``LoadResult.renamed`` tells what was renamed.
 
         Returns:
             A future of what was loaded; of None only when no checkpoint exists at all.
 
         Raises: Raised by the future
             StateMismatchError: all differences by name, a plain value of another type among them; nothing was overwritten.
-            UsageError: an entry of ``map`` or ``only`` fits no name; names near it are listed.
+            UsageError: an entry of ``map``, ``only`` or ``strict`` fits no name; names near it are listed. Rules give two
+                names of the checkpoint the same new one.
             NoValidCheckpointError: steps exist and none is valid.
             CorruptionError, StepNotFoundError: the step asked for is damaged, or not there.
         """
@@ -337,7 +345,9 @@ class Checkpointer:
         self._copies.wait()
         self._engine.failures.raise_all()
         names = (only,) if isinstance(only, str) else only
-        asked = LoadRequest(state, step, names, strict, map)
+        if map is not None and rename:
+            raise UsageError("load() takes map= or rename=, and not both: write all of it as rules of rename=")
+        asked = LoadRequest(state, step, names, strict, Rules(rename) if rename else map)
         request = self._probe.asked(asked)
         promise: LoadPromise[LoadResult | None] = LoadPromise(
             "load of the newest step" if step is None else f"load of step {step}"
@@ -440,14 +450,17 @@ class Checkpointer:
 
     # ------------------------------------------------------------------ the policy form
 
-    def resume(self, state: State) -> int:
+    def resume(self, state: State, *, strict: bool | Mapping[str, bool] = True, rename: Renames = ()) -> int:
         """Load the newest valid step into *state* and return the next step to train; 0 when there is nothing. Blocks.
 
-        Raises:
+        Args:
+            strict, rename: as for `load`.
+
+        Raises: Those of `load`, and
             BlockingCallError: this thread runs an event loop: ``await ckpt.load(state)`` there.
         """
         refuse_in_event_loop("resume()", "write `await ckpt.load(state)`")
-        loaded = self.load(state).result()
+        loaded = self.load(state, strict=strict, rename=rename).result()
         return 0 if loaded is None else loaded.step + 1
 
     def step(

@@ -8,7 +8,7 @@ side that settles them is `aiockpt.runtime.promise`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
@@ -57,6 +57,7 @@ class LoadResult(msgspec.Struct, frozen=True):
             not be filled; and with ``strict=False`` all that did not fit and was left as it was.
         left_out: names of the state that stay as they are, because they were left out of the checkpoint when it was saved
             (``save(…, only=…, exclude=…)``).
+        renamed: what ``rename=`` did: name in the checkpoint → name in the state of what this rank loaded.
     """
 
     step: int
@@ -72,6 +73,7 @@ class LoadResult(msgspec.Struct, frozen=True):
     differences: tuple[str, ...] = ()
     url: str = ""
     left_out: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = {}
 
 
 class Stage(Generic[T]):

@@ -124,9 +124,10 @@ def _find_part(path: Path, like: Any, node: Mapping[str, Any], matcher: Matcher)
     if key in parts and tuple(node.get("shape", ())) == tuple(like.shape):
         return key
     matcher.problem(
-        f"{join_name(path)}: elements {key} of shape {tuple(like.shape)} are here, and the checkpoint has the parts "
+        join_name(path),
+        f"elements {key} of shape {tuple(like.shape)} are here, and the checkpoint has the parts "
         f"{', '.join(sorted(parts)) or 'of no rank'}: a tensor that is made of others is not cut anew; load it with the "
-        "sharding that it was saved with"
+        "sharding that it was saved with",
     )
     return None
 

@@ -53,7 +53,7 @@ def settle_dict(container: MutableMapping[Any, Any], gone: list[Any], path: Path
     if found is None or name_of_node(found.node) not in DICTS or not matcher.selects(path):
         return
     if (problem := matcher.hold(container, found.node, path)) is not None:
-        matcher.problem(f"{join_name(path)}: {problem}")
+        matcher.problem(join_name(path), problem)
         return
     if gone:
         matcher.tell(removed(path, gone))

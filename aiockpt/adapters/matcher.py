@@ -8,7 +8,7 @@ fills the tensors of `LoadTarget.wanted`.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -23,8 +23,9 @@ from aiockpt.adapters.overlaps import separate
 from aiockpt.adapters.plain_values import ValueMatch, has_named_parts, in_words, same_content
 from aiockpt.adapters.refill import Filling, refill
 from aiockpt.adapters.refusal import asking
-from aiockpt.adapters.rename import Rename, Renaming, near, near_key
+from aiockpt.adapters.rename import Rename, Renamed, Renaming, Rules, near, near_key
 from aiockpt.adapters.stored import FoundNode, Stored, find_flat, find_node, members_of
+from aiockpt.adapters.strictness import Strict, Strictness
 from aiockpt.adapters.tensors import facts_of, hold, is_spread, memory_key, shards_of
 from aiockpt.errors import StateMismatchError, UsageError
 from aiockpt.format.dtypes import torch_name
@@ -41,14 +42,15 @@ class LoadTarget(msgspec.Struct, eq=False, kw_only=True):
         wanted: the tensors to fill; ``data`` is filled in place, ``name`` is the name in the checkpoint.
         missing: names of the state that the checkpoint does not have.
         unexpected: names of the checkpoint that the state of this rank does not have.
-        unexpected_claimed: those of them that belong to something the state does have, so that they are a difference
-            unless another rank has them.
+        unexpected_claimed: those of them that belong to something the state does have, and is strict about, so that they
+            are a difference unless another rank has them.
         left_out: names of the state that stay as they are, because they were left out of the checkpoint.
-        problems: every difference, in words; not empty only when ``strict`` is False.
+        problems: every difference, in words; not empty only where ``strict`` is False.
         told: what is removed or replaced, in words; what refuses to be filled is added by `apply`.
         written: names of the leaves that are overwritten.
         steps: what `apply` has still to do.
         may_refuse: whether `apply` asks objects that may refuse what they get: then all ranks must hear of it.
+        renamed: name in the checkpoint → name in the state, of what rules have renamed.
     """
 
     wanted: tuple[TensorShard, ...]
@@ -61,6 +63,7 @@ class LoadTarget(msgspec.Struct, eq=False, kw_only=True):
     written: frozenset[str]
     steps: list[Callable[[], object]]
     may_refuse: bool
+    renamed: Mapping[str, str] = {}
 
     def __repr__(self) -> str:
         return f"<LoadTarget of {len(self.wanted)} tensors, {len(self.missing)} missing, {len(self.steps)} to apply>"
@@ -75,6 +78,16 @@ class LoadTarget(msgspec.Struct, eq=False, kw_only=True):
             del self.steps[0]
 
 
+class _Problem(msgspec.Struct):
+    """A difference at *name* of the state."""
+
+    name: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.text}"
+
+
 class Matcher:
     """One load being prepared; see `aiockpt.adapters.target.open_target` for the arguments."""
 
@@ -83,29 +96,33 @@ class Matcher:
         stored: Stored,
         *,
         only: Sequence[str] | None,
-        strict: bool,
+        strict: Strict,
         rename: Rename | None,
         codecs: CodecRegistry,
         judge_unexpected: bool = True,
     ) -> None:
-        self.strict = strict
+        self.is_strict = Strictness(strict)
+        self._judges_parts = isinstance(strict, Mapping)
         self._judge_unexpected = judge_unexpected
         self.stored = stored
         self._sorted_names: list[str] | None = None
         self._only = None if only is None else {split_name(name): name for name in only}
         self._met: set[str] = set()
         self._names: set[str] = set()
-        self._rename = None if rename is None else Renaming(rename)
+        self._rename: Renaming | Renamed | None = None
+        if rename is not None:
+            self._rename = Renamed(rename, stored.names()) if isinstance(rename, Rules) else Renaming(rename)
         self._codecs = codecs
         self._wanted: list[TensorShard] = []
         # With the tensor, so that its address is no other tensor's meanwhile.
         self._filled: dict[Hashable, tuple[str, str, torch.Tensor]] = {}
-        self._problems: list[str] = []
+        self._problems: list[_Problem] = []
         self._missing: list[str] = []
         self._left_out: list[str] = []
         self._may_refuse = False
         self._used: set[str] = set()
-        self._claimed: set[str] = set()
+        self._claimed: dict[str, str] = {}
+        self._places: set[str] = set()
         self._passed_over: set[str] = set()
         self._written: set[str] = set()
         self._hints: list[tuple[int, str]] = []
@@ -132,6 +149,8 @@ class Matcher:
         """Return whether ``only`` lets the leaf at *path* be loaded."""
         if self._rename is not None:
             self._rename.meet(path)
+        if self._judges_parts:
+            self._places.update(prefixes(join_name(path)))
         if self._only is None:
             return True
         self._names.update(prefixes(join_name(path)))
@@ -267,7 +286,7 @@ class Matcher:
 
     def _complete(self) -> None:
         """Ask for what only the checkpoint has in dicts; a name that map= gave to something else is used there."""
-        met = {prefix for name in self._used | self._claimed | self._passed_over for prefix in prefixes(name)}
+        met = {prefix for name in (*self._used, *self._claimed, *self._passed_over) for prefix in prefixes(name)}
         for path, node, here, add in self._incomplete:
             root = split_name(self.stored_name(path))
             for key, inner in members_of(node).items():
@@ -349,7 +368,7 @@ class Matcher:
         key = (memory_key(tensor),)
         other, other_stored_as, _ = self._filled.setdefault(key, (join_name(path), stored_as, tensor))
         if other_stored_as != stored_as and key != (None,):
-            self.problem(_two_tensors(join_name(path), other, other_stored_as, name))
+            self.problem(join_name(path), _two_tensors(other, other_stored_as, name))
 
     def names_below(self, name: str) -> list[str]:
         """Return the tensors of the checkpoint whose names begin with *name* and a dot, in order."""
@@ -406,13 +425,13 @@ class Matcher:
         if problem is None and key:
             other, other_stored_as, _ = self._filled.setdefault(key, (state_name, stored_as, tensor))
             if other_stored_as != stored_as:
-                self.problem(_two_tensors(state_name, other, other_stored_as, name))
+                self.problem(state_name, _two_tensors(other, other_stored_as, name))
                 return False
             if other != state_name:
                 self._made.meet(name, tensor)
                 return True
         if problem is not None:
-            self.problem(f"{state_name}: {problem}")
+            self.problem(state_name, problem)
             return False
         self._wanted += shards_of(stored_as, facts[0], held)
         if flat is None:
@@ -435,7 +454,7 @@ class Matcher:
 
     def claim(self, path: Path) -> None:
         """Say that whatever the checkpoint has below *path* belongs into the state, so that a rest is a difference."""
-        self._claimed.add(self.stored_name(path))
+        self._claimed[self.stored_name(path)] = join_name(path)
 
     def miss(self, path: Path, reason: str | None = None) -> None:
         """Note that the checkpoint does not have the leaf at *path*."""
@@ -444,10 +463,12 @@ class Matcher:
         name, stored_as = join_name(path), self.stored_name(path)
         if reason is None:
             self._hints.append((len(self._problems), stored_as))
-            asked = "" if stored_as == name else f" (asked for as {stored_as!r}, because of map=)"
+            asked = ""
+            if self._rename is not None and stored_as != name:
+                asked = f" (asked for as {stored_as!r}, because of {self._rename.argument})"
             reason = f"in the state but not in the checkpoint{asked}"
         self._missing.append(name)
-        self.problem(f"{name}: {reason}")
+        self.problem(name, reason)
 
     def stays(
         self,
@@ -470,7 +491,8 @@ class Matcher:
         there, here = self.stored.left_out.get(name), None if tensor is None else facts_of(tensor, flat)
         if there is not None and here is not None and here != there:
             self.problem(
-                f"{state_name}: {_in_words(here)} in the state, {_in_words(there)} when the checkpoint was made without it"
+                state_name,
+                f"{_in_words(here)} in the state, {_in_words(there)} when the checkpoint was made without it",
             )
         if state_name not in self._left_out:
             self._left_out.append(state_name)
@@ -487,11 +509,11 @@ class Matcher:
     def mismatch(self, path: Path, problem: str) -> None:
         """Note that the leaf at *path* is in the checkpoint and does not fit."""
         self.pass_over(path)
-        self.problem(f"{join_name(path)}: {problem}")
+        self.problem(join_name(path), problem)
 
-    def problem(self, problem: str) -> None:
-        """Note a difference."""
-        self._problems.append(problem)
+    def problem(self, name: str, problem: str) -> None:
+        """Note a difference at *name* of the state."""
+        self._problems.append(_Problem(name, problem))
 
     # ---------------------------------------------------------------- the end
 
@@ -527,7 +549,7 @@ class Matcher:
 
         Raises:
             StateMismatchError: something differs, and strict.
-            UsageError: ``only`` names nothing of the state, or an entry of the mapping renames nothing.
+            UsageError: ``only`` or ``strict`` names nothing of the state, or an entry of the mapping renames nothing.
         """
         if self._only is not None:
             self._refuse_idle_names(self._only.values())
@@ -536,32 +558,48 @@ class Matcher:
         if self._incomplete and self._judge_unexpected:
             self._complete()
         self._made.settle()
-        unexpected = list(self.stored.unused(self._used, self._claimed, self._passed_over))
+        unexpected = list(self.stored.unused(self._used, set(self._claimed), self._passed_over))
         if self._only is not None:
             scope = set(map(self.stored_name, self._only))
             unexpected = [name for name in unexpected if not scope.isdisjoint(prefixes(name))]
         if self._hints and unexpected:
             self._hint(unexpected)
-        claimed = [name for name in unexpected if any(prefix in self._claimed for prefix in prefixes(name))]
+        renamed: Mapping[str, str] = {}
+        if isinstance(self._rename, Renamed):
+            renamed = self._rename.used(self._used)
+            for name, new in self._rename.asked_twice():
+                self.problem(name, f"in the state, and rename= makes {new} of what the checkpoint has under this name")
+        spare = {name: place for name in unexpected if (place := self._place_of(name)) is not None}
+        if self._judges_parts and self._judge_unexpected:
+            self.is_strict.refuse_idle(self._places | {part for place in spare.values() for part in prefixes(place)})
+        strictly_spare = [name for name, place in spare.items() if self.is_strict(place)]
+        problems = list(map(str, self._problems))
+        raised = [str(problem) for problem in self._problems if self.is_strict(problem.name)]
         if self._judge_unexpected:
-            for name in claimed:
-                self.problem(f"{name}: in the checkpoint but not in the state")
-        if self._problems and self.strict:
+            problems += map(_not_here, spare)
+            raised += map(_not_here, strictly_spare)
+        if raised:
             advice = "Change the state, rename with map=, choose with only=, or load what fits with strict=False."
-            raise StateMismatchError(self.stored.where, sorted(self._problems), advice)
+            raise StateMismatchError(self.stored.where, sorted(raised), advice)
         wanted, together = separate(self._wanted, self.stored.where)
         return LoadTarget(
             wanted=tuple(wanted),
             missing=tuple(self._missing),
             unexpected=tuple(unexpected),
-            unexpected_claimed=tuple(claimed),
+            unexpected_claimed=tuple(strictly_spare),
             left_out=tuple(self._left_out),
-            problems=tuple(self._problems),
+            problems=tuple(problems),
             told=self._told,
             written=frozenset(self._written),
             steps=[*together, *self._decodes, *self._steps, *self._last_steps],
             may_refuse=self._may_refuse,
+            renamed=renamed,
         )
+
+    def _place_of(self, name: str) -> str | None:
+        """Return where in the state tensor or value *name* of the checkpoint would be; None where nothing claims it."""
+        part = next((part for part in prefixes(name) if part in self._claimed), None)
+        return None if part is None else self._claimed[part] + name[len(part) :]
 
     def _hint(self, unexpected: Sequence[str]) -> None:
         """Add to what the checkpoint lacks the names that it has unused and that may be meant."""
@@ -572,7 +610,7 @@ class Matcher:
             wrong = next((prefix for prefix in reversed(prefixes(name)) if prefix not in there), "")
             if wrong and wrong not in told:
                 told[wrong] = near_key(wrong, free)
-            self._problems[number] += told.get(wrong, "")
+            self._problems[number].text += told.get(wrong, "")
 
     def _refuse_idle_names(self, names: Collection[str]) -> None:
         nothing = sorted(set(names) - self._met)
@@ -593,12 +631,16 @@ def _tensors_in(value: Any, path: Path, codecs: CodecRegistry) -> dict[Path, tor
     return found
 
 
+def _not_here(name: str) -> str:
+    return f"{name}: in the checkpoint but not in the state"
+
+
 def _in_words(facts: tuple[str, tuple[int, ...]]) -> str:
     return f"torch.{torch_name(facts[0])} of shape {facts[1]}"
 
 
-def _two_tensors(state_name: str, other: str, other_stored_as: str, name: str) -> str:
-    return f"{state_name}: shares its memory with {other}, but the checkpoint has two tensors, {other_stored_as} and {name}"
+def _two_tensors(other: str, other_stored_as: str, name: str) -> str:
+    return f"shares its memory with {other}, but the checkpoint has two tensors, {other_stored_as} and {name}"
 
 
 def _local_device(kind: str) -> torch.device:

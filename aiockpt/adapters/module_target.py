@@ -198,7 +198,9 @@ class _OwnLoad:
             matcher.leave(self._source.stored_name(self._leaf(key), matcher))
         for key in current:
             matcher.rewrites(self._leaf(key))
-            if not matcher.strict and key not in tensors and key not in values and key not in stay:
+            if key in tensors or key in values or key in stay:
+                continue
+            if not matcher.is_strict(join_name(self._leaf(key))):
                 matcher.miss(self._leaf(key))
         metadata = self._metadata(versions)
         matcher.later(lambda: self._apply(metadata), may_refuse=True)
@@ -255,7 +257,7 @@ class _OwnLoad:
         if isinstance(live, torch.Tensor) and dtype_code(live.dtype) != code:
             matcher.leave(name)
             there = torch_name(code)
-            matcher.problem(f"{join_name(leaf)}: {live.dtype} in the state, torch.{there} in the checkpoint")
+            matcher.problem(join_name(leaf), f"{live.dtype} in the state, torch.{there} in the checkpoint")
             return
         if name not in made:
             like = live if is_spread(live) and tuple(live.shape) == shape else torch.device("cpu")
@@ -292,7 +294,7 @@ class _OwnLoad:
         plain = plain_keys(bare, modules)
         metadata = modules | {plain.get(key, key): value for key, value in versions.items()}
         state._metadata = metadata  # type: ignore[attr-defined]
-        how = {"strict": self._matcher.strict} if _takes_strict(bare) else {}
+        how = {"strict": self._matcher.is_strict(join_name(self._path))} if _takes_strict(bare) else {}
         with asking(bare, self._path, self._matcher.stored.where):
             bare.load_state_dict(state, **how)
 

@@ -31,11 +31,13 @@ from aiockpt.adapters.matcher import LoadTarget
 from aiockpt.adapters.module import ModulePart
 from aiockpt.adapters.optimizer import OptimizerPart
 from aiockpt.adapters.own_optimizer import of_this_rank
+from aiockpt.adapters.rename import Rename
 from aiockpt.adapters.rng import RNG, per_rank
 from aiockpt.adapters.run import Facts, Run, Stale
 from aiockpt.adapters.schedulers import give_state, scheduler_class
 from aiockpt.adapters.selection import ALL, LeafChoice, Selection
 from aiockpt.adapters.stored import Stored
+from aiockpt.adapters.strictness import Strict
 from aiockpt.adapters.target import open_target, read_tree
 from aiockpt.adapters.tensors import Leaf, describe, facts_of, is_plain, tensor_name
 from aiockpt.adapters.tree_size import TreeSize
@@ -47,7 +49,7 @@ from aiockpt.state.codecs import DEFAULT_CODECS, CodecRegistry
 from aiockpt.state.shards import ShardedState, TensorShard, are_same, digest_structure
 from aiockpt.state.tree import TAG, Node, Path, refuse
 
-__all__ = ["RNG", "LoadTarget", "StateWalker", "Stored", "open_target", "per_rank", "read_tree"]
+__all__ = ["RNG", "LoadTarget", "Rename", "StateWalker", "Stored", "Strict", "open_target", "per_rank", "read_tree"]
 
 _CONTAINERS = (dict, OrderedDict, list, tuple)
 _SEQUENCES = (list, tuple)

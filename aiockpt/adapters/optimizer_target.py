@@ -133,7 +133,7 @@ def _want_groups(match: OptimizerMatch) -> list[Thunks]:
             values = next(without_parameters, {})
         if refused and matcher.touches(place):
             for problem in refused:
-                matcher.problem(f"{join_name(place)}: {problem}")
+                matcher.problem(join_name(place), problem)
         wanted.append(
             {
                 key: matcher.value((*place, key), node, group.get(key))
@@ -159,7 +159,7 @@ def _want_states(match: OptimizerMatch) -> list[tuple[torch.Tensor, Thunks]]:
     found = []
     kept = {id(parameter) for group in match.keeper.param_groups for parameter in group["params"]}
     if match.saved.by_numbers and not match.ids:
-        match.matcher.problem(f"{join_name(match.path)}: {_counts(match)}")
+        match.matcher.problem(join_name(match.path), _counts(match))
         return []
     for group, owners in zip(match.optimizer.param_groups, match.members, strict=True):
         for parameter, owner in zip(group["params"], owners, strict=True):

@@ -1,19 +1,61 @@
-"""What is a leaf of the state called in the checkpoint? The ``map=`` of a load: from here to there.
+"""What is a leaf of the state called in the checkpoint? ``map=`` says it from here to there, ``rename=`` from there to here.
 
-Guarantee: an entry of a mapping that renames nothing is told, with the names it may have meant; it is a slip of the pen,
-or the two sides were exchanged.
+Guarantees:
+
+- An entry of ``map=`` that renames nothing is told, with the names it may have meant; it is a slip of the pen, or the two
+  sides were exchanged.
+- A rule of ``rename=`` that renames nothing is none: a script keeps its rules when its checkpoints have the new names.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterator, Mapping
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from aiockpt.errors import UsageError
 from aiockpt.format.names import join_name, prefixes, split_name
 from aiockpt.state.tree import Path
 
-Rename = Callable[[str], str] | Mapping[str, str]
+
+class Rules:
+    """What makes new names of old ones.
+
+    Args:
+        rules: a function of a name; or pairs of a regular expression and its replacement, as `re.sub` takes them, each
+            applied to what the one before has made.
+
+    Raises:
+        UsageError: one of them is no such pair.
+    """
+
+    def __init__(self, rules: Sequence[tuple[str, str]] | Callable[[str], str]) -> None:
+        self._function = rules if callable(rules) else None
+        self._pairs: list[tuple[re.Pattern[str], str]] = []
+        for pair in () if callable(rules) else rules:
+            try:
+                old, new = pair
+                compiled = re.compile(old)
+                compiled.sub(new, "")
+                self._pairs.append((compiled, new))
+            except (TypeError, ValueError, re.error, IndexError) as error:
+                raise UsageError(
+                    f"rename= takes pairs of a regular expression and what takes its place, and {pair!r} is none: {error}"
+                ) from error
+
+    def __call__(self, name: str) -> str:
+        """Return the new name."""
+        if self._function is not None:
+            return self._function(name)
+        for old, new in self._pairs:
+            name = old.sub(new, name)
+        return name
+
+
+Rename = Callable[[str], str] | Mapping[str, str] | Rules
+Renames = Sequence[tuple[str, str]] | Callable[[str], str]
+"""What a user gives as ``rename=``."""
 _DIRECTION = "map= goes from names in the state to names in the checkpoint"
 
 
@@ -26,6 +68,8 @@ class Renaming:
     Raises:
         UsageError: it is neither.
     """
+
+    argument = "map="
 
     def __init__(self, rename: Rename) -> None:
         if not (callable(rename) or isinstance(rename, Mapping)):
@@ -77,6 +121,59 @@ class Renaming:
                 turned = target in self._met and here in there
                 advice = f"; turn it round: {{{target!r}: {here!r}}}" if turned else ""
                 yield f"{_DIRECTION}, and in {{{here!r}: {target!r}}} {' and '.join(faults)}{advice}"
+
+
+class Renamed:
+    """The names of a checkpoint under rules: what is the old name of a leaf of the state?
+
+    Args:
+        names: every name of the checkpoint.
+    """
+
+    argument = "rename="
+
+    def __init__(self, rules: Rules, names: Collection[str]) -> None:
+        self._new = {name: new for name in names if (new := rules(name)) != name}
+        self._old: dict[str, list[str]] = defaultdict(list)
+        for name, new in self._new.items():
+            self._old[new].append(name)
+        for part in {part for name in names for part in prefixes(name)} - set(names):
+            if (new := rules(part)) != part:
+                self._old[new].append(part)
+        self._asked: set[str] = set()
+        self._given: set[str] = set()
+
+    def __call__(self, name: str) -> str:
+        """Return what the leaf *name* of the state is called in the checkpoint.
+
+        Raises:
+            UsageError: the rules give two names of the checkpoint this one.
+        """
+        for part in prefixes(name):
+            old = self._old.get(part, ())
+            if len(old) > 1:
+                raise UsageError(f"rename= makes {part!r} of {' and '.join(map(repr, sorted(old)))}: which is meant?")
+            if old:
+                found = old[0] + name[len(part) :]
+                self._given.add(found)
+                return found
+        self._asked.add(name)
+        return name
+
+    def meet(self, path: Path) -> None:
+        """Nothing is to be noted: a rule may have nothing to rename."""
+
+    def refuse_idle(self, stored: Collection[str], where: str, *, state_is_whole: bool) -> None:
+        """Nothing is refused: a rule may have nothing to rename."""
+
+    def used(self, names: Collection[str]) -> dict[str, str]:
+        """Return the new name of each of the checkpoint's *names* that has one."""
+        return {name: self._new[name] for name in sorted(names) if name in self._new}
+
+    def asked_twice(self) -> Iterator[tuple[str, str]]:
+        """Yield the names that the state has, and that the rules gave to another part of it, with that part's."""
+        for name in sorted(self._asked & self._given & set(self._new)):
+            yield name, self._new[name]
 
 
 def near(name: str, names: Collection[str]) -> str:

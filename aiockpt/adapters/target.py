@@ -29,6 +29,7 @@ from aiockpt.adapters.rename import Rename
 from aiockpt.adapters.rng import RNG, derive_state
 from aiockpt.adapters.schedulers import give_state, scheduler_misfit, take_state
 from aiockpt.adapters.stored import Stored, is_tensor_node
+from aiockpt.adapters.strictness import Strict
 from aiockpt.adapters.tensors import may_spread
 from aiockpt.errors import UsageError, kind_in_words
 from aiockpt.format.names import join_name
@@ -42,7 +43,7 @@ def open_target(
     stored: Stored,
     *,
     only: Sequence[str] | None = None,
-    strict: bool = True,
+    strict: Strict = True,
     rename: Rename | None = None,
     codecs: CodecRegistry | None = None,
     judge_unexpected: bool = True,
@@ -53,7 +54,8 @@ def open_target(
         state: as for saving.
         stored: what the checkpoint offers.
         only: top-level keys, or prefixes of names in the state, at a boundary between parts; None is all.
-        strict: raise for every difference but top-level keys that only the checkpoint has; False loads what fits.
+        strict: raise for every difference but top-level keys that only the checkpoint has; False loads what fits. A
+            mapping says it for names of the state and what is in them; what it does not name is strict.
         rename: from a name in the state to its name in the checkpoint; a mapping renames by its longest prefix.
         codecs: the user's classes; None takes those of `aiockpt.register_codec`.
         judge_unexpected: False when other ranks may hold what this state does not: names that only the checkpoint has
@@ -63,7 +65,7 @@ def open_target(
         StateMismatchError: they do not fit, and strict; all differences are named.
         UnsupportedStateError: the state has a leaf that cannot be filled, whatever the checkpoint holds.
         ManifestError: the checkpoint's tree of values is damaged.
-        UsageError: ``only`` names nothing, or a codec is not registered.
+        UsageError: ``only`` or ``strict`` names nothing, or a codec is not registered.
     """
     matcher = Matcher(
         stored,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from aiockpt.adapters.native import LoadTarget, Stored, open_target
+from aiockpt.adapters.native import LoadTarget, Rename, Stored, Strict, open_target
 from aiockpt.engine.find import Skipped, candidates, note_skipped
 from aiockpt.engine.place import Place
 from aiockpt.errors import CorruptionError, NoValidCheckpointError, RankFailedError, StateMismatchError
@@ -33,8 +33,8 @@ class LoadRequest(msgspec.Struct, frozen=True):
     state: Mapping[str, Any]
     step: int | None
     only: Sequence[str] | None
-    strict: bool
-    rename: Mapping[str, str] | Callable[[str], str] | None
+    strict: Strict
+    rename: Rename | None
 
 
 class Traffic(msgspec.Struct, frozen=True):
@@ -226,6 +226,7 @@ def finish(
         unexpected=target.unexpected,
         differences=(*target.problems, *target.told),
         left_out=target.left_out,
+        renamed=target.renamed,
     )
     engine.emit(
         Loaded(
@@ -280,12 +281,17 @@ def open_fetcher(place: Place, manifest: Manifest, places: Places, on_read: Call
     )
 
 
-async def verify_files(place: Place, manifest: Manifest, on_read: Callable[[int], object] = lambda _: None) -> None:
-    """Read and compare every block of every file of *manifest*.
+async def verify_files(
+    place: Place,
+    manifest: Manifest,
+    on_read: Callable[[int], object] = lambda _: None,
+    only: Sequence[int] | None = None,
+) -> None:
+    """Read and compare every block of every file of *manifest*, or of those with the numbers *only*.
 
     Raises:
         CorruptionError: names file, block, offset and tensors.
     """
     fetcher = Fetcher(place.backend, manifest, (), read_bytes=place.engine.options.io.read_bytes, on_read=on_read)
-    for index in range(len(manifest.files)):
+    for index in range(len(manifest.files)) if only is None else only:
         await fetcher.verify_file(index)

@@ -14,7 +14,7 @@ Rank 0 chooses the step; every rank matches and fills its own part and reports; 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from functools import partial
 from itertools import count
 
@@ -62,11 +62,11 @@ class LoadCall(msgspec.Struct, frozen=True, array_like=True):
     """A rank's note: what it was asked to load, as far as all ranks must be asked the same."""
 
     step: int | None
-    strict: bool
+    strict: bool | dict[str, bool]
 
     def in_words(self) -> str:
         """Return the call as a user writes it."""
-        return f"load(state, {self.step}{'' if self.strict else ', strict=False'})"
+        return f"load(state, {self.step}{'' if self.strict is True else f', strict={self.strict}'})"
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -122,7 +122,8 @@ class RankLoads:
         touched: frozenset[str] = frozenset()
         lacking = Lacking(request, skipped)
         chooser = _Chooser(engine, notes, candidates(destination, request.step, skipped), skipped)
-        await notes.post(f"call/{notes.rank}", LoadCall(request.step, request.strict))
+        strict = request.strict if isinstance(request.strict, bool) else dict(request.strict)
+        await notes.post(f"call/{notes.rank}", LoadCall(request.step, strict))
         for trial in count():
             agree = Agreement(notes, str(trial), engine.options.deadlines.close_s)
             with lacking.explaining():
@@ -135,7 +136,7 @@ class RankLoads:
                 manifest = await agree.on("read", partial(_read, place, choice))
                 fit = partial(_fit, place, request, manifest, touched, skipped)
                 try:
-                    target = await agree.on("fit", fit, _report(request))
+                    target = await agree.on("fit", fit, _report)
                 except StateMismatchError as error:
                     lacking.pass_over(place, manifest, error)
                     continue
@@ -193,11 +194,9 @@ async def _fit(
     return target
 
 
-def _report(request: LoadRequest) -> Callable[[LoadTarget], Report]:
-    """Return what says what other ranks must know of a target: also what is a difference when no rank wants it."""
-    return lambda target: Report(
-        spare=target.unexpected_claimed if request.strict else (), may_refuse=target.may_refuse
-    )
+def _report(target: LoadTarget) -> Report:
+    """Return what other ranks must know of a target: also what is a difference when no rank wants it."""
+    return Report(spare=target.unexpected_claimed, may_refuse=target.may_refuse)
 
 
 class _Chooser:

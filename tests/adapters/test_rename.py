@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from aiockpt.adapters.rename import Renaming
+from aiockpt.adapters.rename import Renaming, Rules
 from aiockpt.errors import StateMismatchError, UsageError
 
 
@@ -82,3 +82,76 @@ def test_a_function_may_leave_names_as_they_are(save: Any) -> None:
 def test_what_is_neither_a_mapping_nor_a_function_is_refused(save: Any) -> None:
     with pytest.raises(UsageError, match="not a list"):
         save({"step": 3}).open({"step": 0}, rename=["step"])
+
+
+class Net(nn.Module):
+    """A body and a head, whose body has the name that is given."""
+
+    def __init__(self, body: str, value: float) -> None:
+        super().__init__()
+        self.add_module(body, trained(value))
+        self.head = trained(value)
+
+
+def after_one_step(net: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def test_rules_rename_what_was_saved_and_the_state_of_its_optimizer_follows(save: Any) -> None:
+    old, new = Net("encoder", 1.0), Net("backbone", 2.0)
+    saved = save({"model": old, "optimizer": after_one_step(old), "step": 1})
+    optimizer = torch.optim.AdamW(new.parameters(), lr=0.1)
+    target = saved.load(
+        {"model": new, "optimizer": optimizer, "step": 0}, rename=Rules([(r"^model\.encoder\.", "model.backbone.")])
+    )
+    assert [parameter.tolist() for parameter in new.parameters()] == [one.tolist() for one in old.parameters()]
+    assert all(optimizer.state[parameter]["exp_avg"].any() for parameter in new.parameters())
+    assert target.renamed == {
+        "model.encoder.bias": "model.backbone.bias",
+        "model.encoder.weight": "model.backbone.weight",
+    }
+
+
+def test_rules_do_no_harm_to_what_has_the_new_names_already(save: Any) -> None:
+    found = Net("backbone", 2.0)
+    target = save({"model": Net("backbone", 1.0)}).load(
+        {"model": found}, rename=Rules([(r"^model\.encoder\.", "model.backbone.")])
+    )
+    assert found.head.weight[0, 0].item() == 1.0
+    assert target.renamed == {}
+
+
+def test_a_rule_that_would_rename_the_new_name_again_does_no_harm_either(save: Any) -> None:
+    saved = save({"model": {"language": {"w": torch.ones(1)}}})
+    found = {"model": {"language": {"w": torch.zeros(1)}}}
+    saved.load(found, rename=Rules([(r"^model\.", "model.language.")]))
+    assert found["model"]["language"]["w"].item() == 1.0
+
+
+def test_rules_may_exchange_names_and_move_whole_objects(save: Any) -> None:
+    saved = save({"a": torch.zeros(1), "b": torch.ones(1), "net": trained(3.0)})
+    found: dict[str, Any] = {"a": torch.full((1,), 5.0), "b": torch.full((1,), 5.0), "model": trained(0.0)}
+    saved.load(found, rename=Rules([("^a$", "c"), ("^b$", "a"), ("^c$", "b"), (r"^net\b", "model")]))
+    assert (found["a"].item(), found["b"].item(), found["model"].weight[0, 0].item()) == (1.0, 0.0, 3.0)
+
+
+def test_rules_that_make_one_name_of_two_are_refused_where_it_is_wanted(save: Any) -> None:
+    saved = save({"x1": torch.zeros(1), "x2": torch.ones(1)})
+    with pytest.raises(UsageError, match="rename= makes 'x' of 'x1' and 'x2': which is meant"):
+        saved.open({"x": torch.zeros(1)}, rename=Rules([(r"\d", "")]))
+
+
+def test_a_name_that_was_given_away_is_missing(save: Any) -> None:
+    saved = save({"a": torch.zeros(1)})
+    with pytest.raises(StateMismatchError, match="a: in the state, and rename= makes b of what the checkpoint has"):
+        saved.open({"a": torch.ones(1), "b": torch.ones(1)}, rename=Rules([("^a$", "b")]))
+
+
+@pytest.mark.parametrize("pair", ["abc", ("(", "x"), ("a", r"\1"), ("a",), (1, "x"), ("a", 2)])
+def test_what_is_no_rule_is_refused(pair: Any) -> None:
+    with pytest.raises(UsageError, match="rename= takes pairs of a regular expression"):
+        Rules([pair])

@@ -55,7 +55,14 @@ def with_a_run() -> Scope:
     with aiockpt.Checkpointer("runs/7") as ckpt:
         for step in (20, 30, 40):
             ckpt.save(step, scope["state"], metrics={"loss": scope["train"]()}).result()
-    return scope | {"net": torch.nn.Linear(16, 1), "data": TensorDataset(torch.randn(200, 16))}
+    with aiockpt.Checkpointer("runs/8") as ckpt:
+        ckpt.save(3, {"net": torch.nn.ModuleDict({"encoder": torch.nn.Linear(2, 2)})}).result()
+    renamed = {"net": torch.nn.ModuleDict({"backbone": torch.nn.Linear(2, 2)})}
+    return scope | {
+        "net": torch.nn.Linear(16, 1),
+        "data": TensorDataset(torch.randn(200, 16)),
+        "renamed": renamed,
+    }
 
 
 def with_adapters() -> Scope:

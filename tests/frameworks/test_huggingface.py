@@ -17,7 +17,7 @@ import torch
 
 import aiockpt
 from aiockpt.errors import CorruptionError, UsageError
-from aiockpt.integrations.huggingface import attach
+from aiockpt.integrations.huggingface import attach, renames
 from tests.docs.running import run_page
 
 transformers: Any = pytest.importorskip("transformers")
@@ -324,6 +324,74 @@ def test_upstream_is_what_it_was_when_this_was_written(name: str) -> None:
     assert hashlib.sha256(source.encode()).hexdigest()[:16] == UPSTREAM[name]
 
 
+def small_llava(seed: int) -> Any:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4, projection_dim=8)
+    text = transformers.LlamaConfig(**sizes, vocab_size=32)
+    return transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(vision_config=vision, text_config=text))
+
+
+def with_old_names(model: Any) -> torch.nn.Module:
+    """Return the same parameters in the modules that transformers 4.51 had for this model."""
+    old = torch.nn.Module()
+    old.vision_tower, old.language_model = torch.nn.Module(), torch.nn.Module()
+    old.vision_tower.vision_model = model.model.vision_tower
+    old.multi_modal_projector = model.model.multi_modal_projector
+    old.language_model.model, old.language_model.lm_head = model.model.language_model, model.lm_head
+    return old
+
+
+def after_one_step(model: torch.nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def test_a_run_goes_on_after_the_library_has_renamed_its_weights(tmp_path: Path) -> None:
+    model = small_llava(1)
+    old = with_old_names(model)
+    optimizer = after_one_step(old)
+    of_parameter = {id(parameter): optimizer.state[parameter]["exp_avg"] for parameter in old.parameters()}
+    new = small_llava(2)
+    new_optimizer = torch.optim.AdamW(new.parameters(), lr=0.1)
+    with aiockpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"model": old, "optimizer": optimizer}).result(60)
+        for _ in range(2):  # the second time from what has the new names already
+            loaded = ckpt.load({"model": new, "optimizer": new_optimizer}, rename=renames(new)).result(60)
+            assert_same(dict(new.named_parameters()), dict(model.named_parameters()))
+            for (name, here), there in zip(new.named_parameters(), model.parameters(), strict=True):
+                assert torch.equal(new_optimizer.state[here]["exp_avg"], of_parameter[id(there)]), name
+            assert loaded is not None
+            assert bool(loaded.renamed) == (loaded.step == 1)
+            ckpt.save(2, {"model": new, "optimizer": new_optimizer}).result(60)
+            after_one_step(new)
+
+
+def test_a_trainer_asks_for_the_names_of_older_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = make(tmp_path, max_steps=2, save_steps=1)
+    attach(first)
+    first.train()
+    again = make(tmp_path, max_steps=3, save_steps=1)
+    attach(again)
+    trainers: Any = sys.modules["aiockpt.integrations.huggingface.trainer"]
+    asked: list[Any] = []
+
+    def note(model: Any) -> Any:
+        def same_name(name: str) -> str:
+            asked.append((model, name))
+            return name
+
+        return same_name
+
+    monkeypatch.setattr(trainers, "renames", note)
+    again.train(resume_from_checkpoint=True)
+    assert {model for model, _ in asked} == {again.model}
+    assert {f"model.{name}" for name in weights(again)} <= {name for _, name in asked}
+
+
 def test_the_page_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     trainer = make(tmp_path, max_steps=2, save_steps=1)
@@ -333,4 +401,6 @@ def test_the_page_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "data": trainer.train_dataset,
         "Trainer": transformers.Trainer,
     }
-    run_page("frameworks/huggingface.md", named)
+    with aiockpt.Checkpointer(tmp_path / "own") as ckpt:
+        ckpt.save(1, {"model": trainer.model}).result(60)
+        run_page("frameworks/huggingface.md", named | {"ckpt": ckpt})

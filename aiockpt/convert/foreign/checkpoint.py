@@ -12,7 +12,7 @@ import msgspec
 from aiockpt.convert.foreign import dcp, torch_files
 from aiockpt.errors import UsageError
 
-SCHEMES = ("dcp://", "torch://")
+SCHEME = "dcp://"
 
 
 class Foreign(msgspec.Struct, frozen=True):
@@ -67,6 +67,4 @@ def is_foreign(path: str) -> bool:
 
 
 def _without_scheme(path: str) -> Path:
-    for scheme in SCHEMES:
-        path = path.removeprefix(scheme)
-    return Path(path)
+    return Path(path.removeprefix(SCHEME))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from aiockpt.adapters.native import StateWalker, Stored, open_target
+from aiockpt.adapters.rename import Renames, Rules
 from aiockpt.convert.foreign.checkpoint import Foreign
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import TensorShard
@@ -18,8 +19,9 @@ def load(
     state: Mapping[str, Any],
     *,
     only: Sequence[str] | None = None,
-    strict: bool = True,
+    strict: bool | Mapping[str, bool] = True,
     map: Mapping[str, str] | Callable[[str], str] | None = None,
+    rename: Renames = (),
 ) -> tuple[str, ...]:
     """Fill *state* in place, and return what did not fit in words (nothing when *strict*).
 
@@ -29,7 +31,7 @@ def load(
 
     Args:
         state: as for ``Checkpointer.load``.
-        only, strict, map: as for ``Checkpointer.load``: ``map={"model": "state_dict"}`` for a ``.ckpt`` of Lightning.
+        only, strict, map, rename: as for ``Checkpointer.load``: ``map={"model": "state_dict"}`` for Lightning's ``.ckpt``.
 
     Raises:
         StateMismatchError: all differences by name; nothing was overwritten.
@@ -42,7 +44,7 @@ def load(
     facts = {name: (shards[0].dtype, shards[0].shape) for name, shards in held.items()}
     axes = {name: shards[0].axes for name, shards in held.items() if shards[0].axes is not None}
     stored = Stored(facts, saved.alias, saved.values, where=f"{checkpoint.kind} at {checkpoint.path}", axes=axes)
-    target = open_target(state, stored, only=only, strict=strict, rename=map)
+    target = open_target(state, stored, only=only, strict=strict, rename=Rules(rename) if rename else map)
     with torch.no_grad():
         for wanted in target.wanted:
             _fill(wanted, held[saved.alias.get(wanted.name, wanted.name)])

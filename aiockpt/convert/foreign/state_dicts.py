@@ -15,8 +15,8 @@ from aiockpt.adapters.target import TensorRef
 from aiockpt.format.names import join_name, split_name
 from aiockpt.state.tree import TAG, Node, Path
 
-NOT_OURS = "__dcp__"
-"""The note of names that `aiockpt.integrations.dcp` leaves in a state: of no use elsewhere."""
+DCP_NOTE = "__dcp__"
+"""The key under which `aiockpt.integrations.dcp` notes DCP's names in a state: of no use elsewhere."""
 
 
 def as_state_dicts(stored: Stored) -> dict[str, Any]:
@@ -25,10 +25,10 @@ def as_state_dicts(stored: Stored) -> dict[str, Any]:
     Values of single ranks are left out: random generators, loaders.
     """
     tree = read_tree(stored)
-    names = [*stored.tensors, *stored.alias]
+    names = [(name, split_name(name)) for name in (*stored.tensors, *stored.alias)]
     modules: list[Path] = []
     for path, kind in sorted(_objects(stored.values, ()), key=lambda found: found[1] == "optimizer"):
-        inside = {name: split_name(name)[len(path) :] for name in names if split_name(name)[: len(path)] == path}
+        inside = {name: parts[len(path) :] for name, parts in names if parts[: len(path)] == path}
         if kind == "module":
             modules.append(path)
             _at(tree, path).update({".".join(map(str, parts)): TensorRef(name) for name, parts in inside.items()})
@@ -36,7 +36,7 @@ def as_state_dicts(stored: Stored) -> dict[str, Any]:
             _put(tree, path, _optimizer(_at(tree, path), path, inside, modules))
         else:
             _put(tree, path, None)
-    return {key: value for key, value in tree.items() if key != NOT_OURS and value is not None}
+    return {key: value for key, value in tree.items() if key != DCP_NOTE and value is not None}
 
 
 def _objects(node: Node, path: Path) -> Iterator[tuple[Path, str]]:

@@ -14,10 +14,9 @@ from typing import Any
 import msgspec
 import torch
 
+from aiockpt.convert.foreign.state_dicts import DCP_NOTE
 from aiockpt.errors import CorruptionError, UsageError
 
-NOTE = "__dcp__"
-"""The key of the note in the state."""
 Parts = tuple[str | int, ...]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -47,7 +46,7 @@ def read_note(values: object) -> ItemNote | None:
     Raises:
         CorruptionError: it is none that we wrote.
     """
-    found = values.get(NOTE) if isinstance(values, Mapping) else None
+    found = values.get(DCP_NOTE) if isinstance(values, Mapping) else None
     if found is None:
         return None
     try:

@@ -31,7 +31,7 @@ from aiockpt.errors import StateMismatchError, UsageError
 from aiockpt.format.dtypes import torch_name
 from aiockpt.format.names import join_name, split_name
 from aiockpt.integrations.dcp.items import ItemNote, Parts, pickled, read_note
-from aiockpt.integrations.dcp.writer import Identifier
+from aiockpt.integrations.dcp.writer import Identifier, is_place
 from aiockpt.runtime.ranks import Ranks
 from aiockpt.state.tree import TAG
 
@@ -129,9 +129,7 @@ class AiockptReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Identifier) -> bool:
         """Return whether it names a place."""
-        from aiockpt.integrations.dcp.writer import AiockptWriter
-
-        return AiockptWriter.validate_checkpoint_id(checkpoint_id)
+        return is_place(checkpoint_id)
 
     @property
     def checkpoint_id(self) -> str:

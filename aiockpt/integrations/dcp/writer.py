@@ -21,12 +21,18 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from aiockpt.adapters.composites import is_composite
 from aiockpt.adapters.sharded_tensors import Shards
 from aiockpt.checkpointer import Checkpointer, Place
+from aiockpt.convert.foreign.state_dicts import DCP_NOTE
 from aiockpt.errors import CheckpointError, UnsupportedStateError, UsageError
 from aiockpt.futures import SaveFuture
-from aiockpt.integrations.dcp.items import NOTE, ItemNote, Parts, put, unpickled, with_lists
+from aiockpt.integrations.dcp.items import ItemNote, Parts, put, unpickled, with_lists
 from aiockpt.integrations.dcp.process_group import ranks_of
 
 Identifier = str | os.PathLike[str]
+
+
+def is_place(checkpoint_id: object) -> bool:
+    """Return whether what DCP calls a checkpoint's id names a place."""
+    return isinstance(checkpoint_id, str | os.PathLike)
 
 
 class AiockptWriter(StorageWriter):
@@ -79,7 +85,7 @@ class AiockptWriter(StorageWriter):
         return StorageMeta(checkpoint_id=str(self._place), save_id=str(uuid.uuid4()))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """ItemNote which of DCP's ranks this is; one that DCP counts otherwise than the process group saves alone."""
+        """Note which of DCP's ranks this is; one that DCP counts otherwise than the process group saves alone."""
         if self._place is None:
             raise UsageError('give a place: AiockptWriter("/runs/7"), or dcp.save(…, checkpoint_id="/runs/7")')
         self._coordinates = is_coordinator
@@ -125,7 +131,7 @@ class AiockptWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Identifier) -> bool:
         """Return whether it names a place."""
-        return isinstance(checkpoint_id, str | os.PathLike)
+        return is_place(checkpoint_id)
 
     @property
     def checkpoint_id(self) -> str:
@@ -142,7 +148,7 @@ class AiockptWriter(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         if self._group is not None:
-            raise UsageError("a AiockptWriter with a process_group cannot go to another process; leave it out there")
+            raise UsageError("an AiockptWriter with a process_group cannot go to another process; leave it out there")
         return {**vars(self), "_open": None, "_opened": None, "_save": None}
 
     def _checkpointer(self) -> Checkpointer:
@@ -220,10 +226,6 @@ def state_of(plan: SavePlan, planner: SavePlanner, results: list[WriteResult], *
                 name, "a tensor that is made of others; save it with aiockpt.Checkpointer instead"
             )
         results.append(WriteResult(item.index, data.nbytes, None))
-        if is_composite(data):
-            raise UnsupportedStateError(
-                name, "a tensor that is made of others; save it with aiockpt.Checkpointer instead"
-            )
         if item.type == WriteItemType.TENSOR:
             put(state, path, data.detach())
         else:
@@ -231,7 +233,7 @@ def state_of(plan: SavePlan, planner: SavePlanner, results: list[WriteResult], *
             parts.setdefault(name, []).append((tuple(item.tensor_data.chunk.offsets), data))
     for name, pairs in parts.items():
         put(state, tuple(note.paths[name]), Shards(shapes[name], pairs, dtype=pairs[0][1].dtype))
-    return with_lists(state, known.values(), alone=alone) | {NOTE: note.as_value()}
+    return with_lists(state, known.values(), alone=alone) | {DCP_NOTE: note.as_value()}
 
 
 def paths_of(planner_data: object) -> dict[str, Parts]:

@@ -7,6 +7,7 @@
 docs/frameworks/huggingface.md is the page for users.
 """
 
+from aiockpt.integrations.huggingface.renames import renames
 from aiockpt.integrations.huggingface.trainer import attach
 
-__all__ = ["attach"]
+__all__ = ["attach", "renames"]

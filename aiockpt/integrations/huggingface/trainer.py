@@ -13,6 +13,7 @@ from typing import Any
 import aiockpt
 from aiockpt.errors import CorruptionError, StepNotFoundError, UsageError
 from aiockpt.integrations.huggingface.folders import CheckpointFolders, is_ours, step_of
+from aiockpt.integrations.huggingface.renames import renames
 
 logger = logging.getLogger("aiockpt")
 
@@ -202,4 +203,5 @@ class _Attached:
         held: Any = self._ckpt.describe(step).result().values
         parts = [key for key in wanted if key in state and key in held]
         if parts:
-            self._ckpt.load(state, step, only=parts).result()
+            model = self._trainer.accelerator.unwrap_model(self._trainer.model)
+            self._ckpt.load(state, step, only=parts, rename=renames(model)).result()

@@ -1,0 +1,72 @@
+"""Does ``strict=`` raise the differences of the parts that it is about, and report those of the others?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from aiockpt.errors import StateMismatchError, UsageError
+
+
+def states() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what was saved, and a state that differs from it everywhere."""
+    saved = {"model": nn.Linear(2, 2), "config": {"lr": 1.0, "gone": torch.ones(1)}, "extra": 1}
+    return saved, {"model": nn.ModuleDict({"0": nn.Linear(2, 2)}), "config": {"lr": 0.5, "new": torch.ones(1)}}
+
+
+def test_a_part_that_is_not_strict_reports_and_the_rest_raises(save: Any) -> None:
+    source, found = states()
+    with pytest.raises(StateMismatchError) as caught:
+        save(source).open(found, strict={"model": False})
+    assert {line.split(":")[0] for line in caught.value.problems} == {"config.gone", "config.new"}
+    with pytest.raises(StateMismatchError) as caught:
+        save(source).open(found, strict={"config": False})
+    assert {line.split(":")[0].split(".")[0] for line in caught.value.problems} == {"model"}
+
+
+def test_where_no_part_is_strict_all_is_reported_and_what_fits_is_loaded(save: Any) -> None:
+    source, found = states()
+    target = save(source).load(found, strict={"model": False, "config": False})
+    everything = save(source).load(states()[1], strict=False)
+    assert sorted(target.problems) == sorted(everything.problems)
+    assert sorted(target.missing) == ["config.new", "model.0.bias", "model.0.weight"]
+    assert found["config"]["lr"] == 1.0
+
+
+def test_the_longest_name_decides(save: Any) -> None:
+    source, found = states()
+    save(source).open(found, strict={"model": False, "config": True, "config.new": False, "config.gone": False})
+    with pytest.raises(StateMismatchError) as caught:
+        save(source).open(found, strict={"model": False, "model.0.bias": True, "config": False})
+    (problem,) = caught.value.problems
+    assert problem.startswith("model.0.bias: in the state but not in the checkpoint")
+
+
+def test_what_only_the_checkpoint_has_belongs_to_the_part_that_it_would_be_in(save: Any) -> None:
+    saved = save({"net": {"a": torch.ones(1), "b": torch.ones(1)}})
+    found = {"model": {"a": torch.zeros(1)}}
+    with pytest.raises(StateMismatchError, match=r"net.b: in the checkpoint but not in the state"):
+        saved.open(found, rename={"model": "net"})
+    saved.load(found, rename={"model": "net"}, strict={"model": False})
+    assert found["model"]["a"].item() == 1.0
+
+
+def test_on_ranks_only_what_a_rank_is_strict_about_is_asked_of_the_others(save: Any) -> None:
+    source, found = states()
+    target = save(source).open(found, strict={"model": False, "config.new": False}, judge_unexpected=False)
+    assert target.unexpected_claimed == ("config.gone",)
+
+
+def test_an_entry_that_names_nothing_is_refused_with_what_is_near_it(save: Any) -> None:
+    source, found = states()
+    with pytest.raises(UsageError, match=r"strict='modle' \(near it: 'model', 'model.0'\) is nothing in the state"):
+        save(source).open(found, strict={"modle": False})
+
+
+@pytest.mark.parametrize("strict", [None, 1, "model", ["model"], {"model": "no"}, {1: False}])
+def test_what_says_neither_is_refused(save: Any, strict: Any) -> None:
+    with pytest.raises(UsageError, match="strict= takes True, False, or which for parts"):
+        save({"a": 1}).open({"a": 1}, strict=strict)
