@@ -121,10 +121,11 @@ def show_converted(done: Converted, source: str | None = None) -> None:
     what = f"{part}, {count(done.tensor_count, 'tensor')} ({dtypes}){ties}, {size(done.bytes)}"
     where = escape(done.url)
     if done.dry_run:
-        say(f"would write {what} to {where}")
+        say(f"would {'link' if done.linked else 'write'} {what} to {where}")
     else:
         took = f"{done.seconds:.2f} s ({speed(done.bytes / max(done.seconds, 1e-9))})"
-        say(f"[green]✓[/] {what} in {where} after {took}")
+        how = " linked" if done.linked else ""
+        say(f"[green]✓[/] {what}{how} in {where} after {took}")
     if done.left_out:
         names = escape(list_names(done.left_out))
         say(f"[yellow]![/] without {names}: left out when the step was saved, so the folder alone is no whole model")

@@ -6,6 +6,9 @@ stream: block by block, with bounded memory, from and to any place that a URL ca
 - What is read from a step is verified; shards are put together, memory that several names share is written once.
 - A folder that is half written is never taken for a whole one, and a step is visible when it is committed.
 - Nothing that is there is replaced unless that is asked for.
+
+Without a second copy: ``to_hugging_face(…, link=True)`` makes a folder of links to a step's own files, and `open_weights`
+reads the weights of any step where they lie.
 """
 
 from __future__ import annotations
@@ -13,3 +16,5 @@ from __future__ import annotations
 from aiockpt.convert.conversions import Converted as Converted
 from aiockpt.convert.conversions import from_hugging_face as from_hugging_face
 from aiockpt.convert.conversions import to_hugging_face as to_hugging_face
+from aiockpt.convert.weight_reader import Weights as Weights
+from aiockpt.convert.weight_reader import open_weights as open_weights

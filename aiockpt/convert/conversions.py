@@ -13,6 +13,7 @@ from aiockpt.checkpointer import Checkpointer, Place
 from aiockpt.convert.casting import parse_dtype
 from aiockpt.convert.folder_layout import SHARD_BYTES
 from aiockpt.convert.inbound import ImportRequest, convert_folder
+from aiockpt.convert.links import link_step
 from aiockpt.convert.outbound import ExportRequest, convert_step
 from aiockpt.convert.source import SUFFIX
 from aiockpt.engine.destination import Destination
@@ -38,6 +39,7 @@ class Converted(msgspec.Struct, frozen=True):
         bytes: of the files that were written, headers included.
         dry_run: whether nothing was written.
         left_out: names of weights that the folder lacks, because the step was saved without them.
+        linked: whether the files are links to those of the step.
     """
 
     step: int
@@ -51,6 +53,7 @@ class Converted(msgspec.Struct, frozen=True):
     seconds: float
     dry_run: bool
     left_out: tuple[str, ...] = ()
+    linked: bool = False
 
 
 def to_hugging_face(
@@ -62,6 +65,7 @@ def to_hugging_face(
     dtype: str | torch.dtype | None = None,
     max_shard_bytes: int = SHARD_BYTES,
     replace: bool = False,
+    link: bool = False,
     dry_run: bool = False,
     on_written: Callable[[int], object] = lambda _: None,
 ) -> Future[Converted]:
@@ -75,12 +79,14 @@ def to_hugging_face(
         dtype: what floating point of 16 bits and more is rounded to, ``"bfloat16"``; None leaves all as it is.
         max_shard_bytes: of tensors in one file.
         replace: weights that are in the folder are removed; on a file system when all of the new are durable.
+        link: write no weights, and make hard links to the files of the step, which stay when the step is deleted; they are
+            read and verified before. Possible for a module that one rank has saved to this machine's file system.
         dry_run: write nothing, and say what would be written.
-        on_written: told the bytes of each window, on the loop thread; for progress.
+        on_written: told the bytes of each window (each that was verified, for links), on the loop thread; for progress.
 
     Raises: Raised by the future
         StepNotFoundError, NoValidCheckpointError: there is nothing to convert.
-        UsageError: the prefix or the dtype does not fit the step.
+        UsageError: the prefix or the dtype does not fit the step; its files cannot be linked.
         CorruptionError: the step is damaged; nothing is left of the folder.
         ObjectExistsError: the folder holds weights already.
         StorageError: of either place.
@@ -92,16 +98,17 @@ def to_hugging_face(
     )
 
     async def convert(steps: Destination, place: Backend, begun_ns: int) -> Converted:
-        done = await convert_step(steps, place, request, on_written)
+        done = await (link_step if link else convert_step)(steps, place, request, on_written)
         return Converted(
             step=done.manifest.step,
             url=place.url,
             prefix=done.chosen.prefix,
-            files=tuple(file.name for file in done.layout.files),
+            files=done.files,
             tensor_count=len(done.chosen.weights),
             dtypes=_count(weight.becomes for weight in done.chosen.weights),
             ties=done.chosen.ties,
-            bytes=done.layout.file_bytes,
+            bytes=done.file_bytes,
+            linked=link,
             seconds=steps.engine.since_s(begun_ns),
             dry_run=dry_run,
             left_out=done.chosen.left_out,

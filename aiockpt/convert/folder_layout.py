@@ -96,9 +96,16 @@ def plan_folder(weights: Sequence[Weight], ties: Mapping[str, str], max_shard_by
     if taken := ties.keys() & _METADATA.keys():
         raise UsageError(f"{min(taken)!r} shares memory and cannot be noted: safetensors keeps that key; rename it")
     shards = list(_split(weights, max_shard_bytes))
-    names = [SINGLE_NAME] if len(shards) == 1 else [_shard_name(number, len(shards)) for number in range(len(shards))]
-    files = tuple(_plan_file(name, shard, ties) for name, shard in zip(names, shards, strict=True))
-    return Layout(files, None if len(files) == 1 else _encode_index(files))
+    files = tuple(_plan_file(name, shard, ties) for name, shard in zip(file_names(len(shards)), shards, strict=True))
+    if len(files) == 1:
+        return Layout(files, None)
+    places = {span.weight.name: file.name for file in files for span in file.spans}
+    return Layout(files, encode_index(places, sum(weight.nbytes for weight in weights)))
+
+
+def file_names(count: int) -> list[str]:
+    """Return what the *count* files of a folder are called."""
+    return [SINGLE_NAME] if count == 1 else [_shard_name(number, count) for number in range(count)]
 
 
 def _split(weights: Sequence[Weight], max_shard_bytes: int) -> Iterator[list[Weight]]:
@@ -139,10 +146,14 @@ def _payload_order(weight: Weight) -> tuple[bool, int]:
     return weight.nbytes % PAYLOAD_ALIGNMENT != 0, -itemsize(weight.becomes)
 
 
-def _encode_index(files: Sequence[FolderFile]) -> bytes:
-    weight_map = {span.weight.name: file.name for file in files for span in file.spans}
-    total_bytes = sum(span.weight.nbytes for file in files for span in file.spans)
-    document = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+def encode_index(places: Mapping[str, str], total_bytes: int) -> bytes:
+    """Return the index of a folder of several files.
+
+    Args:
+        places: which file each weight is in.
+        total_bytes: of all weights.
+    """
+    document = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(places.items()))}
     return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
 
 

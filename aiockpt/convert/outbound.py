@@ -48,6 +48,16 @@ class Outbound(msgspec.Struct, frozen=True):
     chosen: Chosen
     layout: Layout
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The names of the files."""
+        return tuple(file.name for file in self.layout.files)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all files."""
+        return self.layout.file_bytes
+
 
 async def convert_step(
     destination: Destination, folder: Backend, request: ExportRequest, on_written: Callable[[int], object]

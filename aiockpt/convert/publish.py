@@ -54,6 +54,13 @@ class Target(Protocol):
     ) -> None:
         """Make a file durable, as `aiockpt.convert.streaming.write_file` does."""
 
+    async def link(self, name: str, source: str) -> None:
+        """Make the file at the path *source* one of the folder's, under another name for the same bytes.
+
+        Raises:
+            UsageError: there is no such thing here, or not from there.
+        """
+
     async def publish(self, index: bytes | None) -> None:
         """Make the files that were written the weights of the folder."""
 
@@ -140,6 +147,9 @@ class _StoreTarget:
         await write_file(self._folder, name, size, windows, fill, on_written=on_written)
         self._written.append(name)
 
+    async def link(self, name: str, source: str) -> None:
+        raise UsageError(f"{self._folder.url}: there are no links to files here; convert without them")
+
     async def publish(self, index: bytes | None) -> None:
         self._index = index
         if index is not None and not await put_once(self._folder, INDEX_NAME, index):
@@ -177,6 +187,24 @@ class _FileSystemTarget:
         await write_file(self._folder, self._staged(name), size, windows, fill, on_written=on_written)
         self._written.append(name)
 
+    async def link(self, name: str, source: str) -> None:
+        if not self._written:
+            self._made_root = not await run_blocking(self._renaming, self._has_root)
+            await self._folder.put(self._staged(INDEX_NAME), b"")  # makes the folder; replaced by the index, or removed
+        await run_blocking(self._renaming, self._link, source, os.path.join(self._root, self._staged(name)))
+        self._written.append(name)
+
+    def _link(self, source: str, target: str) -> None:
+        try:
+            self._files.link(source, target)
+        except OSError as error:
+            if error.errno in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
+                raise UsageError(
+                    f"{source} cannot be linked into {self._root} ({error.strerror}): name a folder on the same file "
+                    "system, or convert without links"
+                ) from error
+            raise from_os_error(error, "linking", source) from error
+
     def _staged(self, name: str) -> str:
         return f"{self._prefix}{name}{STAGING_SUFFIX}"
 
@@ -192,6 +220,8 @@ class _FileSystemTarget:
     async def publish(self, index: bytes | None) -> None:
         if index is not None:
             await self._folder.put(self._staged(INDEX_NAME), index)
+        else:
+            await self._folder.delete([self._staged(INDEX_NAME)])
         there = [stat.key for stat in (await self._folder.list("")).objects if is_weights(stat.key)]
         if there and not self._replace:
             raise ObjectExistsError(f"{self._folder.url}: another conversion has written {there[0]}; use a new folder")

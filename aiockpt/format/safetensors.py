@@ -9,7 +9,7 @@ Guarantees:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import msgspec
@@ -44,6 +44,10 @@ class Header(msgspec.Struct, frozen=True):
     entries: tuple[Entry, ...]
     metadata: dict[str, str]
     data_start: int
+
+
+class _Ours(msgspec.Struct, frozen=True):
+    below: str = ""
 
 
 class _Wire(msgspec.Struct, frozen=True, gc=False):
@@ -83,6 +87,18 @@ def encode_header(
     if padded_bytes + _LENGTH_BYTES > MAX_HEADER_BYTES:
         raise UsageError(f"{len(entries)} tensors are too many for one data file: use smaller files")
     return padded_bytes.to_bytes(_LENGTH_BYTES, "little") + text.ljust(padded_bytes)
+
+
+def read_below(metadata: Mapping[str, str]) -> str:
+    """Return the name of what all entries of a file lie below, by its metadata; "" where they have their full names.
+
+    Raises:
+        CorruptionError: what our own part of the metadata says is no JSON of ours.
+    """
+    try:
+        return parse(metadata.get("aiockpt", "{}").encode(), _Ours, "aiockpt's part of the safetensors metadata").below
+    except ManifestError as error:
+        raise CorruptionError(str(error)) from error
 
 
 def decode_header(prefix: bytes, file_size: int) -> Header:

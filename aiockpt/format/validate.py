@@ -36,7 +36,7 @@ from aiockpt.format.names import (
     receipt_key,
 )
 from aiockpt.format.parts import REQUIRED, PieceRows, PieceTable, table_of
-from aiockpt.format.safetensors import Entry, Header
+from aiockpt.format.safetensors import Entry, Header, read_below
 from aiockpt.format.tiling import tiles
 
 MAX_PIECES = 2 * 10**6
@@ -367,6 +367,7 @@ def check_header(file_index: int, m: Manifest, header: Header, placed: Sequence[
     if placed is None:
         placed = pieces_by_file(m)[file_index]
     path = m.files[file_index].p
+    below = read_below(header.metadata)
     entries = [entry for entry in header.entries if entry.end > entry.start]
     starts = [header.data_start + entry.start for entry in entries]
     cursor = 0
@@ -378,19 +379,20 @@ def check_header(file_index: int, m: Manifest, header: Header, placed: Sequence[
         if piece.start < cursor:
             problem = f"shares the bytes {piece.start}–{cursor} with another piece"
         problem = problem or _find_contradiction(
-            name, piece, m.tensors[name].dtype, entries[position], starts[position]
+            name, piece, m.tensors[name].dtype, entries[position], starts[position], below
         )
         if problem:
             raise CorruptionError(f"{path}: {name!r} {problem}", key=path, offset=piece.start, tensors=(name,))
         cursor = piece.end
 
 
-def _find_contradiction(name: str, piece: Piece, dtype: str, entry: Entry, entry_start: int) -> str | None:
+def _find_contradiction(name: str, piece: Piece, dtype: str, entry: Entry, entry_start: int, below: str) -> str | None:
     """Say how *piece* contradicts the header's *entry* that its first byte lies in; None when it does not."""
     entry_end = entry_start + entry.end - entry.start
     if piece.end > entry_end:
         return f"has bytes {piece.start}–{piece.end}, the header's entry {entry.name[:80]!r} ends at {entry_end}"
-    if entry.name != name and not entry.name.startswith(f"{name}#"):
+    owner = f"{below}.{entry.name}" if below else entry.name
+    if owner != name and not owner.startswith(f"{name}#"):
         return f"has bytes {piece.start}–{piece.end}, which the header gives to {entry.name[:80]!r}"
     stored_as = dtype if is_native(dtype) else "U8"
     if entry.dtype != stored_as:

@@ -143,7 +143,7 @@ def plan_weights(whole: Manifest, *, window_bytes: int, file_bytes: int) -> Weig
     attempt = weights_attempt(whole.attempt)
     left_out = {name: facts for name, facts in (whole.left_out or {}).items() if _belongs(name, roots)}
     for rank in range(whole.world_size):
-        made, tensors = _plan_rank(whole, rank, attempt, shards.get(rank, []), window_bytes, file_bytes)
+        made, tensors = _plan_rank(whole, rank, attempt, shards.get(rank, []), tree, window_bytes, file_bytes)
         files += made
         votes.append(_vote(whole, rank, attempt, tensors, alias if not rank else {}, left_out, tree))
     return WeightsPlan(tuple(files), tuple(votes), whole.writer)
@@ -209,14 +209,15 @@ def _plan_rank(
     rank: int,
     attempt: str,
     held: Sequence[tuple[_Origin, TensorShard]],
+    tree: Node | None,
     window_bytes: int,
     file_bytes: int,
 ) -> tuple[list[WeightsFile], dict[str, TensorEntry]]:
-    """Return the files that are made of what *rank* wrote, and the tensors in them."""
+    """Return the files that are made of what *rank* wrote, and the tensors in them; *tree* has the modules."""
     first = whole.files[held[0][0][0]] if held else None
     block = first.block if first else PAGE_BYTES
     plan = plan_save(
-        ShardedState(tuple(shard for _, shard in held), {}, None, None, ""),
+        ShardedState(tuple(shard for _, shard in held), {}, tree, None, ""),
         slab_bytes=window_bytes,
         file_bytes=file_bytes,
         payload_alignment=PAGE_BYTES if whole.world_size == 1 else max(PAGE_BYTES, block),

@@ -4,7 +4,8 @@ Guarantees:
 
 - Pure and deterministic: equal descriptions give equal plans on every rank and in every process.
 - Every byte of every shard lies in exactly one file, once; files have no holes (docs/format.md#data-files).
-- What modules hold and all else lie in files of their own; the weights come first.
+- What modules hold and all else lie in files of their own; the weights come first. The weights of one module lie in files
+  of their own, too, and have the module's own names there, so that other tools take such a file for what it is.
 - The copy order is the file order, so that windows fill one after the other and one slab is enough to drain any state.
 """
 
@@ -27,6 +28,8 @@ LARGE = 64
 """A file of so many times the alignment that was asked for gets it: the spaces are 1.6 % of the file at most."""
 WEIGHTS, REST = "weights", "rest"
 """Kinds of data files: what modules hold, and all else. To keep the weights of a step alone is a choice of files."""
+MAX_APART = 8
+"""So many modules have files of their own; a state of more small ones would become as many small files."""
 HEADER = -1
 """In a `Copy`, the source that is not a shard but the file's own header."""
 
@@ -93,29 +96,15 @@ def plan_save(
     """
     held = [index for index, shard in enumerate(state.tensors) if shard.nbytes or 0 in shard.shape]
     held.sort(key=lambda index: _file_order(state.tensors[index], index))
-    weights = names_of_weights(state)
     names = frozenset(shard.name for shard in state.tensors)
     files: list[FilePlan] = []
     pieces: dict[str, list[Piece]] = {}
-    kinds = {
-        WEIGHTS: [index for index in held if state.tensors[index].name in weights],
-        REST: [index for index in held if state.tensors[index].name not in weights],
-    }
-    for kind, members in (
-        (kind, some) for kind, order in kinds.items() for some in _split_files(state.tensors, order, file_bytes)
-    ):
-        files.append(
-            _plan_file(
-                kind,
-                [state.tensors[index] for index in members],
-                members,
-                names,
-                len(files),
-                slab_bytes,
-                payload_alignment,
-                pieces,
+    for (kind, below), order in _sort_by_kind(state, held).items():
+        for members in _split_files(state.tensors, order, file_bytes):
+            shards = [state.tensors[index] for index in members]
+            files.append(
+                _plan_file(kind, below, shards, members, names, len(files), slab_bytes, payload_alignment, pieces)
             )
-        )
     return SavePlan(
         files=tuple(files),
         tensors=_tensor_entries(state.tensors, pieces),
@@ -125,17 +114,38 @@ def plan_save(
     )
 
 
-def names_of_weights(state: ShardedState) -> frozenset[str]:
-    """Return the names of the tensors that modules hold, also of those that are stored under another name of theirs."""
+def _sort_by_kind(state: ShardedState, held: Sequence[int]) -> dict[tuple[str, str], list[int]]:
+    """Return the shards *held* by what they lie with: kind and module; the weights first, in the order of the state."""
+    modules = modules_of_weights(state)
+    apart = len(set(modules.values())) <= MAX_APART
+    sorted_by: dict[tuple[str, str], list[int]] = {
+        (WEIGHTS, module if apart else ""): [] for module in dict.fromkeys(modules.values())
+    }
+    for index in held:
+        module = modules.get(state.tensors[index].name)
+        place = (REST, "") if module is None else (WEIGHTS, module if apart else "")
+        sorted_by.setdefault(place, []).append(index)
+    return sorted_by
+
+
+def modules_of_weights(state: ShardedState) -> dict[str, str]:
+    """Return the name of each tensor that a module holds, and the name of the module.
+
+    That is "" for one that is stored under a name outside of modules, because something else holds it, too.
+    """
     roots = find_modules(state.values)
     if not roots:
-        return frozenset()
+        return {}
 
-    def belongs(name: str) -> bool:
-        return any(prefix in roots for prefix in prefixes(name))
+    def module_of(name: str) -> str | None:
+        module = next((prefix for prefix in prefixes(name) if prefix in roots), None)
+        return "" if module is not None and not name.startswith(f"{module}.") else module
 
-    stored = {shard.name for shard in state.tensors if belongs(shard.name)}
-    return frozenset(stored | {kept for other, kept in state.alias.items() if belongs(other)})
+    modules = {shard.name: module for shard in state.tensors if (module := module_of(shard.name)) is not None}
+    elsewhere = {
+        kept: "" for other, kept in state.alias.items() if kept not in modules and module_of(other) is not None
+    }
+    return modules | elsewhere
 
 
 def _file_order(shard: TensorShard, index: int) -> tuple[bool, int, int]:
@@ -158,6 +168,7 @@ def _split_files(shards: Sequence[TensorShard], order: Sequence[int], file_bytes
 
 def _plan_file(
     kind: str,
+    below: str,
     shards: Sequence[TensorShard],
     sources: Sequence[int],
     names: frozenset[str],
@@ -166,14 +177,20 @@ def _plan_file(
     payload_alignment: int,
     pieces: dict[str, list[Piece]],
 ) -> FilePlan:
-    """Plan one file of *shards*, whose numbers in the state are *sources*, and add what it holds to *pieces*."""
+    """Plan one file of *shards*, whose numbers in the state are *sources*, and add what it holds to *pieces*.
+
+    Args:
+        below: the module that holds all of them, whose own names they get in the file; "" for none.
+        names: of all tensors of the state.
+    """
     entries: list[Entry] = []
     cursor = 0
     for shard, name in zip(shards, _entry_names(shards, names), strict=True):
-        entries.append(_header_entry(shard, name, cursor, cursor + shard.nbytes))
+        own_name = name.removeprefix(f"{below}.") if below else name
+        entries.append(_header_entry(shard, own_name, cursor, cursor + shard.nbytes))
         cursor += shard.nbytes
     alignment = payload_alignment if cursor >= LARGE * payload_alignment else PAGE_BYTES
-    header = encode_header(entries, _metadata(shards, entries), alignment)
+    header = encode_header(entries, _metadata(shards, entries, below), alignment)
     spans = [(0, len(header), HEADER)]
     for shard, source, entry in zip(shards, sources, entries, strict=True):
         start, end = len(header) + entry.start, len(header) + entry.end
@@ -205,7 +222,7 @@ def _header_entry(shard: TensorShard, name: str, start: int, end: int) -> Entry:
     return Entry(name=name, dtype=shard.dtype, shape=shape, start=start, end=end)
 
 
-def _metadata(shards: Sequence[TensorShard], entries: Sequence[Entry]) -> dict[str, str]:
+def _metadata(shards: Sequence[TensorShard], entries: Sequence[Entry], below: str) -> dict[str, str]:
     """Torch's own keys, so that its Hugging Face reader places sharded tensors; ours is JSON in a string."""
     offsets = {
         entry.name: {"saved_offsets": shard.boxes[0].offsets}
@@ -216,7 +233,7 @@ def _metadata(shards: Sequence[TensorShard], entries: Sequence[Entry]) -> dict[s
         "format": "pt",
         "DCP_VERSION": "1.0",
         "DCP_SHARDING_INFO": msgspec.json.encode(offsets).decode(),
-        "aiockpt": '{"v":1}',
+        "aiockpt": msgspec.json.encode({"v": 1, "below": below} if below else {"v": 1}).decode(),
     }
 
 

@@ -130,8 +130,9 @@ def read_file(step: Path, attempt: str, file: Any) -> tuple[bytes, list[tuple[st
     need(found == sums, f"a block of {path} is damaged")
     start = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:start])
-    header.pop("__metadata__", None)
-    entries = [(name, one, *(start + at for at in one["data_offsets"])) for name, one in header.items()]
+    ours = json.loads(header.pop("__metadata__", {}).get("aiockpt", "{}"))
+    below = f"{ours['below']}." if "below" in ours else ""
+    entries = [(below + name, one, *(start + at for at in one["data_offsets"])) for name, one in header.items()]
     entries.sort(key=lambda entry: entry[2:])
     ends = [start, *(entry[3] for entry in entries)]
     need([entry[2] for entry in entries] == ends[:-1] and ends[-1] == len(data), "the entries leave a hole")

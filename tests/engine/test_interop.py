@@ -25,14 +25,14 @@ def test_safetensors_opens_the_data_files(tmp_path: Path, run: Run) -> None:
         ckpt.save(1, run.state).result(30)
     weights, rest = data_files(tmp_path)
     loaded = load_file(weights)
-    assert loaded.keys() == {f"model.{name}" for name in run.model.state_dict()}
+    assert loaded.keys() == run.model.state_dict().keys()
     for name, tensor in run.model.state_dict().items():
-        assert torch.equal(loaded[f"model.{name}"], tensor)
+        assert torch.equal(loaded[name], tensor)
     assert not any(name.startswith("model.") for name in load_file(rest))
     for path in (weights, rest):
         with safe_open(path, "pt") as opened:
             assert opened.metadata()["format"] == "pt"
-            assert opened.metadata()["aiockpt"] == '{"v":1}'
+            assert opened.metadata()["aiockpt"] == ('{"v":1,"below":"model"}' if path == weights else '{"v":1}')
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -40,11 +40,11 @@ def test_torchs_own_reader_of_hugging_face_files_loads_them(tmp_path: Path, run:
     dcp: Any = importlib.import_module("torch.distributed.checkpoint")
     with aiockpt.Checkpointer(tmp_path / "run", io=SMALL) as ckpt:
         ckpt.save(1, {"model": run.model}).result(30)
-    target = {f"model.{name}": torch.zeros_like(tensor) for name, tensor in run.model.state_dict().items()}
+    target = {name: torch.zeros_like(tensor) for name, tensor in run.model.state_dict().items()}
     folder = data_files(tmp_path / "run")[0].parent
     dcp.load(target, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
     for name, tensor in run.model.state_dict().items():
-        assert torch.equal(target[f"model.{name}"], tensor)
+        assert torch.equal(target[name], tensor)
 
 
 def test_large_states_are_cut_into_several_files_that_all_open(tmp_path: Path) -> None:

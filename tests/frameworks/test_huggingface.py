@@ -261,13 +261,16 @@ def test_of_lora_what_is_trained_is_saved(tmp_path: Path) -> None:
     assert all("lora_" in name for name in names)
 
 
-def test_the_weights_may_be_given_to_from_pretrained(tmp_path: Path) -> None:
+@pytest.mark.parametrize("linked", [True, False])
+def test_the_weights_may_be_given_to_from_pretrained(linked: bool, tmp_path: Path) -> None:
     trainer = make(tmp_path, save_total_limit=1)
-    ckpt = attach(trainer, safetensors=True)
+    ckpt = attach(trainer, *([] if linked else ["memory://weights"]), safetensors=True)
     trainer.train()
     ckpt.close()
     found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-20")
     assert_same(dict(found.state_dict()), weights(trainer))
+    of_the_step = {path.stat().st_ino for path in tmp_path.glob("aiockpt/step-00000020/a-*/d/*")}
+    assert ((tmp_path / "checkpoint-20" / "model.safetensors").stat().st_ino in of_the_step) == linked
 
 
 def test_a_model_that_is_cut_by_its_own_plan_is_loaded_whole_and_cut(tmp_path: Path) -> None:
@@ -394,8 +397,9 @@ def test_a_trainer_asks_for_the_names_of_older_versions(tmp_path: Path, monkeypa
 
 def test_the_page_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    trainer = make(tmp_path, max_steps=2, save_steps=1)
+    trainer = make(tmp_path / "out", max_steps=2, save_steps=1)
     named = {
+        "Model": transformers.LlamaForCausalLM,
         "model": trainer.model,
         "args": trainer.args,
         "data": trainer.train_dataset,
@@ -403,4 +407,8 @@ def test_the_page_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     }
     with aiockpt.Checkpointer(tmp_path / "own") as ckpt:
         ckpt.save(1, {"model": trainer.model}).result(60)
-        run_page("frameworks/huggingface.md", named | {"ckpt": ckpt})
+        scope = named | {"ckpt": ckpt}
+        run_page("frameworks/huggingface.md", scope)
+    with aiockpt.Checkpointer(tmp_path / "out" / "aiockpt") as ckpt:
+        ckpt.load({"model": trainer.model}).result(60)
+    assert_same(dict(scope["served"].state_dict()), weights(trainer))

@@ -76,6 +76,9 @@ def convert(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace weights, or a step, that are there.")] = False,
+    link: Annotated[
+        bool, typer.Option("--link", help="Link the files of the step instead of writing its weights a second time.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only show what would be written.")] = False,
     to: Annotated[
         str, typer.Option("--to", help="What a step becomes: hf, a Hugging Face folder, or dcp, a folder of DCP.")
@@ -108,6 +111,8 @@ def convert(
         show.json_or(as_json, done, lambda: show_converted(done, source))
         return
     outward = kind == "steps"
+    if link and (not outward or to != "hf"):
+        raise UsageError("--link is for a step that becomes a Hugging Face folder")
     if to not in ("hf", "dcp") or (to == "dcp" and (not outward or prefix or dtype or dry_run)):
         raise UsageError(
             f"--to {to}: a step becomes hf, or dcp with all of its state (no --prefix, --dtype, --dry-run)"
@@ -121,7 +126,8 @@ def convert(
     with open_checkpointer(source if outward else target) as ckpt:
         if outward:
             start = partial(to_hugging_face, ckpt, target, prefix=prefix, max_shard_bytes=parse_size(max_shard_size))
-            done = carry_out(partial(start, step=step, dtype=dtype, replace=force), dry_run, as_json)
+            start = partial(start, step=step, dtype=dtype, replace=force, link=link)
+            done = carry_out(start, dry_run, as_json)
         else:
             start = partial(from_hugging_face, ckpt, source, prefix=prefix or "model", ties=parse_ties(tie or []))
             done = carry_out(partial(start, step=step or 0, dtype=dtype, replace=force), dry_run, as_json)

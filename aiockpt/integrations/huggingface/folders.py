@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import aiockpt
 from aiockpt.convert import to_hugging_face
-from aiockpt.errors import CheckpointError
+from aiockpt.errors import CheckpointError, UsageError
 
 STATE = "trainer_state.json"
 """What the Trainer keeps of itself, and reads back by this name."""
@@ -38,6 +38,14 @@ class _PendingFolder(NamedTuple):
         self.staged.rename(self.folder)
 
 
+class _Conversion(NamedTuple):
+    """Weights on their way into a folder, as links or written."""
+
+    future: aiockpt.Future[Any]
+    save: _PendingFolder
+    linked: bool
+
+
 class CheckpointFolders:
     """The folders of one Trainer. Its first process makes them; the calls do nothing in the others.
 
@@ -52,7 +60,7 @@ class CheckpointFolders:
         self._safetensors = safetensors
         self._raises = raises
         self._saves: list[_PendingFolder] = []
-        self._conversions: list[tuple[aiockpt.Future[Any], _PendingFolder]] = []
+        self._conversions: list[_Conversion] = []
 
     def path(self, step: int) -> Path:
         """Return the folder of a step."""
@@ -92,23 +100,24 @@ class CheckpointFolders:
                 step = save.future.result().step
                 self._mark(save.staged, step)
                 if self._safetensors:
-                    self._conversions.append(
-                        (to_hugging_face(self._ckpt, save.staged, step=step, prefix="model"), save)
-                    )
+                    self._conversions.append(self._convert(save, link=True))
                 else:
                     save.appear()
-        while self._conversions and self._conversions[0][0].done():
-            converted, save = self._conversions.pop(0)
-            if not self._has_failed(converted, save):
-                save.appear()
+        while self._conversions and self._conversions[0].future.done():
+            conversion = self._conversions.pop(0)
+            if conversion.linked and isinstance(conversion.future.exception(), UsageError):
+                # Several ranks have saved it, or its place is elsewhere: then the weights are written.
+                self._conversions.insert(0, self._convert(conversion.save, link=False))
+            elif not self._has_failed(conversion.future, conversion.save):
+                conversion.save.appear()
 
     def settle(self) -> None:
         """Wait until all is committed, and has its folder; raise what failed."""
         self._ckpt.wait()
         self.publish()
-        for converted, save in self._conversions[:]:
-            self._has_failed(converted, save)
-        self.publish()
+        while self._conversions:
+            self._conversions[0].future.exception()
+            self.publish()
 
     def restore(self, step: int) -> None:
         """Make the folder of a step that was committed when the process died; do nothing where it is whole."""
@@ -133,6 +142,12 @@ class CheckpointFolders:
         states = [path for path in states if path.parent.name.removeprefix(PREFIX).isdecimal()]
         newest = max(states, key=lambda path: path.stat().st_mtime_ns, default=None)
         return None if newest is None else (newest.parent, newest.stat().st_mtime_ns)
+
+    def _convert(self, save: _PendingFolder, *, link: bool) -> _Conversion:
+        """Begin to put the weights of a committed save into its folder."""
+        step = save.future.result().step
+        future = to_hugging_face(self._ckpt, save.staged, step=step, prefix="model", link=link)
+        return _Conversion(future, save, link)
 
     def _has_failed(self, future: aiockpt.Future[Any], save: _PendingFolder) -> bool:
         """Wait for *future*; return whether it failed, and raise it, if that is wanted."""

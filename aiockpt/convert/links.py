@@ -1,0 +1,134 @@
+"""How does a step become a Hugging Face folder without a second copy? Its files of weights are linked where they lie.
+
+A data file with the weights of one module has the module's own names, and is a plain file of safetensors. So where each
+weight lies in one piece, as one rank saves it, a folder of hard links and an index is all that other tools need. The links
+stay when the step is deleted. Every block is compared with its checksum before the folder becomes visible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from urllib.parse import unquote
+
+import msgspec
+
+from aiockpt.convert.choice import Chosen, choose_weights
+from aiockpt.convert.folder_layout import encode_index, file_names
+from aiockpt.convert.outbound import ExportRequest
+from aiockpt.convert.publish import check_target, open_target
+from aiockpt.engine.destination import Destination
+from aiockpt.engine.find import find_manifest
+from aiockpt.engine.load import verify_files
+from aiockpt.errors import UsageError, from_os_error
+from aiockpt.format.manifest import Manifest
+from aiockpt.format.names import list_names
+from aiockpt.format.safetensors import decode_header
+from aiockpt.runtime.limits import run_blocking
+from aiockpt.state.geometry import Box
+from aiockpt.storage.backend import Backend
+
+_ADVICE = (
+    "convert without links, which writes the weights a second time, or read them with aiockpt.convert.open_weights()"
+)
+
+
+class Linked(msgspec.Struct, frozen=True):
+    """A folder of links: of which step, which weights, the names of its files, and the bytes that they share."""
+
+    manifest: Manifest
+    chosen: Chosen
+    files: tuple[str, ...]
+    file_bytes: int
+
+
+async def link_step(
+    destination: Destination, folder: Backend, request: ExportRequest, on_read: Callable[[int], object]
+) -> Linked:
+    """Make *folder* of links to the files of a step; only look whether it can be done where that was asked for.
+
+    Raises:
+        UsageError: the files cannot serve as they are, or no link leads there; says why.
+    """
+    if request.dtype is not None:
+        raise UsageError("a link cannot round to another dtype: give dtype= or link=True, and not both")
+    found = await find_manifest(destination, request.step)
+    engine, manifest = destination.engine, found.manifest
+    chosen = await run_blocking(engine.state_work, choose_weights, manifest, request.prefix, None)
+    root, target_root = _local(found.place.backend), _local(folder)
+    if root is None or target_root is None:
+        raise UsageError(
+            f"{found.place.backend.url} to {folder.url}: links need one file system of this machine; {_ADVICE}"
+        )
+    paths = {index: Path(root, manifest.id, manifest.files[index].p) for index in _files_of(manifest, chosen)}
+    names = dict(zip(paths, file_names(len(paths)), strict=True))
+    linked = Linked(manifest, chosen, tuple(names.values()), sum(manifest.files[index].size for index in paths))
+    await run_blocking(engine.state_work, _check_names, manifest, chosen, paths)
+    if request.dry_run:
+        await check_target(folder, request.replace)
+        return linked
+    async with open_target(folder, engine.world, 0, request.replace) as target, found.place.reading(manifest.id):
+        await verify_files(found.place, manifest, on_read, only=tuple(paths))
+        for index, path in paths.items():
+            await target.link(names[index], str(path))
+        await target.publish(_index(manifest, chosen, names))
+    return linked
+
+
+def _local(backend: Backend) -> str | None:
+    """Return the path of a place on a file system of this machine; None elsewhere."""
+    return unquote(backend.url.removeprefix("file://")) if backend.url.startswith("file://") else None
+
+
+def _files_of(manifest: Manifest, chosen: Chosen) -> list[int]:
+    """Return the numbers of the files that have the weights, each weight in one piece.
+
+    Raises:
+        UsageError: a weight is in several pieces.
+    """
+    cut = []
+    files: dict[int, None] = {}
+    for weight in chosen.weights:
+        pieces = manifest.tensors[weight.stored].pieces
+        if len(pieces) != 1 or Box(pieces[0].offsets, pieces[0].sizes) != Box.whole(weight.shape):
+            cut.append(weight.name)
+        else:
+            files[pieces[0].file] = None
+    if cut or manifest.parts:
+        raise UsageError(
+            f"{manifest.id}: several ranks have saved parts of {list_names(cut) or 'its tensors'}, and a link is to a whole "
+            f"file: {_ADVICE}"
+        )
+    return sorted(files)
+
+
+def _check_names(manifest: Manifest, chosen: Chosen, paths: Mapping[int, Path]) -> None:
+    """Compare the names in the files with those that a folder has; on a worker thread.
+
+    Raises:
+        UsageError: there are others, or tensors that are no weights.
+    """
+    wanted: dict[int, dict[str, int]] = {index: {} for index in paths}
+    for weight in chosen.weights:
+        piece = manifest.tensors[weight.stored].pieces[0]
+        wanted[piece.file][weight.name] = piece.end - piece.start
+    for index, path in paths.items():
+        try:
+            with path.open("rb") as file:
+                length = file.read(8)
+                head = length + file.read(int.from_bytes(length, "little"))
+        except OSError as error:
+            raise from_os_error(error, "reading", str(path)) from error
+        entries = decode_header(head, manifest.files[index].size).entries
+        if {entry.name: entry.end - entry.start for entry in entries} != wanted[index]:
+            raise UsageError(
+                f"{manifest.id}: {manifest.files[index].p} holds other tensors beside the weights of {chosen.prefix}, or "
+                f"under other names (a dict of tensors is no module): {_ADVICE}"
+            )
+
+
+def _index(manifest: Manifest, chosen: Chosen, names: Mapping[int, str]) -> bytes | None:
+    if len(names) == 1:
+        return None
+    places = {weight.name: names[manifest.tensors[weight.stored].pieces[0].file] for weight in chosen.weights}
+    return encode_index(places, sum(weight.nbytes for weight in chosen.weights))

@@ -1,0 +1,161 @@
+"""How does a program that serves a model read the weights of a step where they lie, whoever saved them and cut how?
+
+With the names and the calls of ``safetensors.safe_open``, and an iterator that reads ahead, as inference engines take it:
+``model.load_weights(weights.items())``. Every block is verified, and memory holds what is read ahead.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from aiockpt.checkpointer import Checkpointer
+from aiockpt.convert.casting import torch_dtype
+from aiockpt.convert.choice import Chosen, choose_weights
+from aiockpt.convert.folder_layout import Weight
+from aiockpt.engine.destination import Destination
+from aiockpt.engine.find import Found, find_manifest
+from aiockpt.engine.load import fill_tensors
+from aiockpt.errors import StateMismatchError
+from aiockpt.futures import Future
+from aiockpt.runtime.limits import run_blocking
+from aiockpt.state.geometry import Box
+from aiockpt.state.shards import TensorShard
+
+AHEAD_BYTES = 256 << 20
+
+
+class Weights:
+    """The weights of one step, by the names that their module has for them. Any thread, one at a time.
+
+    Attributes:
+        step: of the checkpoint.
+        ties: other names of a weight's memory → its name.
+    """
+
+    def __init__(self, checkpointer: Checkpointer, found: Found, chosen: Chosen) -> None:
+        manifest = found.manifest
+        self._checkpointer = checkpointer
+        self._found = found
+        self._weights = {weight.name: weight for weight in chosen.weights}
+        self.step = manifest.step
+        self.ties = dict(chosen.ties)
+
+    def keys(self) -> list[str]:
+        """Return the names, in the order of the model; what is tied is there once."""
+        return list(self._weights)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._weights or name in self.ties
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """Return a weight, on the host, in its stored dtype. Blocks."""
+        return self._checkpointer.read(self.step, self._weight(name).stored).result()
+
+    __getitem__ = get_tensor
+
+    def get_slice(self, name: str) -> WeightSlice:
+        """Return a weight of which rows are read when they are asked for: ``get_slice(name)[:10]``."""
+        return WeightSlice(self._checkpointer, self.step, self._weight(name))
+
+    def items(self, *, ahead_bytes: int = AHEAD_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each name with its weight, in the order of the model; the next ones are read meanwhile.
+
+        Args:
+            ahead_bytes: how much is read ahead; one weight may be larger.
+        """
+        batches = deque(self._batches(max(ahead_bytes // 2, 1)))
+        pending: deque[tuple[dict[str, torch.Tensor], Future[None]]] = deque()
+        while batches or pending:
+            while batches and len(pending) < 2:
+                pending.append(self._start(batches.popleft()))
+            tensors, future = pending.popleft()
+            future.result()
+            for name in list(tensors):
+                yield name, tensors.pop(name)
+
+    def _batches(self, most_bytes: int) -> Iterator[list[Weight]]:
+        batch: list[Weight] = []
+        held = 0
+        for weight in self._weights.values():
+            if batch and held + weight.nbytes > most_bytes:
+                yield batch
+                batch, held = [], 0
+            batch.append(weight)
+            held += weight.nbytes
+        if batch:
+            yield batch
+
+    def _start(self, weights: list[Weight]) -> tuple[dict[str, torch.Tensor], Future[None]]:
+        """Begin to read some weights into new memory."""
+        tensors = {weight.name: torch.empty(weight.shape, dtype=torch_dtype(weight.dtype)) for weight in weights}
+        wanted = [
+            TensorShard(weight.stored, weight.dtype, weight.shape, (Box.whole(weight.shape),), tensors[weight.name])
+            for weight in weights
+        ]
+        place, manifest = self._found.place, self._found.manifest
+
+        async def read(_: Destination) -> None:
+            async with place.reading(manifest.id):
+                await fill_tensors(place, manifest, wanted)
+
+        return tensors, self._checkpointer.run_on_destination(f"reading of {weights[0].name} and more", read)
+
+    def _weight(self, name: str) -> Weight:
+        weight = self._weights.get(self.ties.get(name, name))
+        if weight is None:
+            raise StateMismatchError(
+                self._found.manifest.id, [f"{name}: in no part of its weights"], "keys() lists what there is."
+            )
+        return weight
+
+
+class WeightSlice:
+    """A weight of which parts are read: the methods of a slice of ``safetensors``."""
+
+    def __init__(self, checkpointer: Checkpointer, step: int, weight: Weight) -> None:
+        self._checkpointer = checkpointer
+        self._step = step
+        self._weight = weight
+
+    def get_shape(self) -> list[int]:
+        """Return its shape."""
+        return list(self._weight.shape)
+
+    def get_dtype(self) -> str:
+        """Return the code of its dtype, as safetensors has it: ``BF16``."""
+        return self._weight.dtype
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        first, *others = key if isinstance(key, tuple) else (key,)
+        by_rows = isinstance(first, slice) and first.step in (None, 1) and len(self._weight.shape) > 0
+        rows = slice(first.start, first.stop) if by_rows else None
+        read = self._checkpointer.read(self._step, self._weight.stored, rows=rows).result()
+        return read[(slice(None) if by_rows else first, *others)]
+
+
+def open_weights(checkpointer: Checkpointer, step: int | None = None, *, prefix: str | None = None) -> Weights:
+    """Return the weights of a step (the newest valid one for None), to be read where they lie. Blocks.
+
+    Args:
+        prefix: the part of the state that is the weights, ``"model"``; None finds the one module.
+
+    Raises:
+        StepNotFoundError, NoValidCheckpointError: there is no such step.
+        UsageError: the prefix does not fit the step.
+    """
+
+    async def look(steps: Destination) -> tuple[Found, Chosen]:
+        found = await find_manifest(steps, step)
+        return found, await run_blocking(steps.engine.state_work, choose_weights, found.manifest, prefix, None)
+
+    return Weights(checkpointer, *checkpointer.run_on_destination("look at the weights", look).result())
