@@ -407,7 +407,7 @@ def test_the_page_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     }
     with aiockpt.Checkpointer(tmp_path / "own") as ckpt:
         ckpt.save(1, {"model": trainer.model}).result(60)
-        scope = named | {"ckpt": ckpt}
+        scope: dict[str, Any] = named | {"ckpt": ckpt}
         run_page("frameworks/huggingface.md", scope)
     with aiockpt.Checkpointer(tmp_path / "out" / "aiockpt") as ckpt:
         ckpt.load({"model": trainer.model}).result(60)
