@@ -1,0 +1,254 @@
+"""``save`` and ``load`` of ``megatron.core.dist_checkpointing``, with its signatures, on this engine.
+
+A folder ``/runs/7/iter_0000100`` is step 100 of the place ``/runs/7``; any other folder is a place of its own, with one
+step. Each place has one `aiockpt.Checkpointer` as long as the program runs, so that saves go on in the background.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import posixpath
+import re
+from collections.abc import Callable, Collection, Mapping
+from importlib import import_module
+from typing import Any
+
+import torch.distributed as dist
+
+import aiockpt
+from aiockpt.format.names import join_name
+from aiockpt.integrations.megatron.object_values import decode, encode
+from aiockpt.integrations.megatron.sharded_leaves import GlobalTensors, leaf_name, mapping, path_of
+
+_dicts: Any = import_module("megatron.core.dist_checkpointing.dict_utils")
+_state_dicts: Any = import_module("megatron.core.dist_checkpointing.state_dict_utils")
+_utils: Any = import_module("megatron.core.dist_checkpointing.utils")
+_validation: Any = import_module("megatron.core.dist_checkpointing.validation")
+
+COMMON = "common"
+"""The key of what is no leaf of Megatron's, which rank 0 saves for all."""
+CONTENT = "content_metadata"
+"""The key under which Megatron keeps what ``save(content_metadata=…)`` is given."""
+Directory = str | os.PathLike[str]
+
+_logger = logging.getLogger("aiockpt")
+_places: dict[str, aiockpt.Checkpointer] = {}
+
+
+def save(
+    sharded_state_dict: dict[str, Any],
+    checkpoint_dir: Directory,
+    sharded_strategy: object = None,
+    common_strategy: object = None,
+    validate_access_integrity: bool = True,
+    async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
+    content_metadata: dict[str, Any] | None = None,
+) -> aiockpt.SaveFuture | None:
+    """Save a sharded state dict, on all ranks.
+
+    The tensors are copied when this returns. With ``async_sharded_save`` they are written in the background and the future
+    is returned; else this returns when the checkpoint is committed.
+
+    Args:
+        sharded_state_dict: it is left as it is.
+        checkpoint_dir: ``…/iter_0000100`` is step 100 of the place above it.
+        sharded_strategy, common_strategy: None; the engine is the strategy.
+        validate_access_integrity, preprocess_common_before_consistancy_check: taken as Megatron does, and without use: the
+            engine compares what the ranks hold at every save, and what is common is that of rank 0.
+        content_metadata: kept beside the common state, and part of what `load` returns.
+
+    Raises:
+        UsageError: a strategy was given, or one key is two tensors.
+        UnsupportedStateError: a value has no plain form; it is named.
+        CheckpointError: an earlier save failed; without ``async_sharded_save``, this one.
+    """
+    _refuse_strategies(sharded_strategy, common_strategy)
+    root, step = locate(checkpoint_dir)
+    sharded, _, _ = _state_dicts.load_preprocess(sharded_state_dict)
+    sharded, common = _utils.extract_sharded_base(sharded)
+    bases = list(_dicts.nested_values(sharded))
+    state = GlobalTensors(bases).to_save()
+    for base in bases:
+        if isinstance(base, mapping.ShardedObject) and mapping.is_main_replica(base.replica_id):
+            state[base.unique_key] = encode(base.data)
+    if _rank() == 0:
+        state[COMMON] = encode(common | ({} if content_metadata is None else {CONTENT: content_metadata}))
+    saving = open_place(root).save(step or 0, state)
+    if async_sharded_save:
+        return saving
+    saving.result()
+    return None
+
+
+def load(
+    sharded_state_dict: dict[str, Any],
+    checkpoint_dir: Directory,
+    sharded_strategy: object = None,
+    common_strategy: object = None,
+    validate_access_integrity: bool = True,
+    strict: Any = None,
+) -> Any:
+    """Load what a sharded state dict asks for, on all ranks, into its tensors; return the state dict with what was loaded.
+
+    Args:
+        sharded_state_dict: it is left as it is; its tensors are filled in place.
+        checkpoint_dir: as for `save`. One without a number is the newest valid step of that place.
+        sharded_strategy, common_strategy: None.
+        validate_access_integrity: taken as Megatron does, and without use.
+        strict: a ``StrictHandling`` of Megatron, or its name. By default what the checkpoint lacks is an error.
+
+    Returns:
+        The state dict; with ``return_unexpected`` and ``return_all`` also the keys that nobody asked for, and those that the
+        checkpoint lacks.
+
+    Raises:
+        StepNotFoundError: there is no such step, or none at all.
+        StateMismatchError: names what the checkpoint lacks and what has another shape; nothing was overwritten.
+        CorruptionError: the step is damaged.
+    """
+    _refuse_strategies(sharded_strategy, common_strategy)
+    root, asked = locate(checkpoint_dir)
+    place = open_place(root)
+    step = _agree_on_step(place, asked)
+    if step is None:
+        raise aiockpt.StepNotFoundError(f"there is no checkpoint in {root}")
+    saved = place.describe(step).result()
+    tensors = {tensor.name: tensor for tensor in saved.tensors}
+    sharded, own, factories = _state_dicts.load_preprocess(sharded_state_dict)
+    sharded, _ = _utils.extract_sharded_base(sharded)
+    sharded, missing, unexpected = _handle_strictly(strict, sharded, tensors, saved)
+
+    bases = list(_dicts.nested_values(sharded))
+    wanted = GlobalTensors(bases)
+    values = [COMMON, *(leaf_name(base) for base in bases if isinstance(base, mapping.ShardedObject))]
+    state = wanted.to_load(tensors) | dict.fromkeys(values)
+    place.load(state, step, only=[*wanted.names(), *(join_name((value,)) for value in values)]).result()
+    wanted.finish()
+
+    loaded: dict[str, Any] = decode(state[COMMON])
+    _dicts.merge(loaded, own)
+    _dicts.merge(loaded, _dicts.dict_list_map_outplace(lambda base: _loaded(base, state), sharded))
+    loaded = mapping.apply_factory_merges(loaded, factories)
+    returns = _validation.StrictHandling.requires_returning_mismatch_keys(
+        _validation.parse_strict_flag(_strict(strict))
+    )
+    return (loaded, missing, unexpected) if returns else loaded
+
+
+def latest(checkpoint_dir: Directory) -> int | None:
+    """Return the newest valid step of a place, the same on all ranks, or None where there is none.
+
+    What a job that was killed had written completely is committed first.
+    """
+    return _agree_on_step(open_place(os.fspath(checkpoint_dir)), None)
+
+
+def open_place(place: Directory, **options: Any) -> aiockpt.Checkpointer:
+    """Return the checkpointer of a place, made at the first call, on all ranks alike.
+
+    Args:
+        place: the folder above ``iter_…``, or a URL.
+        **options: of `aiockpt.Checkpointer`, at the first call: ``retention=``, ``worker=``, ``snapshot=`` …
+    """
+    root = os.fspath(place).rstrip("/")
+    if root in _places and options:
+        raise aiockpt.UsageError(
+            f"{root} is open already: call open_place(…, {', '.join(options)}=…) before save and load"
+        )
+    if root not in _places:
+        _places[root] = aiockpt.Checkpointer(root, **options)
+    return _places[root]
+
+
+def wait() -> None:
+    """Wait until all is committed, and let go of the places; raise what went wrong. The end of the program waits, too."""
+    while _places:
+        _places.popitem()[1].close()
+
+
+def locate(checkpoint_dir: Directory) -> tuple[str, int | None]:
+    """Return the place that a folder of Megatron's is in, and its step; None for a folder without a number."""
+    folder = os.fspath(checkpoint_dir).rstrip("/")
+    above, name = posixpath.split(folder)
+    numbered = re.fullmatch(r"iter_(\d+)", name)
+    return (above or ".", int(numbered[1])) if numbered else (folder, None)
+
+
+def _loaded(base: Any, state: Mapping[str, Any]) -> Any:
+    return decode(state[base.unique_key]) if isinstance(base, mapping.ShardedObject) else base.data
+
+
+def _refuse_strategies(*given: object) -> None:
+    if any(one is not None for one in given):
+        raise aiockpt.UsageError(
+            "sharded_strategy and common_strategy: the engine is the strategy; leave them out, also the wrapper for fully "
+            "parallel saves: ranks that hold the same share the writing here without it"
+        )
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _agree_on_step(place: aiockpt.Checkpointer, asked: int | None) -> int | None:
+    """Return *asked*, or the newest valid step as rank 0 finds it, when what a dead job has left is finished."""
+    answer: list[Any] = [asked, None]
+    if _rank() == 0:
+        try:
+            place.finish_commits().result()
+            answer[0] = place.latest().result() if asked is None else asked
+        except aiockpt.CheckpointError as error:
+            answer[1] = error
+    if dist.is_initialized():
+        dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise answer[1]
+    step: int | None = answer[0]
+    return step
+
+
+def _strict(strict: Any) -> Any:
+    return _validation.StrictHandling.ASSUME_OK_UNEXPECTED if strict is None else strict
+
+
+def _handle_strictly(
+    strict: Any, sharded: Any, tensors: Collection[str], saved: aiockpt.Description
+) -> tuple[Any, set[str], set[str]]:
+    """Compare what is asked for with what there is, as Megatron's flag says; return what can be loaded.
+
+    Megatron calls *missing* what nobody asks for, and *unexpected* what the checkpoint lacks.
+    """
+    flag = _validation.parse_strict_flag(_strict(strict))
+    kinds = _validation.StrictHandling
+    values: Any = saved.values
+    there = set(tensors) | {join_name((name,)) for name in values}
+    asked = {_name(base): leaf_name(base) for base in _dicts.nested_values(sharded)}
+    unexpected = {leaf for name, leaf in asked.items() if name not in there}
+    missing: set[str] = set()
+    if kinds.requires_global_app_metadata(flag):
+        everyone: list[Any] = [set(asked)]
+        if dist.is_initialized():
+            everyone = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, set(asked))
+        missing = {name for name in there.difference(*everyone) if name in tensors or "/shard_" in name}
+    if flag in (kinds.ASSUME_OK_UNEXPECTED, kinds.RAISE_UNEXPECTED, kinds.RAISE_ALL) and unexpected | missing:
+        found = [f"{key}: not in the checkpoint" for key in sorted(unexpected)]
+        found += [f"{key}: only in the checkpoint" for key in sorted(missing)]
+        raise aiockpt.StateMismatchError(saved.info.id, found, "strict= of load() says what to do with them.")
+    if flag in (kinds.LOG_UNEXPECTED, kinds.LOG_ALL) and unexpected | missing:
+        _logger.warning(
+            "%s: not in the checkpoint, and left as they are: %s; only in the checkpoint: %s",
+            saved.info.id,
+            sorted(unexpected),
+            sorted(missing),
+        )
+    _, sharded = _dicts.extract_matching_values(sharded, lambda base: leaf_name(base) in unexpected)
+    return (sharded, set(), set()) if flag == kinds.IGNORE_ALL else (sharded, missing, unexpected)
+
+
+def _name(base: Any) -> str:
+    """Return the name that a leaf has in the checkpoint."""
+    is_object = isinstance(base, mapping.ShardedObject)
+    return join_name((base.unique_key,) if is_object else path_of(base.key))

@@ -1,0 +1,186 @@
+"""What does a rank hold of the optimizer? Its slices of Megatron's flat buffers, as boxes of the parameters' tensors.
+
+A ``DistributedOptimizer`` deals out flat buffers in which the parameters lie one behind another: a rank has elements
+``[start, end)`` of some parameters, flattened (its ``gbuf_ranges``). The model's sharded state dict says where a parameter
+lies in the global tensor. Both together are boxes of the global tensor: no rank asks another, and a checkpoint loads under
+any tensor, pipeline, expert and data parallelism. Keys are those of Megatron's ``fully_reshardable`` format, which gathers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import torch
+
+import aiockpt
+from aiockpt.integrations.megatron.sharded_leaves import ShardParts, flat_parts, mapping
+
+_distributed: Any = import_module("megatron.core.optimizer.distrib_optimizer")
+_optimizers: Any = import_module("megatron.core.optimizer.optimizer")
+_dicts: Any = import_module("megatron.core.dist_checkpointing.dict_utils")
+
+STATE = "optimizer.state"
+STEP = "step"
+_REFUSED = (
+    "use optimizer.sharded_state_dict(…, metadata={'distrib_optim_sharding_type': 'fully_reshardable'}), which gathers, in "
+    "place of optimizer_state()"
+)
+
+
+def optimizer_state(
+    optimizer: Any, model_sharded_state_dict: dict[str, Any], *, is_loading: bool = False
+) -> dict[str, Any]:
+    """Return the sharded state dict of any of Megatron's optimizers, with no collective; its tensors are those in use.
+
+    An optimizer that has not stepped gets the zeros with which its first step would begin.
+
+    Args:
+        optimizer: as ``get_megatron_optimizer`` makes it.
+        model_sharded_state_dict: of the model, or of all its chunks in one dict.
+        is_loading: whether it is what a load asks for.
+
+    Raises:
+        UsageError: the optimizer keeps its state in a form that is not known here; what to use instead is said.
+    """
+    ours = list(_chained(optimizer))
+    if not any(isinstance(one, _distributed.DistributedOptimizer) for one in ours):
+        state: dict[str, Any] = optimizer.sharded_state_dict(model_sharded_state_dict, is_loading=is_loading)
+        return state
+    bases = {id(base.data): base for base in _dicts.nested_values(model_sharded_state_dict) if hasattr(base, "data")}
+    groups: dict[str, Any] = {}
+    tensors: list[Any] = []
+    for one in ours:
+        _check(one)
+        _make_state(one)
+        tensors += _leaves(one, bases)
+        groups |= _settings(one, is_loading=is_loading)
+    return {"param_state": dict(enumerate(tensors)), "settings": groups}
+
+
+def load_optimizer_state(optimizer: Any, loaded: dict[str, Any]) -> None:
+    """Set what is no tensor from what ``load`` has returned for `optimizer_state`; the tensors are filled already."""
+    if "settings" not in loaded:
+        optimizer.load_state_dict(loaded)
+        return
+    settings = loaded["settings"]
+    for one in _chained(optimizer):
+        for group in one.optimizer.param_groups:
+            group.update(settings[_group_key(group)])
+            if STEP in group or _distributed.HAVE_APEX_OR_TE:
+                group[STEP] = settings[STEP]
+        for state in one.optimizer.state.values():
+            if STEP in state:
+                state[STEP].fill_(settings[STEP])
+        if one.grad_scaler:
+            one.grad_scaler.load_state_dict(settings["grad_scaler"])
+
+
+def _chained(optimizer: Any) -> Iterator[Any]:
+    """Yield the optimizers that one is made of; what has no parameters on this rank is left out."""
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not getattr(one, "is_stub_optimizer", False):
+            yield one
+
+
+def _check(optimizer: Any) -> None:
+    if not isinstance(optimizer, _distributed.DistributedOptimizer):
+        raise aiockpt.UsageError(f"{type(optimizer).__name__} in a chain with a DistributedOptimizer: {_REFUSED}")
+    if optimizer.ddp_config.use_megatron_fsdp:
+        raise aiockpt.UsageError("Megatron FSDP keeps DTensors: save them with aiockpt.Checkpointer as they are")
+    if isinstance(optimizer.optimizer, _distributed.HybridDeviceOptimizer):
+        raise aiockpt.UsageError(f"an optimizer on host and device (HybridDeviceOptimizer): {_REFUSED}")
+    if optimizer.config.use_precision_aware_optimizer:
+        raise aiockpt.UsageError(f"use_precision_aware_optimizer keeps scaled state: {_REFUSED}")
+
+
+def _make_state(optimizer: Any) -> None:
+    """Give an optimizer that has not stepped the state that its first step would make: zeros."""
+    for group in optimizer.optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.optimizer.state[parameter]
+            if not state:
+                state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
+                state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
+                if not _distributed.HAVE_APEX_OR_TE:
+                    state[STEP] = torch.zeros((), dtype=torch.float32)
+
+
+def _leaves(optimizer: Any, bases: dict[int, Any]) -> Iterator[ShardParts]:
+    """Yield the slices of this rank: of main parameters, where they are copies, and of all state beside them."""
+    for buffer in optimizer.gbuf_ranges:
+        for buckets in buffer.values():
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    base = bases.get(id(parameter))
+                    if base is None:
+                        raise aiockpt.UsageError(
+                            f"a parameter of shape {tuple(parameter.shape)} is not in model_sharded_state_dict: give "
+                            "model.sharded_state_dict() of all chunks, with the parameters themselves (keep_vars=True)"
+                        )
+                    group, order = optimizer.model_param_group_index_map[parameter]
+                    main = optimizer.optimizer.param_groups[group]["params"][order]
+                    tensors = {key: one for key, one in optimizer.optimizer.state[main].items() if key != STEP}
+                    if main.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+                        tensors["param"] = main.detach()
+                    for key, tensor in tensors.items():
+                        yield from _slices(optimizer, base, ranges["param"].start, key, tensor)
+
+
+def _slices(optimizer: Any, base: Any, start: int, state_key: str, data: torch.Tensor) -> Iterator[ShardParts]:
+    """Yield a slice of a parameter's state, cut where a factory cuts the parameter."""
+    first, end = start, start + data.numel()
+    for piece, piece_start in _pieces(base):
+        low, high = max(first, piece_start), min(end, piece_start + piece.data.numel())
+        part = data[low - first : max(low, high) - first]
+        shape, parts = flat_parts(piece, max(0, low - piece_start) if len(part) else 0, part)
+        saves = _is_first_replica(piece.replica_id) and not optimizer.distributed_optimizer_instance_id
+        yield ShardParts(f"{STATE}.{state_key}.{piece.key}", part, shape, parts, saves=saves)
+
+
+def _pieces(base: Any) -> Iterator[tuple[Any, int]]:
+    """Yield the tensors that a parameter is saved as, and which of its elements is the first of each."""
+    if not isinstance(base, mapping.ShardedTensorFactory):
+        yield base, 0
+        return
+    for piece in _dicts.nested_values({"built": base.build()}):
+        data = piece.data
+        if data.untyped_storage().data_ptr() != base.data.untyped_storage().data_ptr() or not data.is_contiguous():
+            raise aiockpt.UsageError(f"{base.key}: its factory does not cut it into runs of elements; {_REFUSED}")
+        yield piece, data.storage_offset() - base.data.storage_offset()
+
+
+def _is_first_replica(replica_id: Any) -> bool:
+    """Return whether a parameter is the one to save, of those that are alike besides data parallelism.
+
+    The last number is the place among data-parallel ranks, each of which has a slice of its own.
+    """
+    return isinstance(replica_id, int) or not any(replica_id[:-1])
+
+
+def _settings(optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+    """Return what is no tensor of a parameter, each as an object that all ranks know alike."""
+    found: dict[str, Any] = {}
+    for group in optimizer.optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key not in ("params", STEP)}
+        found[_group_key(group)] = _object(f"optimizer.settings.{_group_key(group)}", options)
+    steps = {int(state[STEP]) for state in optimizer.optimizer.state.values() if STEP in state}
+    steps |= {int(group[STEP]) for group in optimizer.optimizer.param_groups if group["params"] and STEP in group}
+    if len(steps) > 1:
+        raise aiockpt.UsageError(f"the optimizer's parameters have made {sorted(steps)} steps; {_REFUSED}")
+    if is_loading or steps or any(group["params"] for group in optimizer.optimizer.param_groups):
+        found[STEP] = _object(f"optimizer.settings.{STEP}", max(steps, default=0))
+    if optimizer.grad_scaler:
+        found["grad_scaler"] = _object("optimizer.settings.grad_scaler", optimizer.grad_scaler.state_dict())
+    return found
+
+
+def _object(key: str, value: Any) -> Any:
+    return mapping.ShardedObject(key, value, (1,), (0,), replica_id=0)
+
+
+def _group_key(group: dict[str, Any]) -> str:
+    """Return by what a group of parameters is known under any parallelism, as Megatron tells them apart."""
+    known = {key: group.get(key, group.get(f"pre_{key}")) for key in _optimizers.param_group_identifier_keys}
+    return ",".join(f"{key}={value}" for key, value in known.items())

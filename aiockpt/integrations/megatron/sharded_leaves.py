@@ -1,0 +1,199 @@
+"""What are the leaves of a sharded state dict of Megatron to this engine? Boxes of global tensors, and values.
+
+Every ``ShardedTensor`` of one key is a part of one tensor: a layer of a stack (``prepend_axis_num``), half of a SwiGLU
+projection (what its factory builds), a tensor-parallel slice. All parts that a rank holds of a key are one
+`aiockpt.Shards`, and none is copied: a save reads the tensors where they are, and a load fills them. Ranks that hold the
+same part are not told apart by ``replica_id``: the engine stores it once, and deals the writing out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+
+import aiockpt
+from aiockpt.format.dtypes import torch_name
+from aiockpt.format.names import join_name
+
+mapping: Any = import_module("megatron.core.dist_checkpointing.mapping")
+
+Part = tuple[tuple[int, ...], torch.Tensor]
+"""Where a local tensor begins in the global one, and the tensor, with as many axes."""
+
+
+class ShardParts(mapping.ShardedBase):  # type: ignore[misc]  # Any, where Megatron is not installed
+    """A leaf that Megatron has no class for: any parts of a global tensor, such as those of a slice of a flat buffer.
+
+    Args:
+        key: of the global tensor.
+        data: the local tensor that has all the parts, which is what a load puts in the place of this leaf.
+        shape: of the global tensor.
+        parts: views of *data*, with their places.
+        saves: whether this rank saves them; where another one has the same, cut at other places, one of both does.
+    """
+
+    def __init__(
+        self, key: str, data: torch.Tensor, shape: tuple[int, ...], parts: Sequence[Part], *, saves: bool = True
+    ) -> None:
+        self.key = key
+        self.data = data
+        self.shape = shape
+        self.parts = list(parts)
+        self.saves = saves
+        self.replica_id = 0 if saves else 1
+
+    def validate_metadata_integrity(self) -> None:
+        """Nothing is to be checked that `aiockpt.Shards` does not check."""
+
+    def without_data(self) -> ShardParts:
+        """Return it without its tensors."""
+        return ShardParts(self.key, self.data[:0], self.shape, [], saves=self.saves)
+
+
+def leaf_name(base: Any) -> str:
+    """Return what a leaf is called: a tensor by its key, one of several objects of a key by key and place."""
+    return str(base.unique_key if isinstance(base, mapping.ShardedObject) else base.key)
+
+
+def path_of(key: str) -> tuple[str, ...]:
+    """Return where the tensor of a key lies in the checkpoint: below ``optimizer`` or ``model``."""
+    parts = key.split(".")
+    return tuple(parts) if parts[0] == "optimizer" else ("model", *parts)
+
+
+def parts_of(base: Any) -> tuple[tuple[int, ...], torch.dtype, list[Part]]:
+    """Return the shape of the global tensor, its dtype here, and what this rank holds of it."""
+    if isinstance(base, ShardParts):
+        return base.shape, base.data.dtype, base.parts
+    local = base.data.detach()
+    local = local.view((1,) * base.prepend_axis_num + tuple(local.shape))
+    return tuple(base.global_shape), local.dtype, [(tuple(base.global_offset), local)]
+
+
+class GlobalTensors:
+    """The tensors of a sharded state dict by key, each with the parts of this rank.
+
+    Attributes:
+        shapes: of the global tensors.
+        flexible: keys of those that may be of another size in the checkpoint (a padded vocabulary).
+    """
+
+    def __init__(self, bases: Sequence[Any]) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.flexible: set[str] = set()
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._parts: dict[str, list[Part]] = {}
+        self._saves: dict[str, bool] = {}
+        self._after: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for base in bases:
+            if not isinstance(base, mapping.ShardedObject):
+                self._add(base)
+
+    def _add(self, base: Any) -> None:
+        shape, dtype, parts = parts_of(base)
+        key = base.key
+        self.shapes.setdefault(key, shape)
+        if (self.shapes[key], self._dtypes.setdefault(key, dtype)) != (shape, dtype):
+            raise aiockpt.UsageError(
+                f"{key}: {dtype} {shape} in one place of the sharded state dict, and {self._dtypes[key]} "
+                f"{self.shapes[key]} in another: a key names one tensor"
+            )
+        if getattr(base, "allow_shape_mismatch", False):
+            self.flexible.add(key)
+        known = self._parts.setdefault(key, [])
+        self._saves[key] = self._saves.get(key, False) or getattr(base, "saves", True)
+        for offsets, part in parts:
+            same = [one for place, one in known if place == offsets and one.shape == part.shape]
+            if same:
+                self._after.append((part, same[0]))
+            else:
+                known.append((offsets, part))
+
+    def to_save(self) -> dict[str, Any]:
+        """Return the state to save."""
+        state: dict[str, Any] = {}
+        for key, shape in self.shapes.items():
+            parts = self._parts[key] if self._saves[key] else []
+            put(state, path_of(key), aiockpt.Shards(shape, parts, dtype=self._dtypes[key]))
+        return state
+
+    def to_load(self, saved: Mapping[str, aiockpt.TensorInfo]) -> dict[str, Any]:
+        """Return the state to load, of *saved* tensors by name.
+
+        A tensor of another dtype is loaded beside the one here, which `finish` fills. One that may be of another size is
+        filled where both have elements, and with zeros elsewhere, as Megatron does.
+        """
+        state: dict[str, Any] = {}
+        for key, shape in self.shapes.items():
+            info, parts = saved[join_name(path_of(key))], self._parts[key]
+            if key in self.flexible and info.shape != shape:
+                for _, part in parts:
+                    part.zero_()
+                shape, parts = info.shape, list(clip(parts, info.shape))
+            dtype = getattr(torch, torch_name(info.dtype))
+            if dtype != self._dtypes[key]:
+                made = [(offsets, torch.empty_like(part, dtype=dtype)) for offsets, part in parts]
+                self._after[:0] = [(part, new) for (_, part), (_, new) in zip(parts, made, strict=True)]
+                parts = made
+            put(state, path_of(key), aiockpt.Shards(shape, parts, dtype=dtype))
+        return state
+
+    def names(self) -> list[str]:
+        """Return the names of the tensors in the checkpoint."""
+        return [join_name(path_of(key)) for key in self.shapes]
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Fill what was loaded beside, and the second of two tensors that hold the same part."""
+        for target, source in self._after:
+            target.copy_(source)
+
+
+def clip(parts: Sequence[Part], shape: tuple[int, ...]) -> Iterator[Part]:
+    """Yield what lies inside of a tensor of *shape*."""
+    for offsets, part in parts:
+        sizes = [min(size, whole - start) for size, whole, start in zip(part.shape, shape, offsets, strict=True)]
+        if min(sizes, default=1) > 0:
+            yield offsets, part[tuple(slice(size) for size in sizes)]
+
+
+def put(state: dict[str, Any], path: Sequence[str], value: object) -> None:
+    """Put *value* at *path* of nested dicts.
+
+    Raises:
+        UsageError: something else is in its way.
+    """
+    inner: Any = state
+    for depth, part in enumerate(path[:-1], 1):
+        inner = inner.setdefault(part, {})
+        if type(inner) is not dict:
+            raise aiockpt.UsageError(f"{'.'.join(path[:depth])} is a tensor, and what {'.'.join(path)} lies in")
+    if path[-1] in inner:
+        raise aiockpt.UsageError(f"{'.'.join(path)} is a tensor, and what others lie in")
+    inner[path[-1]] = value
+
+
+def flat_parts(base: Any, start: int, data: torch.Tensor) -> tuple[tuple[int, ...], list[Part]]:
+    """Return the shape of the global tensor and the places of a slice of one local tensor.
+
+    Args:
+        base: the ``ShardedTensor`` of the local tensor.
+        start: which of the local tensor's elements, flattened, is the first of *data*.
+        data: 1-D and contiguous.
+    """
+    ahead = base.prepend_axis_num
+    shape, offsets = tuple(base.global_shape), tuple(base.global_offset)
+    local = aiockpt.Shards.flat(tuple(base.local_shape), start, data).held
+    boxes = [box for piece in local.pieces for box in piece.boxes]
+    parts: list[Part] = []
+    taken = 0
+    for box in boxes:
+        place = (*offsets[:ahead], *map(sum, zip(offsets[ahead:], box.offsets, strict=True)))
+        length = math.prod(box.sizes)
+        parts.append((place, data[taken : taken + length].view((1,) * ahead + box.sizes)))
+        taken += length
+    return shape, parts
