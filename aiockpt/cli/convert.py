@@ -58,6 +58,21 @@ def parse_ties(pairs: list[str]) -> dict[str, str]:
     return ties
 
 
+def parse_rules(pairs: list[str]) -> list[tuple[str, str]]:
+    """Return what ``--rename OLD=NEW`` said, in its order.
+
+    Raises:
+        UsageError: one of them is no pair.
+    """
+    rules = []
+    for pair in pairs:
+        old, equals, new = pair.partition("=")
+        if not (old and equals):
+            raise UsageError(f"--rename {pair}: write OLD=NEW, a regular expression and what takes its place")
+        rules.append((old, new))
+    return rules
+
+
 def kind_of_source(source: str) -> Kind:
     """Return whether *source* holds steps, the weights of a Hugging Face folder, or a checkpoint that others wrote.
 

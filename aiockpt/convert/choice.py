@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
+from aiockpt.adapters.rename import Rules
 from aiockpt.convert.casting import cast_code
 from aiockpt.convert.folder_layout import Weight
 from aiockpt.errors import UnsupportedStateError, UsageError
@@ -21,6 +22,9 @@ from aiockpt.format.names import join_name, split_name
 from aiockpt.state.tree import TAG, Node, Path
 
 _OF_A_RANK = re.compile(r"@rank\d+\Z")
+
+
+AS_IT_IS = Rules(())
 
 
 class Chosen(msgspec.Struct, frozen=True):
@@ -51,21 +55,22 @@ def parse_prefix(prefix: str) -> Path:
     return path
 
 
-def choose_weights(manifest: Manifest, prefix: str | None, dtype: str | None) -> Chosen:
+def choose_weights(manifest: Manifest, prefix: str | None, dtype: str | None, rename: Rules = AS_IT_IS) -> Chosen:
     """Return the weights below *prefix*; those of the one module for None.
 
     Args:
         dtype: the code that floating point becomes; None leaves it.
+        rename: what makes the names in the folder of those of the module.
 
     Raises:
         UsageError: there is no such part, or more than one to choose from; two tensors would have one name.
         UnsupportedStateError: safetensors has no such dtype.
     """
     path = _find_module(manifest) if prefix is None else parse_prefix(prefix)
-    names = dict(_names_below(manifest, path))
+    names = {stored: rename(name) for stored, name in _names_below(manifest, path)}
     if not names:
         raise _nothing_below(manifest, join_name(path))
-    _check_unique(names)
+    check_unique(names)
     kept: dict[str, str] = {}  # by the memory, what it is called in the folder
     ties: dict[str, str] = {}
     for stored, name in sorted(names.items(), key=lambda pair: pair[0] in manifest.alias):  # a memory's own name first
@@ -128,11 +133,18 @@ def _below(names: Iterable[str], path: Path) -> Iterator[tuple[str, str]]:
             yield stored, ".".join(map(str, parts[len(path) :]))
 
 
-def _check_unique(names: Mapping[str, str]) -> None:
+def check_unique(names: Mapping[str, str]) -> None:
+    """Refuse two names that would become one.
+
+    Raises:
+        UsageError: names them.
+    """
     seen: dict[str, str] = {}
     for stored, name in names.items():
         if name in seen:
-            raise UsageError(f"{seen[name]} and {stored} would both be called {name!r}: give a longer prefix")
+            raise UsageError(
+                f"{seen[name]} and {stored} would both be called {name!r}: give a longer prefix, or other rules"
+            )
         seen[name] = stored
 
 

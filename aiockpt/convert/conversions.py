@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 import msgspec
 import torch
 
+from aiockpt.adapters.rename import Renames, Rules
 from aiockpt.checkpointer import Checkpointer, Place
 from aiockpt.convert.casting import parse_dtype
 from aiockpt.convert.folder_layout import SHARD_BYTES
@@ -64,6 +65,7 @@ def to_hugging_face(
     prefix: str | None = None,
     dtype: str | torch.dtype | None = None,
     max_shard_bytes: int = SHARD_BYTES,
+    rename: Renames = (),
     replace: bool = False,
     link: bool = False,
     dry_run: bool = False,
@@ -78,6 +80,7 @@ def to_hugging_face(
         prefix: the part of the state that is the weights, ``"model"``; None finds the one module.
         dtype: what floating point of 16 bits and more is rounded to, ``"bfloat16"``; None leaves all as it is.
         max_shard_bytes: of tensors in one file.
+        rename: from the module's names to those in the folder, by regular expressions, one after the other, or a function.
         replace: weights that are in the folder are removed; on a file system when all of the new are durable.
         link: write no weights, and make hard links to the files of the step, which stay when the step is deleted; they are
             read and verified before. Possible for a module that one rank has saved to this machine's file system.
@@ -94,7 +97,13 @@ def to_hugging_face(
     if _split_file(folder)[1] is not None:
         raise UsageError(f"{folder}: weights become a folder of files; name a folder")
     request = ExportRequest(
-        None if step is None else check_step(step), prefix, parse_dtype(dtype), max_shard_bytes, replace, dry_run
+        None if step is None else check_step(step),
+        prefix,
+        parse_dtype(dtype),
+        max_shard_bytes,
+        replace,
+        dry_run,
+        Rules(rename),
     )
 
     async def convert(steps: Destination, place: Backend, begun_ns: int) -> Converted:
@@ -125,6 +134,7 @@ def from_hugging_face(
     prefix: str = "model",
     dtype: str | torch.dtype | None = None,
     ties: Mapping[str, str] | None = None,
+    rename: Renames = (),
     replace: bool = False,
     dry_run: bool = False,
     on_written: Callable[[int], object] = lambda _: None,
@@ -137,6 +147,7 @@ def from_hugging_face(
         dtype: as for `to_hugging_face`.
         ties: further names of a tensor's memory → its name, for files that do not note them:
             ``{"lm_head.weight": "model.embed_tokens.weight"}``.
+        rename: from the names in the files to those of the module, as for `to_hugging_face`.
         replace: add a generation where the step is there already.
         dry_run: as for `to_hugging_face`.
         on_written: the same.
@@ -149,7 +160,7 @@ def from_hugging_face(
     """
     folder, only = _split_file(folder)
     step = check_step(step)
-    request = ImportRequest(step, prefix, parse_dtype(dtype), ties or {}, replace, dry_run, only)
+    request = ImportRequest(step, prefix, parse_dtype(dtype), ties or {}, replace, dry_run, only, Rules(rename))
 
     async def convert(steps: Destination, place: Backend, begun_ns: int) -> Converted:
         done = await convert_folder(steps, place, request, on_written)

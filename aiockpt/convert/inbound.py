@@ -12,8 +12,9 @@ import anyio
 import msgspec
 import torch
 
+from aiockpt.adapters.rename import Rules
 from aiockpt.convert.casting import Cast, cast_all, cast_code, torch_dtype
-from aiockpt.convert.choice import parse_prefix
+from aiockpt.convert.choice import check_unique, parse_prefix
 from aiockpt.convert.source import Source, open_source
 from aiockpt.convert.streaming import write_file
 from aiockpt.engine import maintenance
@@ -62,6 +63,7 @@ class ImportRequest(msgspec.Struct, frozen=True):
     replace: bool
     dry_run: bool
     only: str | None
+    rename: Rules
 
 
 class Inbound(msgspec.Struct, frozen=True):
@@ -113,13 +115,16 @@ def _place_alone(url: str) -> str:
 def _describe(source: Source, path: Path, request: ImportRequest) -> ShardedState:
     """Return the state that a module with these weights has, at *path* of the state."""
     shards = []
+    ties = dict(_ties(source, request.ties))
+    names = {name: request.rename(name) for name in (*(tensor.name for tensor in source.tensors), *ties)}
+    check_unique(names)
     for tensor in source.tensors:
         dtype = cast_code(tensor.dtype, request.dtype)
         boxes = (Box.whole(tensor.shape),)
         shards.append(
-            TensorShard(name=_name(path, tensor.name), dtype=dtype, shape=tensor.shape, boxes=boxes, data=None)
+            TensorShard(name=_name(path, names[tensor.name]), dtype=dtype, shape=tensor.shape, boxes=boxes, data=None)
         )
-    alias = {_name(path, other): _name(path, kept) for other, kept in _ties(source, request.ties)}
+    alias = {_name(path, names[other]): _name(path, names[kept]) for other, kept in ties.items()}
     values: Node = {TAG: "module"}
     for key in reversed(path):
         values = {str(key): values}

@@ -54,7 +54,7 @@ async def link_step(
         raise UsageError("a link cannot round to another dtype: give dtype= or link=True, and not both")
     found = await find_manifest(destination, request.step)
     engine, manifest = destination.engine, found.manifest
-    chosen = await run_blocking(engine.state_work, choose_weights, manifest, request.prefix, None)
+    chosen = await run_blocking(engine.state_work, choose_weights, manifest, request.prefix, None, request.rename)
     root, target_root = _local(found.place.backend), _local(folder)
     if root is None or target_root is None:
         raise UsageError(

@@ -9,6 +9,7 @@ import anyio
 import msgspec
 import torch
 
+from aiockpt.adapters.rename import Rules
 from aiockpt.convert.casting import Cast, cast_all, torch_dtype
 from aiockpt.convert.choice import Chosen, choose_weights
 from aiockpt.convert.folder_layout import FolderFile, Layout, plan_folder
@@ -39,6 +40,7 @@ class ExportRequest(msgspec.Struct, frozen=True):
     max_shard_bytes: int
     replace: bool
     dry_run: bool
+    rename: Rules
 
 
 class Outbound(msgspec.Struct, frozen=True):
@@ -65,7 +67,9 @@ async def convert_step(
     """Write the weights of a step into *folder*; only plan it where that was asked for."""
     found = await find_manifest(destination, request.step)
     engine, manifest = destination.engine, found.manifest
-    chosen = await run_blocking(engine.state_work, choose_weights, manifest, request.prefix, request.dtype)
+    chosen = await run_blocking(
+        engine.state_work, choose_weights, manifest, request.prefix, request.dtype, request.rename
+    )
     layout = plan_folder(chosen.weights, chosen.ties, request.max_shard_bytes)
     planned = Outbound(manifest, chosen, layout)
     if request.dry_run:

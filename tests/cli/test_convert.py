@@ -54,6 +54,22 @@ def test_options_reach_the_conversion(aiockpt_command: Command, models: Path, tm
     assert (done["step"], done["ties"]) == (0, {"a.b.x": "a.b.weight"})
 
 
+def test_weights_are_linked_and_renamed_where_that_is_asked_for(
+    aiockpt_command: Command, models: Path, tmp_path: Path
+) -> None:
+    linked = aiockpt_command("convert", models, tmp_path / "linked", "--link")
+    assert " linked in " in linked.out
+    assert (tmp_path / "linked" / "model.safetensors").stat().st_nlink == 2
+    assert "would link" in aiockpt_command("convert", models, tmp_path / "other", "--link", "--dry-run").out
+    renamed = ("--rename", "^embed=wte", "--rename", r"\.weight$=.w")
+    aiockpt_command("convert", models, tmp_path / "renamed", *renamed)
+    assert {"wte.w", "norm.w", "norm.bias"} <= load_file(tmp_path / "renamed" / "model.safetensors").keys()
+    wrong = aiockpt_command("convert", models, tmp_path / "no", "--rename", "x")
+    assert (wrong.status, "write OLD=NEW" in wrong.err) == (2, True)
+    wrong = aiockpt_command("convert", tmp_path / "renamed", tmp_path / "back", "--link")
+    assert (wrong.status, "--link is for a step" in wrong.err) == (2, True)
+
+
 def test_a_dry_run_says_what_it_would_do_and_does_nothing(
     aiockpt_command: Command, models: Path, tmp_path: Path
 ) -> None:

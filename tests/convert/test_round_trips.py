@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from safetensors.torch import save_model as save_by_safetensors
 
 import aiockpt
+from aiockpt.adapters.rename import Rules
 from aiockpt.errors import StateMismatchError, UnsupportedStateError, UsageError
 from aiockpt.format.dtypes import CODES, is_native, torch_name
 from tests.convert.small_models import (
@@ -241,3 +242,29 @@ def test_a_state_without_the_tied_name_is_told_so_on_load(tmp_path: Path) -> Non
         pytest.raises(StateMismatchError, match=r"model\.head\.weight"),
     ):
         ckpt.load({"model": Tied(seed=9)}).result(DEADLINE_S)
+
+
+def test_names_change_on_the_way_out_and_back(root: Path, tmp_path: Path) -> None:
+    out = [("^embed", "wte"), (r"^(norm|head)\.", r"top.\1.")]
+    done = export(root, tmp_path / "out", rename=out)
+    assert done.ties == {"top.head.weight": "wte.weight"}
+    found = load_folder(tmp_path / "out")
+    expected = Tied(seed=1).state_dict()
+    assert all_same(found, {Rules(out)(name): expected[name] for name in expected if name != "head.weight"})
+    back = take_in(tmp_path / "back", tmp_path / "out", rename=[("^wte", "embed"), (r"^top\.", "")])
+    assert back.ties == {"model.head.weight": "model.embed.weight"}
+    other = Tied(seed=9)
+    with aiockpt.Checkpointer(tmp_path / "back", io=SMALL) as ckpt:
+        ckpt.load({"model": other}).result(DEADLINE_S)
+    assert all_same(other.state_dict(), expected)
+
+
+def test_rules_that_make_one_name_of_two_are_refused_both_ways(root: Path, tmp_path: Path) -> None:
+    one_name = [(r".*\.(weight|bias)$", "x")]
+    with pytest.raises(UsageError, match="would both be called 'x': give a longer prefix, or other rules"):
+        export(root, tmp_path / "out", rename=one_name)
+    export(root, tmp_path / "out")
+    with pytest.raises(UsageError, match="would both be called 'x'"):
+        take_in(tmp_path / "back", tmp_path / "out", rename=one_name)
+    with pytest.raises(UsageError, match=r"would both be called 'embed\.weight'"):  # what is tied, too
+        take_in(tmp_path / "back", tmp_path / "out", rename=[("^head", "embed")])

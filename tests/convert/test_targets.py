@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.adapters.rename import Rules
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.convert import Converted, to_hugging_face
@@ -190,7 +191,7 @@ def weights_state(value: float) -> dict[str, object]:
 
 
 def request(step: int, max_shard_bytes: int) -> ExportRequest:
-    return ExportRequest(step, None, None, max_shard_bytes, replace=True, dry_run=False)
+    return ExportRequest(step, None, None, max_shard_bytes, replace=True, dry_run=False, rename=Rules(()))
 
 
 def convert_on(files: Files, step: int, max_shard_bytes: int) -> None:

@@ -75,6 +75,14 @@ def convert(
             help="A name that shares the memory of a tensor in the files.", metavar="NEW=OLD", show_default=False
         ),
     ] = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A regular expression for names of weights, and what takes its place.",
+            metavar="OLD=NEW",
+            show_default=False,
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace weights, or a step, that are there.")] = False,
     link: Annotated[
         bool, typer.Option("--link", help="Link the files of the step instead of writing its weights a second time.")
@@ -94,6 +102,7 @@ def convert(
         carry_out,
         carry_out_foreign,
         kind_of_source,
+        parse_rules,
         parse_size,
         parse_ties,
         show_converted,
@@ -104,8 +113,10 @@ def convert(
 
     kind = kind_of_source(source)
     if kind == "foreign":
-        if prefix or dtype or tie:
-            raise UsageError("--prefix, --dtype and --tie are for weights; the whole state becomes a step here")
+        if prefix or dtype or tie or rename:
+            raise UsageError(
+                "--prefix, --dtype, --tie and --rename are for weights; the whole state becomes a step here"
+            )
         save = partial(save_as_step, place=target, step=step or 0, replace=force)
         done = carry_out_foreign(source, save, dry_run, trust_pickle, as_json)
         show.json_or(as_json, done, lambda: show_converted(done, source))
@@ -113,9 +124,9 @@ def convert(
     outward = kind == "steps"
     if link and (not outward or to != "hf"):
         raise UsageError("--link is for a step that becomes a Hugging Face folder")
-    if to not in ("hf", "dcp") or (to == "dcp" and (not outward or prefix or dtype or dry_run)):
+    if to not in ("hf", "dcp") or (to == "dcp" and (not outward or prefix or dtype or rename or dry_run)):
         raise UsageError(
-            f"--to {to}: a step becomes hf, or dcp with all of its state (no --prefix, --dtype, --dry-run)"
+            f"--to {to}: a step becomes hf, or dcp with all of its state (no --prefix, --dtype, --rename, --dry-run)"
         )
     if to == "dcp":
         written = write_as_dcp(source, target, step, force, as_json)
@@ -123,12 +134,14 @@ def convert(
         return
     if outward and tie:
         raise UsageError("--tie is for weights that become a step: a step knows which names share memory")
+    rules = parse_rules(rename or [])
     with open_checkpointer(source if outward else target) as ckpt:
         if outward:
             start = partial(to_hugging_face, ckpt, target, prefix=prefix, max_shard_bytes=parse_size(max_shard_size))
-            start = partial(start, step=step, dtype=dtype, replace=force, link=link)
+            start = partial(start, step=step, dtype=dtype, replace=force, link=link, rename=rules)
             done = carry_out(start, dry_run, as_json)
         else:
             start = partial(from_hugging_face, ckpt, source, prefix=prefix or "model", ties=parse_ties(tie or []))
-            done = carry_out(partial(start, step=step or 0, dtype=dtype, replace=force), dry_run, as_json)
+            start = partial(start, step=step or 0, dtype=dtype, replace=force, rename=rules)
+            done = carry_out(start, dry_run, as_json)
     show.json_or(as_json, done, lambda: show_converted(done, None if outward else source))
