@@ -7,6 +7,9 @@ import hashlib
 import inspect
 import io
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -30,6 +33,7 @@ mapping: Any = import_module("megatron.core.dist_checkpointing.mapping")
 state_dict_utils: Any = import_module("megatron.core.dist_checkpointing.state_dict_utils")
 locate: Any = import_module("aiockpt.integrations.megatron.checkpointing").locate
 
+CHECKOUT = Path(__file__).parents[2]
 DIGESTS = {
     "extract_matching_values": "4fc977a45d68e83f",
     "merge": "2c920bc70105ee8c",
@@ -312,6 +316,29 @@ def test_a_factory_that_does_not_cut_into_runs_is_refused() -> None:
     model[name].build_fn = lambda key, data, replica, flat: [tensor(key, data.t().clone(), replica_id=replica)]
     with pytest.raises(aiockpt.UsageError, match="its factory does not cut it into runs of elements"):
         megatron.optimizer_state(job.optimizer, model, is_loading=True)
+
+
+def test_killed_and_resumed_it_is_the_run_that_was_never_stopped(places: Path) -> None:
+    prove = [
+        str(Path(sys.executable).parent / "aiockpt"),
+        "prove",
+        "--kills",
+        "1",
+        "--seed",
+        "3",
+        "--json",
+        "proof.json",
+    ]
+    alone = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in alone} | {
+        "PYTHONPATH": str(CHECKOUT)
+    }
+    script = [sys.executable, "-m", "tests.frameworks.mcore.train"]
+    done = subprocess.run(
+        [*prove, "--", *script], check=False, env=environment, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((places / "proof.json").read_text())["verdict"] == "certified"
 
 
 # ---------------------------------------------------------------------- the page, and what is relied on
