@@ -13,75 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import aiockpt
+from aiockpt.integrations.indices import Indices
 
 _RNG = aiockpt.RNG()
-
-
-class Indices:
-    """What gives a ``DataLoader`` its indices, and can give the rest of an epoch again.
-
-    Attributes:
-        start: the random generators when the epoch's indices were begun, or None.
-    """
-
-    def __init__(self, source: Any, loader: DataLoader[Any]) -> None:
-        self._source = source
-        candidates = [loader.generator, *(getattr(one, "generator", None) for one in (loader.sampler, source))]
-        self._generators = list({id(one): one for one in candidates if isinstance(one, torch.Generator)}.values())
-        self._go_on: tuple[Any, int] | None = None
-        self.start: Any = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_source"], name)
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __iter__(self) -> Iterator[Any]:
-        go_on, self._go_on = self._go_on, None
-        if go_on is None:
-            self.start = self.read()
-            yield from self._source
-            return
-        now = _RNG.state_dict()
-        self.start, passed = go_on
-        self.write(self.start)
-        given = iter(self._source)
-        for _ in range(passed):
-            next(given, None)
-        _RNG.load_state_dict(now)
-        yield from given
-
-    def go_on(self, start: Any, passed: int) -> None:
-        """Have the next iteration be the one that began at *start*, without its first *passed* items."""
-        if start is not None:
-            self._go_on = (start, passed)
-
-    def forget(self) -> None:
-        """Have the next iteration be a whole one: of the one that was to go on, nothing was left."""
-        self._go_on = None
-
-    def own(self) -> list[bytes]:
-        """Return the state of the loader's own generators."""
-        return [generator.get_state().numpy().tobytes() for generator in self._generators]
-
-    def write_own(self, states: list[bytes]) -> None:
-        """Set the loader's own generators."""
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-
-    def read(self) -> Any:
-        """Return the state of all generators that indices are drawn by."""
-        return {"global": _RNG.state_dict(), "own": self.own()}
-
-    def write(self, state: Any) -> None:
-        """Set all generators."""
-        _RNG.load_state_dict(state["global"])
-        self.write_own(state["own"])
 
 
 class WholeEpochs:

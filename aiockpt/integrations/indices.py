@@ -1,0 +1,110 @@
+"""The indices that a ``DataLoader`` reads, made so that the rest of an epoch can be given again.
+
+They are drawn again with the random numbers of the begin of the epoch, and those that were trained are passed over. No
+sample is read for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+import aiockpt
+
+_RNG = aiockpt.RNG()
+
+
+def find_generators(*owners: Any) -> list[torch.Generator]:
+    """Return the generators that loaders, samplers and datasets own, and what lies in these, each of them once.
+
+    A sampler that has an ``initial_seed`` is left out: it seeds its generator anew for each epoch.
+    """
+    found: dict[int, torch.Generator] = {}
+    left, seen = list(owners), set[int]()
+    while left:
+        owner = left.pop(0)
+        if id(owner) in seen or not hasattr(owner, "__dict__"):
+            continue
+        seen.add(id(owner))
+        if isinstance(generator := vars(owner).get("generator"), torch.Generator) and not hasattr(
+            owner, "initial_seed"
+        ):
+            found[id(generator)] = generator
+        left += [vars(owner)[name] for name in ("batch_sampler", "sampler", "dataset") if name in vars(owner)]
+    return list(found.values())
+
+
+def write_generators(generators: list[torch.Generator], states: list[bytes]) -> None:
+    """Set generators to states that `read_generators` returned."""
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def read_generators(generators: list[torch.Generator]) -> list[bytes]:
+    """Return the states of generators."""
+    return [generator.get_state().numpy().tobytes() for generator in generators]
+
+
+class Indices:
+    """What gives a ``DataLoader`` its indices, and can give the rest of an epoch again.
+
+    Attributes:
+        start: the random generators when the epoch's indices were begun, or None.
+    """
+
+    def __init__(self, source: Any, loader: DataLoader[Any]) -> None:
+        self._source = source
+        self._generators = find_generators(loader, loader.sampler, source)
+        self._go_on: tuple[Any, int] | None = None
+        self.start: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_source"], name)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __iter__(self) -> Iterator[Any]:
+        go_on, self._go_on = self._go_on, None
+        if go_on is None:
+            self.start = self.read()
+            yield from self._source
+            return
+        now = _RNG.state_dict()
+        self.start, passed = go_on
+        self.write(self.start)
+        given = iter(self._source)
+        drawn = list(islice(given, max(passed, 1)))  # the first one draws the order
+        _RNG.load_state_dict(now)
+        yield from drawn[passed:]
+        yield from given
+
+    def go_on(self, start: Any, passed: int) -> None:
+        """Have the next iteration be the one that began at *start*, without its first *passed* items."""
+        if start is not None:
+            self._go_on = (start, passed)
+
+    def forget(self) -> None:
+        """Have the next iteration be a whole one: of the one that was to go on, nothing was left."""
+        self._go_on = None
+
+    def own(self) -> list[bytes]:
+        """Return the state of the loader's own generators."""
+        return read_generators(self._generators)
+
+    def write_own(self, states: list[bytes]) -> None:
+        """Set the loader's own generators."""
+        write_generators(self._generators, states)
+
+    def read(self) -> Any:
+        """Return the state of all generators that indices are drawn by."""
+        return {"global": _RNG.state_dict(), "own": self.own()}
+
+    def write(self, state: Any) -> None:
+        """Set all generators."""
+        _RNG.load_state_dict(state["global"])
+        self.write_own(state["own"])
