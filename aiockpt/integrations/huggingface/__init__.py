@@ -1,13 +1,35 @@
-"""The Trainer of Hugging Face on this engine: ``attach(trainer)``, and nothing else changes.
+"""The Trainer and the Accelerator of Hugging Face on this engine: ``attach(…)``, and nothing else changes.
 
     trainer = Trainer(model, args, train_dataset=data)
     attach(trainer, resume=True)
     trainer.train()
 
-docs/frameworks/huggingface.md is the page for users.
+    accelerator = Accelerator(project_dir="runs/7")
+    attach(accelerator)
+    …
+    accelerator.load_state()
+
+docs/frameworks/huggingface.md and docs/frameworks/accelerate.md are the pages for users.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
+import aiockpt
+from aiockpt.integrations.huggingface import accelerator as _accelerator
+from aiockpt.integrations.huggingface import trainer as _trainer
 from aiockpt.integrations.huggingface.renames import renames
-from aiockpt.integrations.huggingface.trainer import attach
 
 __all__ = ["attach", "renames"]
+
+
+def attach(trainer: Any, place: Any = None, **options: Any) -> aiockpt.Checkpointer:
+    """Have a ``Trainer`` or an ``Accelerator`` save and load with aiockpt; return the checkpointer that it uses.
+
+    `aiockpt.integrations.huggingface.trainer.attach` and `aiockpt.integrations.huggingface.accelerator.attach` say what
+    each of them takes.
+    """
+    if hasattr(trainer, "save_state") and hasattr(trainer, "load_state"):
+        return _accelerator.attach(trainer, place, **options)
+    return _trainer.attach(trainer, place, **options)

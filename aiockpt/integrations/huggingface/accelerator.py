@@ -1,0 +1,366 @@
+"""How does an Accelerator come to save and load with aiockpt? Its ``save_state`` and ``load_state`` are replaced.
+
+accelerate's own hooks cannot take the optimizer over. What is prepared, and registered for checkpointing, goes into the
+state as it is; the loop stays as it is.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import aiockpt
+from aiockpt.errors import BackgroundSaveError, CorruptionError, StepNotFoundError, UsageError
+from aiockpt.integrations.huggingface.data_position import LoaderPosition
+from aiockpt.integrations.huggingface.state_folders import (
+    StateFolders,
+    check_folder,
+    is_of_accelerate,
+    new_mark,
+    read_mark,
+)
+
+logger = logging.getLogger("aiockpt")
+
+_RESTORED = 8
+"""How many of the newest steps may lack their folder after a kill; more than saves that can be under way."""
+_REFUSED = {"DEEPSPEED": "DeepSpeed's engine", "MEGATRON_LM": "Megatron-LM", "XLA": "XLA"}
+
+
+def attach(
+    accelerator: Any, place: Any = None, *, delete_with_folder: bool = False, **options: Any
+) -> aiockpt.Checkpointer:
+    """Have *accelerator* save and load with aiockpt; return the checkpointer that it uses.
+
+    ``save_state(folder)`` returns when the state is copied; *folder* appears when its step is committed. ``load_state()``
+    loads the newest valid step and does nothing where there is none; ``load_state(folder)`` loads the step of a folder, or
+    what accelerate wrote into it. The next loop over a prepared loader goes on where the run was killed. Every rank calls
+    it, before or after ``prepare()``.
+
+    Args:
+        accelerator: of ``accelerate``.
+        place: where to, as for `aiockpt.Checkpointer`; None is ``project_dir/aiockpt``.
+        delete_with_folder: whether a step goes when somebody has deleted its folder, and a newer one is committed.
+        **options: of `aiockpt.Checkpointer`.
+
+    Raises:
+        UsageError: something else writes the checkpoints of this Accelerator (DeepSpeed, Megatron-LM, XLA), or there is
+            no place.
+    """
+    kind = accelerator.distributed_type.name
+    if kind in _REFUSED:
+        raise UsageError(f"attach(): {_REFUSED[kind]} writes the checkpoints of this Accelerator")
+    if place is None and accelerator.project_dir is None:
+        raise UsageError(
+            "attach(): name a place, attach(accelerator, 'runs/7'), or make Accelerator(project_dir='runs/7')"
+        )
+    ckpt = aiockpt.Checkpointer(place or Path(accelerator.project_dir) / "aiockpt", **options)
+    folders = StateFolders(accelerator, ckpt, delete_with_folder=delete_with_folder)
+    _Attached(accelerator, ckpt, folders, options.get("only"), options.get("exclude")).take_over()
+    return ckpt
+
+
+class _RankState:
+    """What belongs to one rank: where it is in its data, and gradients between the batches of one optimizer step."""
+
+    aiockpt_per_rank = True
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+
+class _Attached:
+    """What takes the places of the Accelerator's methods."""
+
+    def __init__(
+        self, accelerator: Any, ckpt: aiockpt.Checkpointer, folders: StateFolders, only: Any, exclude: Any
+    ) -> None:
+        self._accelerator = accelerator
+        self._ckpt = ckpt
+        self._folders = folders
+        self._only = only
+        self._exclude = [exclude] if isinstance(exclude, str) else list(exclude or ())
+        self._positions: list[LoaderPosition] = []
+        self._load_theirs: Callable[..., Any] = accelerator.load_state
+        self._prepare_theirs: Callable[..., Any] = accelerator.prepare_data_loader
+        self._skip_theirs: Callable[..., Any] = accelerator.skip_first_batches
+        self._end_theirs: Callable[..., Any] = accelerator.end_training
+        self._backward_theirs: Callable[..., Any] = accelerator.backward
+        self._next = 0
+        self._has_loaded = False
+
+    def take_over(self) -> None:
+        """Replace the methods, and look at what is there."""
+        accelerator = self._accelerator
+        accelerator.save_state = self._save_state
+        accelerator.load_state = self._load_state
+        accelerator.prepare_data_loader = self._prepare_data_loader
+        accelerator.skip_first_batches = self._skip_first_batches
+        accelerator.end_training = self._end_training
+        accelerator.backward = self._backward
+        for loader in accelerator._dataloaders:
+            self._position(loader)
+        steps = self._ckpt.steps().result()
+        self._folders.restore([info for info in steps[:_RESTORED] if info.problem is None])
+        self._next = max((info.step for info in steps), default=-1) + 1
+        accelerator.wait_for_everyone()
+        atexit.register(self._folders.publish)  # the saves are committed by then
+
+    # ------------------------------------------------------------------ the data
+
+    def _prepare_data_loader(self, *args: Any, **named: Any) -> Any:
+        loader = self._prepare_theirs(*args, **named)
+        self._position(loader)
+        return loader
+
+    def _skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        position = next((one for one in self._positions if one.reads(dataloader)), None)
+        if position is None:
+            return self._skip_theirs(dataloader, num_batches)
+        return position.follow(self._skip_theirs, num_batches)
+
+    def _position(self, loader: Any) -> LoaderPosition:
+        found = next((one for one in self._positions if one.loader is loader), None)
+        if found is None:
+            found = LoaderPosition(loader)
+            self._positions.append(found)
+        return found
+
+    def _current(self) -> list[LoaderPosition]:
+        """Return the positions of the loaders that are prepared now."""
+        loaders = self._accelerator._dataloaders
+        self._positions = [one for one in self._positions if any(one.loader is loader for loader in loaders)]
+        return [self._position(loader) for loader in loaders]
+
+    def _check_seen(self) -> None:
+        active = self._accelerator.gradient_state.active_dataloader
+        if active is not None and any(one.is_read_unseen(active) for one in self._current()):
+            raise UsageError(
+                "save_state(): it is not known which batches of this loop were read: make its loader by "
+                "accelerator.skip_first_batches(…) in place of accelerate.skip_first_batches(…)"
+            )
+
+    # ------------------------------------------------------------------ saving
+
+    def _save_state(self, output_dir: Any = None, safe_serialization: bool = True, **others: Any) -> Path:
+        """Save; return the folder that will stand for the step. When it returns, what was saved may change."""
+        if others:
+            raise UsageError(
+                f"save_state(): {', '.join(others)}: meant for a writer that aiockpt has taken the place of"
+            )
+        self._check_seen()
+        settings = self._accelerator.project_configuration
+        folder = self._folder(output_dir)
+        self._folders.rotate()
+        staged = self._folders.stage(folder)
+        left_out = self._call_save_hooks(staged)
+        mark = new_mark(self._next)
+        user = {"folder": str(folder.absolute()), "key": mark.key}
+        state = self._state(self._next + 1, settings.iteration + 1)
+        earlier: BackgroundSaveError | None = None
+        try:
+            future = self._ckpt.save(
+                self._next, state, user=user, only=self._only, exclude=[*self._exclude, *left_out] or None
+            )
+        except BackgroundSaveError as error:
+            if error.future is None:
+                raise
+            earlier, future = error, error.future
+        self._next += 1
+        settings.iteration += 1
+        self._folders.expect(folder, mark, future)
+        if earlier is not None:
+            raise earlier
+        return folder
+
+    def _folder(self, output_dir: Any) -> Path:
+        settings, root = self._accelerator.project_configuration, self._folders.root
+        if root is None:
+            if output_dir is None:
+                raise UsageError("save_state(): name a folder, or set automatic_checkpoint_naming")
+            return Path(output_dir).expanduser()
+        folder = root / f"checkpoint_{settings.iteration}"
+        if folder.exists() and not self._has_loaded and self._is_of_this_place(folder):
+            raise ValueError(
+                f"{folder} is there, of an earlier run: go on from it by load_state(), or set "
+                "project_configuration.iteration to a number that is free"
+            )
+        return folder
+
+    def _is_of_this_place(self, folder: Path) -> bool:
+        mark = read_mark(folder)
+        return mark is None or any(info.step == mark.step for info in self._ckpt.steps().result())
+
+    def _call_save_hooks(self, staged: Path) -> list[str]:
+        """Let the hooks write into the folder; return the names of the models that they have taken out."""
+        accelerator = self._accelerator
+        hooks = list(accelerator._save_model_state_pre_hook.values())
+        if not hooks:
+            return []
+        accelerator.wait_for_everyone()
+        names = dict(self._named("model", accelerator._models))
+        weights = [accelerator.get_state_dict(model, unwrap=False) for model in names.values()]
+        before = list(weights)
+        for hook in hooks:
+            hook(accelerator._models, weights, str(staged))
+        left = [any(one is other for other in weights) for one in before]
+        left = self._of_the_first_rank(left)  # hooks often take them out on the first rank alone
+        return [name for name, stays in zip(names, left, strict=True) if not stays]
+
+    def _of_the_first_rank(self, value: Any) -> Any:
+        if self._accelerator.num_processes == 1:
+            return value
+        values = [value]
+        torch.distributed.broadcast_object_list(values, src=0)
+        return values[0]
+
+    @staticmethod
+    def _named(kind: str, objects: Iterable[Any]) -> list[tuple[str, Any]]:
+        return [(f"{kind}_{number}" if number else kind, one) for number, one in enumerate(objects)]
+
+    def _state(self, saves: int, iteration: int) -> dict[str, Any]:
+        """Return the state as it is now; its values alone where it is loaded into."""
+        accelerator = self._accelerator
+        positions = self._current()
+        state: dict[str, Any] = {
+            **dict(self._named("model", accelerator._models)),
+            **dict(self._named("optimizer", accelerator._optimizers)),
+            **dict(self._named("scheduler", accelerator._schedulers)),
+            **dict(self._named("registered", accelerator._custom_objects)),
+        }
+        if accelerator.scaler is not None:
+            state["scaler"] = accelerator.scaler
+        state["rng"] = aiockpt.RNG()
+        state["accelerate"] = {
+            "step": accelerator.step,
+            "syncs": bool(accelerator.sync_gradients),
+            "saves": saves,
+            "iteration": iteration,
+            "ranks": accelerator.num_processes,
+            "registered": len(accelerator._custom_objects),
+            "loaders": [one.shared() for one in positions],
+        }
+        state["rank"] = _RankState({"loaders": [one.own() for one in positions], "gradients": self._gradients()})
+        return state
+
+    def _gradients(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the gradients that the batches before have left, where the optimizer has not stepped with them."""
+        accelerator = self._accelerator
+        if accelerator.sync_gradients:
+            return {}
+        if accelerator.distributed_type.name == "FSDP":
+            logger.warning("save_state() between the batches of one step: their gradients are not saved under FSDP")
+            return {}
+        models = ((name, accelerator.unwrap_model(model)) for name, model in self._named("model", accelerator._models))
+        return {
+            name: {key: one.grad for key, one in model.named_parameters() if one.grad is not None}
+            for name, model in models
+        }
+
+    # ------------------------------------------------------------------ loading
+
+    def _load_state(self, input_dir: Any = None, load_kwargs: Any = None, **others: Any) -> None:
+        """Load the step of a folder, or the newest valid one; what accelerate wrote itself is loaded by accelerate."""
+        self._folders.settle()
+        self._accelerator.wait_for_everyone()
+        strict = others.get("strict", True)
+        if input_dir is not None:
+            folder = Path(input_dir).expanduser()
+            if not folder.is_dir():
+                raise ValueError(f"Tried to find {folder} but folder does not exist")
+            if is_of_accelerate(folder):
+                self._load_of_accelerate(folder, load_kwargs, others)
+            else:
+                self._load(check_folder(self._ckpt, folder), folder, strict)
+            return
+        newest = next((folder for _, folder in self._folders.numbered()), None)
+        if newest is not None and is_of_accelerate(newest):
+            self._load_of_accelerate(newest, load_kwargs, others)
+            return
+        self._load_newest(strict)
+
+    def _load_of_accelerate(self, folder: Path, load_kwargs: Any, others: dict[str, Any]) -> None:
+        self._load_theirs(str(folder), load_kwargs, **others)
+        self._has_loaded = True
+
+    def _load_newest(self, strict: bool) -> None:
+        steps = [info.step for info in self._ckpt.steps().result() if info.problem is None]
+        for step in steps:
+            user: Any = self._ckpt.describe(step).result().user
+            try:
+                self._load(step, Path(user["folder"]), strict)
+            except (CorruptionError, StepNotFoundError) as error:
+                if step == steps[-1]:
+                    raise
+                logger.warning("step %d is not resumed from: %s", step, error)
+            else:
+                return
+
+    def _load(self, step: int, folder: Path, strict: bool) -> None:
+        accelerator = self._accelerator
+        models = list(accelerator._models)
+        for hook in accelerator._load_model_state_pre_hook.values():
+            hook(models, str(folder))
+        state = self._state(0, 0)
+        values: Any = self._ckpt.describe(step).result().values
+        theirs = [
+            name for name, one in self._named("model", accelerator._models) if all(one is not left for left in models)
+        ]
+        if values["accelerate"]["registered"] != len(accelerator._custom_objects):
+            raise UsageError(
+                f"load_state(): {values['accelerate']['registered']} objects were registered for checkpointing when step "
+                f"{step} was saved, and here are {len(accelerator._custom_objects)}: register the same ones"
+            )
+        same_ranks = values["accelerate"]["ranks"] == accelerator.num_processes
+        left_out = {*theirs, *(() if same_ranks else ("rank",)), *({"scaler"} - set(values))}
+        loose = {} if strict else {name: False for name, _ in self._named("model", accelerator._models)}
+        self._ckpt.load(
+            state, step, only=[name for name in state if name not in left_out], strict=loose or True
+        ).result()
+        self._go_on(state, same_ranks)
+        self._has_loaded = True
+
+    def _go_on(self, state: dict[str, Any], same_ranks: bool) -> None:
+        """Set what is no object of its own."""
+        accelerator, shared, own = self._accelerator, state["accelerate"], state["rank"].values
+        accelerator.step = shared["step"]
+        accelerator.sync_gradients = shared["syncs"]
+        accelerator.project_configuration.iteration = shared["iteration"]
+        self._next = shared["saves"]
+        if not same_ranks:
+            logger.warning("saved by %d ranks: the epoch begins anew, dealt to those of now", shared["ranks"])
+            return
+        for name, model in self._named("model", accelerator._models):
+            held = own["gradients"].get(name, {})
+            for key, parameter in accelerator.unwrap_model(model).named_parameters():
+                parameter.grad = held[key].to(parameter.device) if key in held else None
+        for position, values, values_of_rank in zip(self._current(), shared["loaders"], own["loaders"], strict=True):
+            if position.go_on(values, values_of_rank):
+                logger.info(
+                    "the last batch of epoch %d was trained: the next loop over its loader is empty",
+                    values["iteration"],
+                )
+
+    # ------------------------------------------------------------------ the end
+
+    def _backward(self, *args: Any, **named: Any) -> None:
+        """Let the folders of what was committed since the last batch appear."""
+        self._backward_theirs(*args, **named)
+        self._folders.publish()
+
+    def _end_training(self) -> None:
+        """End when all is committed; raise what failed."""
+        self._folders.settle()
+        self._folders.rotate()
+        self._end_theirs()

@@ -1,0 +1,216 @@
+"""The folders that ``accelerator.save_state`` is asked for: there when their step is committed, and not before.
+
+The state is in the step. A folder has a mark that says which step it is, and what hooks wrote into it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiockpt
+from aiockpt.errors import UsageError
+
+logger = logging.getLogger("aiockpt")
+
+MARK = "aiockpt.json"
+_THEIRS = "random_states_0.pkl"
+"""What accelerate writes into each folder of its own."""
+
+
+class Mark(NamedTuple):
+    """What a folder says of itself: its *step*, and a *key* that stands in the step, too, so that no other one is taken."""
+
+    step: int
+    key: str
+
+
+class _PendingFolder(NamedTuple):
+    future: aiockpt.SaveFuture
+    staged: Path
+    folder: Path
+
+
+class StateFolders:
+    """The folders of one Accelerator. Its first process makes them; calls that change them do nothing in the others.
+
+    `publish` lets them appear, on the training thread; it is called after each ``backward()``, and costs nothing then.
+
+    Args:
+        delete_with_folder: whether a step is deleted whose folder somebody has deleted.
+    """
+
+    def __init__(self, accelerator: Any, ckpt: aiockpt.Checkpointer, *, delete_with_folder: bool) -> None:
+        self._settings = accelerator.project_configuration
+        self._makes = accelerator.is_main_process
+        self._makes_here = self._makes or (self._settings.save_on_each_node and accelerator.is_local_main_process)
+        self._ckpt = ckpt
+        self._delete_with_folder = delete_with_folder
+        self._pending: list[_PendingFolder] = []
+        self._known: dict[int, Path] = {}
+        self._replaced: list[int] = []
+
+    # ------------------------------------------------------------------ names
+
+    @property
+    def root(self) -> Path | None:
+        """Where ``automatic_checkpoint_naming`` has its folders; None where names are given."""
+        named = self._settings.automatic_checkpoint_naming
+        return Path(self._settings.project_dir) / "checkpoints" if named else None
+
+    def numbered(self) -> list[tuple[int, Path]]:
+        """Return the folders of ``automatic_checkpoint_naming`` with their numbers, the newest number first."""
+        paths = self.root.iterdir() if self.root is not None and self.root.is_dir() else ()
+        found = [(int(match[1]), path) for path in paths if (match := re.fullmatch(r"checkpoint_(\d+)", path.name))]
+        return sorted(found, reverse=True)
+
+    # ------------------------------------------------------------------ making
+
+    def stage(self, folder: Path) -> Path:
+        """Return the folder, under another name, that hooks write into."""
+        staged = _staged(folder)
+        if self._makes_here:
+            shutil.rmtree(staged, ignore_errors=True)
+            staged.mkdir(parents=True)
+        return staged
+
+    def expect(self, folder: Path, mark: Mark, future: aiockpt.SaveFuture) -> None:
+        """Have *folder* appear when its save is committed."""
+        if not self._makes_here:
+            return
+        _write_mark(_staged(folder), mark)
+        self._pending.append(_PendingFolder(future, _staged(folder), folder))
+
+    def publish(self) -> None:
+        """Let the folders of what is committed appear, in the order of the saves."""
+        while self._pending and self._pending[0].future.done():
+            pending = self._pending[0]
+            if pending.future.stage == "committed":
+                self._appear(pending.staged, pending.folder)
+            else:
+                shutil.rmtree(pending.staged, ignore_errors=True)
+            self._pending.pop(0)
+
+    def _appear(self, staged: Path, folder: Path) -> None:
+        mark, before = read_mark(staged), read_mark(folder)
+        assert mark is not None
+        if before is not None:
+            if self._known.get(before.step) == folder and before.step != mark.step:
+                self._replaced.append(before.step)
+                del self._known[before.step]
+            shutil.rmtree(folder)
+        elif (folder / _THEIRS).exists():
+            folder.rename(folder.with_name(f"{folder.name}.before-aiockpt"))
+        if folder.exists():  # somebody wrote into it since the call of save_state
+            for path in staged.iterdir():
+                if path.name != MARK:
+                    path.replace(folder / path.name)
+            (staged / MARK).replace(folder / MARK)
+            staged.rmdir()
+        else:
+            staged.rename(folder)
+        self._known[mark.step] = folder
+
+    def settle(self) -> None:
+        """Wait until all is committed, and has its folder; raise what failed."""
+        try:
+            self._ckpt.wait()
+        finally:
+            self.publish()
+
+    def restore(self, infos: Iterable[Any]) -> None:
+        """Let the folders appear of steps that were committed when the process died; learn the folders of the others."""
+        if not self._makes_here:
+            return
+        for info in infos:
+            user: Any = self._ckpt.describe(info.step).result().user
+            if not isinstance(user, dict) or "folder" not in user:
+                continue
+            folder, mark = Path(user["folder"]), Mark(info.step, user["key"])
+            if read_mark(_staged(folder)) == mark and read_mark(folder) != mark:
+                self._appear(_staged(folder), folder)
+            if read_mark(folder) == mark:
+                self._known[info.step] = folder
+
+    # ------------------------------------------------------------------ deleting
+
+    def rotate(self) -> None:
+        """Delete steps and folders that ``total_limit`` does not keep, and steps whose folder has another one now."""
+        self.publish()
+        if not self._makes:
+            return
+        limit = self._settings.total_limit if self.root is not None else None
+        deleted, self._replaced = self._replaced, []
+        if limit is not None:
+            # In the order in which they were committed: a run that went back goes on with smaller numbers.
+            ours = [folder for _, folder in self.numbered() if read_mark(folder) is not None]
+            ours.sort(key=lambda folder: (folder / MARK).stat().st_mtime_ns)
+            for folder in ours[: max(len(ours) - max(limit, 1), 0)]:
+                mark = read_mark(folder)
+                if mark is not None and self._known.pop(mark.step, None) == folder:
+                    deleted.append(mark.step)
+                shutil.rmtree(folder)
+        gone = [step for step, folder in self._known.items() if not folder.exists()]
+        for step in gone:
+            folder = self._known.pop(step)
+            if self._delete_with_folder:
+                deleted.append(step)
+            else:
+                logger.warning("%s is gone, and its step %d is kept: see delete_with_folder of attach()", folder, step)
+        for step in deleted:
+            self._ckpt.delete(step).result()
+
+
+def new_mark(step: int) -> Mark:
+    """Return the mark of a new save."""
+    return Mark(step, uuid.uuid4().hex)
+
+
+def read_mark(folder: Path) -> Mark | None:
+    """Return what a folder says of itself; None where it is none of ours."""
+    try:
+        saved = json.loads((folder / MARK).read_text())
+        return Mark(saved["step"], saved["key"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def is_of_accelerate(folder: Path) -> bool:
+    """Return whether accelerate itself wrote a folder."""
+    return read_mark(folder) is None and (folder / _THEIRS).exists()
+
+
+def check_folder(ckpt: aiockpt.Checkpointer, folder: Path) -> int:
+    """Return the step of a folder that *ckpt* has made.
+
+    Raises:
+        UsageError: its step is not in the place of *ckpt*.
+    """
+    mark = read_mark(folder)
+    if mark is None:
+        raise UsageError(f"{folder} was made neither by save_state() nor by accelerate itself; name another folder")
+    user: Any = ckpt.describe(mark.step).result().user
+    if not isinstance(user, dict) or user.get("key") != mark.key:
+        raise UsageError(
+            f"{folder} stands for a step that {ckpt!r} does not have: attach() to the place that it was saved in"
+        )
+    return mark.step
+
+
+def _staged(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.aiockpt")
+
+
+def _write_mark(folder: Path, mark: Mark) -> None:
+    """Write the mark, so that it is there after a power cut."""
+    with (folder / MARK).open("w") as file:
+        json.dump(mark._asdict(), file)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,507 @@
+"""Does a loop of accelerate go on as the same run, with the folders, hooks and settings that its users know?"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.errors import CheckpointError, CorruptionError, UsageError
+from aiockpt.integrations.huggingface import attach
+from tests.docs.running import run_page
+
+accelerate: Any = pytest.importorskip("accelerate")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+
+HERE = Path(__file__).parent
+SCRIPT = HERE / "accelerate_script.py"
+KINDS = (
+    "plain",
+    "workers",
+    "seedable",
+    "stream",
+    "dispatched",
+    "stateful",
+    "stateful stream",
+    "two batches a step",
+    "skips by itself",
+    "named folders",
+)
+UPSTREAM = {
+    "accelerate.accelerator:Accelerator.save_state": "5a5c62cbfb58ea77",
+    "accelerate.accelerator:Accelerator.load_state": "05e3e0446edda6ff",
+    "accelerate.accelerator:Accelerator.prepare_data_loader": "9abc7f4359cf0196",
+    "accelerate.accelerator:Accelerator.skip_first_batches": "32b19b89c08ddec2",
+    "accelerate.accelerator:Accelerator.end_training": "2a6e0e8b4f282616",
+    "accelerate.accelerator:Accelerator._do_sync": "1d1d1041e2ec802d",
+    "accelerate.checkpointing:save_accelerator_state": "e86f59e332f00f07",
+    "accelerate.checkpointing:load_accelerator_state": "6ba6f2509ab6668c",
+    "accelerate.data_loader:DataLoaderShard.__iter__": "77b896b76f3c73e9",
+    "accelerate.data_loader:DataLoaderShard.set_epoch": "07cce703acb8d151",
+    "accelerate.data_loader:DataLoaderDispatcher.__iter__": "7213231277a21320",
+    "accelerate.data_loader:DataLoaderDispatcher._fetch_batches": "998a46bb72c62c0a",
+    "accelerate.data_loader:DataLoaderAdapter.__init__": "e7b9d5a65fd5cc29",
+    "accelerate.data_loader:DataLoaderStateMixin": "cc39942a3fffe3f5",
+    "accelerate.data_loader:SeedableRandomSampler": "ef1f0df1cdfc4014",
+    "accelerate.data_loader:SkipBatchSampler": "9040bbf0ebb1f6b9",
+    "accelerate.data_loader:get_sampler": "52da96e5493ab62d",
+    "accelerate.data_loader:skip_first_batches": "c3e05a215cb63cad",
+}
+"""What is replaced, and what calls it or is relied on, with the digests of their sources."""
+
+
+@pytest.fixture(autouse=True)
+def one_accelerator_after_the_other() -> Iterator[None]:
+    yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+
+
+def make(folder: Path | None, kind: str = "plain", **named: Any) -> Any:
+    from tests.frameworks.accelerate_script import Run
+
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+    return Run(folder, kind, **named)
+
+
+def go_on(folder: Path, kind: str = "plain", **named: Any) -> Any:
+    """Return a run of a new start that has loaded what is newest."""
+    run = make(folder, kind, **named)
+    attach(run.accelerator)
+    run.accelerator.load_state()
+    return run
+
+
+def straight(folder: Path, kind: str = "plain") -> Any:
+    """Return a run that nothing has stopped, and that is not ours."""
+    run = make(folder, kind)
+    run.loop(every=1000)
+    return run
+
+
+def folders(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.is_dir() and path.name != "aiockpt")
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    for name, value in expected.model.state_dict().items():
+        assert torch.equal(found.model.state_dict()[name], value), name
+    assert found.losses == expected.losses[len(expected.losses) - len(found.losses) :]
+
+
+def run_command(command: list[str]) -> str:
+    env = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=env, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def prove(*command: str) -> str:
+    return run_command(
+        [str(Path(sys.executable).with_name("aiockpt")), "prove", "--kills", "2", "--seed", "1", "--", *command]
+    )
+
+
+# ------------------------------------------------------------------ the same run
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_loop_goes_on_as_the_same_run(kind: str, tmp_path: Path) -> None:
+    assert "certified: killed twice" in prove(sys.executable, str(SCRIPT), str(tmp_path / "out"), kind)
+
+
+@pytest.mark.parametrize("kind", ["plain", "dispatched", "two batches a step"])
+def test_two_ranks_go_on_as_the_same_run(kind: str, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    assert "certified: killed twice" in prove(*torchrun, str(SCRIPT), str(tmp_path / "out"), kind)
+
+
+@pytest.mark.parametrize("every", [1, 7])
+@pytest.mark.parametrize("kind", ["plain", "seedable", "stream", "dispatched", "two batches a step", "skips by itself"])
+def test_it_goes_on_after_any_batch(kind: str, every: int, tmp_path: Path) -> None:
+    """Of 7 batches an epoch: in the middle, before the last one, and after it."""
+    expected = straight(tmp_path / "straight", kind)
+    stops = (6, 7, 8, 12) if every == 1 else (7, 14)
+    for stop in stops:
+        first = make(tmp_path / f"run {stop}", kind)
+        attach(first.accelerator)
+        first.loop(stop, every)
+        first.accelerator.end_training()
+        again = go_on(tmp_path / f"run {stop}", kind)
+        assert again.progress.batches == stop
+        again.loop(every=every)
+        assert again.progress.batches == 21
+        assert again.loader.iteration == 3
+        assert_same(again, expected)
+
+
+def test_what_the_script_does_before_the_loop_goes_on_is_of_no_matter(tmp_path: Path) -> None:
+    expected = straight(tmp_path / "straight")
+    first = make(tmp_path / "run")
+    attach(first.accelerator)
+    first.loop(9)
+    first.accelerator.end_training()
+    again = go_on(tmp_path / "run")
+    torch.manual_seed(99)
+    again.loop()
+    assert_same(again, expected)
+
+
+def test_a_loop_that_was_broken_off_is_not_gone_on_with(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    attach(run.accelerator)
+    run.loop(7, every=1000)  # leaves its loop after the last batch
+    run.accelerator.save_state()
+    run.accelerator.end_training()
+    again = go_on(tmp_path)
+    assert len(list(again.loader)) == 7
+
+
+def test_a_loader_that_was_prepared_later_is_known_too(tmp_path: Path) -> None:
+    from tests.frameworks.accelerate_script import Rows
+
+    def prepared(load: bool) -> tuple[Any, Any]:
+        run = make(tmp_path)
+        attach(run.accelerator)
+        later = run.accelerator.prepare(torch.utils.data.DataLoader(Rows(), batch_size=2, shuffle=True))
+        if load:
+            run.accelerator.load_state()
+        return run, later
+
+    run, later = prepared(load=False)
+    batches = iter(later)
+    next(batches)
+    run.accelerator.save_state()
+    run.accelerator.end_training()
+    rest = list(batches)
+    _, again = prepared(load=True)
+    found = list(again)
+    assert len(found) == len(rest) == 12
+    assert all(torch.equal(one, other) for one, other in zip(found, rest, strict=True))
+
+
+def test_batches_skipped_in_an_unseen_way_are_refused(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    attach(run.accelerator)
+    batches = iter(accelerate.skip_first_batches(run.loader, 2))
+    next(batches)
+    with pytest.raises(UsageError, match=r"accelerator\.skip_first_batches"):
+        run.accelerator.save_state()
+
+
+def test_gradients_between_the_batches_of_a_step_are_kept(tmp_path: Path) -> None:
+    run = make(tmp_path, "two batches a step")
+    attach(run.accelerator)
+    run.loop(3)
+    run.accelerator.end_training()
+    gradients = [one.grad.clone() for one in run.model.parameters()]
+    again = go_on(tmp_path, "two batches a step")
+    assert all(torch.equal(one.grad, other) for one, other in zip(again.model.parameters(), gradients, strict=True))
+    assert again.accelerator.step == 3
+    assert not again.accelerator.sync_gradients
+
+
+# ------------------------------------------------------------------ folders
+
+
+def test_folders_are_named_and_limited_as_accelerate_does(tmp_path: Path) -> None:
+    run = make(tmp_path, total_limit=2)
+    ckpt = attach(run.accelerator)
+    run.loop()
+    run.accelerator.end_training()
+    assert folders(tmp_path / "checkpoints") == ["checkpoint_5", "checkpoint_6"]
+    assert [info.step for info in ckpt.steps().result()] == [6, 5]
+    assert json.loads((tmp_path / "checkpoints" / "checkpoint_6" / "aiockpt.json").read_text())["step"] == 6
+    assert run.accelerator.project_configuration.iteration == 7
+
+
+def test_the_number_of_the_next_folder_is_gone_on_with(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    attach(run.accelerator)
+    run.loop(6)
+    run.accelerator.end_training()
+    again = go_on(tmp_path)
+    assert again.accelerator.project_configuration.iteration == 2
+    fresh = make(tmp_path)
+    attach(fresh.accelerator)
+    with pytest.raises(ValueError, match="go on from it by load_state"):
+        fresh.accelerator.save_state()
+    fresh.accelerator.project_configuration.iteration = 7
+    fresh.accelerator.save_state()
+    fresh.accelerator.end_training()
+    assert folders(tmp_path / "checkpoints") == ["checkpoint_0", "checkpoint_1", "checkpoint_7"]
+
+
+def test_a_folder_that_is_named_is_loaded(tmp_path: Path) -> None:
+    expected = straight(tmp_path / "straight")
+    run = make(tmp_path / "run", "named folders")
+    attach(run.accelerator)
+    run.loop()
+    run.accelerator.end_training()
+    assert folders(tmp_path / "run") == sorted(f"step_{number}" for number in range(3, 22, 3))
+    again = make(tmp_path / "run", "named folders")
+    attach(again.accelerator)
+    again.accelerator.load_state(tmp_path / "run" / "step_9")
+    assert again.progress.batches == 9
+    again.loop()
+    assert_same(again, expected)
+    with pytest.raises(ValueError, match="does not exist"):
+        again.accelerator.load_state(tmp_path / "none")
+
+
+def test_a_folder_of_another_run_is_not_taken_for_one_of_this(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        run = make(tmp_path / name, "named folders")
+        attach(run.accelerator)
+        run.loop(3)
+        run.accelerator.end_training()
+    with pytest.raises(UsageError, match="stands for a step"):
+        run.accelerator.load_state(tmp_path / "one" / "step_3")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="was made neither"):
+        run.accelerator.load_state(tmp_path / "empty")
+
+
+def test_a_folder_that_is_saved_to_again_has_the_newer_step_alone(tmp_path: Path) -> None:
+    run = make(tmp_path, "named folders")
+    ckpt = attach(run.accelerator)
+    for _ in range(3):
+        assert run.accelerator.save_state(tmp_path / "last") == tmp_path / "last"
+        ckpt.wait()
+    run.accelerator.end_training()
+    assert [info.step for info in ckpt.steps().result()] == [2]
+    assert json.loads((tmp_path / "last" / "aiockpt.json").read_text())["step"] == 2
+
+
+def test_what_is_written_into_a_folder_meanwhile_stays(tmp_path: Path) -> None:
+    run = make(tmp_path, "named folders")
+    attach(run.accelerator)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("of the user")
+    run.accelerator.save_state(tmp_path / "mine")
+    run.accelerator.end_training()
+    assert (tmp_path / "mine" / "notes.txt").read_text() == "of the user"
+    assert (tmp_path / "mine" / "aiockpt.json").exists()
+
+
+@pytest.mark.parametrize("deletes", [False, True])
+def test_a_step_goes_with_its_folder_where_that_is_wanted(deletes: bool, tmp_path: Path) -> None:
+    run = make(tmp_path, "named folders")
+    ckpt = attach(run.accelerator, delete_with_folder=deletes)
+    run.loop(6)
+    ckpt.wait()
+    run.accelerator.load_state(tmp_path / "step_6")
+    shutil.rmtree(tmp_path / "step_3")
+    run.accelerator.save_state(tmp_path / "step_7")
+    run.accelerator.end_training()
+    assert [info.step for info in ckpt.steps().result()] == ([2, 1] if deletes else [2, 1, 0])
+
+
+def test_the_folder_of_a_committed_step_appears_after_a_kill(tmp_path: Path) -> None:
+    run = make(tmp_path, "named folders")
+    attach(run.accelerator)
+    run.loop(6)
+    run.accelerator.end_training()
+    (tmp_path / "step_6").rename(tmp_path / ".step_6.aiockpt")  # as the kill left it
+    again = make(tmp_path, "named folders")
+    attach(again.accelerator)
+    assert folders(tmp_path) == ["step_3", "step_6"]
+    again.accelerator.load_state(tmp_path / "step_6")
+    assert again.progress.batches == 6
+
+
+def test_a_save_that_failed_is_told_and_has_no_folder(tmp_path: Path) -> None:
+    run = make(tmp_path, "named folders")
+    attach(run.accelerator, tmp_path / "file" / "runs")
+    (tmp_path / "file").write_text("in the way")
+    run.accelerator.save_state(tmp_path / "step_1")
+    with pytest.raises(CheckpointError):
+        run.accelerator.end_training()
+    assert folders(tmp_path) == []
+
+
+# ------------------------------------------------------------------ loading
+
+
+def damage(step: Path) -> None:
+    for file in step.rglob("*.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+
+
+def test_a_damaged_newest_step_is_passed_over(tmp_path: Path) -> None:
+    expected = straight(tmp_path / "straight")
+    run = make(tmp_path / "run")
+    attach(run.accelerator)
+    run.loop()
+    run.accelerator.end_training()
+    damage(tmp_path / "run" / "aiockpt" / "step-00000006")
+    again = go_on(tmp_path / "run")
+    assert again.progress.batches == 18
+    again.loop()
+    assert_same(again, expected)
+    again.accelerator.end_training()
+    damage(tmp_path / "run" / "aiockpt" / "step-00000006")
+    with pytest.raises(CorruptionError):
+        again.accelerator.load_state(tmp_path / "run" / "checkpoints" / "checkpoint_6")
+
+
+def test_nothing_to_load_begins_anew(tmp_path: Path) -> None:
+    run = go_on(tmp_path)
+    run.loop(3)
+    assert run.progress.batches == 3
+
+
+def test_what_accelerate_wrote_before_is_loaded(tmp_path: Path) -> None:
+    old = make(tmp_path)
+    old.accelerator.skip_first_batches = accelerate.skip_first_batches
+    old.loop(7, every=7)
+    again = go_on(tmp_path)
+    assert again.progress.batches == 7
+    assert_same_weights(again, old)
+    again.accelerator.project_configuration.iteration = 1
+    again.accelerator.save_state()
+    again.accelerator.end_training()
+    third = go_on(tmp_path)
+    assert third.accelerator.project_configuration.iteration == 2
+
+
+def assert_same_weights(found: Any, expected: Any) -> None:
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(found.model.parameters(), expected.model.parameters(), strict=True)
+    )
+
+
+def test_other_objects_than_were_registered_are_refused(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    attach(run.accelerator)
+    run.accelerator.save_state()
+    run.accelerator.end_training()
+    again = make(tmp_path)
+    attach(again.accelerator)
+    again.accelerator.register_for_checkpointing(torch.nn.Linear(1, 1))
+    with pytest.raises(UsageError, match="1 objects were registered"):
+        again.accelerator.load_state()
+
+
+def test_a_model_may_lack_a_part_where_strict_is_false(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    attach(run.accelerator)
+    run.accelerator.save_state()
+    run.accelerator.end_training()
+    again = make(tmp_path)
+    again.accelerator._models[0].append(torch.nn.Linear(1, 1))
+    attach(again.accelerator)
+    with pytest.raises(aiockpt.StateMismatchError):
+        again.accelerator.load_state()
+    again.accelerator.load_state(strict=False)
+    assert_same_weights(torch.nn.ModuleDict({"model": again.model[:3]}), run)
+
+
+# ------------------------------------------------------------------ hooks
+
+
+def test_hooks_write_into_the_folder_and_may_take_models_out(tmp_path: Path) -> None:
+    def hooked() -> Any:
+        run = make(tmp_path, "named folders")
+        run.accelerator.register_save_state_pre_hook(write)
+        run.accelerator.register_load_state_pre_hook(read)
+        return run
+
+    def write(models: list[Any], weights: list[Any], folder: str) -> None:
+        torch.save(weights.pop(), Path(folder) / "of_the_hook.pt")
+
+    def read(models: list[Any], folder: str) -> None:
+        models.pop().load_state_dict(torch.load(Path(folder) / "of_the_hook.pt"))
+
+    run = hooked()
+    ckpt = attach(run.accelerator)
+    run.loop(3)
+    run.accelerator.end_training()
+    description = ckpt.describe(0).result()
+    assert not any(tensor.name.startswith("model.") for tensor in description.tensors)
+    again = hooked()
+    attach(again.accelerator)
+    again.accelerator.load_state(tmp_path / "step_3")
+    assert_same_weights(again, run)
+    assert again.optimizer.state_dict()["state"][0]["step"] == 3
+
+
+def test_several_of_each_kind_are_saved(tmp_path: Path) -> None:
+    def prepared() -> tuple[Any, Any, Any]:
+        run = make(tmp_path)
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        model, optimizer = run.accelerator.prepare(model, optimizer)
+        return run, model, optimizer
+
+    run, model, optimizer = prepared()
+    ckpt = attach(run.accelerator)
+    model(torch.ones(3)).backward()
+    optimizer.step()
+    run.accelerator.save_state()
+    run.accelerator.end_training()
+    names = {tensor.name for tensor in ckpt.describe().result().tensors}
+    assert {"model.0.weight", "model_1.weight"} <= names
+    again, other_model, other_optimizer = prepared()
+    attach(again.accelerator)
+    again.accelerator.load_state()
+    assert torch.equal(other_model.weight, model.weight)
+    assert torch.equal(
+        other_optimizer.state_dict()["state"][0]["momentum_buffer"],
+        optimizer.state_dict()["state"][0]["momentum_buffer"],
+    )
+
+
+# ------------------------------------------------------------------ what cannot be
+
+
+def test_what_cannot_be_replaced_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make(None, "named folders")
+    with pytest.raises(UsageError, match="name a place"):
+        attach(run.accelerator)
+    attach(run.accelerator, tmp_path / "place")
+    with pytest.raises(UsageError, match="name a folder"):
+        run.accelerator.save_state()
+    with pytest.raises(UsageError, match="exclude_frozen_parameters"):
+        run.accelerator.save_state(tmp_path / "x", exclude_frozen_parameters=True)
+    monkeypatch.setattr(run.accelerator.state, "distributed_type", accelerate.DistributedType.DEEPSPEED)
+    with pytest.raises(UsageError, match="DeepSpeed"):
+        attach(run.accelerator, tmp_path / "place")
+
+
+@pytest.mark.parametrize("name", UPSTREAM)
+def test_upstream_is_what_it_was_when_this_was_written(name: str) -> None:
+    module, _, inner = name.partition(":")
+    found: Callable[..., Any] = attrgetter(inner)(import_module(module))
+    assert hashlib.sha256(inspect.getsource(found).encode()).hexdigest()[:16] == UPSTREAM[name]
+
+
+def test_the_page_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make(tmp_path / "out")
+    named = {
+        "accelerator": run.accelerator,
+        "loader": run.loader,
+        "train": run.train,
+        "epochs": 1,
+        "attach": attach,
+        "skipped": 2,
+    }
+    run_page("frameworks/accelerate.md", named)
