@@ -12,80 +12,28 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
-import msgspec
 import torch
 
+from aiockpt.adapters.differences import Differences
 from aiockpt.adapters.fit import fits, misfit, new_tensor
 from aiockpt.adapters.leaves import LeafReader, LeafWriter
+from aiockpt.adapters.load_target import LoadTarget
 from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.made import OWN_KINDS, Made, Need, NeedFinder, ValueTensors
 from aiockpt.adapters.overlaps import separate
 from aiockpt.adapters.plain_values import ValueMatch, has_named_parts, in_words, same_content
 from aiockpt.adapters.refill import Filling, refill
 from aiockpt.adapters.refusal import asking
-from aiockpt.adapters.rename import Rename, Renamed, Renaming, Rules, near, near_key
+from aiockpt.adapters.rename import Rename, Renamed, Renaming, Rules, near
 from aiockpt.adapters.stored import FoundNode, Stored, find_flat, find_node, members_of
-from aiockpt.adapters.strictness import Strict, Strictness
+from aiockpt.adapters.strictness import Strict
 from aiockpt.adapters.tensors import facts_of, hold, is_spread, memory_key, shards_of
-from aiockpt.errors import StateMismatchError, UsageError
+from aiockpt.errors import UsageError
 from aiockpt.format.dtypes import torch_name
 from aiockpt.format.names import join_name, prefixes, split_name
 from aiockpt.state.codecs import CodecRegistry
 from aiockpt.state.shards import TensorShard
 from aiockpt.state.tree import TAG, Decoder, Encoder, Node, Path, damaged
-
-
-class LoadTarget(msgspec.Struct, eq=False, kw_only=True):
-    """A load that is ready to go.
-
-    Attributes:
-        wanted: the tensors to fill; ``data`` is filled in place, ``name`` is the name in the checkpoint.
-        missing: names of the state that the checkpoint does not have.
-        unexpected: names of the checkpoint that the state of this rank does not have.
-        unexpected_claimed: those of them that belong to something the state does have, and is strict about, so that they
-            are a difference unless another rank has them.
-        left_out: names of the state that stay as they are, because they were left out of the checkpoint.
-        problems: every difference, in words; not empty only where ``strict`` is False.
-        told: what is removed or replaced, in words; what refuses to be filled is added by `apply`.
-        written: names of the leaves that are overwritten.
-        steps: what `apply` has still to do.
-        may_refuse: whether `apply` asks objects that may refuse what they get: then all ranks must hear of it.
-        renamed: name in the checkpoint → name in the state, of what rules have renamed.
-    """
-
-    wanted: tuple[TensorShard, ...]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    unexpected_claimed: tuple[str, ...]
-    left_out: tuple[str, ...]
-    problems: tuple[str, ...]
-    told: list[str]
-    written: frozenset[str]
-    steps: list[Callable[[], object]]
-    may_refuse: bool
-    renamed: Mapping[str, str] = {}
-
-    def __repr__(self) -> str:
-        return f"<LoadTarget of {len(self.wanted)} tensors, {len(self.missing)} missing, {len(self.steps)} to apply>"
-
-    def apply(self) -> None:
-        """Set what is not a tensor, once all tensors are filled. Idempotent; a step that raised is tried again.
-
-        All values are decoded before the first object changes.
-        """
-        while self.steps:
-            self.steps[0]()
-            del self.steps[0]
-
-
-class _Problem(msgspec.Struct):
-    """A difference at *name* of the state."""
-
-    name: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.text}"
 
 
 class Matcher:
@@ -101,8 +49,7 @@ class Matcher:
         codecs: CodecRegistry,
         judge_unexpected: bool = True,
     ) -> None:
-        self.is_strict = Strictness(strict)
-        self._judges_parts = isinstance(strict, Mapping)
+        self._differences = Differences(stored, strict)
         self._judge_unexpected = judge_unexpected
         self.stored = stored
         self._sorted_names: list[str] | None = None
@@ -116,16 +63,9 @@ class Matcher:
         self._wanted: list[TensorShard] = []
         # With the tensor, so that its address is no other tensor's meanwhile.
         self._filled: dict[Hashable, tuple[str, str, torch.Tensor]] = {}
-        self._problems: list[_Problem] = []
-        self._missing: list[str] = []
         self._left_out: list[str] = []
         self._may_refuse = False
-        self._used: set[str] = set()
-        self._claimed: dict[str, str] = {}
-        self._places: set[str] = set()
-        self._passed_over: set[str] = set()
         self._written: set[str] = set()
-        self._hints: list[tuple[int, str]] = []
         self._told: list[str] = []
         self._incomplete: list[tuple[Path, Node, set[Any], Callable[[Any, Callable[[], Any]], object]]] = []
         self._filling = Filling(self._tell_of)
@@ -149,8 +89,7 @@ class Matcher:
         """Return whether ``only`` lets the leaf at *path* be loaded."""
         if self._rename is not None:
             self._rename.meet(path)
-        if self._judges_parts:
-            self._places.update(prefixes(join_name(path)))
+        self._differences.meet(join_name(path))
         if self._only is None:
             return True
         self._names.update(prefixes(join_name(path)))
@@ -236,7 +175,7 @@ class Matcher:
         receiver = ValueTensors()
 
         def ask(need: Need) -> None:
-            self._used.add(need.name)
+            self._differences.used.add(need.name)
             here = match.tensors.get(need.path)
             if here is None or not self._enter(need.path, need.name, here):
                 self._made.ask(need, receiver)
@@ -259,7 +198,7 @@ class Matcher:
                 if name not in made:
                     made[name] = self._make(need)
                 receiver.put(need, made[name])
-                self._used.add(need.name)
+                self._differences.used.add(need.name)
 
         return self._decoded(path, node, ask, receiver.reader)
 
@@ -271,7 +210,7 @@ class Matcher:
             if self.stored.facts(need.name) is None:
                 raise damaged(need.path, f"refers to the tensor {need.name!r}, which is not there")
             ask(need)
-        self._used.add(self.stored_name(path))
+        self._differences.used.add(self.stored_name(path))
         self.rewrites(path)
         decode = cache(lambda: Decoder(self._codecs, reader).decode(node, path))
         if probe.needs:
@@ -286,14 +225,14 @@ class Matcher:
 
     def _complete(self) -> None:
         """Ask for what only the checkpoint has in dicts; a name that map= gave to something else is used there."""
-        met = {prefix for name in (*self._used, *self._claimed, *self._passed_over) for prefix in prefixes(name)}
+        met = self._differences.known_names()
         for path, node, here, add in self._incomplete:
             root = split_name(self.stored_name(path))
             for key, inner in members_of(node).items():
                 name = join_name((*root, key))
                 if key not in here and name not in met and not has_named_parts(inner):
                     value = self.value((*path, key), inner)
-                    self._used.add(name)
+                    self._differences.used.add(name)
                     self.later(partial(add, key, value))
 
     def tell(self, what: str) -> None:
@@ -360,7 +299,7 @@ class Matcher:
 
     def leave(self, name: str) -> None:
         """Note that of tensor *name* of the checkpoint this rank has nothing, so that it is no difference."""
-        self._used.add(name)
+        self._differences.used.add(name)
 
     def share(self, path: Path, tensor: torch.Tensor, name: str) -> None:
         """Note that *tensor*, at *path*, is filled from tensor *name* by its owner: what shares its memory must agree."""
@@ -418,7 +357,7 @@ class Matcher:
                 self._miss_tensor(path)
             return False
         stored_as = self.stored.alias.get(name, name)
-        self._used.add(name)
+        self._differences.used.add(name)
         held = hold(tensor, path, flat)
         problem = misfit(tensor.dtype, held, *facts)
         key = tuple(filter(None, (memory_key(piece.local) for piece in held.pieces)))
@@ -452,23 +391,27 @@ class Matcher:
 
     # ---------------------------------------------------------------- differences
 
+    def is_strict(self, path: Path) -> bool:
+        """Return whether a difference at *path* is raised."""
+        return self._differences.is_strict(join_name(path))
+
     def claim(self, path: Path) -> None:
         """Say that whatever the checkpoint has below *path* belongs into the state, so that a rest is a difference."""
-        self._claimed[self.stored_name(path)] = join_name(path)
+        self._differences.claim(self.stored_name(path), join_name(path))
 
     def miss(self, path: Path, reason: str | None = None) -> None:
         """Note that the checkpoint does not have the leaf at *path*."""
         if not self.selects(path) or self.stays(path):
             return
         name, stored_as = join_name(path), self.stored_name(path)
-        if reason is None:
-            self._hints.append((len(self._problems), stored_as))
-            asked = ""
-            if self._rename is not None and stored_as != name:
-                asked = f" (asked for as {stored_as!r}, because of {self._rename.argument})"
-            reason = f"in the state but not in the checkpoint{asked}"
-        self._missing.append(name)
-        self.problem(name, reason)
+        if reason is not None:
+            self._differences.miss(name, reason)
+            return
+        asked = ""
+        if self._rename is not None and stored_as != name:
+            asked = f" (asked for as {stored_as!r}, because of {self._rename.argument})"
+        self._differences.miss(name, f"in the state but not in the checkpoint{asked}")
+        self._differences.hint(stored_as)
 
     def stays(
         self,
@@ -504,7 +447,7 @@ class Matcher:
 
     def pass_over(self, path: Path) -> None:
         """Say that what the checkpoint has below *path* is known, and not all of it wanted: the rest is no difference."""
-        self._passed_over.add(self.stored_name(path))
+        self._differences.pass_over(self.stored_name(path))
 
     def mismatch(self, path: Path, problem: str) -> None:
         """Note that the leaf at *path* is in the checkpoint and does not fit."""
@@ -513,7 +456,7 @@ class Matcher:
 
     def problem(self, name: str, problem: str) -> None:
         """Note a difference at *name* of the state."""
-        self._problems.append(_Problem(name, problem))
+        self._differences.add(name, problem)
 
     # ---------------------------------------------------------------- the end
 
@@ -558,59 +501,27 @@ class Matcher:
         if self._incomplete and self._judge_unexpected:
             self._complete()
         self._made.settle()
-        unexpected = list(self.stored.unused(self._used, set(self._claimed), self._passed_over))
-        if self._only is not None:
-            scope = set(map(self.stored_name, self._only))
-            unexpected = [name for name in unexpected if not scope.isdisjoint(prefixes(name))]
-        if self._hints and unexpected:
-            self._hint(unexpected)
         renamed: Mapping[str, str] = {}
         if isinstance(self._rename, Renamed):
-            renamed = self._rename.used(self._used)
+            renamed = self._rename.used(self._differences.used)
             for name, new in self._rename.asked_twice():
                 self.problem(name, f"in the state, and rename= makes {new} of what the checkpoint has under this name")
-        spare = {name: place for name in unexpected if (place := self._place_of(name)) is not None}
-        if self._judges_parts and self._judge_unexpected:
-            self.is_strict.refuse_idle(self._places | {part for place in spare.values() for part in prefixes(place)})
-        strictly_spare = [name for name, place in spare.items() if self.is_strict(place)]
-        problems = list(map(str, self._problems))
-        raised = [str(problem) for problem in self._problems if self.is_strict(problem.name)]
-        if self._judge_unexpected:
-            problems += map(_not_here, spare)
-            raised += map(_not_here, strictly_spare)
-        if raised:
-            advice = "Change the state, rename with map=, choose with only=, or load what fits with strict=False."
-            raise StateMismatchError(self.stored.where, sorted(raised), advice)
+        scope = None if self._only is None else set(map(self.stored_name, self._only))
+        judged = self._differences.judge(scope, state_is_whole=self._judge_unexpected)
         wanted, together = separate(self._wanted, self.stored.where)
         return LoadTarget(
             wanted=tuple(wanted),
-            missing=tuple(self._missing),
-            unexpected=tuple(unexpected),
-            unexpected_claimed=tuple(strictly_spare),
+            missing=tuple(self._differences.missing),
+            unexpected=judged.unexpected,
+            unexpected_claimed=judged.unexpected_claimed,
             left_out=tuple(self._left_out),
-            problems=tuple(problems),
+            problems=judged.problems,
             told=self._told,
             written=frozenset(self._written),
             steps=[*together, *self._decodes, *self._steps, *self._last_steps],
             may_refuse=self._may_refuse,
             renamed=renamed,
         )
-
-    def _place_of(self, name: str) -> str | None:
-        """Return where in the state tensor or value *name* of the checkpoint would be; None where nothing claims it."""
-        part = next((part for part in prefixes(name) if part in self._claimed), None)
-        return None if part is None else self._claimed[part] + name[len(part) :]
-
-    def _hint(self, unexpected: Sequence[str]) -> None:
-        """Add to what the checkpoint lacks the names that it has unused and that may be meant."""
-        free = {prefix for name in unexpected for prefix in prefixes(name)}
-        there = {prefix for name in self.stored.names() for prefix in prefixes(name)}
-        told: dict[str, str] = {}
-        for number, name in self._hints:
-            wrong = next((prefix for prefix in reversed(prefixes(name)) if prefix not in there), "")
-            if wrong and wrong not in told:
-                told[wrong] = near_key(wrong, free)
-            self._problems[number].text += told.get(wrong, "")
 
     def _refuse_idle_names(self, names: Collection[str]) -> None:
         nothing = sorted(set(names) - self._met)
@@ -629,10 +540,6 @@ def _tensors_in(value: Any, path: Path, codecs: CodecRegistry) -> dict[Path, tor
 
     Encoder(codecs, LeafWriter(put)).encode(value, path)
     return found
-
-
-def _not_here(name: str) -> str:
-    return f"{name}: in the checkpoint but not in the state"
 
 
 def _in_words(facts: tuple[str, tuple[int, ...]]) -> str:

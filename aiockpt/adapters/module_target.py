@@ -200,7 +200,7 @@ class _OwnLoad:
             matcher.rewrites(self._leaf(key))
             if key in tensors or key in values or key in stay:
                 continue
-            if not matcher.is_strict(join_name(self._leaf(key))):
+            if not matcher.is_strict(self._leaf(key)):
                 matcher.miss(self._leaf(key))
         metadata = self._metadata(versions)
         matcher.later(lambda: self._apply(metadata), may_refuse=True)
@@ -294,7 +294,7 @@ class _OwnLoad:
         plain = plain_keys(bare, modules)
         metadata = modules | {plain.get(key, key): value for key, value in versions.items()}
         state._metadata = metadata  # type: ignore[attr-defined]
-        how = {"strict": self._matcher.is_strict(join_name(self._path))} if _takes_strict(bare) else {}
+        how = {"strict": self._matcher.is_strict(self._path)} if _takes_strict(bare) else {}
         with asking(bare, self._path, self._matcher.stored.where):
             bare.load_state_dict(state, **how)
 

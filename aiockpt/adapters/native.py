@@ -25,9 +25,9 @@ from aiockpt.adapters.composites import is_composite
 from aiockpt.adapters.index import Index
 from aiockpt.adapters.kinds import Stateful, kind_of, members
 from aiockpt.adapters.leaves import write_tensor
+from aiockpt.adapters.load_target import LoadTarget
 from aiockpt.adapters.loader import Loader
 from aiockpt.adapters.local_shards import FlatRange
-from aiockpt.adapters.matcher import LoadTarget
 from aiockpt.adapters.module import ModulePart
 from aiockpt.adapters.optimizer import OptimizerPart
 from aiockpt.adapters.own_optimizer import of_this_rank

@@ -17,8 +17,9 @@ from aiockpt.adapters.containers import keys_only_here, set_part, set_tuple, set
 from aiockpt.adapters.index import Index
 from aiockpt.adapters.kinds import kind_of, members, reads_data
 from aiockpt.adapters.leaves import read_plain_leaf
+from aiockpt.adapters.load_target import LoadTarget
 from aiockpt.adapters.loader import Loader
-from aiockpt.adapters.matcher import LoadTarget, Matcher
+from aiockpt.adapters.matcher import Matcher
 from aiockpt.adapters.module_target import load_module, load_saved_module
 from aiockpt.adapters.optimizer_dicts import node_for
 from aiockpt.adapters.optimizer_forms import pairs_of, read_node

@@ -12,6 +12,7 @@ from typing import Literal, TypeVar
 import anyio
 import msgspec
 
+from aiockpt.adapters.differences import ADVICE
 from aiockpt.errors import (
     CorruptionError,
     ObjectNotFoundError,
@@ -28,7 +29,6 @@ STEPS = ("read", "fit", "fill", "apply")
 """What all ranks do one after the other in each trial; the last of it by itself, when its caller waits for it."""
 Outcome = Literal["fits", "misfits", "damaged", "unserved", "failed"]
 _WORST_FIRST: tuple[Outcome, ...] = ("failed", "misfits", "damaged", "unserved")
-_ADVICE = "Change the state, rename with map=, choose with only=, or load what fits with strict=False."
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -176,7 +176,7 @@ def _union(reports: Mapping[int, Report], world_size: int) -> list[str]:
 def _error(verdict: Verdict, own: Exception | None) -> Exception:
     """Return what this rank raises; its own error says more than a report of it."""
     if verdict.outcome == "misfits" and verdict.problems:
-        return StateMismatchError("the checkpoint", verdict.problems, _ADVICE)
+        return StateMismatchError("the checkpoint", verdict.problems, ADVICE)
     if own is not None and verdict.outcome in (_report(own).outcome, "fits"):
         return own
     if verdict.outcome in ("damaged", "unserved"):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from aiockpt.adapters import matcher
-from aiockpt.adapters.matcher import LoadTarget
+from aiockpt.adapters.load_target import LoadTarget
 from aiockpt.adapters.stored import Stored
 from aiockpt.storage.retry import RetryPolicy
 from aiockpt.testing.simulated_files import SimulatedFiles
