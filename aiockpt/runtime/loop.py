@@ -73,6 +73,8 @@ class LoopThread:
 
     def _set_up(self) -> None:
         self._loop.set_default_executor(self._executor)
+        if isinstance(self._loop, _Loop):
+            self._loop.workers = self._executor
         _here.is_loop = True
         self._cpu_clock = time.pthread_getcpuclockid(threading.get_ident())
 
@@ -179,6 +181,17 @@ def runs_event_loop() -> bool:
     return True
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """A loop that ends without a thread of its own: from Python 3.12 on none can be started while the interpreter exits."""
+
+    workers: concurrent.futures.Executor | None = None
+
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        """Have the workers end when they have nothing to do; all that was awaited is done by now."""
+        if self.workers is not None:
+            self.workers.shutdown(wait=False)
+
+
 def _run_loop(ready: Ready) -> None:
     """Run an event loop on this thread until its portal is stopped."""
 
@@ -188,7 +201,7 @@ def _run_loop(ready: Ready) -> None:
             await portal.sleep_until_stopped()
 
     try:
-        anyio.run(serve)
+        anyio.run(serve, backend_options={"loop_factory": _Loop})
     except BaseException as error:
         if ready.done():
             raise

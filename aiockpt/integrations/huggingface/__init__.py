@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 import aiockpt
-from aiockpt.integrations.huggingface import accelerator as _accelerator
+from aiockpt.integrations.huggingface import accelerate as _accelerate
 from aiockpt.integrations.huggingface import trainer as _trainer
 from aiockpt.integrations.huggingface.renames import renames
 
@@ -27,9 +27,9 @@ __all__ = ["attach", "renames"]
 def attach(trainer: Any, place: Any = None, **options: Any) -> aiockpt.Checkpointer:
     """Have a ``Trainer`` or an ``Accelerator`` save and load with aiockpt; return the checkpointer that it uses.
 
-    `aiockpt.integrations.huggingface.trainer.attach` and `aiockpt.integrations.huggingface.accelerator.attach` say what
+    `aiockpt.integrations.huggingface.trainer.attach` and `aiockpt.integrations.huggingface.accelerate.attach` say what
     each of them takes.
     """
     if hasattr(trainer, "save_state") and hasattr(trainer, "load_state"):
-        return _accelerator.attach(trainer, place, **options)
+        return _accelerate.attach(trainer, place, **options)
     return _trainer.attach(trainer, place, **options)

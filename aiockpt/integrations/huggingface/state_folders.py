@@ -32,7 +32,7 @@ class Mark(NamedTuple):
     key: str
 
 
-class _PendingFolder(NamedTuple):
+class _StateFolder(NamedTuple):
     future: aiockpt.SaveFuture
     staged: Path
     folder: Path
@@ -53,7 +53,7 @@ class StateFolders:
         self._makes_here = self._makes or (self._settings.save_on_each_node and accelerator.is_local_main_process)
         self._ckpt = ckpt
         self._delete_with_folder = delete_with_folder
-        self._pending: list[_PendingFolder] = []
+        self._pending: list[_StateFolder] = []
         self._known: dict[int, Path] = {}
         self._replaced: list[int] = []
 
@@ -86,7 +86,7 @@ class StateFolders:
         if not self._makes_here:
             return
         _write_mark(_staged(folder), mark)
-        self._pending.append(_PendingFolder(future, _staged(folder), folder))
+        self._pending.append(_StateFolder(future, _staged(folder), folder))
 
     def publish(self) -> None:
         """Let the folders of what is committed appear, in the order of the saves."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 import aiockpt
 from aiockpt.errors import BackgroundSaveError, CorruptionError, StepNotFoundError, UsageError
-from aiockpt.integrations.huggingface.data_position import LoaderPosition
+from aiockpt.integrations.huggingface.accelerate_state import LoopState
 from aiockpt.integrations.huggingface.state_folders import (
     StateFolders,
     check_folder,
@@ -61,26 +61,11 @@ def attach(
         )
     ckpt = aiockpt.Checkpointer(place or Path(accelerator.project_dir) / "aiockpt", **options)
     folders = StateFolders(accelerator, ckpt, delete_with_folder=delete_with_folder)
-    _Attached(accelerator, ckpt, folders, options.get("only"), options.get("exclude")).take_over()
+    _AttachedAccelerator(accelerator, ckpt, folders, options.get("only"), options.get("exclude")).take_over()
     return ckpt
 
 
-class _RankState:
-    """What belongs to one rank: where it is in its data, and gradients between the batches of one optimizer step."""
-
-    aiockpt_per_rank = True
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.values = values
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.values
-
-    def load_state_dict(self, values: dict[str, Any]) -> None:
-        self.values = values
-
-
-class _Attached:
+class _AttachedAccelerator:
     """What takes the places of the Accelerator's methods."""
 
     def __init__(
@@ -91,7 +76,7 @@ class _Attached:
         self._folders = folders
         self._only = only
         self._exclude = [exclude] if isinstance(exclude, str) else list(exclude or ())
-        self._positions: list[LoaderPosition] = []
+        self._loop = LoopState(accelerator)
         self._load_theirs: Callable[..., Any] = accelerator.load_state
         self._prepare_theirs: Callable[..., Any] = accelerator.prepare_data_loader
         self._skip_theirs: Callable[..., Any] = accelerator.skip_first_batches
@@ -110,7 +95,7 @@ class _Attached:
         accelerator.end_training = self._end_training
         accelerator.backward = self._backward
         for loader in accelerator._dataloaders:
-            self._position(loader)
+            self._loop.position(loader)
         steps = self._ckpt.steps().result()
         self._folders.restore([info for info in steps[:_RESTORED] if info.problem is None])
         self._next = max((info.step for info in steps), default=-1) + 1
@@ -121,31 +106,18 @@ class _Attached:
 
     def _prepare_data_loader(self, *args: Any, **named: Any) -> Any:
         loader = self._prepare_theirs(*args, **named)
-        self._position(loader)
+        self._loop.position(loader)
         return loader
 
     def _skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        position = next((one for one in self._positions if one.reads(dataloader)), None)
+        position = self._loop.position_of(dataloader)
         if position is None:
             return self._skip_theirs(dataloader, num_batches)
         return position.follow(self._skip_theirs, num_batches)
 
-    def _position(self, loader: Any) -> LoaderPosition:
-        found = next((one for one in self._positions if one.loader is loader), None)
-        if found is None:
-            found = LoaderPosition(loader)
-            self._positions.append(found)
-        return found
-
-    def _current(self) -> list[LoaderPosition]:
-        """Return the positions of the loaders that are prepared now."""
-        loaders = self._accelerator._dataloaders
-        self._positions = [one for one in self._positions if any(one.loader is loader for loader in loaders)]
-        return [self._position(loader) for loader in loaders]
-
     def _check_seen(self) -> None:
         active = self._accelerator.gradient_state.active_dataloader
-        if active is not None and any(one.is_read_unseen(active) for one in self._current()):
+        if active is not None and any(one.is_read_unseen(active) for one in self._loop.positions()):
             raise UsageError(
                 "save_state(): it is not known which batches of this loop were read: make its loader by "
                 "accelerator.skip_first_batches(…) in place of accelerate.skip_first_batches(…)"
@@ -167,7 +139,7 @@ class _Attached:
         left_out = self._call_save_hooks(staged)
         mark = new_mark(self._next)
         user = {"folder": str(folder.absolute()), "key": mark.key}
-        state = self._state(self._next + 1, settings.iteration + 1)
+        state = self._loop.build(self._next + 1, settings.iteration + 1)
         earlier: BackgroundSaveError | None = None
         try:
             future = self._ckpt.save(
@@ -209,7 +181,7 @@ class _Attached:
         if not hooks:
             return []
         accelerator.wait_for_everyone()
-        names = dict(self._named("model", accelerator._models))
+        names = dict(self._loop.models())
         weights = [accelerator.get_state_dict(model, unwrap=False) for model in names.values()]
         before = list(weights)
         for hook in hooks:
@@ -224,49 +196,6 @@ class _Attached:
         values = [value]
         torch.distributed.broadcast_object_list(values, src=0)
         return values[0]
-
-    @staticmethod
-    def _named(kind: str, objects: Iterable[Any]) -> list[tuple[str, Any]]:
-        return [(f"{kind}_{number}" if number else kind, one) for number, one in enumerate(objects)]
-
-    def _state(self, saves: int, iteration: int) -> dict[str, Any]:
-        """Return the state as it is now; its values alone where it is loaded into."""
-        accelerator = self._accelerator
-        positions = self._current()
-        state: dict[str, Any] = {
-            **dict(self._named("model", accelerator._models)),
-            **dict(self._named("optimizer", accelerator._optimizers)),
-            **dict(self._named("scheduler", accelerator._schedulers)),
-            **dict(self._named("registered", accelerator._custom_objects)),
-        }
-        if accelerator.scaler is not None:
-            state["scaler"] = accelerator.scaler
-        state["rng"] = aiockpt.RNG()
-        state["accelerate"] = {
-            "step": accelerator.step,
-            "syncs": bool(accelerator.sync_gradients),
-            "saves": saves,
-            "iteration": iteration,
-            "ranks": accelerator.num_processes,
-            "registered": len(accelerator._custom_objects),
-            "loaders": [one.shared() for one in positions],
-        }
-        state["rank"] = _RankState({"loaders": [one.own() for one in positions], "gradients": self._gradients()})
-        return state
-
-    def _gradients(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the gradients that the batches before have left, where the optimizer has not stepped with them."""
-        accelerator = self._accelerator
-        if accelerator.sync_gradients:
-            return {}
-        if accelerator.distributed_type.name == "FSDP":
-            logger.warning("save_state() between the batches of one step: their gradients are not saved under FSDP")
-            return {}
-        models = ((name, accelerator.unwrap_model(model)) for name, model in self._named("model", accelerator._models))
-        return {
-            name: {key: one.grad for key, one in model.named_parameters() if one.grad is not None}
-            for name, model in models
-        }
 
     # ------------------------------------------------------------------ loading
 
@@ -312,11 +241,9 @@ class _Attached:
         models = list(accelerator._models)
         for hook in accelerator._load_model_state_pre_hook.values():
             hook(models, str(folder))
-        state = self._state(0, 0)
+        state = self._loop.build(0, 0)
         values: Any = self._ckpt.describe(step).result().values
-        theirs = [
-            name for name, one in self._named("model", accelerator._models) if all(one is not left for left in models)
-        ]
+        theirs = [name for name, one in self._loop.models() if all(one is not left for left in models)]
         if values["accelerate"]["registered"] != len(accelerator._custom_objects):
             raise UsageError(
                 f"load_state(): {values['accelerate']['registered']} objects were registered for checkpointing when step "
@@ -324,33 +251,12 @@ class _Attached:
             )
         same_ranks = values["accelerate"]["ranks"] == accelerator.num_processes
         left_out = {*theirs, *(() if same_ranks else ("rank",)), *({"scaler"} - set(values))}
-        loose = {} if strict else {name: False for name, _ in self._named("model", accelerator._models)}
+        loose = {} if strict else {name: False for name, _ in self._loop.models()}
         self._ckpt.load(
             state, step, only=[name for name in state if name not in left_out], strict=loose or True
         ).result()
-        self._go_on(state, same_ranks)
+        self._next = self._loop.go_on(state, same_ranks)
         self._has_loaded = True
-
-    def _go_on(self, state: dict[str, Any], same_ranks: bool) -> None:
-        """Set what is no object of its own."""
-        accelerator, shared, own = self._accelerator, state["accelerate"], state["rank"].values
-        accelerator.step = shared["step"]
-        accelerator.sync_gradients = shared["syncs"]
-        accelerator.project_configuration.iteration = shared["iteration"]
-        self._next = shared["saves"]
-        if not same_ranks:
-            logger.warning("saved by %d ranks: the epoch begins anew, dealt to those of now", shared["ranks"])
-            return
-        for name, model in self._named("model", accelerator._models):
-            held = own["gradients"].get(name, {})
-            for key, parameter in accelerator.unwrap_model(model).named_parameters():
-                parameter.grad = held[key].to(parameter.device) if key in held else None
-        for position, values, values_of_rank in zip(self._current(), shared["loaders"], own["loaders"], strict=True):
-            if position.go_on(values, values_of_rank):
-                logger.info(
-                    "the last batch of epoch %d was trained: the next loop over its loader is empty",
-                    values["iteration"],
-                )
 
     # ------------------------------------------------------------------ the end
 

@@ -1,0 +1,123 @@
+"""What is the state of a loop of accelerate? What is prepared and registered, and each rank's place in its data."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+import aiockpt
+from aiockpt.integrations.huggingface.loader_position import LoaderPosition
+
+logger = logging.getLogger("aiockpt")
+
+
+class _RankState:
+    """What belongs to one rank: where it is in its data, and gradients between the batches of one optimizer step."""
+
+    aiockpt_per_rank = True
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+
+class LoopState:
+    """The state of one Accelerator's loop, and the positions in the data of its prepared loaders."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+        self._positions: list[LoaderPosition] = []
+
+    def models(self) -> list[tuple[str, Any]]:
+        """Return the prepared models, each with its name in the state."""
+        return self._named("model", self._accelerator._models)
+
+    def position(self, loader: Any) -> LoaderPosition:
+        """Return the position in a loader, which is followed from now on."""
+        found = next((one for one in self._positions if one.loader is loader), None)
+        if found is None:
+            found = LoaderPosition(loader)
+            self._positions.append(found)
+        return found
+
+    def position_of(self, reading: Any) -> LoaderPosition | None:
+        """Return the position in the loader that *reading* reads, if it is one that is followed."""
+        return next((one for one in self._positions if one.reads(reading)), None)
+
+    def positions(self) -> list[LoaderPosition]:
+        """Return the positions in the loaders that are prepared now."""
+        loaders = self._accelerator._dataloaders
+        self._positions = [one for one in self._positions if any(one.loader is loader for loader in loaders)]
+        return [self.position(loader) for loader in loaders]
+
+    @staticmethod
+    def _named(kind: str, objects: Iterable[Any]) -> list[tuple[str, Any]]:
+        return [(f"{kind}_{number}" if number else kind, one) for number, one in enumerate(objects)]
+
+    def build(self, saves: int, iteration: int) -> dict[str, Any]:
+        """Return the state as it is now; its values alone where it is loaded into."""
+        accelerator = self._accelerator
+        positions = self.positions()
+        state: dict[str, Any] = {
+            **dict(self.models()),
+            **dict(self._named("optimizer", accelerator._optimizers)),
+            **dict(self._named("scheduler", accelerator._schedulers)),
+            **dict(self._named("registered", accelerator._custom_objects)),
+        }
+        if accelerator.scaler is not None:
+            state["scaler"] = accelerator.scaler
+        state["rng"] = aiockpt.RNG()
+        state["accelerate"] = {
+            "step": accelerator.step,
+            "syncs": bool(accelerator.sync_gradients),
+            "saves": saves,
+            "iteration": iteration,
+            "ranks": accelerator.num_processes,
+            "registered": len(accelerator._custom_objects),
+            "loaders": [one.shared() for one in positions],
+        }
+        state["rank"] = _RankState({"loaders": [one.own() for one in positions], "gradients": self._gradients()})
+        return state
+
+    def _gradients(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the gradients that the batches before have left, where the optimizer has not stepped with them."""
+        accelerator = self._accelerator
+        if accelerator.sync_gradients:
+            return {}
+        if accelerator.distributed_type.name == "FSDP":
+            logger.warning("save_state() between the batches of one step: their gradients are not saved under FSDP")
+            return {}
+        models = ((name, accelerator.unwrap_model(model)) for name, model in self.models())
+        return {
+            name: {key: one.grad for key, one in model.named_parameters() if one.grad is not None}
+            for name, model in models
+        }
+
+    def go_on(self, state: dict[str, Any], same_ranks: bool) -> int:
+        """Set what is no object of its own, after a load into *state*; return the number of the next save."""
+        accelerator, shared, own = self._accelerator, state["accelerate"], state["rank"].values
+        accelerator.step = shared["step"]
+        accelerator.sync_gradients = shared["syncs"]
+        accelerator.project_configuration.iteration = shared["iteration"]
+        if not same_ranks:
+            logger.warning("saved by %d ranks: the epoch begins anew, dealt to those of now", shared["ranks"])
+            return int(shared["saves"])
+        for name, model in self.models():
+            held = own["gradients"].get(name, {})
+            for key, parameter in accelerator.unwrap_model(model).named_parameters():
+                parameter.grad = held[key].to(parameter.device) if key in held else None
+        for position, values, values_of_rank in zip(self.positions(), shared["loaders"], own["loaders"], strict=True):
+            if position.go_on(values, values_of_rank):
+                logger.info(
+                    "the last batch of epoch %d was trained: the next loop over its loader is empty",
+                    values["iteration"],
+                )
+        return int(shared["saves"])
