@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import errno
 import gc
@@ -185,8 +184,7 @@ def test_a_loop_that_cannot_be_made_says_so_to_whoever_wants_it(monkeypatch: pyt
     def refuse() -> None:
         raise OSError(errno.EMFILE, "too many open files")
 
-    monkeypatch.setattr(asyncio, "new_event_loop", refuse)
-    monkeypatch.setattr(asyncio.events, "new_event_loop", refuse)
+    monkeypatch.setattr("aiockpt.runtime.loop._Loop", refuse)
     with pytest.raises(OSError, match="too many open files"):
         LoopThread("test", on_exit=lambda: None)
 
