@@ -126,7 +126,7 @@ def test_live_objects_and_steps_get_what_was_saved(kind: str, tmp_path: Path) ->
         found, found_optimizer = trained(1)
         state = {"model": found, "optimizer": found_optimizer, "step": 0}
         if way == "directly":
-            assert load(open_checkpoint(path), state) == ()
+            assert load(f"dcp://{path}" if kind == "dcp" else path, state) == ()
         else:
             with aiockpt.Checkpointer(tmp_path / "steps") as ckpt:
                 ckpt.load(state).result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,19 +10,20 @@ import torch
 
 from aiockpt.adapters.native import StateWalker, Stored, open_target
 from aiockpt.adapters.rename import Renames, Rules
-from aiockpt.convert.foreign.checkpoint import Foreign
+from aiockpt.convert.foreign.checkpoint import Foreign, open_checkpoint
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import TensorShard
 
 
 def load(
-    checkpoint: Foreign,
+    checkpoint: Foreign | str | os.PathLike[str],
     state: Mapping[str, Any],
     *,
     only: Sequence[str] | None = None,
     strict: bool | Mapping[str, bool] = True,
     map: Mapping[str, str] | Callable[[str], str] | None = None,
     rename: Renames = (),
+    trust_pickle: bool = False,
 ) -> tuple[str, ...]:
     """Fill *state* in place, and return what did not fit in words (nothing when *strict*).
 
@@ -30,13 +32,19 @@ def load(
     parameters.
 
     Args:
+        checkpoint: what `open_checkpoint` returned, or what it takes: ``dcp:///path``, a folder, a file.
         state: as for ``Checkpointer.load``.
         only, strict, map, rename: as for ``Checkpointer.load``: ``map={"model": "state_dict"}`` for Lightning's ``.ckpt``.
 
+        trust_pickle: as for `open_checkpoint`.
+
     Raises:
         StateMismatchError: all differences by name; nothing was overwritten.
-        UsageError: an entry of ``map`` or ``only`` fits no name.
+        UsageError: an entry of ``map`` or ``only`` fits no name; or as for `open_checkpoint`.
+        CorruptionError: as for `open_checkpoint`.
     """
+    if not isinstance(checkpoint, Foreign):
+        checkpoint = open_checkpoint(checkpoint, trust_pickle=trust_pickle)
     saved = StateWalker().walk(checkpoint.state)
     held: dict[str, list[TensorShard]] = {}
     for shard in saved.tensors:
