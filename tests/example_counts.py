@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import settings
 
-PROFILES = {"quick": 0.2, "ci": 1.0, "campaign": 100.0}
+PROFILES = {"quick": 0.2, "ci": 0.6, "campaign": 100.0}
 """Name of each Hypothesis profile, and what it multiplies the counts by."""
 
 

@@ -39,7 +39,6 @@ from benchmarks.steps import percentile, run_steps, small_step
 from benchmarks.visit import Outcome, Turn
 from tests.servers.seaweed import BUCKET, CREDENTIALS, find_weed, seaweed_server
 
-SETTLE_S = 1.0
 LOWEST_PRIORITY = 19
 DEADLINE_S = 300.0
 POOL_BYTES = 64 * MIB
@@ -106,10 +105,11 @@ class _Way:
 class _Bench:
     """The training process: its steps, and its state."""
 
-    def __init__(self, size_bytes: int, quiet_s: float) -> None:
+    def __init__(self, size_bytes: int, quiet_s: float, settle_s: float) -> None:
         self._state = states.build(size_bytes)
         self._state["model"] = _as_module(self._state["model"])
         self._quiet_s = quiet_s
+        self._settle_s = settle_s
         self._step = small_step()
         self._saved = 0
 
@@ -163,7 +163,7 @@ class _Bench:
 
     def _quiet(self) -> tuple[list[float], float]:
         os.sync()
-        time.sleep(SETTLE_S)
+        time.sleep(self._settle_s)
         return self._run(self._quiet_s)
 
     def _run(self, for_s: float = 0.0, until: Callable[[], bool] | None = None) -> tuple[list[float], float]:
@@ -184,7 +184,7 @@ def _as_module(tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
 def promotion(turn: Turn, outcome: Outcome) -> None:
     """Copy to every place, in turn; the real store takes part where it is installed."""
     os.environ.update(CREDENTIALS)
-    bench = _Bench(turn.size_bytes, turn.settings["quiet_s"])
+    bench = _Bench(turn.size_bytes, turn.settings["quiet_s"], turn.settings["settle_s"])
     with ExitStack() as running:
         servers: dict[str, Server] = {}
         ways: dict[str, _Way] = {}

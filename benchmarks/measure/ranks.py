@@ -96,7 +96,7 @@ def ranks(turn: Turn, outcome: Outcome) -> None:
         samples["save_2_s"] = saved.seconds
         if name != "floor":
             samples["held_s"] = saved.held_s
-        for count in (2, 4) if name != "dcp-async" else ():
+        for count in turn.settings["load_ranks"] if name != "dcp-async" else ():
             loaded = _torchrun(msgspec.structs.replace(save, action="load"), count)
             samples[f"load_{count}_s"] = loaded.seconds
             if name != "floor":

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import subprocess
-import sys
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.same_job import observe, table
+from benchmarks.same_job.__main__ import SMOKE
 from benchmarks.same_job.contenders import CONTENDERS, Contender
 from tests.benchmarks.smoke import CHECKOUT
 
@@ -98,15 +99,16 @@ def test_the_table_of_the_readme_is_that_of_the_results() -> None:
 
 @pytest.mark.timeout(400)
 def test_the_job_runs_and_its_checkpoints_survive_what_is_done_to_them(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    command = [sys.executable, "-m", "benchmarks.same_job", "run", "--smoke", "--contender", AIOCKPT.name]
-    subprocess.run([*command, "--out", str(out), "--work", str(tmp_path)], cwd=CHECKOUT, check=True)
-    found = json.loads(out.read_text())["contenders"][AIOCKPT.name]
-    assert set(found["timed"]) == {"pause_s", "durable_s", "lost_s"}
-    assert [(one["ranks"], one["state"]) for one in found["worlds"]] == [(1, True), (3, True)]
-    assert [(kill["state"], kill["end"]) for kill in found["kills"]] == [(True, True)]
-    assert [one["state"] for one in found["flips"]] == [True]
-    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+    """The parts of a run, once each; `python -m benchmarks.same_job run --smoke` is all of it."""
+    size = dataclasses.replace(SMOKE, every=3, steps=8)
+    truth = observe.straight(AIOCKPT, tmp_path, size)
+    assert set(observe.measure(AIOCKPT, tmp_path, size, baseline_s=0.0)) == {"pause_s", "durable_s", "lost_s"}
+    killed = observe.kill_in_save(AIOCKPT, tmp_path, size, truth, delay_s=0.05)
+    flipped = observe.flip(AIOCKPT, tmp_path, size, truth, random.Random(0))
+    assert [(one["state"], one["end"]) for one in (killed, flipped)] == [(True, True)] * 2
+    other = observe.restart_on(1, AIOCKPT, tmp_path, size, truth)
+    assert (other["ranks"], other["state"]) == (1, True)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["straight"]
 
 
 def _report(**of_one: Any) -> dict[str, Any]:

@@ -136,4 +136,4 @@ def prepare() -> Case:
     return case
 
 
-CAMPAIGN = Campaign(name="bit-flips", counts="flipped bits", prepare=prepare, smoke_count=300)
+CAMPAIGN = Campaign(name="bit-flips", counts="flipped bits", prepare=prepare, smoke_count=200)

@@ -229,4 +229,4 @@ def case(seed: int) -> Outcomes:
     return outcomes
 
 
-CAMPAIGN = Campaign(name="histories", counts="damaged histories", prepare=lambda: case, smoke_count=300)
+CAMPAIGN = Campaign(name="histories", counts="damaged histories", prepare=lambda: case, smoke_count=200)

@@ -85,4 +85,4 @@ def prepare() -> Case:
     return case
 
 
-CAMPAIGN = Campaign(name="hostile-manifests", counts="manifests", prepare=prepare, smoke_count=300)
+CAMPAIGN = Campaign(name="hostile-manifests", counts="manifests", prepare=prepare, smoke_count=150)

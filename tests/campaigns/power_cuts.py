@@ -198,4 +198,4 @@ def _tell(job: Job, done: int, allowed: set[Steps], shape: DrawnShape) -> str:
     return f"after call {done} ({last}) of {job.effects}, {shape}: allowed {sorted(allowed)}"
 
 
-CAMPAIGN = Campaign(name="power-cuts", counts="crash states", prepare=lambda: case, smoke_count=600)
+CAMPAIGN = Campaign(name="power-cuts", counts="crash states", prepare=lambda: case, smoke_count=400)

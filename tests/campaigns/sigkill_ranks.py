@@ -142,4 +142,4 @@ def kill_and_look(root: Path, store: Path, victim: int, kill_at: int) -> str:
     return f"{who} killed, {'the others committed' if 0 in others else 'given up'}, {found} is there"
 
 
-CAMPAIGN = Campaign(name="sigkill-ranks", counts="kills", prepare=prepare, smoke_count=9)
+CAMPAIGN = Campaign(name="sigkill-ranks", counts="kills", prepare=prepare, smoke_count=4)

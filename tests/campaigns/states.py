@@ -276,4 +276,4 @@ def case(seed: int) -> Outcomes:
     return Counter({way.__name__.replace("_", " "): 1})
 
 
-CAMPAIGN = Campaign(name="states", counts="states", prepare=lambda: case, smoke_count=150)
+CAMPAIGN = Campaign(name="states", counts="states", prepare=lambda: case, smoke_count=80)

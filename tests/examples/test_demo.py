@@ -58,8 +58,9 @@ def test_a_process_that_fails_is_reported_with_what_it_said(tmp_path: Path) -> N
     assert "ended with status 1 instead of 0" in str(caught.value)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("option", [[], ["--elastic"]], ids=["plain", "elastic"])
+@pytest.mark.parametrize(
+    ("number", "option"), [(signal.SIGINT, []), (signal.SIGTERM, ["--elastic"]), (signal.SIGHUP, [])]
+)
 def test_a_demo_that_is_told_to_end_leaves_no_folder_and_no_process(
     tmp_path: Path, number: signal.Signals, option: list[str]
 ) -> None:

@@ -86,7 +86,7 @@ def test_a_bug_is_found_with_real_processes_and_told_in_a_narrow_terminal(tmp_pa
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_proof_that_is_ended_by_a_signal_takes_all_that_it_started_along(
     tmp_path: Path, number: signal.Signals
 ) -> None:

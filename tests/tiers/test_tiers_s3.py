@@ -125,8 +125,7 @@ def test_a_bucket_that_hangs_delays_nothing_but_itself(
         assert [save.committed(s3_url).result(DEADLINE_S).step for save in saves] == [2, 3]
 
 
-@pytest.mark.parametrize("trouble", ["hangs", "is down"])
-@pytest.mark.parametrize("worker", ["thread", "process"])
+@pytest.mark.parametrize(("worker", "trouble"), [("thread", "hangs"), ("process", "is down")])
 def test_a_bucket_where_nothing_moves_is_left_when_the_run_ends(
     server: Seaweed,
     s3_url: str,
