@@ -110,7 +110,10 @@ class _Items:
         """Return what ``.metadata`` says."""
         from torch.distributed.checkpoint.metadata import Metadata
 
-        return Metadata(self._held, planner_data=paths, storage_data=self._where, version="1.0.0")
+        found = Metadata(self._held, planner_data=paths, storage_data=self._where)
+        if hasattr(found, "version"):  # from torch 2.7 on
+            found.version = "1.0.0"
+        return found
 
     def _append(self, value: Any) -> Any:
         from torch.distributed.checkpoint.filesystem import _StorageInfo
