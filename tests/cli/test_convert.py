@@ -12,6 +12,7 @@ from aiockpt.cli.convert import parse_size
 from aiockpt.errors import UsageError
 from tests.cli.small_checkpoints import Command
 from tests.convert.small_models import Tied, all_same, load_folder, save_model
+from tests.convert.snapshot_states import WRITTEN
 
 
 @pytest.fixture
@@ -163,3 +164,9 @@ def test_sizes_are_read_as_hugging_face_writes_them() -> None:
     for text in ("", "0", "GB", "-1GB", "5 parsecs", "0.1"):
         with pytest.raises(UsageError, match="is no size"):
             parse_size(text)
+
+
+def test_a_snapshot_of_torchsnapshot_becomes_a_step(aiockpt_command: Command, tmp_path: Path) -> None:
+    done = aiockpt_command("convert", WRITTEN / "two", tmp_path / "steps", "--step", "3", "--json").json()
+    assert (done["step"], done["tensor_count"]) == (3, 12)
+    assert aiockpt_command("verify", tmp_path / "steps").status == 0

@@ -7,17 +7,16 @@ chunks, and each chunk is a small archive of ``torch.save`` at some place of a f
 from __future__ import annotations
 
 import io
-import mmap
 import pickle
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 
-from aiockpt.adapters.sharded_tensors import Shards
 from aiockpt.convert.foreign.archive import read_tensor
+from aiockpt.convert.foreign.chunks import join_chunks
+from aiockpt.convert.foreign.mapped_folder import MappedFolder
 from aiockpt.convert.foreign.torch_files import refusing
 from aiockpt.errors import CheckpointError, CorruptionError, UsageError
 
@@ -98,7 +97,7 @@ def _read_metadata(path: Path) -> Any:
 
 
 class _Folder:
-    """The files of a checkpoint, mapped.
+    """What the metadata say of the files.
 
     Args:
         where: by name and offsets, in which file and where in it something lies.
@@ -106,8 +105,8 @@ class _Folder:
 
     def __init__(self, path: Path, where: Mapping[Any, Any]) -> None:
         self._path = path
+        self._files = MappedFolder(path, METADATA)
         self._where = {(index.fqn, index.offset and tuple(index.offset)): place for index, place in where.items()}
-        self._map = cache(self._map_file)
 
     def value(self, name: str, trust_pickle: bool) -> Any:
         """Return an item that is no tensor."""
@@ -124,14 +123,7 @@ class _Folder:
             if part.dtype != dtype or tuple(part.shape) != sizes:
                 raise CorruptionError(f"{self._path}: {name} is a {part.dtype} of {tuple(part.shape)} in its file")
             parts.append((offsets, part))
-        if sum(part.numel() for _, part in parts) != torch.Size(shape).numel():
-            raise CorruptionError(f"{self._path}: the chunks of {name} are not all of it")
-        if len(parts) == 1 and tuple(parts[0][1].shape) == shape:
-            return parts[0][1]
-        try:
-            return Shards(shape, parts, dtype=dtype)
-        except UsageError as error:
-            raise CorruptionError(f"{self._path}: {name}: {error}") from error
+        return join_chunks(shape, dtype, parts, f"{name} of {self._path}")
 
     def _bytes_of(self, name: str, offsets: tuple[int, ...] | None) -> memoryview:
         place = self._where.get((name, offsets))
@@ -143,20 +135,7 @@ class _Folder:
             raise UsageError(
                 f"{self._path}: {name} went through {place.transform_descriptors}; load it with DCP itself"
             )
-        relative = PurePosixPath(place.relative_path)
-        if relative.is_absolute() or ".." in relative.parts:
-            raise CorruptionError(f"{self._path}: {METADATA} names a file outside of the folder: {place.relative_path}")
-        data = self._map(str(relative))
-        if not 0 <= place.offset <= place.offset + place.length <= len(data):
-            raise CorruptionError(f"{self._path / relative} is cut short: {name} would lie behind its end")
-        return data[place.offset : place.offset + place.length]
-
-    def _map_file(self, relative: str) -> memoryview:
-        try:
-            with (self._path / relative).open("rb") as file:
-                return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-        except (OSError, ValueError) as error:
-            raise CorruptionError(f"{self._path / relative}: {error}") from error
+        return self._files.part(str(place.relative_path), name, place.offset, place.offset + place.length)
 
 
 def _put(state: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:

@@ -1,0 +1,161 @@
+"""What is in a snapshot of torchsnapshot? The state of its first rank, whole, and what other ranks held otherwise.
+
+A tensor that was replicated, chunked or sharded is one tensor again. What each rank had for itself is taken once where all
+ranks had the same; where a rank had something else, that lies at the same path under ``other_ranks`` and the rank's number.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import torch
+
+from aiockpt.convert.foreign.archive import read_tensor
+from aiockpt.convert.foreign.chunks import join_chunks
+from aiockpt.convert.foreign.mapped_folder import MappedFolder
+from aiockpt.convert.foreign.merged_ranks import merge_rank
+from aiockpt.convert.foreign.snapshot_manifest import (
+    METADATA,
+    ChunkedTensor,
+    Entry,
+    Leaf,
+    PickledObject,
+    ShardedEntry,
+    StoredChunk,
+    StoredDict,
+    StoredList,
+    StoredTensor,
+    read_manifest,
+)
+from aiockpt.convert.foreign.torch_files import refusing
+from aiockpt.errors import CheckpointError, CorruptionError, UsageError
+
+OTHER_RANKS = "other_ranks"
+
+_Position = tuple[int, ...]
+
+
+def is_one(path: Path) -> bool:
+    """Return whether *path* is a snapshot; one that was not finished has no metadata, and is none."""
+    return (path / METADATA).is_file()
+
+
+def read(path: Path, trust_pickle: bool) -> Mapping[str, Any]:
+    """Return the state in a snapshot, by the names of its ``app_state``.
+
+    Raises:
+        UsageError: an item is an object, and *trust_pickle* does not allow it; a tensor is quantised; pyyaml is needed.
+        CorruptionError: a file is missing or cut short, or the metadata contradict the files or themselves.
+    """
+    try:
+        return _read_state(path, trust_pickle)
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:
+        raise CorruptionError(f"{path / METADATA} is damaged: {error!r}") from error
+
+
+def _read_state(path: Path, trust_pickle: bool) -> Mapping[str, Any]:
+    files = _Files(path, trust_pickle)
+    state: dict[str, Any] = {}
+    others: dict[int, dict[str, Any]] = {}
+    for rank, entries in read_manifest(path).items():
+        if differences := merge_rank(state, _Tree(entries, files).app_state()):
+            others[rank] = differences
+    if others and OTHER_RANKS in state:
+        raise UsageError(f"{path}: its state has a part called {OTHER_RANKS}, where that of other ranks would be put")
+    return {**state, OTHER_RANKS: others} if others else state
+
+
+class _Tree:
+    """The entries of one rank, as the nested containers that they were."""
+
+    def __init__(self, entries: Mapping[str, Entry], files: _Files) -> None:
+        self._entries = entries
+        self._files = files
+        self._lengths = Counter(path.rpartition("/")[0] for path in entries)
+
+    def app_state(self) -> dict[str, Any]:
+        """Return what each part of the state held."""
+        return {unquote(path): self._at(path) for path in self._entries if "/" not in path}
+
+    def _at(self, path: str) -> Any:
+        entry = self._entries.get(path)
+        if entry is None:
+            raise CorruptionError(f"{METADATA} is damaged: it does not describe {path}")
+        if isinstance(entry, StoredList):
+            return [self._at(f"{path}/{place}") for place in range(self._lengths[path])]
+        if isinstance(entry, StoredDict):
+            if self._lengths[path] != len(entry.keys):
+                raise CorruptionError(f"{METADATA} is damaged: {path} has other entries than keys")
+            return {key: self._at(f"{path}/{_quote(str(key))}") for key in entry.keys}
+        return self._files.leaf(path, entry)
+
+
+def _quote(key: str) -> str:
+    return key.replace("%", "%25").replace("/", "%2F")
+
+
+class _Files:
+    """What the files of a snapshot hold, each entry once: ranks that share one get the same object."""
+
+    def __init__(self, path: Path, trust_pickle: bool) -> None:
+        self._path = path
+        self._files = MappedFolder(path, METADATA)
+        self._trusts = trust_pickle
+        self._found: dict[Leaf, Any] = {}
+
+    def leaf(self, path: str, entry: Leaf) -> Any:
+        """Return the tensor or the value that an entry describes."""
+        if entry not in self._found:
+            self._found[entry] = self._read(f"{self._path}: {unquote(path)}", entry)
+        return self._found[entry]
+
+    def _read(self, what: str, entry: Leaf) -> Any:
+        if isinstance(entry, StoredTensor):
+            return self._tensor(what, entry)
+        if isinstance(entry, ChunkedTensor):
+            return self._join(what, entry.shape, entry.chunks)
+        if isinstance(entry, ShardedEntry):
+            ends = ([sum(side) for side in zip(box.offsets, box.sizes, strict=True)] for box in entry.shards)
+            return self._join(what, tuple(map(max, zip(*ends, strict=True))), entry.shards)
+        if isinstance(entry, PickledObject):
+            data = io.BytesIO(self._files.part(entry.location, what))
+            with refusing(what, self._trusts):
+                return torch.load(data, map_location="cpu", weights_only=not self._trusts)
+        try:
+            return entry.value()
+        except (ValueError, KeyError, struct.error) as error:
+            raise CorruptionError(f"{what} is damaged: {error!r}") from error
+
+    def _join(self, what: str, shape: _Position, chunks: Sequence[StoredChunk]) -> torch.Tensor:
+        if not chunks or any(chunk.tensor.shape != chunk.sizes for chunk in chunks):
+            raise CorruptionError(f"{what}: its chunks have other sizes than their tensors")
+        found = [(chunk.offsets, self._tensor(what, chunk.tensor)) for chunk in chunks]
+        return join_chunks(shape, found[0][1].dtype, found, what)
+
+    def _tensor(self, what: str, entry: StoredTensor) -> torch.Tensor:
+        dtype = getattr(torch, entry.dtype.removeprefix("torch."), None)
+        if not isinstance(dtype, torch.dtype) or min(entry.shape, default=0) < 0:
+            raise CorruptionError(f"{what} is a {entry.dtype} of {entry.shape}")
+        if entry.serializer not in ("buffer_protocol", "torch_save"):
+            raise UsageError(f"{what} is quantised ({entry.serializer}): load it with torchsnapshot, and save it whole")
+        size_bytes = torch.Size(entry.shape).numel() * dtype.itemsize
+        if entry.serializer == "buffer_protocol" and not size_bytes:
+            return torch.empty(entry.shape, dtype=dtype)
+        start, end = entry.byte_range or (0, None)
+        data = self._files.part(entry.location, what, start, end)
+        if entry.serializer == "torch_save":
+            found = read_tensor(data, what)
+            if found.dtype != dtype or tuple(found.shape) != entry.shape:
+                raise CorruptionError(f"{what} is a {found.dtype} of {tuple(found.shape)} in its file")
+            return found
+        if len(data) != size_bytes:
+            raise CorruptionError(f"{what} has {len(data):,} bytes in its file, and {size_bytes:,} are its shape")
+        return torch.frombuffer(data, dtype=dtype).view(entry.shape)
