@@ -54,9 +54,11 @@ class BarrierWaited(Event, frozen=True, tag=True):
 
 
 class BytesWritten(Event, frozen=True, tag=True):
-    """One window of *bytes* (file headers included) reached the storage, not flushed yet."""
+    """Some windows, *bytes* with file headers, reached the storage in *seconds*, not flushed yet; *key* is the data file."""
 
     bytes: int
+    key: str = ""
+    seconds: float = 0.0
 
 
 class DataWritten(Event, frozen=True, tag=True):
@@ -72,6 +74,29 @@ class Committed(Event, frozen=True, tag=True):
     bytes: int
     seconds: float
     generation: int
+
+
+Operation = Literal["save", "load", "copy"]
+"""What a stage belongs to; a copy is one to another place."""
+
+
+class StageEnded(Event, frozen=True, tag=True):
+    """A stage of a save, a load or a copy has ended, *seconds* after it began; docs/guide/operations.md#stages has them all.
+
+    Attributes:
+        key: the data file or the place; empty for all of the step.
+        bytes: that it moved.
+        hash_s: that worker threads hashed, all of them in sum.
+        failed: whether it ended with an error.
+    """
+
+    operation: Operation
+    stage: str
+    seconds: float
+    key: str = ""
+    bytes: int = 0
+    hash_s: float = 0.0
+    failed: bool = False
 
 
 class SaveFailed(Event, frozen=True, tag=True):

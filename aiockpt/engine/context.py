@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from aiockpt.events import Event, Observer
+from aiockpt.events import Event, Observer, Operation
 from aiockpt.format.checksum import BLOCK_BYTES
 from aiockpt.futures import SaveFuture
 from aiockpt.options import SHARED_BLOCK_BYTES, Options
@@ -22,6 +22,7 @@ from aiockpt.runtime.host_memory import Memory
 from aiockpt.runtime.limits import Limiter
 from aiockpt.runtime.promise import SavePromise
 from aiockpt.runtime.slabs import Lender, SlabPool
+from aiockpt.runtime.stages import Stages
 from aiockpt.runtime.world import Loop, World
 from aiockpt.state.shards import ShardedState, TensorShard
 
@@ -146,6 +147,10 @@ class Engine:
     def since_s(self, begun_ns: int) -> float:
         """Return the seconds since *begun_ns*."""
         return (self.now_ns() - begun_ns) / 1e9
+
+    def stages(self, operation: Operation, step: int) -> Stages:
+        """Return what times the stages of one operation."""
+        return Stages(self.emit, self.now_ns, operation, step)
 
     def emit(self, event: Event) -> None:
         """Show *event* to every observer. One that raises is dropped, with a log line; it never harms a save."""

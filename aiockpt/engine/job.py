@@ -48,6 +48,7 @@ class SaveJob:
 
     Attributes:
         promise: what the engine settles; *future* is what the caller holds of it.
+        stages: times what is done for it.
         number: of the save, in the order of the calls.
         nonce: of the attempt; None where whoever begins it makes one.
         save_round: which save it is among those of all ranks; None for a process that saves alone.
@@ -83,6 +84,7 @@ class SaveJob:
         self.agreed = False
         self.voting = False
         self.promise = SavePromise(call.step)
+        self.stages = engine.stages("save", call.step)
         self.future = SaveFuture(self.promise)
         self.copied: Promise[None] = Promise(f"copy of step {call.step}")
         self.host_copied: Promise[Sequence[DeviceEvent]] = Promise(f"copy of step {call.step}, the host's part")
@@ -109,9 +111,11 @@ class SaveJob:
         Raises:
             RankError: the ranks cannot save this together.
         """
+        begun_ns = self._engine.now_ns()
         self.state, self.agreed = self._engine.coordinator.share(self.save_round, self.state)
         self.plan = self._engine.plan(self.state)
         self.slabs = [Handover(self._engine.lender, len(file.windows)) for file in self.plan.files]
+        self.stages.note("plan", begun_ns)
 
     def copy(self) -> None:
         """Copy the state into slabs, handing each full one to the loop; then the state may change.

@@ -70,13 +70,16 @@ async def load(destination: Destination, request: LoadRequest) -> Filled | None:
             that a state wants more of than it has is passed over while there are others.
         CorruptionError: the step that was asked for is damaged; the state may be partly overwritten.
     """
-    begun_ns = destination.engine.now_ns()
+    begun_ns = sought_ns = destination.engine.now_ns()
     skipped: Skipped = []
     touched: frozenset[str] = frozenset()
     lacking = Lacking(request, skipped)
     with lacking.explaining():
         async for found in candidates(destination, request.step, skipped):
             place, manifest = found.place, found.manifest
+            stages = place.engine.stages("load", manifest.step)
+            stages.note("find", sought_ns)
+            stages.tell()
             try:
                 target = await open_manifest(place, request, manifest)
             except StateMismatchError as error:
@@ -88,6 +91,7 @@ async def load(destination: Destination, request: LoadRequest) -> Filled | None:
             except CorruptionError as error:
                 touched |= target.written
                 skip_or_raise(place.engine, request, manifest.id, manifest.step, error, skipped)
+                sought_ns = place.engine.now_ns()
             else:
                 return finish(place, manifest, target, traffic, begun_ns, skipped)
     return None
@@ -178,17 +182,18 @@ async def open_manifest(place: Place, request: LoadRequest, manifest: Manifest) 
     """
     rank, world_size = place.engine.coordinator.rank, place.engine.coordinator.world_size
     stored = stored_state(manifest, rank, world_size)
-    target = await run_blocking(
-        place.engine.state_work,
-        lambda: open_target(
-            request.state,
-            stored,
-            only=request.only,
-            strict=request.strict,
-            rename=request.rename,
-            judge_unexpected=world_size == 1,  # other ranks may want what this one does not
-        ),
-    )
+    with place.engine.stages("load", manifest.step).time("match"):
+        target = await run_blocking(
+            place.engine.state_work,
+            lambda: open_target(
+                request.state,
+                stored,
+                only=request.only,
+                strict=request.strict,
+                rename=request.rename,
+                judge_unexpected=world_size == 1,  # other ranks may want what this one does not
+            ),
+        )
     if target.missing and request.step is None and has_weights_only(manifest):
         raise StateMismatchError(manifest.id, target.problems, "Name the step to load what fits of it.")
     return target
@@ -202,7 +207,8 @@ async def fill(place: Place, manifest: Manifest, target: LoadTarget, tensors: Fi
     """
     async with place.reading(manifest.id):
         if place.engine.options.io.verify == "full":
-            await verify_files(place, manifest)
+            with place.engine.stages("load", manifest.step).time("verify"):
+                await verify_files(place, manifest)
         return await (tensors or fill_tensors)(place, manifest, target.wanted)
 
 
@@ -248,12 +254,15 @@ class FillTensors(Protocol):
 
 async def fill_tensors(place: Place, manifest: Manifest, wanted: Sequence[TensorShard]) -> Traffic:
     """Fill the tensors of *wanted* from the files of *manifest*, every block verified."""
-    places = await run_blocking(place.engine.state_work, Places, manifest, wanted)
+    stages = place.engine.stages("load", manifest.step)
+    with stages.time("plan"):
+        places = await run_blocking(place.engine.state_work, Places, manifest, wanted)
     tally = Tally()
     fetcher = open_fetcher(place, manifest, places, tally)
     for landings in places.plan.passes:
         await fetcher.fetch(landings)
-    await run_blocking(place.engine.state_work, places.settle)
+    with stages.time("scatter"):
+        await run_blocking(place.engine.state_work, places.settle)
     return Traffic(tally.bytes)
 
 
@@ -278,6 +287,7 @@ def open_fetcher(place: Place, manifest: Manifest, places: Places, on_read: Call
         verify=io.verify != "none",
         on_read=on_read,
         elsewhere=partial(place.other_copies, manifest),
+        stages=place.engine.stages("load", manifest.step),
     )
 
 

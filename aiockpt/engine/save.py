@@ -16,7 +16,7 @@ from aiockpt.engine.context import Engine
 from aiockpt.engine.job import SaveJob
 from aiockpt.engine.place import Place
 from aiockpt.errors import CheckpointError, CommitTimeoutError, CorruptionError, StepExistsError, StorageFullError
-from aiockpt.events import BytesWritten, Committed, DataWritten, SaveSkipped, SaveStarted
+from aiockpt.events import Committed, DataWritten, SaveSkipped, SaveStarted
 from aiockpt.format.checksum import digest128
 from aiockpt.format.manifest import FileEntry, Manifest, Receipt
 from aiockpt.format.names import data_path, step_id
@@ -42,7 +42,8 @@ async def save(place: Place, job: SaveJob) -> SaveResult:
             then, but for a time-out, whose outcome the storage knows.
     """
     emit_start(place.engine, job)
-    begun = await begin(place, job, job.nonce or place.engine.token(6))
+    with job.stages.time("begin"):
+        begun = await begin(place, job, job.nonce or place.engine.token(6))
     if isinstance(begun, SaveResult):
         return begun
     manifest = await write_and_commit(place, job, begun, partial(write_files, place, job, begun.attempt))
@@ -55,6 +56,7 @@ def emit_start(engine: Engine, job: SaveJob) -> None:
     engine.emit(
         SaveStarted(at_ns=engine.now_ns(), step=job.step, bytes=plan.tensor_bytes, tensor_count=len(plan.tensors))
     )
+    job.stages.tell()
 
 
 async def begin(place: Place, job: SaveJob, nonce: str) -> Attempt | SaveResult:
@@ -129,7 +131,8 @@ async def write_and_commit(
         except BaseException:
             await _forget(place, attempt)
             raise
-        return await commit_votes(place, attempt, [receipt])
+        with job.stages.time("commit"):
+            return await commit_votes(place, attempt, [receipt])
     finally:
         place.engine.busy_attempts.discard(attempt.attempt)
 
@@ -137,10 +140,7 @@ async def write_and_commit(
 async def write_files(place: Place, job: SaveJob, nonce: str) -> tuple[FileEntry, ...]:
     """Stream this rank's data files into the attempt *nonce*, the windows in the order in which the copy fills them."""
     entries: dict[int, FileEntry] = {}
-    engine, rank = place.engine, place.engine.coordinator.rank
-
-    def on_written(size: int) -> None:
-        engine.emit(BytesWritten(at_ns=engine.now_ns(), step=job.step, bytes=size))
+    rank = place.engine.coordinator.rank
 
     async def write(index: int) -> None:
         entries[index] = await place.uploader.write_file(
@@ -149,7 +149,7 @@ async def write_files(place: Place, job: SaveJob, nonce: str) -> tuple[FileEntry
             rank,
             job.plan.files[index],
             job.slabs[index],
-            on_written,
+            job.stages,
         )
 
     async with open_tasks() as tasks:
@@ -168,7 +168,8 @@ async def vote(place: Place, job: SaveJob, attempt: Attempt, files: tuple[FileEn
     await job.confirm()
     receipt = _receipt(place, job, attempt, files)
     job.voting = True
-    await cast_vote(place.backend, receipt)
+    with job.stages.time("vote"):
+        await cast_vote(place.backend, receipt)
     job.promise.reach(job.promise.written)
     engine = place.engine
     seconds = engine.since_s(job.begun_ns)

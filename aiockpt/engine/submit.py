@@ -124,9 +124,12 @@ class Submitter:
                 begun_ns=begun_ns,
             )
             before = [point for point in (self._must_end_first(), self._must_be_copied_first()) if point]
+            walked_from_ns = self._engine.now_ns()
+            walked = self._walker.walk(request.state, request.selection)
+            walked_ns = self._engine.now_ns()
             capture = self._snapshotter.capture(
                 CaptureRequest(
-                    walked=self._walker.walk(request.state, request.selection),
+                    walked=walked,
                     state=request.state,
                     snapshot=snapshot,
                     busy=self._must_be_copied_first() is not None,
@@ -134,6 +137,7 @@ class Submitter:
                 )
             )
             job = SaveJob(self._engine, call, capture)
+            job.stages.note("walk", walked_from_ns, walked_ns)
         except BaseException as error:
             self._engine.coordinator.abort(save_round, error)
             raise

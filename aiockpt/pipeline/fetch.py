@@ -28,6 +28,7 @@ from aiockpt.format.validate import check_header, pieces_by_file
 from aiockpt.pipeline.discover import StepCopy
 from aiockpt.planning.read_plan import GAP, Landing, plan_reads
 from aiockpt.runtime.limits import Limiter, run_blocking
+from aiockpt.runtime.stages import UNTOLD, Stage, Stages
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend, Reader
 from aiockpt.storage.views import cut_views
@@ -41,14 +42,21 @@ class BlockCheck:
     Args:
         file: the file's manifest entry.
         offset: where the run starts; a block boundary.
+        now_ns: the monotonic time, from any thread.
+
+    Attributes:
+        bad_blocks: those that are not what was saved.
+        hash_ns: how long was hashed.
     """
 
-    def __init__(self, file: FileEntry, offset: int) -> None:
+    def __init__(self, file: FileEntry, offset: int, now_ns: Callable[[], int] = UNTOLD.now_ns) -> None:
         self._file = file
+        self._now_ns = now_ns
         self._block = offset // file.block
         self._hasher = BlockHasher()
         self._start, self._left = self._bounds()
         self.bad_blocks: list[int] = []
+        self.hash_ns = 0
 
     def _bounds(self) -> tuple[int, int]:
         start, end = block_range(self._block, self._file.size, self._file.block)
@@ -56,6 +64,11 @@ class BlockCheck:
 
     def __call__(self, view: memoryview) -> None:
         """Take the next bytes."""
+        begun_ns = self._now_ns()
+        self._compare(view)
+        self.hash_ns += self._now_ns() - begun_ns
+
+    def _compare(self, view: memoryview) -> None:
         while len(view) >= self._left > 0:
             self._hasher.update(view[: self._left])
             if self._hasher.digest() != self._file.sum_of(self._block):
@@ -80,6 +93,7 @@ class Fetcher:
         verify: whether blocks are compared.
         on_read: told the bytes of each read.
         elsewhere: finds other copies of the same save; asked when a block or a file cannot be had here.
+        stages: of the load, if anybody watches it: it has a stage "read" for each file.
     """
 
     def __init__(
@@ -92,6 +106,7 @@ class Fetcher:
         verify: bool = True,
         on_read: Callable[[int], object] = lambda _: None,
         elsewhere: Callable[[], Awaitable[Sequence[StepCopy]]] | None = None,
+        stages: Stages = UNTOLD,
     ) -> None:
         self._here = StepCopy(backend, manifest)
         self._manifest = manifest
@@ -104,6 +119,7 @@ class Fetcher:
         self._decoding = Limiter("header", 1)
         self._opening = anyio.Lock()
         self._elsewhere = elsewhere
+        self._stages = stages
         self._others: Sequence[StepCopy] | None = None
         self._asking = anyio.Lock()
         self._kept: dict[int, tuple[Reader, int]] = {}
@@ -120,6 +136,11 @@ class Fetcher:
         Raises:
             CorruptionError: the file is missing, has another size or header, or a block is not what was saved.
         """
+        file = self._manifest.files[index]
+        with self._stages.time("read", file.p) as told:
+            await self._fetch_file(index, landings, told)
+
+    async def _fetch_file(self, index: int, landings: Sequence[Landing], told: Stage) -> None:
         file = self._manifest.files[index]
         reader, header_bytes = await self._open(index, file)
         if self._verify and not (landings and landings[0].start < header_bytes):
@@ -138,7 +159,7 @@ class Fetcher:
                     into = [
                         self._memory(segment.target, segment.target_offset, segment.size) for segment in read.segments
                     ]
-                    tasks.start_soon(self._read, reader, index, read.offset, into)
+                    tasks.start_soon(self._read, reader, index, read.offset, into, told)
         finally:
             with anyio.CancelScope(shield=True):
                 await reader.close()
@@ -162,7 +183,7 @@ class Fetcher:
         async with open_tasks() as tasks:
             for start, memory in reads:
                 await self._reading.__aenter__()
-                tasks.start_soon(self._read, reader, index, start, [memory])
+                tasks.start_soon(self._read, reader, index, start, [memory], Stage())
 
     async def _keep_open(self, index: int) -> tuple[Reader, int]:
         async with self._opening:
@@ -252,20 +273,22 @@ class Fetcher:
         except StorageError as error:
             raise _as_damage(self._key(file), offset, error) from error
 
-    async def _read(self, reader: Reader, index: int, offset: int, into: Sequence[memoryview]) -> None:
+    async def _read(self, reader: Reader, index: int, offset: int, into: Sequence[memoryview], told: Stage) -> None:
         try:
             try:
-                await self._read_checked(reader, index, offset, into)
+                told.hash_ns += await self._read_checked(reader, index, offset, into)
             except (CorruptionError, StorageError) as error:
                 await self._read_elsewhere(index, offset, into, error)
         finally:
             await self._reading.__aexit__()
-        self._on_read(sum(map(len, into)))
+        size = sum(map(len, into))
+        told.bytes += size
+        self._on_read(size)
 
-    async def _read_checked(self, reader: Reader, index: int, offset: int, into: Sequence[memoryview]) -> None:
-        """Fill *into* from *offset*; a block that came damaged is read once more."""
+    async def _read_checked(self, reader: Reader, index: int, offset: int, into: Sequence[memoryview]) -> int:
+        """Fill *into* from *offset*; a block that came damaged is read once more. Return how long was hashed, in ns."""
         file = self._manifest.files[index]
-        check = BlockCheck(file, offset) if self._verify else None
+        check = BlockCheck(file, offset, self._stages.now_ns) if self._verify else None
         try:
             await reader.read(offset, into, check)
             for block in check.bad_blocks if check else ():
@@ -275,6 +298,7 @@ class Fetcher:
                 await reader.read(start, cut_views(into, start - offset, end - offset), again)
                 if again.bad_blocks:
                     raise self._corruption(index, file, block)
+            return check.hash_ns if check else 0
         except StorageError as error:
             raise _as_damage(self._key(file), offset, error) from error
 

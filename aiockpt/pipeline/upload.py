@@ -10,7 +10,6 @@ Guarantees:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 
 import anyio
 
@@ -19,6 +18,7 @@ from aiockpt.pipeline.serialize import BlockSums
 from aiockpt.planning.write_plan import FilePlan, Window
 from aiockpt.runtime.limits import Limiter, LimiterStatistics, Pace
 from aiockpt.runtime.slabs import Lender, Slab
+from aiockpt.runtime.stages import Stages
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend, Upload
 
@@ -96,23 +96,26 @@ class Uploader:
         self._writing = Limiter("write", self._writers)
 
     async def write_file(
-        self, folder: str, path: str, rank: int, file: FilePlan, slabs: Handover, on_written: Callable[[int], object]
+        self, folder: str, path: str, rank: int, file: FilePlan, slabs: Handover, stages: Stages
     ) -> FileEntry:
         """Write the data file *path* below *folder* from the windows that arrive in *slabs*; return its manifest entry.
 
         The file and its name are durable when this returns.
         """
-        sums = BlockSums(file.size, self._block_bytes)
-        upload = await self._backend.create(f"{folder}/{path}", file.size)
-        try:
-            async with open_tasks() as tasks:
-                for _ in range(min(self._writers, len(file.windows))):
-                    tasks.start_soon(self._write, upload, slabs, sums, on_written)
-            await upload.finish()
-        except BaseException:
-            with anyio.move_on_after(ABORT_DEADLINE_S, shield=True):
-                await upload.abort()
-            raise
+        sums = BlockSums(file.size, self._block_bytes, stages.now_ns)
+        with stages.time("write", path, file.size) as told:
+            upload = await self._backend.create(f"{folder}/{path}", file.size)
+            try:
+                async with open_tasks() as tasks:
+                    for _ in range(min(self._writers, len(file.windows))):
+                        tasks.start_soon(self._write, upload, path, slabs, sums, stages)
+                with stages.time("flush", path):
+                    await upload.finish()
+            except BaseException:
+                with anyio.move_on_after(ABORT_DEADLINE_S, shield=True):
+                    await upload.abort()
+                raise
+            told.hash_ns = sums.hash_ns
         return sums.file_entry(path, rank, file.kind)
 
     @property
@@ -124,14 +127,13 @@ class Uploader:
         """Return the limiters' counts of this instant."""
         return (self._writing.statistics(),)
 
-    async def _write(
-        self, upload: Upload, slabs: Handover, sums: BlockSums, on_written: Callable[[int], object]
-    ) -> None:
+    async def _write(self, upload: Upload, path: str, slabs: Handover, sums: BlockSums, stages: Stages) -> None:
         """Write what has arrived, and again, until every window was taken. Waiting for the copy holds no limit."""
         while await slabs.wait():
             async with self._writing:
                 if batch := slabs.take(WINDOWS_PER_WRITE):
-                    on_written(await self._write_batch(upload, batch, sums))
+                    begun_ns = stages.now_ns()
+                    stages.wrote(path, await self._write_batch(upload, batch, sums), begun_ns)
 
     async def _write_batch(self, upload: Upload, batch: list[tuple[Window, Slab]], sums: BlockSums) -> int:
         """Hash and write adjacent windows in one hop to a thread; return their bytes."""

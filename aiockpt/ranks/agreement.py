@@ -23,6 +23,7 @@ from aiockpt.errors import (
 from aiockpt.ranks.block_exchange import UnservedError
 from aiockpt.ranks.load_notes import TELL_DEADLINE_S, Notes
 from aiockpt.runtime.notes import name_ranks
+from aiockpt.runtime.stages import UNTOLD, Stages
 
 T = TypeVar("T")
 STEPS = ("read", "fit", "fill", "apply")
@@ -68,10 +69,11 @@ class Verdict(msgspec.Struct, frozen=True):
 class Agreement:
     """All ranks do one thing after the other, and each step is done by all or by none."""
 
-    def __init__(self, notes: Notes, key: str, deadline_s: float) -> None:
+    def __init__(self, notes: Notes, key: str, deadline_s: float, stages: Stages = UNTOLD) -> None:
         self._notes = notes
         self._key = key
         self._deadline_s = deadline_s
+        self._stages = stages
         self.may_refuse = False
 
     async def on(
@@ -119,7 +121,8 @@ class Agreement:
 
     async def _tell(self, key: str, what: str, report: Report) -> Verdict:
         await self._notes.post(f"{key}/{self._notes.rank}", report)
-        return await self._judge(key, what)
+        with self._stages.time("wait", what):
+            return await self._judge(key, what)
 
     async def _judge(self, key: str, what: str) -> Verdict:
         notes = self._notes

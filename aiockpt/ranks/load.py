@@ -125,11 +125,15 @@ class RankLoads:
         strict = request.strict if isinstance(request.strict, bool) else dict(request.strict)
         await notes.post(f"call/{notes.rank}", LoadCall(request.step, strict))
         for trial in count():
-            agree = Agreement(notes, str(trial), engine.options.deadlines.close_s)
+            sought_ns = engine.now_ns()
             with lacking.explaining():
                 choice = await chooser.choose(trial)
             if choice is None:
                 return None
+            stages = engine.stages("load", choice.step)
+            stages.note("find", sought_ns)
+            stages.tell()
+            agree = Agreement(notes, str(trial), engine.options.deadlines.close_s, stages)
             target: LoadTarget | None = None
             place = destination.places[choice.tier]
             try:

@@ -111,7 +111,8 @@ class ReadOnce:
         fetcher = open_fetcher(place, manifest, places, tally)
         try:
             if terms.broken is None:
-                received_bytes = await self._exchange(engine, manifest, places, fetcher, terms)
+                with engine.stages("load", manifest.step).time("exchange") as told:
+                    received_bytes = told.bytes = await self._exchange(engine, manifest, places, fetcher, terms)
             else:
                 logger.warning("load_group is not used, each rank reads alone: %s", terms.broken)
                 received_bytes = 0

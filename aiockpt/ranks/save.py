@@ -104,7 +104,8 @@ async def save_with_ranks(place: Place, rounds: Rounds, job: SaveJob) -> SaveRes
 
 async def _lead(place: Place, job: SaveJob, rounds: Rounds, save_round: SaveRound, nonce: str) -> SaveResult:
     board = rounds.board
-    begun = await begin(place, job, nonce)
+    with job.stages.time("begin"):
+        begun = await begin(place, job, nonce)
     if isinstance(begun, SaveResult):
         await _post_begun(place, rounds, save_round, BegunAttempt(existing=begun))
         return begun
@@ -125,8 +126,10 @@ async def _lead(place: Place, job: SaveJob, rounds: Rounds, save_round: SaveRoun
             if gone is not None:
                 raise gone
 
-        votes = await wait_votes(place.backend, begun, own, place.engine.options.deadlines.commit_s, until_likely)
-    manifest = await commit_votes(place, begun, votes)
+        with job.stages.time("wait", "votes"):
+            votes = await wait_votes(place.backend, begun, own, place.engine.options.deadlines.commit_s, until_likely)
+    with job.stages.time("commit"):
+        manifest = await commit_votes(place, begun, votes)
     await _tell(rounds, save_round, manifest.generation)
     return committed(place.engine, job, manifest.generation)
 
@@ -151,14 +154,16 @@ async def _follow(place: Place, job: SaveJob, rounds: Rounds, save_round: SaveRo
         if begun is None or begun.attempt is not None:
             await check_space(place, job)
             files = await write_files(place, job, nonce)
-            begun = begun or await _read_begun(place, rounds, save_round, fallback)
+            with job.stages.time("wait", "begin"):
+                begun = begun or await _read_begun(place, rounds, save_round, fallback)
         if begun.attempt is None:
             assert begun.existing is not None
             return left_alone(place.engine, job, begun.existing)
         attempt = msgspec.structs.replace(begun.attempt, rank=rounds.board.rank)
         own = await vote(place, job, attempt, files)
         await count_vote(rounds.board, save_round.key("votes"), place.backend, own)
-        generation = await _await_commit(place, rounds, save_round, attempt, fallback)
+        with job.stages.time("wait", "commit"):
+            generation = await _await_commit(place, rounds, save_round, attempt, fallback)
     return committed(place.engine, job, generation)
 
 

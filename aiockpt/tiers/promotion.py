@@ -336,7 +336,10 @@ class Promoter:
             CheckpointError: it is not there; StorageTimeoutError after *deadline_s* seconds.
         """
         copied: StepCopy | None = None
-        with anyio.move_on_after(max(deadline_s, 1.0)):
+        with (
+            anyio.move_on_after(max(deadline_s, 1.0)),
+            self.engine.stages("copy", promotion.step).time("copy", self.url),
+        ):
             copied = await self._take_with_others(promotion, pace)
         if copied is None:
             raise StorageTimeoutError(

@@ -132,6 +132,7 @@ class Freed(msgspec.Struct, frozen=True, tag=True):
 AnyEvent = (
     events.BytesWritten
     | events.DataWritten
+    | events.StageEnded
     | events.Committed
     | events.SaveSkipped
     | events.StepSkipped

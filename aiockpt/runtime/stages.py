@@ -1,0 +1,97 @@
+"""How long does each stage of a save or a load take? Timed on the thread where it happens, told on the loop's.
+
+An operation has one `Stages`. Nothing waits for a device, and a stage costs two looks at the clock and one event.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from aiockpt.events import BytesWritten, Event, Operation, StageEnded
+
+
+class Stage:
+    """What a stage says of itself when it ends.
+
+    Attributes:
+        bytes: that it moved.
+        hash_ns: that worker threads hashed.
+    """
+
+    __slots__ = ("bytes", "hash_ns")
+
+    def __init__(self, size: int = 0) -> None:
+        self.bytes = size
+        self.hash_ns = 0
+
+
+class Stages:
+    """Times the stages of one operation.
+
+    Args:
+        emit: shows an event to the observers; called on the loop thread.
+        now_ns: the monotonic time, from any thread.
+        step: that is saved, loaded or copied.
+    """
+
+    def __init__(
+        self, emit: Callable[[Event], object], now_ns: Callable[[], int], operation: Operation, step: int
+    ) -> None:
+        self.now_ns = now_ns
+        self._emit = emit
+        self._operation: Operation = operation
+        self._step = step
+        self._untold: list[StageEnded] = []
+
+    @contextmanager
+    def time(self, stage: str, key: str = "", size: int = 0) -> Iterator[Stage]:
+        """Time the block, and tell of it at its end, also when it fails. On the loop thread.
+
+        Args:
+            key: the data file or the place; empty for all of the step.
+            size: the bytes that it moves, where they are known before.
+        """
+        begun_ns, told, failed = self.now_ns(), Stage(size), True
+        try:
+            yield told
+            failed = False
+        finally:
+            self._emit(self._ended(stage, begun_ns, key, told, failed=failed))
+
+    def note(self, stage: str, begun_ns: int, ended_ns: int | None = None) -> None:
+        """Note, on any thread, that a stage has ended, now for None; observers hear of it from the next `tell`."""
+        self._untold.append(self._ended(stage, begun_ns, "", Stage(), failed=False, now_ns=ended_ns))
+
+    def wrote(self, key: str, size: int, begun_ns: int) -> None:
+        """Tell of bytes that have reached the storage. On the loop thread."""
+        now_ns = self.now_ns()
+        seconds = (now_ns - begun_ns) / 1e9
+        self._emit(BytesWritten(at_ns=now_ns, step=self._step, bytes=size, key=key, seconds=seconds))
+
+    def tell(self) -> None:
+        """Tell of what was noted. On the loop thread."""
+        untold, self._untold = self._untold, []
+        for ended in untold:
+            self._emit(ended)
+
+    def _ended(
+        self, stage: str, begun_ns: int, key: str, told: Stage, *, failed: bool, now_ns: int | None = None
+    ) -> StageEnded:
+        now_ns = self.now_ns() if now_ns is None else now_ns
+        return StageEnded(
+            at_ns=now_ns,
+            step=self._step,
+            operation=self._operation,
+            stage=stage,
+            seconds=(now_ns - begun_ns) / 1e9,
+            key=key,
+            bytes=told.bytes,
+            hash_s=told.hash_ns / 1e9,
+            failed=failed,
+        )
+
+
+UNTOLD = Stages(lambda _: None, time.monotonic_ns, "load", -1)
+"""Of an operation that nobody watches."""
