@@ -61,7 +61,15 @@ from aiockpt.runtime.world import World
 from aiockpt.shutdown import Shutdown
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
-from aiockpt.wiring import find_peers, make_coordinator, make_destination, make_snapshotter, share_memory, start_writer
+from aiockpt.wiring import (
+    find_peers,
+    make_coordinator,
+    make_destination,
+    make_snapshotter,
+    opened,
+    share_memory,
+    start_writer,
+)
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -207,6 +215,7 @@ class Checkpointer:
             if memory is not None:
                 self._destination = start_writer(self._destination, tiers, memory, ranks)
             ends.append(self._tell_closing)
+            self._loop.call_soon(self._engine.emit, opened(ranks, world, backends))
             self._copies = PendingCopies(deadlines.slab_s, self._tell_waited)
             snapshotter = make_snapshotter(self._engine, self._destination, self._copies)
             self._submitter = Submitter(self._destination, self._copies, snapshotter)

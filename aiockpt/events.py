@@ -19,6 +19,22 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     step: int = -1
 
 
+class Opened(Event, frozen=True, tag=True):
+    """A checkpointer was made; the first event of each.
+
+    Attributes:
+        time_ns: the wall clock at *at_ns*, so that the events of several processes can be laid side by side.
+        urls: of its places, the nearest first, without credentials.
+    """
+
+    time_ns: int
+    pid: int
+    host: str
+    rank: int
+    world_size: int
+    urls: tuple[str, ...]
+
+
 class SaveStarted(Event, frozen=True, tag=True):
     """``save()`` was called and registered; *bytes* of tensors (without file headers) in *tensor_count* tensors."""
 

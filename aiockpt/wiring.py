@@ -5,6 +5,8 @@ The writer process puts its own parts together (`aiockpt.worker.root`).
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,9 +15,11 @@ from aiockpt.engine.coordinator import Alone, Coordinator
 from aiockpt.engine.destination import Destination, OnePlace
 from aiockpt.engine.place import Place
 from aiockpt.engine.snapshotter import ByCall, Eager
+from aiockpt.events import Opened
 from aiockpt.lazy.snapshotter import LazySnapshotter
 from aiockpt.options import Options, Tier
 from aiockpt.pipeline.state_devices import StateDevices
+from aiockpt.redaction import redact
 from aiockpt.runtime.pending_copies import PendingCopies
 from aiockpt.runtime.ranks import Ranks
 from aiockpt.runtime.world import Loop, World
@@ -101,3 +105,16 @@ def make_snapshotter(engine: Engine, destination: Destination, copies: PendingCo
     lazy = LazySnapshotter(engine.options, engine.accelerator, devices, copies, engine.pool, busy_slabs, engine.now_ns)
     compares = engine.options.debug == "digest"
     return ByCall(Eager(devices, lazy.guard_in_call) if compares else Eager(devices), lazy)
+
+
+def opened(ranks: Ranks, world: World, backends: Sequence[Backend]) -> Opened:
+    """Return the first event of a checkpointer: which process it is in, and where it saves to."""
+    return Opened(
+        at_ns=world.clock.monotonic_ns(),
+        time_ns=world.clock.time_ns(),
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        urls=tuple(redact(backend.url) for backend in backends),
+    )

@@ -17,7 +17,7 @@ import torch
 
 import aiockpt
 from aiockpt.events import BackgroundTask, BytesWritten, Observer
-from aiockpt.observers import TraceFile
+from aiockpt.monitor import TraceFile
 from tests.watch import Watch
 
 STATE: dict[str, Any] = {"x": torch.arange(1000)}
@@ -38,9 +38,9 @@ def test_every_event_is_a_line_in_order_behind_one_that_tells_the_wall_clock(tmp
     path, watch = tmp_path / "trace.jsonl", Watch()
     save_once(tmp_path / "run", TraceFile(path), watch)
     began, *rest = lines(path)
-    assert began["type"] == "TraceStarted"
+    assert began["type"] == "Opened"
     assert abs(began["time_ns"] - time.time_ns()) < 600e9
-    assert rest == [msgspec.to_builtins(event) for event in watch.events]
+    assert [began, *rest] == [msgspec.json.decode(msgspec.json.encode(event)) for event in watch.events]
     assert {"SaveStarted", "SnapshotTaken", "BytesWritten", "DataWritten", "Committed"} <= {it["type"] for it in rest}
 
 
@@ -48,7 +48,7 @@ def test_a_second_run_appends(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     for step in (1, 2):
         save_once(tmp_path / "run", TraceFile(path), step=step)
-    assert [line["type"] for line in lines(path)].count("TraceStarted") == 2
+    assert [line["type"] for line in lines(path)].count("Opened") == 2
 
 
 def test_one_trace_serves_one_checkpointer_after_another(tmp_path: Path) -> None:
@@ -65,13 +65,13 @@ def test_half_a_line_of_a_killed_process_is_left_alone_and_not_continued(tmp_pat
     save_once(tmp_path / "run", TraceFile(path))
     first, *rest = path.read_bytes().splitlines()
     assert first == b'{"type":"Comm'
-    assert msgspec.json.decode(rest[0])["type"] == "TraceStarted"
+    assert msgspec.json.decode(rest[0])["type"] == "Opened"
 
 
 def test_the_lines_are_complete_when_the_program_ends_without_closing(tmp_path: Path) -> None:
     program = (
         "import sys, torch, aiockpt\n"
-        "from aiockpt.observers import TraceFile\n"
+        "from aiockpt.monitor import TraceFile\n"
         "ckpt = aiockpt.Checkpointer(sys.argv[1] + '/run', observers=[TraceFile(sys.argv[1] + '/trace.jsonl')])\n"
         "ckpt.save(7, {'x': torch.arange(1000)})\n"
     )
@@ -98,12 +98,12 @@ async def test_an_event_is_only_queued_while_the_file_is_slow(tmp_path: Path) ->
     await asyncio.sleep(0)  # it begins
     for step in range(100):
         trace.on_event(BytesWritten(at_ns=0, step=step, bytes=1))
-    assert "101 events queued" in repr(trace)
+    assert "100 events queued" in repr(trace)
     gate.set()
     await asyncio.gather(*blocked)
     await trace.aclose()
     await running
-    assert [line["step"] for line in lines(path)[1:]] == list(range(100))
+    assert [line["step"] for line in lines(path)] == list(range(100))
 
 
 class Stubborn(Watch):
@@ -153,3 +153,22 @@ def test_a_companion_that_does_not_end_is_cancelled(
     save_once(tmp_path / "run", companion)
     assert companion.cancelled
     assert "did not end" in caplog.text
+
+
+def test_without_a_name_it_is_beside_the_run_and_the_run_is_as_before(tmp_path: Path) -> None:
+    save_once(tmp_path / "run", TraceFile())
+    assert lines(tmp_path / "run" / "monitor" / "rank-00000.jsonl")[-1]["type"] == "Committed"
+    with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
+        assert [info.step for info in ckpt.steps().result()] == [1]
+        ckpt.verify().result()
+
+
+def test_a_name_may_have_the_rank_in_it(tmp_path: Path) -> None:
+    save_once(tmp_path / "run", TraceFile(tmp_path / "trace-{rank}.jsonl"))
+    assert lines(tmp_path / "trace-0.jsonl")
+
+
+def test_without_a_folder_a_name_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    with aiockpt.Checkpointer("memory://without-a-folder", observers=[TraceFile()]) as ckpt:
+        ckpt.save(1, STATE).result(30)
+    assert "name the file" in caplog.text

@@ -12,40 +12,42 @@ Guarantees:
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import aiofiles
 import anyio
+import anyio.to_thread
 import msgspec
 from aiofiles.threadpool.binary import AsyncBufferedReader
 
-from aiockpt.events import Event
-from aiockpt.runtime.world import Clock, OsClock
+from aiockpt.errors import UsageError
+from aiockpt.events import Event, Opened
 
-
-class TraceStarted(Event, frozen=True, tag=True):
-    """A process begins to write: its wall clock at *at_ns*, so that the traces of several can be laid side by side."""
-
-    time_ns: int
-    pid: int
+FOLDER = "monitor"
+"""Beside the steps of a run."""
 
 
 class TraceFile:
-    """Appends every event to a file; give it to one checkpointer: ``Checkpointer(…, observers=[TraceFile(path)])``.
+    """Appends every event to a file; give it to one checkpointer: ``Checkpointer(…, observers=[TraceFile()])``.
+
+    Each process has a file of its own; ``aiockpt report RUN`` reads those of all ranks as one.
 
     Args:
-        path: the file; it is created when it is not there, its folder is not.
-        clock: what the first line says of the time; tests pass a simulated one.
+        path: the file, whose folder must be there; ``{rank}`` in it is the rank. None: ``monitor/rank-00000.jsonl`` below
+            the nearest place that is a folder of this machine; its folder is made.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, clock: Clock | None = None) -> None:
-        self._path = os.fspath(path)
-        self._clock = clock or OsClock()
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self._path = None if path is None else os.fspath(path)
         self._lines: list[bytes] = []
+        self._opened: Opened | None = None
         self._news: anyio.Event | None = None
         self._ending = self._given_up = False
 
     def on_event(self, event: Event) -> None:
         """Queue *event*."""
+        if isinstance(event, Opened):
+            self._opened = event
         if not self._given_up:
             self._lines.append(msgspec.json.encode(event) + b"\n")
             self._wake()
@@ -54,13 +56,16 @@ class TraceFile:
         """Write what is queued, whenever there is something, until `aclose`.
 
         Raises:
+            UsageError: no file was named, and no place is a folder.
             OSError: the file cannot be written; what comes after that is dropped.
         """
-        now_ns, time_ns = self._clock.monotonic_ns(), self._clock.time_ns()
         self._ending = False
-        self.on_event(TraceStarted(at_ns=now_ns, time_ns=time_ns, pid=os.getpid()))
+        await self._wait_for_news()
+        if not self._lines:
+            return
         try:
-            async with aiofiles.open(self._path, "a+b") as file:
+            path = await anyio.to_thread.run_sync(self._place)
+            async with aiofiles.open(path, "a+b") as file:
                 if await _ends_in_half_a_line(file):
                     await file.write(b"\n")
                 while not self._ending or self._lines:
@@ -69,8 +74,7 @@ class TraceFile:
                         await file.write(b"".join(lines))
                         await file.flush()
                     else:
-                        self._news = anyio.Event()
-                        await self._news.wait()
+                        await self._wait_for_news()
         finally:
             self._given_up = not self._ending
             self._lines.clear()
@@ -79,6 +83,24 @@ class TraceFile:
         """Let `run` end when all is written."""
         self._ending = True
         self._wake()
+
+    def _place(self) -> str:
+        """Return where the file is; make the folder that is ours."""
+        opened = self._opened
+        if self._path is not None:
+            return self._path if opened is None else self._path.replace("{rank}", str(opened.rank))
+        assert opened is not None, "the first event says where the run is"
+        for url in opened.urls:
+            if url.startswith("file://"):
+                folder = Path(url.removeprefix("file://")) / FOLDER
+                folder.mkdir(parents=True, exist_ok=True)
+                return str(folder / f"rank-{opened.rank:05}.jsonl")
+        raise UsageError("TraceFile(): no place is a folder of this machine: name the file, TraceFile('trace.jsonl')")
+
+    async def _wait_for_news(self) -> None:
+        if not self._lines and not self._ending:
+            self._news = anyio.Event()
+            await self._news.wait()
 
     def _wake(self) -> None:
         if self._news is not None:
