@@ -18,6 +18,7 @@ import torch
 import aiockpt
 from aiockpt.format.dtypes import torch_name
 from aiockpt.format.names import join_name
+from aiockpt.integrations.nested import put
 
 mapping: Any = import_module("megatron.core.dist_checkpointing.mapping")
 
@@ -159,22 +160,6 @@ def clip(parts: Sequence[Part], shape: tuple[int, ...]) -> Iterator[Part]:
         sizes = [min(size, whole - start) for size, whole, start in zip(part.shape, shape, offsets, strict=True)]
         if min(sizes, default=1) > 0:
             yield offsets, part[tuple(slice(size) for size in sizes)]
-
-
-def put(state: dict[str, Any], path: Sequence[str], value: object) -> None:
-    """Put *value* at *path* of nested dicts.
-
-    Raises:
-        UsageError: something else is in its way.
-    """
-    inner: Any = state
-    for depth, part in enumerate(path[:-1], 1):
-        inner = inner.setdefault(part, {})
-        if type(inner) is not dict:
-            raise aiockpt.UsageError(f"{'.'.join(path[:depth])} is a tensor, and what {'.'.join(path)} lies in")
-    if path[-1] in inner:
-        raise aiockpt.UsageError(f"{'.'.join(path)} is a tensor, and what others lie in")
-    inner[path[-1]] = value
 
 
 def flat_parts(base: Any, start: int, data: torch.Tensor) -> tuple[tuple[int, ...], list[Part]]:

@@ -1,0 +1,239 @@
+"""An engine of DeepSpeed saves and loads with aiockpt: its ``save_checkpoint`` and ``load_checkpoint`` are replaced.
+
+A ``CheckpointEngine`` alone would be given flat partitions under the names of files; the engine itself knows parameters.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+import aiockpt
+from aiockpt.errors import BackgroundSaveError, CorruptionError, StepNotFoundError, UsageError
+from aiockpt.integrations.deepspeed.commits import DurableCommits
+from aiockpt.integrations.deepspeed.named_state import MODEL, optimizer_state, weights_state
+from aiockpt.integrations.deepspeed.partitions import find_partitions, refuse_engine
+from aiockpt.integrations.deepspeed.run_progress import progress_objects, read_progress, set_progress
+from aiockpt.integrations.deepspeed.state_to_load import StateToLoad
+
+logger = logging.getLogger("aiockpt")
+
+CLIENT, PROGRESS = "client_state", "deepspeed"
+
+
+def attach(engine: Any, place: Any, *, state: Mapping[str, Any] | None = None, **options: Any) -> aiockpt.Checkpointer:
+    """Have *engine* save and load with aiockpt; return the checkpointer that it uses.
+
+    ``save_checkpoint(folder, tag)`` returns when the state is copied, and what it returns is the `aiockpt.SaveFuture`.
+    ``load_checkpoint(folder)`` loads the newest valid step of *place* under any ZeRO stage and number of ranks, and returns
+    ``(None, None)`` where there is none; what DeepSpeed itself wrote into the folder is loaded by DeepSpeed. Every rank
+    calls it.
+
+    Args:
+        engine: of ``deepspeed.initialize``.
+        place: where to, as for `aiockpt.Checkpointer`.
+        state: what else belongs to the run and is saved and loaded with it, by name: ``{"loader": loader}``.
+        **options: of `aiockpt.Checkpointer`.
+
+    Raises:
+        UsageError: the engine keeps its state in a form that is not known here; said is which, and what to do instead.
+    """
+    refuse_engine(engine)
+    find_partitions(engine)
+    taken = {"model", "master", "optimizer", CLIENT, PROGRESS, "rng", *progress_objects(engine)} & set(state or {})
+    if taken:
+        raise UsageError(
+            f"attach(): state= has {', '.join(sorted(taken))}, which the engine's own state has; rename it"
+        )
+    ckpt = aiockpt.Checkpointer(place, **options)
+    attached = _AttachedEngine(engine, ckpt, dict(state or {}))
+    engine.checkpoint_engine = attached.commits
+    engine.save_checkpoint, engine.load_checkpoint = attached.save, attached.load
+    return ckpt
+
+
+class _AttachedEngine:
+    """What takes the places of the engine's methods."""
+
+    def __init__(self, engine: Any, ckpt: aiockpt.Checkpointer, more: dict[str, Any]) -> None:
+        self._engine = engine
+        self._ckpt = ckpt
+        self._more = more
+        self._load_theirs: Callable[..., Any] = engine.load_checkpoint
+        self._tags: dict[int, list[str]] = {}
+        self.commits = DurableCommits(engine.checkpoint_engine)
+
+    # ------------------------------------------------------------------ saving
+
+    def save(
+        self,
+        save_dir: Any,
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> aiockpt.SaveFuture:
+        """Save; when it returns, what was saved may change. The step is the engine's ``global_steps``."""
+        engine, step = self._engine, self._engine.global_steps
+        if not save_dir:
+            raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
+        if engine.micro_steps % engine.gradient_accumulation_steps():
+            logger.warning("save_checkpoint() between the batches of one step: their gradients are not saved")
+        tag = f"global_step{step}" if tag is None else str(tag)
+        # Two tags of one global step are one state: it answers to both.
+        self._tags = {step: [*(one for one in self._tags.get(step, []) if one != tag), tag]}
+        partitions = find_partitions(engine)
+        state: dict[str, Any] = {
+            **weights_state(engine, partitions),
+            **({"optimizer": optimizer_state(engine, partitions)} if partitions else {}),
+            **progress_objects(engine),
+            **self._more,
+            "rng": aiockpt.RNG(),
+            PROGRESS: read_progress(engine),
+            **({CLIENT: dict(client_state or {})} if _rank() == 0 else {}),
+        }
+        frozen = [f"{MODEL}.{name}" for name, one in engine.module.named_parameters() if not one.requires_grad]
+        earlier: BackgroundSaveError | None = None
+        try:
+            future = self._ckpt.save(
+                step,
+                state,
+                user={"tags": self._tags[step], "latest": save_latest},
+                exclude=frozen if exclude_frozen_parameters and frozen else None,
+            )
+        except BackgroundSaveError as error:
+            if error.future is None:
+                raise
+            earlier, future = error, error.future
+        self.commits.expect(str(save_dir), tag, save_latest, future)
+        if earlier is not None:
+            raise earlier
+        return future
+
+    # ------------------------------------------------------------------ loading
+
+    def load(
+        self,
+        load_dir: Any,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> Any:
+        """Load the step of a tag, or the newest valid one; what DeepSpeed itself wrote is loaded by DeepSpeed."""
+        tag = None if tag is None else str(tag)
+        self._ckpt.wait()
+        steps = self._find(tag)
+        if not steps:
+            return self._load_of_deepspeed(
+                load_dir,
+                tag,
+                load_module_strict,
+                load_optimizer_states,
+                load_lr_scheduler_states,
+                load_module_only,
+                custom_load_fn,
+            )
+        if custom_load_fn is not None:
+            raise UsageError(
+                "load_checkpoint(custom_load_fn=…) is given DeepSpeed's files; read(step, name) gives tensors"
+            )
+        for step, tags in steps:
+            try:
+                client = self._load_step(
+                    step,
+                    load_module_strict,
+                    optimizer=load_optimizer_states and not load_module_only,
+                    scheduler=load_lr_scheduler_states and not load_module_only,
+                    progress=not load_module_only,
+                )
+            except (CorruptionError, StepNotFoundError) as error:
+                if tag is not None or step == steps[-1][0]:
+                    raise
+                logger.warning("step %d is not resumed from: %s", step, error)
+            else:
+                self._tags = {step: tags}
+                return os.path.join(str(load_dir), tag or tags[-1]), client
+        raise AssertionError  # the last step is returned or raised
+
+    def _find(self, tag: str | None) -> list[tuple[int, list[str]]]:
+        """Return the steps to try, the newest first, with their tags; the same on all ranks."""
+
+        def look() -> list[tuple[int, list[str]]]:
+            self._ckpt.finish_commits().result()
+            found: list[tuple[int, list[str]]] = []
+            for info in self._ckpt.steps().result():
+                if info.problem is not None:
+                    continue
+                user: Any = self._ckpt.describe(info.step).result().user
+                known: Any = user if isinstance(user, dict) and "tags" in user else {"tags": [], "latest": True}
+                if known["latest"] if tag is None else tag in known["tags"]:
+                    found.append((info.step, known["tags"] or [f"global_step{info.step}"]))
+                    if tag is not None:
+                        break
+            return found
+
+        return _of_first_rank(look)  # type: ignore[no-any-return]
+
+    def _load_of_deepspeed(self, load_dir: Any, tag: str | None, *others: Any) -> Any:
+        folder = str(load_dir)
+        there = os.path.isfile(os.path.join(folder, "latest")) or (tag and os.path.isdir(os.path.join(folder, tag)))
+        if _of_first_rank(lambda: bool(there)):
+            return self._load_theirs(load_dir, tag, *others)
+        if tag is not None:
+            raise StepNotFoundError(f"{self._ckpt!r} has no step with the tag {tag!r}, nor has {folder}")
+        return None, None
+
+    def _load_step(
+        self, step: int, strict: bool, *, optimizer: bool, scheduler: bool, progress: bool
+    ) -> dict[str, Any] | None:
+        engine = self._engine
+        saved = self._ckpt.describe(step).result()
+        values: Any = saved.values
+        if hasattr(engine.optimizer, "checkpoint_event_prologue"):
+            engine.optimizer.checkpoint_event_prologue()
+        asked = StateToLoad(engine, saved)
+        asked.ask_weights()
+        if optimizer:
+            asked.ask_optimizer()
+        state = asked.state
+        if progress:
+            objects = progress_objects(engine)
+            if not scheduler:
+                objects.pop("lr_scheduler", None)
+            state |= objects | self._more | {"rng": aiockpt.RNG()}
+            state |= {name: None for name in (PROGRESS, CLIENT) if name in values}
+        loose = {} if strict else {MODEL: False}
+        self._ckpt.load(state, step, strict=loose or True, map=asked.renames or None).result()
+        asked.finish()
+        if hasattr(engine.optimizer, "checkpoint_event_epilogue"):
+            engine.optimizer.checkpoint_event_epilogue()
+        if progress and state.get(PROGRESS) is not None:
+            set_progress(engine, state[PROGRESS])
+        client: dict[str, Any] | None = state.get(CLIENT, {})
+        return client
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _of_first_rank(ask: Callable[[], Any]) -> Any:
+    """Return what rank 0 gets from *ask*, on all ranks; raise what it raises."""
+    answer: list[Any] = [None, None]
+    if _rank() == 0:
+        try:
+            answer[0] = ask()
+        except aiockpt.CheckpointError as error:
+            answer[1] = error
+    if dist.is_initialized():
+        dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]

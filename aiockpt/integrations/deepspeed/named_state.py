@@ -1,0 +1,86 @@
+"""What is the state of an engine? Weights and optimizer state by the names of the parameters, whatever ZeRO makes of them.
+
+    model            the weights as the model has them, and its buffers
+    master           the weights in the precision of the optimizer, where that is another one
+    optimizer        as torch's ``get_optimizer_state_dict(model, optimizer)`` has it
+
+So a checkpoint knows no partitions: it loads under any stage and number of ranks, and into a plain module and optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+import aiockpt
+from aiockpt.adapters.optimizer_forms import NAMES
+from aiockpt.integrations.deepspeed.partitions import FlatPartition, ParameterSlice, inner_optimizer, weights_of
+from aiockpt.integrations.nested import put
+
+MODEL, MASTER, OPTIMIZER = "model", "master", "optimizer"
+
+
+def weights_state(engine: Any, partitions: list[FlatPartition]) -> dict[str, Any]:
+    """Return the weights to save."""
+    state: dict[str, Any] = {MODEL: {}}
+    for name, leaf in module_leaves(engine.module):
+        put(state[MODEL], name.split("."), leaf)
+    for partition in partitions:
+        for one in partition.slices if partition.is_master else ():
+            put(state, (MASTER, *one.name.split(".")), partition.part_of(partition.key, one))
+    return state
+
+
+def optimizer_state(engine: Any, partitions: list[FlatPartition]) -> dict[str, Any]:
+    """Return the optimizer to save.
+
+    Raises:
+        UsageError: its state of a partition is not spread as the partition is.
+    """
+    states = inner_optimizer(engine).state
+    state = {
+        one.name: {key: _state_part(partition, one, key, value) for key, value in states[partition.key].items()}
+        for partition in partitions
+        if partition.key in states
+        for one in partition.slices
+    }
+    return {"state": state, "param_groups": group_settings(engine, partitions)}
+
+
+def group_settings(engine: Any, partitions: list[FlatPartition]) -> list[dict[str, Any]]:
+    """Return the groups of the optimizer, with the names of their parameters."""
+    groups: list[dict[str, Any]] = [
+        {**{key: value for key, value in group.items() if key not in NAMES}, "params": []}
+        for group in inner_optimizer(engine).param_groups
+    ]
+    for partition in partitions:
+        groups[partition.group]["params"] += [one.name for one in partition.slices]
+    return groups
+
+
+def module_leaves(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield what a module has by name: parameters, persistent buffers, and values of its own. Tied ones come again."""
+    for prefix, member in module.named_modules(remove_duplicate=False):
+        before = f"{prefix}." if prefix else ""
+        for name, parameter in member.named_parameters(recurse=False, remove_duplicate=False):
+            yield before + name, weights_of(parameter)
+        for name, buffer in member.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in member._non_persistent_buffers_set:
+                yield before + name, buffer
+        if type(member).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{before}_extra_state", member.get_extra_state()
+
+
+def _state_part(partition: FlatPartition, one: ParameterSlice, key: str, value: Any) -> Any:
+    """Return a parameter's part of what the optimizer has of a partition."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value
+    if value.shape != partition.key.shape:
+        raise aiockpt.UsageError(
+            f"optimizer state {key!r} of shape {tuple(value.shape)} beside a partition of {tuple(partition.key.shape)}: it "
+            " cannot be told which part of it belongs to which parameter; save with DeepSpeed"
+        )
+    return partition.part_of(value, one)

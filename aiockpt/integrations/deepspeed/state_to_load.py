@@ -1,0 +1,198 @@
+"""What of a saved step goes where in an engine? By name, and in any precision; nothing changes before all of it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+import aiockpt
+from aiockpt.adapters.optimizer_forms import SavedOptimizer, pair_up, read_form
+from aiockpt.adapters.optimizer_groups import HOW_TO_STEP
+from aiockpt.adapters.stored import is_tensor_node
+from aiockpt.format.dtypes import torch_name
+from aiockpt.format.names import join_name
+from aiockpt.integrations.deepspeed.named_state import MASTER, MODEL, OPTIMIZER, group_settings, module_leaves
+from aiockpt.integrations.deepspeed.partitions import FlatPartition, find_partitions, inner_optimizer
+from aiockpt.integrations.nested import put, take
+
+
+class StateToLoad:
+    """The parts of an engine that `aiockpt.Checkpointer.load` fills.
+
+    Attributes:
+        state: to fill.
+        renames: from names in it to names of the step (``map=``).
+    """
+
+    def __init__(self, engine: Any, saved: aiockpt.Description) -> None:
+        self._engine = engine
+        self._saved = saved
+        self._partitions = find_partitions(engine)
+        self._tensors = {tensor.name: tensor for tensor in saved.tensors}
+        self._tensors |= {name: self._tensors[home] for name, home in saved.alias.items() if home in self._tensors}
+        self._after: list[Callable[[], object]] = []
+        self.state: dict[str, Any] = {}
+        self.renames: dict[str, str] = {}
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Set what is not filled in place; call it when the load is done."""
+        for change in self._after:
+            change()
+
+    # ------------------------------------------------------------------ weights
+
+    def ask_weights(self) -> None:
+        """Ask for the weights, of the model and in the precision of the optimizer."""
+        masters = {one.name: part for part in self._partitions if part.is_master for one in part.slices}
+        trained = {one.name for part in self._partitions for one in part.slices}
+        for name, leaf in module_leaves(self._engine.module):
+            path = tuple(name.split("."))
+            # Where the model is in the precision of the optimizer, it takes what an optimizer had in that of its own.
+            better = name in trained and name not in masters and join_name((MASTER, *path)) in self._tensors
+            if path[-1] == "_extra_state":
+                self._after.append(partial(self._set_extra_state, path))
+                put(self.state, (MODEL, *path), None)
+            else:
+                self._ask_tensor((MODEL, *path), MASTER if better else MODEL, leaf)
+        for part in self._partitions:
+            for one in part.slices if part.is_master else ():
+                path = (MASTER, *one.name.split("."))
+                there = join_name(path) in self._tensors
+                self._ask_tensor(path, MASTER if there else MODEL, part.part_of(part.key, one))
+        if not masters and self._partitions and hasattr(self._engine.optimizer, "refresh_fp32_params"):
+            self._after.append(self._engine.optimizer.refresh_fp32_params)
+
+    def _set_extra_state(self, path: tuple[str, ...]) -> None:
+        self._engine.module.get_submodule(".".join(path[:-1])).set_extra_state(take(self.state[MODEL], path))
+
+    def _ask_tensor(self, path: tuple[str, ...], source: str, leaf: torch.Tensor) -> None:
+        name = join_name((source, *path[1:]))
+        put(self.state, path, self._in_saved_precision(name, leaf))
+        if source != path[0]:
+            self.renames[join_name(path)] = name
+
+    def _in_saved_precision(self, name: str, leaf: torch.Tensor) -> torch.Tensor:
+        """Return *leaf*, or one of the saved precision that is copied into it afterwards."""
+        saved = self._tensors.get(name)
+        dtype = leaf.dtype if saved is None else getattr(torch, torch_name(saved.dtype))
+        if dtype == leaf.dtype or not (dtype.is_floating_point and leaf.is_floating_point()):
+            return leaf
+        if not isinstance(leaf, aiockpt.Shards):
+            made = torch.empty_like(leaf, dtype=dtype, requires_grad=False)
+            self._after.append(partial(_copy, leaf, made))
+            return made
+        shards = leaf.empty_like(dtype)
+        for target, read in zip(leaf.held.pieces, shards.held.pieces, strict=True):
+            self._after.append(partial(_copy, target.local, read.local))
+        return shards
+
+    # ------------------------------------------------------------------ the optimizer
+
+    def ask_optimizer(self) -> None:
+        """Ask for the optimizer.
+
+        Raises:
+            StateMismatchError: the step has none, or not of all parameters.
+        """
+        if not self._partitions:
+            return
+        values: Any = self._saved.values
+        saved = read_form(values.get(OPTIMIZER), (OPTIMIZER,))
+        groups = group_settings(self._engine, self._partitions)
+        ids = {} if saved is None else pair_up([group["params"] for group in groups], saved)
+        missing = [name for group in groups for name in group["params"] if name not in ids]
+        if saved is None or missing:
+            found = [f"the optimizer of the checkpoint has no parameter {name}" for name in missing]
+            raise aiockpt.StateMismatchError(
+                self._saved.info.id, found, "load_checkpoint(…, load_optimizer_states=False) begins with a new one."
+            )
+        state: dict[str, Any] = {}
+        for part in self._partitions:
+            states = {one.name: saved.state[ids[one.name]] for one in part.slices if ids[one.name] in saved.state}
+            made = self._make_state(part, states)
+            for one in part.slices:
+                if one.name in states:
+                    state[one.name] = {
+                        key: None if tensor is None else part.part_of(tensor, one)
+                        for key, tensor in made.items()
+                        if key in states[one.name]
+                    }
+            self._after.append(partial(self._set_state, part, made))
+        self.state[OPTIMIZER] = {"state": state, "param_groups": groups}
+        self._after.append(partial(self._set_groups, saved))
+
+    def _make_state(self, part: FlatPartition, states: dict[str, Any]) -> dict[Any, torch.Tensor | None]:
+        """Return what the optimizer is to have of a partition: tensors that lie as it does, and None for single values."""
+        live = inner_optimizer(self._engine).state.get(part.key, {})
+        shapes = {one.name: one.shape for one in part.slices}
+        made: dict[Any, torch.Tensor | None] = {}
+        for key in dict.fromkeys(key for entry in states.values() for key in entry):
+            infos = {
+                name: self._tensors.get(entry[key]["name"]) if is_tensor_node(entry[key]) else None
+                for name, entry in states.items()
+                if key in entry
+            }
+            if key == "step" or not all(info and tuple(info.shape) == shapes[name] for name, info in infos.items()):
+                made[key] = None
+                continue
+            dtype = getattr(torch, torch_name(next(info.dtype for info in infos.values() if info)))
+            there = live.get(key)
+            fits = isinstance(there, torch.Tensor) and (there.shape, there.dtype) == (part.key.shape, dtype)
+            made[key] = there if fits else torch.zeros_like(part.key, dtype=dtype, requires_grad=False)
+        return made
+
+    def _set_state(self, part: FlatPartition, made: dict[Any, torch.Tensor | None]) -> None:
+        state, live = self.state[OPTIMIZER]["state"], inner_optimizer(self._engine).state
+        if not made:
+            live.pop(part.key, None)
+            return
+        before = live.get(part.key, {})
+        entry: dict[Any, Any] = {}
+        for key, tensor in made.items():
+            if tensor is None:
+                values = {one.name: state[one.name][key] for one in part.slices if key in state.get(one.name, {})}
+                entry[key] = _single(key, values, before.get(key))
+                continue
+            entry[key] = tensor
+            for one in part.slices:
+                if key not in state.get(one.name, {}) and tensor.shape == part.key.shape:
+                    tensor.view(-1)[one.offset : one.offset + one.count].zero_()
+        live[part.key] = entry
+
+    def _set_groups(self, saved: SavedOptimizer) -> None:
+        """Give each group what the groups of its parameters said."""
+        loaded = self.state[OPTIMIZER]["param_groups"]
+        names = group_settings(self._engine, self._partitions)
+        for number, (group, own) in enumerate(zip(inner_optimizer(self._engine).param_groups, names, strict=True)):
+            members = set(own["params"])
+            said = [one for one in loaded if members & set(one["params"])]
+            if not members and len(loaded) == len(names):
+                said = [loaded[number]]
+            for key in dict.fromkeys(key for one in said for key in one if key not in ("params", *HOW_TO_STEP)):
+                values = [one[key] for one in said if key in one]
+                if any(value != values[0] for value in values):
+                    raise aiockpt.UsageError(
+                        f"{key} of group {number}: its parameters had {values} when they were saved"
+                    )
+                group[key] = values[0]
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+def _single(key: Any, values: dict[str, Any], before: Any) -> Any:
+    """Return the value that all parameters of a partition have, as the optimizer has it already."""
+    (first, value), *others = values.items()
+    for name, other in others:
+        if not torch.equal(torch.as_tensor(other), torch.as_tensor(value)):
+            raise aiockpt.UsageError(
+                f"optimizer state {key!r} is {value} for {first} and {other} for {name}: ZeRO has one value for both"
+            )
+    if isinstance(before, torch.Tensor):
+        return before.copy_(value)
+    return value.clone() if isinstance(value, torch.Tensor) else value

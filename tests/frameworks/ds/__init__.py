@@ -1,0 +1,1 @@
+"""DeepSpeed's own engine on the CPU, for test_deepspeed.py."""
