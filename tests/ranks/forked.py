@@ -27,13 +27,18 @@ def run_forked(module: str, world_size: int, folder: Path, timeout_s: float) -> 
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, start_new_session=True) as parent:
         try:
-            codes: list[int | None] = json.loads(parent.communicate(timeout=timeout_s)[0] or "null")
+            codes: list[int | None] = json.loads(_last_line(parent.communicate(timeout=timeout_s)[0]) or "null")
         except subprocess.TimeoutExpired:
             codes = [None] * world_size
         finally:
             if parent.poll() is None:
                 os.killpg(parent.pid, signal.SIGKILL)
     return codes
+
+
+def _last_line(printed: bytes) -> bytes:
+    """Return the last line: what is imported may have printed others."""
+    return printed.rpartition(b"\n")[2]
 
 
 def _main(module: str, world_size: int, folder: Path) -> None:
@@ -47,7 +52,7 @@ def _main(module: str, world_size: int, folder: Path) -> None:
         process.start()
     for process in ranks:
         process.join()
-    json.dump([process.exitcode for process in ranks], sys.stdout)
+    sys.stdout.write("\n" + json.dumps([process.exitcode for process in ranks]))
 
 
 def _logged(run_rank: Callable[[int, int, Path], None], rank: int, world_size: int, folder: Path) -> None:

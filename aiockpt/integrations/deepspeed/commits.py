@@ -19,7 +19,7 @@ class DurableCommits(_protocol.CheckpointEngine):  # type: ignore[misc]  # Any, 
     def __init__(self, before: Any) -> None:
         super().__init__()
         self.name = "aiockpt"
-        self._before = before
+        self.before = before
         self._saves: dict[str, aiockpt.SaveFuture] = {}
         self._newest: tuple[Any, aiockpt.SaveFuture] | None = None
 
@@ -38,7 +38,7 @@ class DurableCommits(_protocol.CheckpointEngine):  # type: ignore[misc]  # Any, 
         """Wait until the save of a tag is durable; raise what went wrong."""
         future = self._saves.get(info.tag)
         if future is None:
-            return bool(self._before.commit(info))
+            return bool(self.before.commit(info))
         future.result()
         return True
 
@@ -46,26 +46,26 @@ class DurableCommits(_protocol.CheckpointEngine):  # type: ignore[misc]  # Any, 
         """Wait for all saves."""
         for future in self._saves.values():
             future.result()
-        self._before.cleanup()
+        self.before.cleanup()
 
     def create(self, info: Any) -> None:
-        self._before.create(info)
+        self.before.create(info)
 
     def save(self, state_dict: Any, path: str) -> Any:
-        return self._before.save(state_dict=state_dict, path=path)
+        return self.before.save(state_dict=state_dict, path=path)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        return self._before.load(path, map_location=map_location)
+        return self.before.load(path, map_location=map_location)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        self._before.makedirs(path, exist_ok=exist_ok)
+        self.before.makedirs(path, exist_ok=exist_ok)
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        return bool(self._before.is_data_parallel_writer(dp_rank))
+        return bool(self.before.is_data_parallel_writer(dp_rank))
 
     def is_decoupled(self) -> bool:
         """Return False: DeepSpeed's steps would wait for the commit of a decoupled one."""
         return False
 
     def preserves_storage_sharing(self) -> bool:
-        return bool(self._before.preserves_storage_sharing())
+        return bool(self.before.preserves_storage_sharing())

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import aiockpt
 from aiockpt.errors import BackgroundSaveError, CorruptionError, StepNotFoundError, UsageError
 from aiockpt.integrations.deepspeed.commits import DurableCommits
-from aiockpt.integrations.deepspeed.named_state import MODEL, optimizer_state, weights_state
+from aiockpt.integrations.deepspeed.named_state import MODEL, OPTIMIZER, optimizer_state, weights_state
 from aiockpt.integrations.deepspeed.partitions import find_partitions, refuse_engine
 from aiockpt.integrations.deepspeed.run_progress import progress_objects, read_progress, set_progress
 from aiockpt.integrations.deepspeed.state_to_load import StateToLoad
@@ -44,7 +44,7 @@ def attach(engine: Any, place: Any, *, state: Mapping[str, Any] | None = None, *
     """
     refuse_engine(engine)
     find_partitions(engine)
-    taken = {"model", "master", "optimizer", CLIENT, PROGRESS, "rng", *progress_objects(engine)} & set(state or {})
+    taken = {MODEL, OPTIMIZER, CLIENT, PROGRESS, "rng", *progress_objects(engine)} & set(state or {})
     if taken:
         raise UsageError(
             f"attach(): state= has {', '.join(sorted(taken))}, which the engine's own state has; rename it"
@@ -63,9 +63,12 @@ class _AttachedEngine:
         self._engine = engine
         self._ckpt = ckpt
         self._more = more
-        self._load_theirs: Callable[..., Any] = engine.load_checkpoint
         self._tags: dict[int, list[str]] = {}
+        self.load_theirs: Callable[..., Any] = engine.load_checkpoint
         self.commits = DurableCommits(engine.checkpoint_engine)
+        before = getattr(engine.load_checkpoint, "__self__", None)
+        if isinstance(before, _AttachedEngine):  # to another place
+            self.load_theirs, self.commits = before.load_theirs, DurableCommits(before.commits.before)
 
     # ------------------------------------------------------------------ saving
 
@@ -88,8 +91,8 @@ class _AttachedEngine:
         self._tags = {step: [*(one for one in self._tags.get(step, []) if one != tag), tag]}
         partitions = find_partitions(engine)
         state: dict[str, Any] = {
-            **weights_state(engine, partitions),
-            **({"optimizer": optimizer_state(engine, partitions)} if partitions else {}),
+            MODEL: weights_state(engine, partitions),
+            **({OPTIMIZER: optimizer_state(engine, partitions)} if partitions else {}),
             **progress_objects(engine),
             **self._more,
             "rng": aiockpt.RNG(),
@@ -185,7 +188,7 @@ class _AttachedEngine:
         folder = str(load_dir)
         there = os.path.isfile(os.path.join(folder, "latest")) or (tag and os.path.isdir(os.path.join(folder, tag)))
         if _of_first_rank(lambda: bool(there)):
-            return self._load_theirs(load_dir, tag, *others)
+            return self.load_theirs(load_dir, tag, *others)
         if tag is not None:
             raise StepNotFoundError(f"{self._ckpt!r} has no step with the tag {tag!r}, nor has {folder}")
         return None, None
@@ -203,14 +206,17 @@ class _AttachedEngine:
         if optimizer:
             asked.ask_optimizer()
         state = asked.state
+        there = {*values, *saved.per_rank}
         if progress:
-            objects = progress_objects(engine)
+            objects = progress_objects(engine) | {"rng": aiockpt.RNG()}
             if not scheduler:
                 objects.pop("lr_scheduler", None)
-            state |= objects | self._more | {"rng": aiockpt.RNG()}
+            for name in objects.keys() - there:
+                logger.warning("step %d has no %s: it stays as it is here", step, name)
+            state |= {name: one for name, one in objects.items() if name in there} | self._more
             state |= {name: None for name in (PROGRESS, CLIENT) if name in values}
         loose = {} if strict else {MODEL: False}
-        self._ckpt.load(state, step, strict=loose or True, map=asked.renames or None).result()
+        self._ckpt.load(state, step, strict=loose or True).result()
         asked.finish()
         if hasattr(engine.optimizer, "checkpoint_event_epilogue"):
             engine.optimizer.checkpoint_event_epilogue()

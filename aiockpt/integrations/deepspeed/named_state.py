@@ -1,10 +1,10 @@
 """What is the state of an engine? Weights and optimizer state by the names of the parameters, whatever ZeRO makes of them.
 
-    model            the weights as the model has them, and its buffers
-    master           the weights in the precision of the optimizer, where that is another one
+    model            the weights in the precision of the optimizer, frozen ones in that of the model, and the buffers
     optimizer        as torch's ``get_optimizer_state_dict(model, optimizer)`` has it
 
 So a checkpoint knows no partitions: it loads under any stage and number of ranks, and into a plain module and optimizer.
+Weights of 16 bits are not saved beside those of the optimizer: each step of it makes them by rounding.
 """
 
 from __future__ import annotations
@@ -16,21 +16,19 @@ import torch
 from torch import nn
 
 import aiockpt
+from aiockpt.adapters.module import EXTRA
 from aiockpt.adapters.optimizer_forms import NAMES
 from aiockpt.integrations.deepspeed.partitions import FlatPartition, ParameterSlice, inner_optimizer, weights_of
 from aiockpt.integrations.nested import put
 
-MODEL, MASTER, OPTIMIZER = "model", "master", "optimizer"
+MODEL, OPTIMIZER = "model", "optimizer"
 
 
 def weights_state(engine: Any, partitions: list[FlatPartition]) -> dict[str, Any]:
     """Return the weights to save."""
-    state: dict[str, Any] = {MODEL: {}}
-    for name, leaf in module_leaves(engine.module):
-        put(state[MODEL], name.split("."), leaf)
-    for partition in partitions:
-        for one in partition.slices if partition.is_master else ():
-            put(state, (MASTER, *one.name.split(".")), partition.part_of(partition.key, one))
+    state: dict[str, Any] = {}
+    for name, leaf in module_leaves(engine, partitions):
+        put(state, name.split("."), leaf)
     return state
 
 
@@ -61,17 +59,24 @@ def group_settings(engine: Any, partitions: list[FlatPartition]) -> list[dict[st
     return groups
 
 
-def module_leaves(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield what a module has by name: parameters, persistent buffers, and values of its own. Tied ones come again."""
-    for prefix, member in module.named_modules(remove_duplicate=False):
+def module_leaves(engine: Any, partitions: list[FlatPartition]) -> Iterator[tuple[str, Any]]:
+    """Yield what a module has by name: weights, persistent buffers, and values of its own. Tied ones come again."""
+    masters = {
+        one.name: partition.part_of(partition.key, one)
+        for partition in partitions
+        if partition.is_master
+        for one in partition.slices
+    }
+    for prefix, member in engine.module.named_modules(remove_duplicate=False):
         before = f"{prefix}." if prefix else ""
         for name, parameter in member.named_parameters(recurse=False, remove_duplicate=False):
-            yield before + name, weights_of(parameter)
+            master = masters.get(engine.param_names[parameter])
+            yield before + name, weights_of(parameter) if master is None else master
         for name, buffer in member.named_buffers(recurse=False, remove_duplicate=False):
             if name not in member._non_persistent_buffers_set:
                 yield before + name, buffer
         if type(member).get_extra_state is not nn.Module.get_extra_state:
-            yield f"{before}_extra_state", member.get_extra_state()
+            yield before + EXTRA, member.get_extra_state()
 
 
 def _state_part(partition: FlatPartition, one: ParameterSlice, key: str, value: Any) -> Any:

@@ -171,3 +171,19 @@ def weights_of(parameter: Any) -> torch.Tensor:
         return parameter  # type: ignore[no-any-return]
     start, count = range_of(parameter)
     return aiockpt.Shards.flat(tuple(parameter.ds_shape), start, parameter.ds_tensor.detach().view(-1)[:count])
+
+
+def settle_weights(engine: Any, partitions: list[FlatPartition]) -> None:
+    """Have the weights of the model and those of the optimizer agree, after one of both was loaded; on all ranks."""
+    zero = engine.optimizer
+    if hasattr(zero, "fp32_partitioned_groups_flat"):
+        for part, flat in zip(partitions, zero.fp16_partitioned_groups_flat, strict=True):
+            # One is the other, unless the optimizer has a precision of its own, or lies elsewhere.
+            target, source = (flat, part.key) if part.is_master else (part.key, flat)
+            if target.data_ptr() != source.data_ptr():
+                target.data.copy_(source.data)
+    elif hasattr(zero, "single_partition_of_fp32_groups"):
+        if any(part.is_master for part in partitions):
+            zero.update_lp_params()
+        else:
+            zero.refresh_fp32_params()

@@ -9,14 +9,21 @@ from typing import Any
 import torch
 
 import aiockpt
+from aiockpt.adapters.module import EXTRA
 from aiockpt.adapters.optimizer_forms import SavedOptimizer, pair_up, read_form
 from aiockpt.adapters.optimizer_groups import HOW_TO_STEP
 from aiockpt.adapters.stored import is_tensor_node
 from aiockpt.format.dtypes import torch_name
-from aiockpt.format.names import join_name
-from aiockpt.integrations.deepspeed.named_state import MASTER, MODEL, OPTIMIZER, group_settings, module_leaves
-from aiockpt.integrations.deepspeed.partitions import FlatPartition, find_partitions, inner_optimizer
+from aiockpt.format.names import split_name
+from aiockpt.integrations.deepspeed.named_state import MODEL, OPTIMIZER, group_settings, module_leaves
+from aiockpt.integrations.deepspeed.partitions import (
+    FlatPartition,
+    find_partitions,
+    inner_optimizer,
+    settle_weights,
+)
 from aiockpt.integrations.nested import put, take
+from aiockpt.state.tree import TAG
 
 
 class StateToLoad:
@@ -24,18 +31,21 @@ class StateToLoad:
 
     Attributes:
         state: to fill.
-        renames: from names in it to names of the step (``map=``).
     """
 
     def __init__(self, engine: Any, saved: aiockpt.Description) -> None:
         self._engine = engine
         self._saved = saved
         self._partitions = find_partitions(engine)
-        self._tensors = {tensor.name: tensor for tensor in saved.tensors}
-        self._tensors |= {name: self._tensors[home] for name, home in saved.alias.items() if home in self._tensors}
+        self._values: Any = saved.values
+        self._tensors = {_path_of(tensor.name): tensor for tensor in saved.tensors}
+        self._tensors |= {
+            _path_of(name): self._tensors[_path_of(home)]
+            for name, home in saved.alias.items()
+            if _path_of(home) in self._tensors
+        }
         self._after: list[Callable[[], object]] = []
         self.state: dict[str, Any] = {}
-        self.renames: dict[str, str] = {}
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -46,38 +56,25 @@ class StateToLoad:
     # ------------------------------------------------------------------ weights
 
     def ask_weights(self) -> None:
-        """Ask for the weights, of the model and in the precision of the optimizer."""
-        masters = {one.name: part for part in self._partitions if part.is_master for one in part.slices}
-        trained = {one.name for part in self._partitions for one in part.slices}
-        for name, leaf in module_leaves(self._engine.module):
-            path = tuple(name.split("."))
-            # Where the model is in the precision of the optimizer, it takes what an optimizer had in that of its own.
-            better = name in trained and name not in masters and join_name((MASTER, *path)) in self._tensors
-            if path[-1] == "_extra_state":
-                self._after.append(partial(self._set_extra_state, path))
-                put(self.state, (MODEL, *path), None)
+        """Ask for the weights, in the precision of the optimizer where it has one of its own."""
+        node = self._values.get(MODEL)
+        is_nested = type(node) is dict and TAG not in node  # else a module saved it, or somebody its state_dict()
+        for name, leaf in module_leaves(self._engine, self._partitions):
+            path = (MODEL, *(name.split(".") if is_nested else (name,)))
+            if name.rpartition(".")[2] == EXTRA:
+                self._after.append(partial(self._set_extra_state, name, path))
+                put(self.state, path, None)
             else:
-                self._ask_tensor((MODEL, *path), MASTER if better else MODEL, leaf)
-        for part in self._partitions:
-            for one in part.slices if part.is_master else ():
-                path = (MASTER, *one.name.split("."))
-                there = join_name(path) in self._tensors
-                self._ask_tensor(path, MASTER if there else MODEL, part.part_of(part.key, one))
-        if not masters and self._partitions and hasattr(self._engine.optimizer, "refresh_fp32_params"):
-            self._after.append(self._engine.optimizer.refresh_fp32_params)
+                put(self.state, path, self._in_saved_precision(name, leaf))
+        if self._partitions:
+            self._after.append(partial(settle_weights, self._engine, self._partitions))
 
-    def _set_extra_state(self, path: tuple[str, ...]) -> None:
-        self._engine.module.get_submodule(".".join(path[:-1])).set_extra_state(take(self.state[MODEL], path))
-
-    def _ask_tensor(self, path: tuple[str, ...], source: str, leaf: torch.Tensor) -> None:
-        name = join_name((source, *path[1:]))
-        put(self.state, path, self._in_saved_precision(name, leaf))
-        if source != path[0]:
-            self.renames[join_name(path)] = name
+    def _set_extra_state(self, name: str, path: tuple[str, ...]) -> None:
+        self._engine.module.get_submodule(name.rpartition(".")[0]).set_extra_state(take(self.state, path))
 
     def _in_saved_precision(self, name: str, leaf: torch.Tensor) -> torch.Tensor:
-        """Return *leaf*, or one of the saved precision that is copied into it afterwards."""
-        saved = self._tensors.get(name)
+        """Return what is to be read into: *leaf*, or one of the saved precision that is copied into it afterwards."""
+        saved = self._tensors.get((MODEL, *name.split(".")))
         dtype = leaf.dtype if saved is None else getattr(torch, torch_name(saved.dtype))
         if dtype == leaf.dtype or not (dtype.is_floating_point and leaf.is_floating_point()):
             return leaf
@@ -100,8 +97,7 @@ class StateToLoad:
         """
         if not self._partitions:
             return
-        values: Any = self._saved.values
-        saved = read_form(values.get(OPTIMIZER), (OPTIMIZER,))
+        saved = read_form(self._values.get(OPTIMIZER), (OPTIMIZER,))
         groups = group_settings(self._engine, self._partitions)
         ids = {} if saved is None else pair_up([group["params"] for group in groups], saved)
         missing = [name for group in groups for name in group["params"] if name not in ids]
@@ -132,7 +128,7 @@ class StateToLoad:
         made: dict[Any, torch.Tensor | None] = {}
         for key in dict.fromkeys(key for entry in states.values() for key in entry):
             infos = {
-                name: self._tensors.get(entry[key]["name"]) if is_tensor_node(entry[key]) else None
+                name: self._tensors.get(_path_of(entry[key]["name"])) if is_tensor_node(entry[key]) else None
                 for name, entry in states.items()
                 if key in entry
             }
@@ -179,6 +175,11 @@ class StateToLoad:
                         f"{key} of group {number}: its parameters had {values} when they were saved"
                     )
                 group[key] = values[0]
+
+
+def _path_of(name: str) -> tuple[str, ...]:
+    """Return a name of the step by its parts; dots in a key (of a state dict) part it, too."""
+    return tuple(".".join(map(str, split_name(name))).split("."))
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -14,14 +14,26 @@ import torch.distributed as dist
 from torch import nn
 
 deepspeed: Any = import_module("deepspeed")
+# torch computes in float16 on the CPU, which DeepSpeed takes to be too slow for anyone.
+import_module("deepspeed.accelerator").get_accelerator().is_fp16_supported = lambda: True
 
 BATCH = 2
-PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}}}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+}
 
 
 def start(rank: int, world_size: int, store: str) -> None:
     """Begin the process group that DeepSpeed uses."""
-    environment = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+    environment = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": rank,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 0,
+    }
     os.environ.update({name: str(value) for name, value in environment.items()})
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     deepspeed.init_distributed("gloo")
@@ -45,7 +57,7 @@ class Net(nn.Module):
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         hidden = self.drop(self.norm(torch.tanh(self.first(self.embed(words)))))
-        self.seen.add_(hidden.detach().mean(0))
+        self.get_buffer("seen").add_(hidden.detach().mean(0))
         found: torch.Tensor = self.head(self.second(hidden) * self.scale + self.frozen.sum())
         return found
 
@@ -85,27 +97,33 @@ class Job:
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups_of(module), lr=0.02)
         if sgd:
             optimizer = torch.optim.SGD(groups_of(module), lr=0.02, momentum=0.9)
-        settings = {
+        settings: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": BATCH,
             "zero_optimization": {"stage": stage, **(zero or {})},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "gradient_clipping": 1.0,
-            "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.02, "warmup_num_steps": 5}},
+            "scheduler": {
+                "type": "WarmupLR",
+                "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.02, "warmup_num_steps": 5},
+            },
             **PRECISIONS[precision],
             **config,
         }
         self.engine, _, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
 
-    def step(self, number: int, ranks: int | None = None) -> float:
-        """Train a batch, and return its loss."""
+    def step(self, number: int) -> float:
+        """Train a batch that is made for this step and rank, and return its loss."""
         generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
-        words = torch.randint(0, 11, (8,), generator=generator)
+        return self.train(torch.randint(0, 11, (8,), generator=generator))
+
+    def train(self, words: torch.Tensor) -> float:
+        """Train a batch, and return its loss."""
         logits = self.engine(words)
         loss = nn.functional.cross_entropy(logits.float(), words.roll(1))
         self.engine.backward(loss)
         self.engine.step()
-        return float(loss)
+        return float(loss.detach())
 
     def steps(self, *numbers: int) -> list[float]:
         return [self.step(number) for number in numbers]
@@ -114,5 +132,4 @@ class Job:
         """Return the whole weights and buffers by name."""
         parameters = list(self.engine.module.parameters())
         with deepspeed.zero.GatheredParameters(parameters):
-            found = {name: one.detach().clone() for name, one in self.engine.module.state_dict().items()}
-        return found
+            return {name: one.detach().clone() for name, one in self.engine.module.state_dict().items()}
