@@ -430,9 +430,17 @@ def test_killed_and_resumed_it_is_the_run_that_was_never_stopped() -> None:
 
 
 def test_the_page_runs() -> None:
-    job = Job(3)
-    scope = {"engine": job.engine, "train": lambda: job.step(1), "Net": Net, "steps": 3, "torch": torch}
+    class Thawed(Net):
+        """All of its parameters are trained, in one group."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen.requires_grad_(True)
+
+    job = Job(3, module=Thawed())
+    scope = {"engine": job.engine, "train": lambda: job.step(1), "Net": Thawed, "steps": 3, "torch": torch}
     run_page("frameworks/deepspeed.md", scope)
+    assert scope["moment"].shape == (7, 5)
 
 
 def source_of(name: str) -> str:

@@ -78,6 +78,7 @@ class Job:
         stage: of ZeRO.
         precision: a key of `PRECISIONS`.
         sgd: the optimizer with momentum in place of AdamW.
+        module: what to train; None is a `Net`.
         zero: more settings of ``zero_optimization``.
     """
 
@@ -89,14 +90,16 @@ class Job:
         dropout: float = 0.0,
         sgd: bool = False,
         seed: int = 7,
+        module: nn.Module | None = None,
         zero: dict[str, Any] | None = None,
         **config: Any,
     ) -> None:
         torch.manual_seed(seed)
-        module = Net(dropout)
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups_of(module), lr=0.02)
+        made = Net(dropout) if module is None else module
+        groups: Any = groups_of(made) if module is None else made.parameters()
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=0.02)
         if sgd:
-            optimizer = torch.optim.SGD(groups_of(module), lr=0.02, momentum=0.9)
+            optimizer = torch.optim.SGD(groups, lr=0.02, momentum=0.9)
         settings: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": BATCH,
             "zero_optimization": {"stage": stage, **(zero or {})},
@@ -110,7 +113,7 @@ class Job:
             **PRECISIONS[precision],
             **config,
         }
-        self.engine, _, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
+        self.engine, _, _, _ = deepspeed.initialize(model=made, optimizer=optimizer, config=settings)
 
     def step(self, number: int) -> float:
         """Train a batch that is made for this step and rank, and return its loss."""

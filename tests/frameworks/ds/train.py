@@ -5,7 +5,6 @@ It goes on where the run of ``runs/zero`` ends.
 
 from __future__ import annotations
 
-import ast
 import os
 import sys
 import tempfile
@@ -51,4 +50,5 @@ if __name__ == "__main__":
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "0",
         }
-    main({name: ast.literal_eval(value) for name, _, value in (word.partition("=") for word in sys.argv[1:])})
+    words = [word.partition("=") for word in sys.argv[1:]]
+    main({name: int(value) if value.isdigit() else value for name, _, value in words})
