@@ -97,7 +97,7 @@ Operation = Literal["save", "load", "copy"]
 
 
 class StageEnded(Event, frozen=True, tag=True):
-    """A stage of a save, a load or a copy has ended, *seconds* after it began; docs/guide/operations.md#stages has them all.
+    """A stage of a save, a load or a copy has ended, *seconds* after it began; docs/guide/watch.md#stages has them all.
 
     Attributes:
         key: the data file or the place; empty for all of the step.

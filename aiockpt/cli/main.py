@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from aiockpt.cli import show
-from aiockpt.cli.commands import cleanup, look, move, prove, try_out  # noqa: F401  importing registers them
+from aiockpt.cli.commands import cleanup, look, move, operate, prove, try_out  # noqa: F401  importing registers them
 from aiockpt.cli.commands.common import DAMAGED, STORAGE_FAILED, WRONG_CALL, app
 from aiockpt.errors import CheckpointError, StepNotFoundError, StorageError, UsageError
 

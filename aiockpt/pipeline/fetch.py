@@ -28,7 +28,7 @@ from aiockpt.format.validate import check_header, pieces_by_file
 from aiockpt.pipeline.discover import StepCopy
 from aiockpt.planning.read_plan import GAP, Landing, plan_reads
 from aiockpt.runtime.limits import Limiter, run_blocking
-from aiockpt.runtime.stages import UNTOLD, Stage, Stages
+from aiockpt.runtime.stages import UNTOLD, Stages, StageTally
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend, Reader
 from aiockpt.storage.views import cut_views
@@ -140,7 +140,7 @@ class Fetcher:
         with self._stages.time("read", file.p) as told:
             await self._fetch_file(index, landings, told)
 
-    async def _fetch_file(self, index: int, landings: Sequence[Landing], told: Stage) -> None:
+    async def _fetch_file(self, index: int, landings: Sequence[Landing], told: StageTally) -> None:
         file = self._manifest.files[index]
         reader, header_bytes = await self._open(index, file)
         if self._verify and not (landings and landings[0].start < header_bytes):
@@ -183,7 +183,7 @@ class Fetcher:
         async with open_tasks() as tasks:
             for start, memory in reads:
                 await self._reading.__aenter__()
-                tasks.start_soon(self._read, reader, index, start, [memory], Stage())
+                tasks.start_soon(self._read, reader, index, start, [memory], StageTally())
 
     async def _keep_open(self, index: int) -> tuple[Reader, int]:
         async with self._opening:
@@ -273,7 +273,9 @@ class Fetcher:
         except StorageError as error:
             raise _as_damage(self._key(file), offset, error) from error
 
-    async def _read(self, reader: Reader, index: int, offset: int, into: Sequence[memoryview], told: Stage) -> None:
+    async def _read(
+        self, reader: Reader, index: int, offset: int, into: Sequence[memoryview], told: StageTally
+    ) -> None:
         try:
             try:
                 told.hash_ns += await self._read_checked(reader, index, offset, into)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from aiockpt.events import BytesWritten, Event, Operation, StageEnded
 
 
-class Stage:
+class StageTally:
     """What a stage says of itself when it ends.
 
     Attributes:
@@ -46,14 +46,14 @@ class Stages:
         self._untold: list[StageEnded] = []
 
     @contextmanager
-    def time(self, stage: str, key: str = "", size: int = 0) -> Iterator[Stage]:
+    def time(self, stage: str, key: str = "", size: int = 0) -> Iterator[StageTally]:
         """Time the block, and tell of it at its end, also when it fails. On the loop thread.
 
         Args:
             key: the data file or the place; empty for all of the step.
             size: the bytes that it moves, where they are known before.
         """
-        begun_ns, told, failed = self.now_ns(), Stage(size), True
+        begun_ns, told, failed = self.now_ns(), StageTally(size), True
         try:
             yield told
             failed = False
@@ -62,7 +62,7 @@ class Stages:
 
     def note(self, stage: str, begun_ns: int, ended_ns: int | None = None) -> None:
         """Note, on any thread, that a stage has ended, now for None; observers hear of it from the next `tell`."""
-        self._untold.append(self._ended(stage, begun_ns, "", Stage(), failed=False, now_ns=ended_ns))
+        self._untold.append(self._ended(stage, begun_ns, "", StageTally(), failed=False, now_ns=ended_ns))
 
     def wrote(self, key: str, size: int, begun_ns: int) -> None:
         """Tell of bytes that have reached the storage. On the loop thread."""
@@ -77,7 +77,7 @@ class Stages:
             self._emit(ended)
 
     def _ended(
-        self, stage: str, begun_ns: int, key: str, told: Stage, *, failed: bool, now_ns: int | None = None
+        self, stage: str, begun_ns: int, key: str, told: StageTally, *, failed: bool, now_ns: int | None = None
     ) -> StageEnded:
         now_ns = self.now_ns() if now_ns is None else now_ns
         return StageEnded(

@@ -96,6 +96,7 @@ PREPARED: dict[str, Callable[[], Scope]] = {
     "guide/states.md": with_adapters,
     "guide/lazy.md": in_the_loop,
     "guide/storage.md": in_the_loop,
+    "guide/watch.md": in_the_loop,
 }
 """What each page takes for granted."""
 ELSEWHERE = {"guide/save.md", "guide/ranks.md", "guide/prove.md", "guide/tiers.md"}

@@ -1,0 +1,69 @@
+"""How a run went, for people: a few lines, and a table of the stages."""
+
+from __future__ import annotations
+
+from rich.markup import escape
+from rich.table import Table
+
+from aiockpt.cli import show
+from aiockpt.monitor.spans import WHOLE
+from aiockpt.monitor.summary import Summary
+
+
+def seconds(value: float) -> str:
+    """Return a time with three digits."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if value * factor >= 1 or unit == "µs":
+            return f"{value * factor:.3g} {unit}"
+    raise AssertionError("the last unit takes all")
+
+
+def show_summary(root: str, found: Summary, unread: int) -> None:
+    """Print a summary; what is wrong comes first."""
+    lasted, begun = seconds(found.ended_s - found.begun_s), show.moment(int(found.begun_s * 1e9))
+    show.title(root, f"{show.count(found.ranks, 'rank')} on {show.count(found.hosts, 'host')}, {lasted} from {begun}")
+    _show_trouble(found)
+    last = "" if found.last_step is None else f", the last of step {found.last_step}"
+    made_again = show.count(found.retries, "call")
+    show.say(f"saves       {found.committed} committed{last}, {found.failed} failed; {made_again} made again")
+    show.say(f"pause       {seconds(found.pauses_s[0])}, at most {seconds(found.pauses_s[1])}")
+    show.say(f"durable     {seconds(found.durable_s[0])} after the call, at most {seconds(found.durable_s[1])}")
+    show.say(f"effective   {found.effective:.1%} of the time trained: not paused, lost or down (ETTR)")
+    if unread:
+        show.say(f"[dim]{show.count(unread, 'line')} could not be read: of killed processes, or of a newer aiockpt[/]")
+    show.say("")
+    show.out.print(_table(found))
+
+
+def _show_trouble(found: Summary) -> None:
+    for failure in found.failures:
+        at = show.moment(int(failure.at_s * 1e9))
+        show.say(f"[red]failed[/]      step {failure.step} on rank {failure.rank} at {at}: {escape(failure.error)}")
+    for slow in found.stragglers:
+        show.say(
+            f"[yellow]straggler[/]   rank {slow.rank} ({escape(slow.host)}): {slow.operation} {slow.stage} takes "
+            f"{slow.factor:.1f} × the ranks' median, {seconds(slow.extra_s)} more, since step {slow.since}: {slow.cause}"
+        )
+    for start in found.restarts:
+        resumed = "from nothing" if start.resumed_from is None else f"from step {start.resumed_from}"
+        at, ranks = show.moment(int(start.at_s * 1e9)), show.count(start.world_size, "rank")
+        lost = f"{seconds(start.lost_s)} of work lost, down for {seconds(start.down_s)}"
+        show.say(f"restart     at {at} on {ranks}, {resumed}; {lost}")
+
+
+def _table(found: Summary) -> Table:
+    right = ("count", "median", "most", "speed")
+    table = show.columns("", "stage", "count", "median", "most", "where", "speed", right=right, folds="where")
+    before = ""
+    for stage in found.stages:
+        table.add_row(
+            stage.operation if stage.operation != before else "",
+            "all of it" if stage.stage == WHOLE else stage.stage,
+            str(stage.count),
+            seconds(stage.median_s),
+            seconds(stage.most_s),
+            f"rank {stage.slowest_rank}, step {stage.slowest_step}",
+            show.speed(stage.bytes_per_s) if stage.bytes_per_s else "",
+        )
+        before = stage.operation
+    return table

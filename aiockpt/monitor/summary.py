@@ -1,0 +1,176 @@
+"""What is to be known of a run at a glance: its saves, what its stages took on which rank, its restarts, its failures."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import pairwise
+from statistics import median
+
+import msgspec
+
+from aiockpt.events import Loaded, PromotionFailed, SaveFailed, SnapshotTaken, StorageRetried
+from aiockpt.monitor.run_log import ProcessLog, RunLog
+from aiockpt.monitor.spans import WHOLE, TimeSpan, spans
+from aiockpt.monitor.stragglers import Straggler, stragglers
+
+
+class StageFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What one stage took, over all ranks and steps, in seconds.
+
+    Attributes:
+        slowest_rank, slowest_step: where *most_s* was.
+        bytes_per_s: of those that move any; 0 otherwise.
+    """
+
+    operation: str
+    stage: str
+    count: int
+    median_s: float
+    most_s: float
+    slowest_rank: int
+    slowest_step: int
+    bytes_per_s: float
+
+
+class Restart(msgspec.Struct, frozen=True, kw_only=True):
+    """A start of the run after the first one.
+
+    Attributes:
+        at_s: seconds since 1970.
+        resumed_from: the step that was loaded; None where nothing was.
+        lost_s: from the call that saved that step to the last sign of life before: work that is done again.
+        down_s: from that last sign to this start.
+    """
+
+    at_s: float
+    world_size: int
+    resumed_from: int | None
+    lost_s: float
+    down_s: float
+
+
+class FailedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A save, or its copy to another place, that failed: when, in seconds since 1970, where, and why."""
+
+    at_s: float
+    rank: int
+    step: int
+    error: str
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """A run at a glance. Times are of rank 0 where nothing else is said.
+
+    Attributes:
+        committed, failed: saves.
+        pauses_s: how long calls of save held their caller, over all ranks: median and most.
+        durable_s: from the call to the commit, median and most.
+        effective: productive time over all time (ETTR): what is not pause, lost work or down.
+        retries: calls to storage that were made again.
+    """
+
+    begun_s: float
+    ended_s: float
+    hosts: int
+    ranks: int
+    committed: int
+    failed: int
+    last_step: int | None
+    pauses_s: tuple[float, float]
+    durable_s: tuple[float, float]
+    effective: float
+    retries: int
+    stages: list[StageFigures]
+    restarts: list[Restart]
+    stragglers: list[Straggler]
+    failures: list[FailedStep]
+
+
+def summarize(run: RunLog) -> Summary:
+    """Return what is to be known of *run*."""
+    found = spans(run)
+    of_rank_0 = [process for process in run.processes if process.opened.rank == 0]
+    whole = [span for span in found if span.rank == 0 and span.operation == "save" and span.stage == WHOLE]
+    committed = [span for span in whole if not span.failed]
+    begun_s = min(process.wall_s(process.opened.at_ns) for process in run.processes)
+    ended_s = max(process.last_s for process in run.processes)
+    pauses = [
+        event.pause_s for process in run.processes for event in process.events if isinstance(event, SnapshotTaken)
+    ]
+    restarts = _restarts(of_rank_0, committed)
+    wasted_s = sum(one.lost_s + one.down_s for one in restarts)
+    wasted_s += sum(event.pause_s for one in of_rank_0 for event in one.events if isinstance(event, SnapshotTaken))
+    return Summary(
+        begun_s=begun_s,
+        ended_s=ended_s,
+        hosts=len({process.opened.host for process in run.processes}),
+        ranks=max(process.opened.world_size for process in run.processes),
+        committed=len(committed),
+        failed=len(whole) - len(committed),
+        last_step=committed[-1].step if committed else None,
+        pauses_s=_median_and_most(pauses),
+        durable_s=_median_and_most([span.seconds for span in committed]),
+        effective=max(0.0, 1 - wasted_s / (ended_s - begun_s)) if ended_s > begun_s else 1.0,
+        retries=sum(isinstance(event, StorageRetried) for one in run.processes for event in one.events),
+        stages=_figures(found),
+        restarts=restarts,
+        stragglers=stragglers(found),
+        failures=[
+            FailedStep(at_s=one.wall_s(event.at_ns), rank=one.opened.rank, step=event.step, error=event.error)
+            for one in run.processes
+            for event in one.events
+            if isinstance(event, SaveFailed | PromotionFailed)
+        ],
+    )
+
+
+def _median_and_most(values: list[float]) -> tuple[float, float]:
+    return (median(values), max(values)) if values else (0.0, 0.0)
+
+
+def _figures(found: list[TimeSpan]) -> list[StageFigures]:
+    grouped: dict[tuple[str, str], list[TimeSpan]] = defaultdict(list)
+    for span in found:
+        grouped[span.operation, span.stage].append(span)
+    figures = []
+    for (operation, stage), some in grouped.items():
+        slowest = max(some, key=lambda span: span.seconds)
+        moving = [span for span in some if span.bytes and span.seconds]
+        figures.append(
+            StageFigures(
+                operation=operation,
+                stage=stage,
+                count=len(some),
+                median_s=median(span.seconds for span in some),
+                most_s=slowest.seconds,
+                slowest_rank=slowest.rank,
+                slowest_step=slowest.step,
+                bytes_per_s=median(span.bytes / span.seconds for span in moving) if moving else 0.0,
+            )
+        )
+    order = {"save": 0, "load": 1, "copy": 2}
+    return sorted(figures, key=lambda one: (order[one.operation], one.stage != WHOLE, -one.median_s))
+
+
+def _restarts(starts: list[ProcessLog], committed: list[TimeSpan]) -> list[Restart]:
+    """Return the starts after the first; of several checkpointers in one process the first is its start."""
+    firsts: list[ProcessLog] = []
+    for one in starts:
+        if not firsts or (one.opened.pid, one.opened.host) != (firsts[-1].opened.pid, firsts[-1].opened.host):
+            firsts.append(one)
+    restarts = []
+    for before, after in pairwise(firsts):
+        at_s = after.wall_s(after.opened.at_ns)
+        loaded = next((event.step for event in after.events if isinstance(event, Loaded)), None)
+        saved_s = [span.begin_s for span in committed if span.step == loaded and span.begin_s < at_s]
+        since_s = saved_s[-1] if saved_s else before.wall_s(before.opened.at_ns)
+        restarts.append(
+            Restart(
+                at_s=at_s,
+                world_size=after.opened.world_size,
+                resumed_from=loaded,
+                lost_s=max(before.last_s - since_s, 0.0),
+                down_s=max(at_s - before.last_s, 0.0),
+            )
+        )
+    return restarts

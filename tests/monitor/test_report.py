@@ -1,0 +1,179 @@
+"""Does what the ranks have told become the story of the run: stages, restarts, losses, stragglers, as text and timeline?"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import aiockpt
+from aiockpt.cli.main import app
+from aiockpt.errors import UsageError
+from aiockpt.monitor import TraceFile
+from aiockpt.monitor.run_log import read_run
+from aiockpt.monitor.spans import BLOCKS, WHOLE, TimeSpan, spans
+from aiockpt.monitor.stragglers import STEPS, stragglers
+from aiockpt.monitor.summary import Summary, summarize
+
+SCRIPT = """
+import os, signal, sys, time, torch, aiockpt
+from aiockpt.monitor import TraceFile
+state = {"x": torch.arange(100_000.0)}
+with aiockpt.Checkpointer(sys.argv[1], every=2, observers=[TraceFile()]) as ckpt:
+    for step in range(ckpt.resume(state), 10):
+        ckpt.step(step, state)
+        if step == int(sys.argv[2]):
+            ckpt.wait()
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was killed after step 5, and went on from step 4."""
+    folder = tmp_path_factory.mktemp("run")
+    for kill_after, status in (("5", -signal.SIGKILL), ("-1", 0)):
+        done = subprocess.run([sys.executable, "-c", SCRIPT, str(folder), kill_after], check=False, timeout=100)
+        assert done.returncode == status
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(run: Path) -> Summary:
+    return summarize(read_run(run))
+
+
+def test_saves_are_counted_and_timed(found: Summary) -> None:
+    assert (found.committed, found.failed, found.last_step, found.ranks, found.hosts) == (5, 0, 8, 1, 1)
+    assert 0 < found.pauses_s[0] <= found.pauses_s[1] <= found.durable_s[1] < 100
+    assert 0 < found.effective < 1
+
+
+def test_a_restart_is_told_with_what_it_lost(found: Summary) -> None:
+    (restart,) = found.restarts
+    assert restart.resumed_from == 4
+    assert restart.lost_s > 0
+    assert restart.down_s > 0
+    assert found.begun_s < restart.at_s < found.ended_s
+
+
+def test_every_stage_of_a_save_and_a_load_has_figures(found: Summary) -> None:
+    stages: dict[str, set[str]] = {"save": set(), "load": set()}
+    for one in found.stages:
+        stages[one.operation].add(one.stage)
+        assert 0 <= one.median_s <= one.most_s
+        assert one.bytes_per_s > 0 or one.stage not in ("write", "read", "snapshot", BLOCKS, WHOLE)
+    of_a_save = {"walk", "plan", "begin", "snapshot", "pause", "write", "flush", "vote", "commit"}
+    assert stages["save"] == {WHOLE, BLOCKS, *of_a_save}
+    assert stages["load"] == {WHOLE, "find", "match", "plan", "read", "scatter"}
+
+
+def test_stages_lie_within_their_operation(run: Path) -> None:
+    some = spans(read_run(run))
+    for whole in (one for one in some if one.stage == WHOLE):
+        parts = [
+            one
+            for one in some
+            if (one.process, one.step, one.operation) == (whole.process, whole.step, whole.operation)
+        ]
+        assert len(parts) > 5
+        for part in parts:
+            assert part.begin_s >= whole.begin_s - 1e-3
+            assert part.begin_s + part.seconds <= whole.begin_s + whole.seconds + 0.05, part
+
+
+def _of(one: TimeSpan) -> tuple[int, int, str]:
+    return one.process, one.step, one.operation
+
+
+def test_hashing_and_bytes_are_told_of_the_files(run: Path) -> None:
+    some = spans(read_run(run))
+    for stage in ("write", "read"):
+        (first, *_) = [one for one in some if one.stage == stage]
+        assert first.bytes > 400_000
+        assert 0 < first.hash_s < 10
+        assert first.key.endswith(".safetensors")
+
+
+def test_the_command_prints_it_and_writes_a_timeline(run: Path, tmp_path: Path) -> None:
+    chrome = tmp_path / "timeline.json"
+    done = CliRunner().invoke(app, ["report", str(run), "--chrome", str(chrome)])
+    assert done.exit_code == 0, done.output
+    assert "5 committed, the last of step 8" in done.output
+    assert "from step 4" in done.output
+    for name in ("walk", "flush", "scatter"):
+        assert name in done.output
+    told = json.loads(chrome.read_text())["traceEvents"]
+    drawn = [one for one in told if one["ph"] == "X"]
+    assert len(drawn) == len(spans(read_run(run)))
+    assert {one["name"] for one in drawn} >= {"save of step 8", "load of step 4", "write"}
+    assert min(one["ts"] for one in drawn) == 0
+    rows = {(one["pid"], one["tid"]) for one in told if one["name"] == "thread_name"}
+    assert {(one["pid"], one["tid"]) for one in drawn} == rows
+
+
+def test_programs_get_json(run: Path) -> None:
+    done = CliRunner().invoke(app, ["report", str(run), "--json"])
+    assert json.loads(done.output)["restarts"][0]["resumed_from"] == 4
+
+
+def test_a_failed_save_is_told_first(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    trace = TraceFile(tmp_path / "trace.jsonl")
+    with (
+        pytest.raises(aiockpt.BackgroundSaveError),
+        aiockpt.Checkpointer(tmp_path / "file" / "run", observers=[trace]) as ckpt,
+    ):
+        ckpt.save(3, {"x": torch.ones(3)})
+    (failure,) = summarize(read_run(tmp_path / "trace.jsonl")).failures
+    assert failure.step == 3
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "trace.jsonl")])
+    assert "step 3 on rank 0" in done.output.splitlines()[1]
+
+
+def test_half_a_line_and_unknown_events_are_counted(run: Path, tmp_path: Path) -> None:
+    data = (run / "monitor" / "rank-00000.jsonl").read_bytes()
+    (tmp_path / "t.jsonl").write_bytes(data + b'{"type":"OfTomorrow","at_ns":1}\n{"type":"Comm')
+    assert read_run(tmp_path).unread == 2
+    assert summarize(read_run(tmp_path)) == summarize(read_run(run))
+
+
+def test_without_a_trace_it_says_how_to_have_one(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="TraceFile"):
+        read_run(tmp_path)
+
+
+# ------------------------------------------------------------------ stragglers
+
+
+def written(rank: int, step: int, seconds: float, **facts: Any) -> TimeSpan:
+    named = {"operation": "save", "stage": "write", **facts}
+    return TimeSpan(process=rank, rank=rank, host=f"h{rank}", step=step, begin_s=step, seconds=seconds, **named)
+
+
+def test_a_rank_that_is_slow_in_most_steps_is_named_with_stage_and_cause() -> None:
+    some = [written(rank, step, 0.1 + 0.3 * (rank == 2 and step >= 4)) for rank in range(4) for step in range(12)]
+    (slow,) = stragglers(some)
+    assert (slow.rank, slow.host, slow.stage, slow.since, slow.steps) == (2, "h2", "write", 4, 12)
+    assert slow.factor == pytest.approx(4)
+    assert slow.extra_s == pytest.approx(0.3)
+    assert "storage" in slow.cause
+
+
+def test_outliers_small_stages_few_steps_and_waiting_name_nobody() -> None:
+    ranks, steps = range(4), range(10)
+    once = [written(rank, step, 0.1 + 5.0 * (rank == 2 and step == 4)) for rank in ranks for step in steps]
+    small = [written(rank, step, 1e-4 * (1 + 9 * (rank == 2))) for rank in ranks for step in steps]
+    few = [written(rank, step, 0.1 + (rank == 2)) for rank in ranks for step in range(STEPS - 1)]
+    waiting = [written(rank, step, 0.1 + (rank == 2), stage="wait") for rank in ranks for step in steps]
+    pair = [written(rank, step, 0.1 + (rank == 1)) for rank in range(2) for step in steps]
+    for some in (once, small, few, waiting, pair):
+        assert stragglers(some) == []
