@@ -215,7 +215,8 @@ class Checkpointer:
             if memory is not None:
                 self._destination = start_writer(self._destination, tiers, memory, ranks)
             ends.append(self._tell_closing)
-            self._loop.call_soon(self._engine.emit, opened(ranks, world, backends))
+            if observers:
+                self._loop.call_soon(self._engine.emit, opened(ranks, world, backends))
             self._copies = PendingCopies(deadlines.slab_s, self._tell_waited)
             snapshotter = make_snapshotter(self._engine, self._destination, self._copies)
             self._submitter = Submitter(self._destination, self._copies, snapshotter)
