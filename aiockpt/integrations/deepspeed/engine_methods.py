@@ -22,7 +22,7 @@ from aiockpt.integrations.deepspeed.state_to_load import StateToLoad
 
 logger = logging.getLogger("aiockpt")
 
-CLIENT, PROGRESS = "client_state", "deepspeed"
+CLIENT, OF_RANK, PROGRESS = "client_state", "client_state_of_rank", "deepspeed"
 
 
 def attach(engine: Any, place: Any, *, state: Mapping[str, Any] | None = None, **options: Any) -> aiockpt.Checkpointer:
@@ -44,7 +44,7 @@ def attach(engine: Any, place: Any, *, state: Mapping[str, Any] | None = None, *
     """
     refuse_engine(engine)
     find_partitions(engine)
-    taken = {MODEL, OPTIMIZER, CLIENT, PROGRESS, "rng", *progress_objects(engine)} & set(state or {})
+    taken = {MODEL, OPTIMIZER, CLIENT, OF_RANK, PROGRESS, "rng", *progress_objects(engine)} & set(state or {})
     if taken:
         raise UsageError(
             f"attach(): state= has {', '.join(sorted(taken))}, which the engine's own state has; rename it"
@@ -96,7 +96,8 @@ class _AttachedEngine:
             **progress_objects(engine),
             **self._more,
             "rng": aiockpt.RNG(),
-            PROGRESS: read_progress(engine),
+            PROGRESS: read_progress(engine) | {"ranks": _size()},
+            OF_RANK: aiockpt.per_rank(dict(client_state or {})),
             **({CLIENT: dict(client_state or {})} if _rank() == 0 else {}),
         }
         frozen = [f"{MODEL}.{name}" for name, one in engine.module.named_parameters() if not one.requires_grad]
@@ -198,36 +199,47 @@ class _AttachedEngine:
     ) -> dict[str, Any] | None:
         engine = self._engine
         saved = self._ckpt.describe(step).result()
-        values: Any = saved.values
         if hasattr(engine.optimizer, "checkpoint_event_prologue"):
             engine.optimizer.checkpoint_event_prologue()
-        asked = StateToLoad(engine, saved)
-        asked.ask_weights()
-        if optimizer:
-            asked.ask_optimizer()
-        state = asked.state
-        there = {*values, *saved.per_rank}
-        if progress:
-            objects = progress_objects(engine) | {"rng": aiockpt.RNG()}
-            if not scheduler:
-                objects.pop("lr_scheduler", None)
-            for name in objects.keys() - there:
-                logger.warning("step %d has no %s: it stays as it is here", step, name)
-            state |= {name: one for name, one in objects.items() if name in there} | self._more
-            state |= {name: None for name in (PROGRESS, CLIENT) if name in values}
-        loose = {} if strict else {MODEL: False}
-        self._ckpt.load(state, step, strict=loose or True).result()
-        asked.finish()
-        if hasattr(engine.optimizer, "checkpoint_event_epilogue"):
-            engine.optimizer.checkpoint_event_epilogue()
-        if progress and state.get(PROGRESS) is not None:
+        try:
+            asked = StateToLoad(engine, saved)
+            asked.ask_weights()
+            if optimizer:
+                asked.ask_optimizer()
+            state = asked.state | (self._progress_of(saved, scheduler=scheduler) if progress else {})
+            self._ckpt.load(state, step, strict=True if strict else {MODEL: False}).result()
+            asked.finish()
+        finally:
+            if hasattr(engine.optimizer, "checkpoint_event_epilogue"):
+                engine.optimizer.checkpoint_event_epilogue()
+        if state.get(PROGRESS) is not None:
             set_progress(engine, state[PROGRESS])
-        client: dict[str, Any] | None = state.get(CLIENT, {})
-        return client
+        loaded: dict[str, Any] | None = state[OF_RANK].value if OF_RANK in state else state.get(CLIENT, {})
+        return loaded
+
+    def _progress_of(self, saved: aiockpt.Description, *, scheduler: bool) -> dict[str, Any]:
+        """Return what to load besides weights and optimizer."""
+        values: Any = saved.values
+        objects = progress_objects(self._engine) | {"rng": aiockpt.RNG()}
+        if not scheduler:
+            objects.pop("lr_scheduler", None)
+        there = {*values, *saved.per_rank}
+        for name in objects.keys() - there:
+            logger.warning("step %d has no %s: it stays as it is here", saved.info.step, name)
+        state = {name: one for name, one in objects.items() if name in there} | self._more
+        if PROGRESS in values:
+            # Each rank gets its own client state back, and that of rank 0 where there are others now.
+            same_ranks = values[PROGRESS]["ranks"] == _size()
+            state |= {PROGRESS: None, **({OF_RANK: aiockpt.per_rank(None)} if same_ranks else {CLIENT: None})}
+        return state
 
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _of_first_rank(ask: Callable[[], Any]) -> Any:

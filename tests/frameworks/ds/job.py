@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -97,9 +98,8 @@ class Job:
         torch.manual_seed(seed)
         made = Net(dropout) if module is None else module
         groups: Any = groups_of(made) if module is None else made.parameters()
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=0.02)
-        if sgd:
-            optimizer = torch.optim.SGD(groups, lr=0.02, momentum=0.9)
+        adam, momentum = torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)
+        optimizer = (momentum if sgd else adam)(groups, lr=0.02)
         settings: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": BATCH,
             "zero_optimization": {"stage": stage, **(zero or {})},
