@@ -207,6 +207,46 @@ def test_frozen_parameters_can_be_left_out(place: Path) -> None:
     assert other.weights()["frozen"].tolist() == [9, 9, 9]
 
 
+class Thawed(Net):
+    """All of its parameters are trained; a job makes one group of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen.requires_grad_(True)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_parameters_and_groups_that_differ_are_refused(place: Path, stage: int) -> None:
+    saved(place / "groups", Job(stage, module=Net()), 0)
+    other = Job(stage, module=Thawed())
+    before = other.weights()
+    with pytest.raises(aiockpt.StateMismatchError, match="the optimizer of the checkpoint has no parameter frozen"):
+        loaded(place / "groups", other)
+    same(other.weights(), before)
+    saved(place / "two groups", Job(stage), 0)
+    with pytest.raises(aiockpt.StateMismatchError, match=r"weight_decay is .* for .* and .* for .* in the checkpoint"):
+        loaded(place / "two groups", Job(stage, module=Net()))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_parameter_without_state_begins_anew(place: Path, stage: int) -> None:
+    module = Net()
+    optimizer = torch.optim.AdamW(groups_of(module), lr=0.3)
+    module(torch.arange(8)).sum().backward()
+    module.second.weight.grad = None
+    optimizer.step()
+    with aiockpt.Checkpointer(place, ranks=aiockpt.Ranks()) as ckpt:
+        ckpt.save(4, {"model": module, "optimizer": optimizer})
+    other = Job(stage, seed=8)
+    other.step(0)
+    loaded(place, other)
+    with attach(other.engine, place / "again"):
+        other.engine.save_checkpoint("x")
+    with aiockpt.Checkpointer(place / "again", ranks=aiockpt.Ranks()) as ckpt:
+        for name, has_state in (("first", True), ("second", False)):
+            assert ckpt.read(None, f"optimizer.state.{name}\\.weight.exp_avg").result().any() == has_state
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_model_that_differs_is_refused_and_not_strictly_loaded(place: Path, stage: int) -> None:
     saved(place, Job(stage), 0)
@@ -432,13 +472,6 @@ def test_killed_and_resumed_it_is_the_run_that_was_never_stopped() -> None:
 
 
 def test_the_page_runs() -> None:
-    class Thawed(Net):
-        """All of its parameters are trained, in one group."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.frozen.requires_grad_(True)
-
     job = Job(3, module=Thawed())
     scope = {"engine": job.engine, "train": lambda: job.step(1), "Net": Thawed, "steps": 3, "torch": torch}
     run_page("frameworks/deepspeed.md", scope)

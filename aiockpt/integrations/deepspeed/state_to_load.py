@@ -10,8 +10,8 @@ import torch
 
 import aiockpt
 from aiockpt.adapters.module import EXTRA
-from aiockpt.adapters.optimizer_forms import SavedOptimizer, pair_up, read_form
-from aiockpt.adapters.optimizer_groups import HOW_TO_STEP
+from aiockpt.adapters.optimizer_forms import NAMES, pair_up, read_form
+from aiockpt.adapters.optimizer_groups import HOW_TO_STEP, agreed_values
 from aiockpt.adapters.stored import is_tensor_node
 from aiockpt.format.dtypes import torch_name
 from aiockpt.format.names import split_name
@@ -101,8 +101,11 @@ class StateToLoad:
         groups = group_settings(self._engine, self._partitions)
         ids = {} if saved is None else pair_up([group["params"] for group in groups], saved)
         missing = [name for group in groups for name in group["params"] if name not in ids]
-        if saved is None or missing:
-            found = [f"the optimizer of the checkpoint has no parameter {name}" for name in missing]
+        found = [f"the optimizer of the checkpoint has no parameter {name}" for name in missing]
+        if saved is not None and not missing:
+            for group in groups:
+                found += agreed_values(saved, [ids[name] for name in group["params"]], str)[1]
+        if saved is None or found:
             raise aiockpt.StateMismatchError(
                 self._saved.info.id, found, "load_checkpoint(…, load_optimizer_states=False) begins with a new one."
             )
@@ -119,7 +122,7 @@ class StateToLoad:
                     }
             self._after.append(partial(self._set_state, part, made))
         self.state[OPTIMIZER] = {"state": state, "param_groups": groups}
-        self._after.append(partial(self._set_groups, saved))
+        self._after.append(self._set_groups)
 
     def _make_state(self, part: FlatPartition, states: dict[str, Any]) -> dict[Any, torch.Tensor | None]:
         """Return what the optimizer is to have of a partition: tensors that lie as it does, and None for single values."""
@@ -159,22 +162,16 @@ class StateToLoad:
                     tensor.view(-1)[one.offset : one.offset + one.count].zero_()
         live[part.key] = entry
 
-    def _set_groups(self, saved: SavedOptimizer) -> None:
-        """Give each group what the groups of its parameters said."""
+    def _set_groups(self) -> None:
+        """Give each group what the groups of its parameters said, which is the same."""
         loaded = self.state[OPTIMIZER]["param_groups"]
         names = group_settings(self._engine, self._partitions)
         for number, (group, own) in enumerate(zip(inner_optimizer(self._engine).param_groups, names, strict=True)):
-            members = set(own["params"])
-            said = [one for one in loaded if members & set(one["params"])]
-            if not members and len(loaded) == len(names):
+            said = [one for one in loaded if set(own["params"]) & set(one["params"])]
+            if not own["params"] and len(loaded) == len(names):
                 said = [loaded[number]]
-            for key in dict.fromkeys(key for one in said for key in one if key not in ("params", *HOW_TO_STEP)):
-                values = [one[key] for one in said if key in one]
-                if any(value != values[0] for value in values):
-                    raise aiockpt.UsageError(
-                        f"{key} of group {number}: its parameters had {values} when they were saved"
-                    )
-                group[key] = values[0]
+            for one in said:
+                group.update({key: value for key, value in one.items() if key not in (*NAMES, *HOW_TO_STEP)})
 
 
 def _path_of(name: str) -> tuple[str, ...]:

@@ -79,7 +79,7 @@ class Job:
         stage: of ZeRO.
         precision: a key of `PRECISIONS`.
         sgd: the optimizer with momentum in place of AdamW.
-        module: what to train; None is a `Net`.
+        module: what to train, in one group; None is a `Net` with `groups_of` it.
         zero: more settings of ``zero_optimization``.
     """
 
@@ -97,7 +97,8 @@ class Job:
     ) -> None:
         torch.manual_seed(seed)
         made = Net(dropout) if module is None else module
-        groups: Any = groups_of(made) if module is None else made.parameters()
+        trained = [one for one in made.parameters() if one.requires_grad]
+        groups: Any = groups_of(made) if module is None else trained
         adam, momentum = torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)
         optimizer = (momentum if sgd else adam)(groups, lr=0.02)
         settings: dict[str, Any] = {
