@@ -89,8 +89,8 @@ def kind_of_source(source: str) -> Kind:
     if anyio.run(has_weights, backend):
         return "weights"
     raise UsageError(
-        f"{source} holds neither a committed step nor .safetensors files, and is no checkpoint of DCP, torchsnapshot "
-        "or torch.save: nothing to convert"
+        f"{source} holds neither a committed step nor .safetensors files, and is no checkpoint of DCP, torchsnapshot, "
+        "DeepSpeed (universal) or torch.save: nothing to convert"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import importlib
 import inspect
@@ -18,8 +19,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from typer.testing import CliRunner
 
 import aiockpt
+from aiockpt.cli.main import app
+from aiockpt.convert.foreign import load as load_foreign
+from aiockpt.convert.foreign import open_checkpoint
 from aiockpt.integrations.deepspeed import attach
 from tests.docs.running import run_page
 from tests.frameworks.ds.job import Job, Net, deepspeed, groups_of, start
@@ -112,6 +117,7 @@ def test_a_save_before_the_first_step_is_loaded_as_one(place: Path, stage: int) 
     other = Job(stage, seed=8)
     other.steps(0)  # has state, which goes
     loaded(place, other)
+    assert not other.engine.optimizer.optimizer.state
     assert other.steps(5, 6, 7) == straight
 
 
@@ -290,10 +296,13 @@ def test_nothing_there_is_what_deepspeed_returns(place: Path) -> None:
 def test_a_damaged_newest_step_is_passed_over(place: Path, caplog: pytest.LogCaptureFixture) -> None:
     job = Job(2)
     with attach(job.engine, place) as ckpt:
-        for number in range(2):
+        for number in range(3):
             job.step(number)
             job.engine.save_checkpoint("x")
         ckpt.wait()
+    for manifest in place.rglob("MANIFEST*"):
+        if "step-00000003" in str(manifest):
+            manifest.write_bytes(b"{")
     file = max(place.rglob("*.safetensors"), key=lambda path: ("step-00000002" in str(path), path.stat().st_size))
     content = bytearray(file.read_bytes())
     content[-5] ^= 1
@@ -396,6 +405,58 @@ def test_what_a_plain_program_saved_is_loaded(place: Path) -> None:
             else:
                 loaded(place / form, job, load_optimizer_states=False)
             same(job.weights(), {name: one.to(job.weights()[name].dtype) for name, one in module.state_dict().items()})
+
+
+# ---------------------------------------------------------------------- universal checkpoints
+
+
+def universal(stage: int, client_state: dict[str, Any]) -> tuple[Path, list[float]]:
+    """Return a universal checkpoint that DeepSpeed has written and converted, and the losses after it."""
+    job = Job(stage, "bf16")
+    job.steps(0, 1)
+    job.engine.save_checkpoint("theirs", "x", client_state=client_state)
+    arguments: dict[str, Any] = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
+    arguments |= {"input_folder": "theirs/x", "output_folder": "theirs/universal", "strict": True}
+    module = importlib.import_module("deepspeed.checkpoint.ds_to_universal")
+    module.main(argparse.Namespace(**arguments, inject_missing_state=True))
+    return Path("theirs/universal"), job.steps(5, 6, 7)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_engine_goes_on_from_a_universal_checkpoint(place: Path, stage: int) -> None:
+    folder, straight = universal(stage, {"epoch": 3})
+    assert CliRunner().invoke(app, ["convert", str(folder), str(place), "--step", "2"]).exit_code == 0
+    for other in (2, 3):
+        job = Job(other, "bf16", seed=8)
+        assert loaded(place, job) == ("x/global_step2", {"epoch": 3})
+        assert job.engine.global_steps == 2
+        assert job.steps(5, 6, 7) == straight
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_plain_module_and_optimizer_take_a_universal_checkpoint(stage: int) -> None:
+    folder, _ = universal(stage, {})
+    module = Net()
+    module.frozen.data = module.frozen.data.bfloat16()
+    optimizer = torch.optim.AdamW(groups_of(module), lr=0.3)
+    assert load_foreign(folder, {"model": module, "optimizer": optimizer}) == ()
+    steps = {float(entry["step"]) for entry in optimizer.state.values()}
+    assert (steps, optimizer.param_groups[0]["lr"] < 0.3) == ({2.0}, True)
+    optimizer.step()
+
+
+def test_a_universal_checkpoint_that_is_damaged_or_has_objects_is_refused() -> None:
+    folder, _ = universal(3, {"own": argparse.Namespace()})
+    with pytest.raises(aiockpt.UsageError, match=r"holds objects \(argparse\.Namespace\)"):
+        open_checkpoint(folder)
+    assert open_checkpoint(folder, trust_pickle=True).state["client_state"] == {"own": argparse.Namespace()}
+    file = folder / "zero" / "first.weight" / "exp_avg.pt"
+    torch.save(torch.zeros(3), file)
+    with pytest.raises(aiockpt.CorruptionError, match=r"exp_avg\.pt has 3 elements"):
+        open_checkpoint(folder, trust_pickle=True)
+    (file.parent / "fp32.pt").unlink()
+    with pytest.raises(aiockpt.CorruptionError, match=r"no weights of first\.weight"):
+        open_checkpoint(folder, trust_pickle=True)
 
 
 # ---------------------------------------------------------------------- refused

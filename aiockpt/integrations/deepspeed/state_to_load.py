@@ -58,7 +58,8 @@ class StateToLoad:
     def ask_weights(self) -> None:
         """Ask for the weights, in the precision of the optimizer where it has one of its own."""
         node = self._values.get(MODEL)
-        is_nested = type(node) is dict and TAG not in node  # else a module saved it, or somebody its state_dict()
+        # Else a module saved it, or somebody its state_dict().
+        is_nested = type(node) is dict and TAG not in node and not any("." in str(key) for key in node)
         for name, leaf in module_leaves(self._engine, self._partitions):
             path = (MODEL, *(name.split(".") if is_nested else (name,)))
             if name.rpartition(".")[2] == EXTRA:
