@@ -1,9 +1,11 @@
 """Who watches? Observers to give to a checkpointer (`aiockpt.events` says what they see), and what is made of it afterwards.
 
 - `TraceFile` writes every event of a process into a file beside the run.
-- `aiockpt.monitor.run_log` reads those of all ranks, and of all starts of a run, as one.
+- `Metrics` counts for Prometheus, and `Scalars` hands numbers by step to a logger of experiments.
+- `aiockpt.monitor.run_log` reads the files of all ranks, and of all starts of a run, as one.
 """
 
+from aiockpt.monitor.metrics import Metrics, Scalars
 from aiockpt.monitor.trace import TraceFile
 
-__all__ = ["TraceFile"]
+__all__ = ["Metrics", "Scalars", "TraceFile"]

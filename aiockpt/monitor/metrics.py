@@ -1,0 +1,180 @@
+"""What does a dashboard want to know of a run? The events of a checkpointer as metrics of Prometheus, or as scalars by step.
+
+`Metrics` counts into a registry of ``prometheus_client``, which serves it (``start_http_server(9464, addr="127.0.0.1")``) or
+pushes it. `Scalars` hands numbers with their step to a function: TensorBoard, W&B and MLflow have one each.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.to_thread
+
+from aiockpt.errors import UsageError
+from aiockpt.events import (
+    BarrierWaited,
+    BytesWritten,
+    Committed,
+    Event,
+    Loaded,
+    Opened,
+    Promoted,
+    PromotionFailed,
+    SaveFailed,
+    SaveSkipped,
+    SaveStarted,
+    SnapshotTaken,
+    StageEnded,
+    StorageRetried,
+)
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+logger = logging.getLogger("aiockpt")
+
+SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+"""Upper ends of the buckets of times."""
+
+
+class Metrics:
+    """Counts what happens; give it to one checkpointer: ``Checkpointer(…, observers=[Metrics()])``.
+
+    Args:
+        registry: of ``prometheus_client``; None is its default one, which takes the metrics of one checkpointer.
+
+    Raises:
+        UsageError: ``prometheus_client`` is not installed.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        try:
+            import prometheus_client as prometheus
+        except ImportError as error:
+            raise UsageError("Metrics() needs prometheus_client: pip install prometheus-client") from error
+        to = prometheus.REGISTRY if registry is None else registry
+        count, gauge, times = prometheus.Counter, prometheus.Gauge, prometheus.Histogram
+        self._saves = count("aiockpt_saves", "Saves, by how they ended.", ["outcome"], registry=to)
+        self._loads = count("aiockpt_loads", "Loads that filled a state.", registry=to)
+        self._in_flight = gauge("aiockpt_saves_in_flight", "Saves that have begun and not ended.", registry=to)
+        self._pause = times("aiockpt_pause_seconds", "A call of save held its caller.", registry=to, buckets=SECONDS)
+        self._barrier = times("aiockpt_barrier_seconds", "An optimizer was held.", registry=to, buckets=SECONDS)
+        self._durable = times("aiockpt_durable_seconds", "From the call to the commit.", registry=to, buckets=SECONDS)
+        names = ["operation", "stage"]
+        self._stage = times("aiockpt_stage_seconds", "Of a stage.", names, registry=to, buckets=SECONDS)
+        self._written = count("aiockpt_written_bytes", "Bytes that reached the storage.", registry=to)
+        self._read = count("aiockpt_read_bytes", "Bytes that loads read from storage.", registry=to)
+        self._step = gauge("aiockpt_durable_step", "The last step that was committed.", registry=to)
+        self._at = gauge("aiockpt_durable_timestamp_seconds", "When that was, since 1970.", registry=to)
+        self._retries = count("aiockpt_storage_retries", "Calls to storage made again.", ["verb"], registry=to)
+        places = ["url", "outcome"]
+        self._copies = count("aiockpt_copies", "Copies to farther places, by how they ended.", places, registry=to)
+        self._lag = gauge("aiockpt_copy_lag_seconds", "Of the last copy, from its commit on.", ["url"], registry=to)
+        self._opened: Opened | None = None
+        self._take = self._table()
+
+    def on_event(self, event: Event) -> None:
+        """Count *event*."""
+        take = self._take.get(type(event))
+        if take is not None:
+            take(event)
+
+    def _table(self) -> dict[type[Event], Callable[[Any], object]]:
+        return {
+            Opened: lambda opened: setattr(self, "_opened", opened),
+            SaveStarted: lambda _: self._in_flight.inc(),
+            SnapshotTaken: lambda taken: self._pause.observe(taken.pause_s),
+            BarrierWaited: lambda waited: self._barrier.observe(waited.seconds),
+            BytesWritten: lambda written: self._written.inc(written.bytes),
+            StageEnded: lambda ended: self._stage.labels(ended.operation, ended.stage).observe(ended.seconds),
+            Committed: self._take_committed,
+            SaveFailed: lambda _: self._end("failed"),
+            SaveSkipped: lambda _: self._saves.labels("skipped").inc(),
+            Loaded: self._take_loaded,
+            StorageRetried: lambda retried: self._retries.labels(retried.verb).inc(),
+            Promoted: self._take_promoted,
+            PromotionFailed: lambda failed: self._copies.labels(failed.url, "failed").inc(),
+        }
+
+    def _take_committed(self, event: Committed) -> None:
+        self._end("committed")
+        self._durable.observe(event.seconds)
+        self._step.set(event.step)
+        if self._opened is not None:
+            self._at.set((self._opened.time_ns + event.at_ns - self._opened.at_ns) / 1e9)
+
+    def _take_loaded(self, event: Loaded) -> None:
+        self._loads.inc()
+        self._read.inc(event.read_bytes)
+
+    def _take_promoted(self, event: Promoted) -> None:
+        self._copies.labels(event.url, "committed").inc()
+        self._lag.labels(event.url).set(event.seconds)
+
+    def _end(self, outcome: str) -> None:
+        self._saves.labels(outcome).inc()
+        self._in_flight.dec()
+
+
+class Scalars:
+    """Hands numbers of each step to *log*, on a worker thread, so that it may take its time.
+
+    Args:
+        log: called with values by name, such as ``{"checkpoint/pause_s": 0.07}``, and their step. One that raises is logged,
+            and not called again.
+    """
+
+    def __init__(self, log: Callable[[Mapping[str, float], int], object]) -> None:
+        self._log = log
+        self._queue: deque[tuple[dict[str, float], int]] = deque()
+        self._news = anyio.Event()
+        self._ending = False
+
+    def on_event(self, event: Event) -> None:
+        """Queue what *event* has to say in numbers."""
+        values = _numbers(event)
+        if values:
+            self._queue.append(({f"checkpoint/{name}": value for name, value in values.items()}, event.step))
+            self._news.set()
+
+    async def run(self) -> None:
+        """Hand on what is queued, until `aclose`."""
+        self._ending = False
+        while not self._ending or self._queue:
+            while self._queue:
+                values, step = self._queue.popleft()
+                await anyio.to_thread.run_sync(self._log, values, step)
+            if not self._ending:
+                self._news = anyio.Event()
+                await self._news.wait()
+
+    async def aclose(self) -> None:
+        """Let `run` end when all is handed on."""
+        self._ending = True
+        self._news.set()
+
+
+def _numbers(event: Event) -> dict[str, float]:
+    match event:
+        case SnapshotTaken():
+            return {"pause_s": event.pause_s, "copy_s": event.copy_s}
+        case Committed():
+            return {
+                "durable_s": event.seconds,
+                "bytes": event.bytes,
+                "bytes_per_s": event.bytes / max(event.seconds, 1e-9),
+            }
+        case BarrierWaited():
+            return {"barrier_s": event.seconds}
+        case SaveFailed():
+            return {"failed": 1.0}
+        case Loaded():
+            return {"load_s": event.seconds, "read_bytes": event.read_bytes}
+        case Promoted():
+            return {"copy_lag_s": event.seconds}
+        case _:
+            return {}
