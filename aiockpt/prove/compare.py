@@ -9,11 +9,12 @@ may have been given other data before it, such as a peek at the first batch: the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 
-from aiockpt.format.names import split_name
+from aiockpt.format.names import prefixes, split_name
 from aiockpt.prove.records import AnyRecord, Ended, Labelled, Loaded, Place, Stepped, Told, View
 from aiockpt.prove.starts import Calendar, Key, keyed
 
@@ -23,7 +24,7 @@ STEPS, DATA, LOSS, WEIGHTS, GRADIENTS, SETTINGS = "steps", "data", "loss", "weig
 TRAINING = "training: "
 """What rows begin with that were seen at each optimizer step; the others were seen in the state."""
 
-
+_KEY = re.compile(r"(?:\\.|[^.\\])+")
 _OBJECTS = ("module", "stateful", "loader", "per rank")
 """Kinds of objects that have a row of their own, wherever in the state they are."""
 _CAUSES = ("stateful", "loader", "per rank", "value")
@@ -328,7 +329,13 @@ def row_of(name: str, parts: Mapping[str, str]) -> str:
         return f"{owner} {rest.rpartition('.')[2]}" if rest.startswith("state.") else f"{owner} settings"
     if kind == "per rank" and rest:
         return f"{owner} {rest.partition('.')[0]}"
-    return owner if kind in _OBJECTS else owner.partition(".")[0]
+    return owner if kind in _OBJECTS else _first_key(owner or name)
+
+
+def _first_key(name: str) -> str:
+    """Return the first key in a name, as it is written there; a dot in the key is escaped."""
+    found = _KEY.match(name)
+    return found[0] if found else name
 
 
 def _top(name: str) -> str:
@@ -337,10 +344,9 @@ def _top(name: str) -> str:
 
 
 def _owner(name: str, parts: Mapping[str, str]) -> str:
-    """Return the longest of *parts* that *name* is, or is below of."""
-    while name not in parts and name:
-        name = name.rpartition(".")[0]
-    return name
+    """Return the longest of *parts* that *name* is, or is below of; "" for none."""
+    tensor = name.rpartition("#")[0]  # of which a rank has several boxes
+    return next((part for part in (name, tensor, *prefixes(name)) if part in parts), "")
 
 
 def _tails(some: Sequence[str], others: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:

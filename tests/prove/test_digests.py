@@ -130,6 +130,24 @@ def test_a_state_is_seen_leaf_by_leaf_with_what_each_belongs_to() -> None:
     assert set(view.random) == {"torch", "python", "numpy"}
 
 
+def test_keys_with_dots_and_tensors_of_several_boxes_are_rows_of_their_own() -> None:
+    boxes = aiockpt.Shards((4,), {(0,): torch.ones(1), (2,): torch.ones(2)})
+    state = {
+        "a.b": {"x": 1},
+        "a.b.c": 2,
+        "a#1": 3,
+        "spread": {"w.": boxes},
+        "of.all": nn.Linear(1, 1),
+        "losses": [1, 2],
+    }
+    view = look_at(state, 0)
+    assert any(name.startswith("spread.w\\.#") for name in view.leaves)
+    assert {row_of(leaf, view.parts) for leaf in view.leaves} == {
+        "a\\.b", "a\\.b\\.c", "a#1", "spread", "of\\.all", "losses",
+    }  # fmt: skip
+    assert row_of("c\\.d.e", {}) == "c\\.d"
+
+
 def test_values_are_told_as_text_and_long_ones_by_a_digest() -> None:
     assert text_of(0.1) == text_of(torch.tensor(0.1, dtype=torch.float64)) == "0.1"
     assert text_of(np.float32(0.5)) == repr(np.float32(0.5))
