@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from operator import attrgetter
@@ -19,7 +20,8 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.errors import CheckpointError, CorruptionError, UsageError
+from aiockpt.errors import BackgroundSaveError, CheckpointError, CorruptionError, UsageError
+from aiockpt.events import Event, SaveFailed
 from aiockpt.integrations.huggingface import attach
 from tests.docs.running import run_page
 
@@ -147,6 +149,15 @@ def test_it_goes_on_after_any_batch(kind: str, every: int, tmp_path: Path) -> No
         assert again.progress.batches == 21
         assert again.loader.iteration == 3
         assert_same(again, expected)
+
+
+def test_another_number_of_ranks_begins_the_epoch_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    run_command([*torchrun, str(SCRIPT), str(tmp_path / "out"), "plain"])
+    again = go_on(tmp_path / "out")
+    assert "saved by 2 ranks: the epoch begins anew" in caplog.text
+    assert again.progress.batches > 0
+    assert len(list(again.loader)) == 7
 
 
 def test_what_the_script_does_before_the_loop_goes_on_is_of_no_matter(tmp_path: Path) -> None:
@@ -311,6 +322,15 @@ def test_a_step_goes_with_its_folder_where_that_is_wanted(deletes: bool, tmp_pat
     assert [info.step for info in ckpt.steps().result()] == ([2, 1] if deletes else [2, 1, 0])
 
 
+def test_the_folder_of_a_committed_step_appears_with_the_next_batch(tmp_path: Path) -> None:
+    run = make(tmp_path, "named folders")
+    ckpt = attach(run.accelerator)
+    run.loop(3)
+    ckpt.wait()
+    run.train(torch.ones(4, 4))
+    assert folders(tmp_path) == ["step_3"]
+
+
 def test_the_folder_of_a_committed_step_appears_after_a_kill(tmp_path: Path) -> None:
     run = make(tmp_path, "named folders")
     attach(run.accelerator)
@@ -332,6 +352,39 @@ def test_a_save_that_failed_is_told_and_has_no_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         run.accelerator.end_training()
     assert folders(tmp_path) == []
+
+
+def test_a_save_after_one_that_failed_is_made_and_tells_of_it(tmp_path: Path) -> None:
+    failed = threading.Event()
+
+    class Watch:
+        def on_event(self, event: Event) -> None:
+            if isinstance(event, SaveFailed):
+                failed.set()
+
+    run = make(tmp_path, "named folders")
+    ckpt = attach(run.accelerator, tmp_path / "file" / "runs", observers=[Watch()])
+    (tmp_path / "file").write_text("in the way")
+    run.accelerator.save_state(tmp_path / "step_1")
+    assert failed.wait(60)
+    (tmp_path / "file").unlink()
+    with pytest.raises(BackgroundSaveError):
+        run.accelerator.save_state(tmp_path / "step_2")
+    run.accelerator.save_state(tmp_path / "step_3")
+    run.accelerator.end_training()
+    assert folders(tmp_path) == ["file", "step_2", "step_3"]
+    assert [info.step for info in ckpt.steps().result()] == [2, 1]
+
+
+def test_a_run_that_begins_anew_does_not_save_over_the_steps_of_another(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        run = make(tmp_path, "named folders")
+        ckpt = attach(run.accelerator)
+        run.accelerator.save_state(tmp_path / name)
+        run.accelerator.end_training()
+    assert [(info.step, info.generation) for info in ckpt.steps().result()] == [(1, 1), (0, 1)]
+    for name in ("first", "second"):
+        run.accelerator.load_state(tmp_path / name)
 
 
 # ------------------------------------------------------------------ loading
@@ -361,6 +414,17 @@ def test_a_damaged_newest_step_is_passed_over(tmp_path: Path) -> None:
         again.accelerator.load_state(tmp_path / "run" / "checkpoints" / "checkpoint_6")
 
 
+def test_where_every_step_is_damaged_nothing_begins_anew(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    attach(run.accelerator)
+    run.loop(6)
+    run.accelerator.end_training()
+    for step in (0, 1):
+        damage(tmp_path / "aiockpt" / f"step-0000000{step}")
+    with pytest.raises(CorruptionError):
+        go_on(tmp_path)
+
+
 def test_nothing_to_load_begins_anew(tmp_path: Path) -> None:
     run = go_on(tmp_path)
     run.loop(3)
@@ -379,6 +443,24 @@ def test_what_accelerate_wrote_before_is_loaded(tmp_path: Path) -> None:
     again.accelerator.end_training()
     third = go_on(tmp_path)
     assert third.accelerator.project_configuration.iteration == 2
+
+
+def test_a_folder_that_accelerate_wrote_is_loaded_by_name_and_set_aside_by_a_save(tmp_path: Path) -> None:
+    old = make(tmp_path)
+    old.loop(3)
+    again = make(tmp_path)
+    attach(again.accelerator)
+    folder = tmp_path / "checkpoints" / "checkpoint_0"
+    again.accelerator.load_state(folder)
+    assert again.progress.batches == 3
+    assert_same_weights(again, old)
+    again.accelerator.save_state()
+    again.accelerator.end_training()
+    assert folders(folder.parent) == ["checkpoint_0", "checkpoint_0.before-aiockpt"]
+    third = make(tmp_path)
+    attach(third.accelerator)
+    third.accelerator.load_state(folder)
+    assert third.progress.batches == 3
 
 
 def assert_same_weights(found: Any, expected: Any) -> None:
@@ -441,6 +523,19 @@ def test_hooks_write_into_the_folder_and_may_take_models_out(tmp_path: Path) -> 
     again.accelerator.load_state(tmp_path / "step_3")
     assert_same_weights(again, run)
     assert again.optimizer.state_dict()["state"][0]["step"] == 3
+
+
+def test_what_a_hook_of_load_takes_out_is_left_as_it_is(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    attach(run.accelerator)
+    run.loop(3)
+    run.accelerator.end_training()
+    again = make(tmp_path)
+    again.accelerator.register_load_state_pre_hook(lambda models, _: models.clear())
+    attach(again.accelerator)
+    again.accelerator.load_state()
+    assert again.progress.batches == 3
+    assert_same_weights(again, make(None))
 
 
 def test_several_of_each_kind_are_saved(tmp_path: Path) -> None:
