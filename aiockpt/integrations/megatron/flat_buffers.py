@@ -23,6 +23,8 @@ _dicts: Any = import_module("megatron.core.dist_checkpointing.dict_utils")
 
 STATE = "optimizer.state"
 STEP = "step"
+_EXPERTS = "is_expert_parallel"
+"""Of a group of parameters, whether they are experts on several ranks: of the parallelism, and not of the settings."""
 _REFUSED = (
     "use optimizer.sharded_state_dict(…, metadata={'distrib_optim_sharding_type': 'fully_reshardable'}), which gathers, in "
     "place of optimizer_state()"
@@ -46,7 +48,10 @@ def optimizer_state(
     """
     ours = list(_chained(optimizer))
     if not any(isinstance(one, _distributed.DistributedOptimizer) for one in ours):
+        for one in ours:
+            _make_plain_state(one)
         state: dict[str, Any] = optimizer.sharded_state_dict(model_sharded_state_dict, is_loading=is_loading)
+        _note_count(state)
         return state
     bases = {id(base.data): base for base in _dicts.nested_values(model_sharded_state_dict) if hasattr(base, "data")}
     groups: dict[str, Any] = {}
@@ -55,7 +60,7 @@ def optimizer_state(
         _check(one)
         _make_state(one)
         tensors += _leaves(one, bases)
-        groups |= _settings(one, is_loading=is_loading)
+        _add_settings(groups, one, is_loading=is_loading)
     return {"param_state": dict(enumerate(tensors)), "settings": groups}
 
 
@@ -105,6 +110,29 @@ def _make_state(optimizer: Any) -> None:
                 state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
                 if not _distributed.HAVE_APEX_OR_TE:
                     state[STEP] = torch.zeros((), dtype=torch.float32)
+
+
+def _make_plain_state(optimizer: Any) -> None:
+    """Do the same for an optimizer that is not distributed, as Megatron does it for a load."""
+    state = optimizer.optimizer.state
+    is_new = any(parameter not in state for group in optimizer.optimizer.param_groups for parameter in group["params"])
+    if is_new and optimizer.init_state_fn is not None:
+        optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+        for slots in state.values():
+            if "exp_avg" in slots and not _distributed.HAVE_APEX_OR_TE:  # torch's Adam cannot step without its count
+                slots.setdefault(STEP, torch.zeros((), dtype=torch.float32))
+
+
+def _note_count(tree: Any) -> None:
+    """Note the count of steps of torch's Adam where it is 0, which Megatron leaves out, and then cannot load."""
+    if type(tree) is not dict:
+        return
+    if "param_groups" in tree and any("exp_avg" in slots for slots in tree["state"].values() if type(slots) is dict):
+        if not _distributed.HAVE_APEX_OR_TE:
+            tree["state"].setdefault("common_step", torch.zeros(()))
+        return
+    for inner in tree.values():
+        _note_count(inner)
 
 
 def _leaves(optimizer: Any, bases: dict[int, Any]) -> Iterator[ShardParts]:
@@ -159,12 +187,15 @@ def _is_first_replica(replica_id: Any) -> bool:
     return isinstance(replica_id, int) or not any(replica_id[:-1])
 
 
-def _settings(optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
-    """Return what is no tensor of a parameter, each as an object that all ranks know alike."""
-    found: dict[str, Any] = {}
+def _add_settings(found: dict[str, Any], optimizer: Any, *, is_loading: bool) -> None:
+    """Add what is no tensor of a parameter to what was *found*, each as an object that all ranks know alike."""
     for group in optimizer.optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key not in ("params", STEP)}
-        found[_group_key(group)] = _object(f"optimizer.settings.{_group_key(group)}", options)
+        options = {key: value for key, value in group.items() if key not in ("params", STEP, _EXPERTS)}
+        key = _group_key(group)
+        known = found.setdefault(key, _object(f"optimizer.settings.{key}", options)).data
+        if known != options and not is_loading:
+            differing = sorted(name for name in options if known.get(name) != options[name])
+            raise aiockpt.UsageError(f"experts have another {', '.join(differing)} than the rest of {key}; {_REFUSED}")
     steps = {int(state[STEP]) for state in optimizer.optimizer.state.values() if STEP in state}
     steps |= {int(group[STEP]) for group in optimizer.optimizer.param_groups if group["params"] and STEP in group}
     if len(steps) > 1:
@@ -173,7 +204,6 @@ def _settings(optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
         found[STEP] = _object(f"optimizer.settings.{STEP}", max(steps, default=0))
     if optimizer.grad_scaler:
         found["grad_scaler"] = _object("optimizer.settings.grad_scaler", optimizer.grad_scaler.state_dict())
-    return found
 
 
 def _object(key: str, value: Any) -> Any:
@@ -183,4 +213,5 @@ def _object(key: str, value: Any) -> Any:
 def _group_key(group: dict[str, Any]) -> str:
     """Return by what a group of parameters is known under any parallelism, as Megatron tells them apart."""
     known = {key: group.get(key, group.get(f"pre_{key}")) for key in _optimizers.param_group_identifier_keys}
+    del known[_EXPERTS]
     return ",".join(f"{key}={value}" for key, value in known.items())

@@ -29,7 +29,7 @@ class Job:
         tp, pp, ep: sizes of tensor, pipeline and expert parallelism; data parallelism has the other ranks.
         distributed: whether the optimizer is Megatron's distributed one.
         bf16: whether parameters are bfloat16, and the optimizer has float32 copies.
-        experts: of each layer; none is a plain SwiGLU.
+        experts: of each layer; none is a plain SwiGLU. With *tp* they need layers that do not run on a CPU.
         tied: whether the output layer is the embedding.
         padded: words of the vocabulary with the padding.
     """
@@ -61,8 +61,7 @@ class Job:
             pipeline_model_parallel_size=pp,
             expert_model_parallel_size=ep,
             num_moe_experts=experts,
-            moe_token_dispatcher_type="alltoall",
-            sequence_parallel=bool(experts) and tp > 1,
+            moe_token_dispatcher_type="allgather",
             use_cpu_initialization=True,
             gated_linear_unit=True,
             activation_func=torch.nn.functional.silu,
@@ -98,6 +97,7 @@ class Job:
             optimizers.OptimizerConfig(
                 optimizer="adam",
                 lr=1e-2,
+                min_lr=1e-3,
                 weight_decay=0.1,
                 bf16=bf16,
                 params_dtype=torch.bfloat16 if bf16 else torch.float32,

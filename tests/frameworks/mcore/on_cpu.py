@@ -41,3 +41,5 @@ mode: Any = OnHost()
 mode.__enter__()
 random: Any = import_module("megatron.core.tensor_parallel.random")
 random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+experts: Any = import_module("megatron.core.transformer.moe.moe_utils")
+experts.te_general_gemm = None  # 0.16.1 asks for it, and defines it where Transformer Engine is installed only
