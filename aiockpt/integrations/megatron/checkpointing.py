@@ -93,7 +93,8 @@ def load(
     """Load what a sharded state dict asks for, on all ranks, into its tensors; return the state dict with what was loaded.
 
     Args:
-        sharded_state_dict: it is left as it is; its tensors are filled in place.
+        sharded_state_dict: it is left as it is; its tensors are filled in place. Plain values in it are of no use but in
+            ``aiockpt prove``, whose control loads nothing and gets them back.
         checkpoint_dir: as for `save`. One without a number is the newest valid step of that place.
         sharded_strategy, common_strategy: None.
         validate_access_integrity: taken as Megatron does, and without use.
@@ -117,19 +118,21 @@ def load(
     saved = place.describe(step).result()
     tensors = {tensor.name: tensor for tensor in saved.tensors}
     sharded, own, factories = _state_dicts.load_preprocess(sharded_state_dict)
-    sharded, _ = _utils.extract_sharded_base(sharded)
+    sharded, plain = _utils.extract_sharded_base(sharded)
     sharded, missing, unexpected = _handle_strictly(strict, sharded, tensors, saved)
 
     bases = list(_dicts.nested_values(sharded))
     wanted = GlobalTensors(bases)
-    values = [COMMON, *(leaf_name(base) for base in bases if isinstance(base, mapping.ShardedObject))]
+    values = {leaf_name(base): base.data for base in bases if isinstance(base, mapping.ShardedObject)} | {COMMON: plain}
     state = wanted.to_load(tensors) | dict.fromkeys(values)
     place.load(state, step, only=[*wanted.names(), *(join_name((value,)) for value in values)]).result()
     wanted.finish()
+    if state[COMMON] is not None:  # in the control of `aiockpt prove` nothing is loaded, and what is here stays
+        values = {name: decode(state[name]) for name in values}
 
-    loaded: dict[str, Any] = decode(state[COMMON])
+    loaded: dict[str, Any] = values[COMMON]
     _dicts.merge(loaded, own)
-    _dicts.merge(loaded, _dicts.dict_list_map_outplace(lambda base: _loaded(base, state), sharded))
+    _dicts.merge(loaded, _dicts.dict_list_map_outplace(lambda base: _loaded(base, values), sharded))
     loaded = mapping.apply_factory_merges(loaded, factories)
     returns = _validation.StrictHandling.requires_returning_mismatch_keys(
         _validation.parse_strict_flag(_strict(strict))
@@ -176,8 +179,8 @@ def locate(checkpoint_dir: Directory) -> tuple[str, int | None]:
     return (above or ".", int(numbered[1])) if numbered else (folder, None)
 
 
-def _loaded(base: Any, state: Mapping[str, Any]) -> Any:
-    return decode(state[base.unique_key]) if isinstance(base, mapping.ShardedObject) else base.data
+def _loaded(base: Any, values: Mapping[str, Any]) -> Any:
+    return values[base.unique_key] if isinstance(base, mapping.ShardedObject) else base.data
 
 
 def _refuse_strategies(*given: object) -> None:

@@ -27,7 +27,7 @@ def main(options: dict[str, object]) -> None:
     first = 0
     if dist_checkpointing.latest("runs/gpt") is not None:
         optimizer = dist_checkpointing.optimizer_state(job.optimizer, model, is_loading=True)
-        asked = {"model": model, "optimizer": optimizer, "rng_state": random_state()}
+        asked = {"model": model, "optimizer": optimizer, "rng_state": random_state(), "iteration": 0}
         loaded = dist_checkpointing.load(asked, "runs/gpt")
         unwrapped(job).load_state_dict(loaded["model"])
         dist_checkpointing.load_optimizer_state(job.optimizer, loaded["optimizer"])
