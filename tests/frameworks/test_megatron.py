@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 import aiockpt
 from tests.docs.running import run_page
-from tests.frameworks.mcore.job import WORDS, Job, start, unwrapped
+from tests.frameworks.mcore.job import BATCH, WORDS, Job, start, unwrapped
 from tests.frameworks.mcore.ranks import CHECKS, SHAPES, resume, same, whole_state
 from tests.ranks.forked import run_forked
 
@@ -31,6 +32,7 @@ core_optimizer: Any = import_module("megatron.core.optimizer.distrib_optimizer")
 dict_utils: Any = import_module("megatron.core.dist_checkpointing.dict_utils")
 mapping: Any = import_module("megatron.core.dist_checkpointing.mapping")
 state_dict_utils: Any = import_module("megatron.core.dist_checkpointing.state_dict_utils")
+bridge: Any = import_module("aiockpt.integrations.megatron.bridge")
 locate: Any = import_module("aiockpt.integrations.megatron.checkpointing").locate
 
 CHECKOUT = Path(__file__).parents[2]
@@ -58,7 +60,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[st
     for world_size in SHAPES:
         of_ranks = folder / str(world_size)
         of_ranks.mkdir()
-        run_forked("tests.frameworks.mcore.ranks", world_size, of_ranks, 300)
+        run_forked("tests.frameworks.mcore.ranks", world_size, of_ranks, 450)
         files = [of_ranks / f"{rank}.json" for rank in range(world_size)]
         found[world_size] = [json.loads(one.read_text()) if one.exists() else {} for one in files]
     return found
@@ -263,8 +265,8 @@ def test_nothing_there_is_an_error_that_latest_foresees(places: Path) -> None:
 
 @pytest.mark.parametrize(
     ("distributed", "steps"),
-    [(False, 2), (True, 2), (True, 0)],
-    ids=["plain", "distributed", "distributed, before its first step"],
+    [(False, 2), (False, 0), (True, 2), (True, 0)],
+    ids=["plain", "plain, before its first step", "distributed", "distributed, before its first step"],
 )
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
 def test_an_optimizer_goes_on_as_it_was(places: Path, distributed: bool, bf16: bool, steps: int) -> None:
@@ -309,6 +311,14 @@ def test_steps_that_differ_are_refused() -> None:
         megatron.optimizer_state(job.optimizer, unwrapped(job).sharded_state_dict())
 
 
+def test_settings_that_differ_within_a_group_are_refused() -> None:
+    job = Job()
+    for rate, group in enumerate(job.optimizer.param_groups):
+        group |= {"wd_mult": 1.0, "lr": 0.1 * rate}
+    with pytest.raises(aiockpt.UsageError, match=r"experts have another lr than the rest of wd_mult=1\.0"):
+        megatron.optimizer_state(job.optimizer, unwrapped(job).sharded_state_dict())
+
+
 def test_a_factory_that_does_not_cut_into_runs_is_refused() -> None:
     job = Job()
     model = unwrapped(job).sharded_state_dict()
@@ -339,6 +349,136 @@ def test_killed_and_resumed_it_is_the_run_that_was_never_stopped(places: Path) -
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((places / "proof.json").read_text())["verdict"] == "certified"
+
+
+# ---------------------------------------------------------------------- Megatron-Bridge
+
+
+class TrainState:
+    """What Megatron-Bridge counts, as it saves it: a tensor for each number."""
+
+    def __init__(self) -> None:
+        self.step = self.consumed_train_samples = 0
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {name: torch.tensor(value) for name, value in vars(self).items()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value.item())
+
+
+class BridgeRun:
+    """What Megatron-Bridge hands to its checkpoint manager, by the names that it documents; it is not installed here."""
+
+    def __init__(self, seed: int = 7, **config: Any) -> None:
+        self.job = Job(dropout=0.1, seed=seed)
+        settings = {"save": "runs", "load": "runs", "async_save": True, "most_recent_k": -1, "ckpt_step": None}
+        settings |= dict.fromkeys(("save_optim", "save_rng", "load_optim", "load_rng"), True) | {"finetune": False}
+        self.manager = bridge.BridgeManager(SimpleNamespace(**settings | config))
+        scheduler = import_module("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler(
+            self.job.optimizer, 0.0, 1e-2, 1e-3, 2, 20, "linear", 0.1, 0.1, 20, "constant"
+        )
+        self.state = SimpleNamespace(train_state=TrainState())
+        self.context = {
+            "state": self.state,
+            "model": [self.job.model],
+            "optimizer": self.job.optimizer,
+            "opt_param_scheduler": scheduler,
+        }
+
+    def save(self) -> None:
+        flops = 1000 * self.state.train_state.step
+        more = {
+            "num_floating_point_operations_so_far": flops,
+            "train_data_iterator": None,
+            "non_persistent_ckpt": False,
+        }
+        self.manager.save(SimpleNamespace(**self.context, **more), None)
+
+    def load(self, *, strict: bool = True, skip: bool = False) -> tuple[int, int]:
+        loaded: tuple[int, int] = self.manager.load(
+            SimpleNamespace(**self.context, strict=strict, skip_load_to_model_and_opt=skip)
+        )
+        return loaded
+
+    def train(self, until: int) -> list[float]:
+        losses = []
+        for number in range(self.state.train_state.step + 1, until + 1):
+            losses.append(self.job.step(number))
+            self.context["opt_param_scheduler"].step(1)
+            self.state.train_state.step = number
+            self.state.train_state.consumed_train_samples += 2 * BATCH
+            self.manager.finalize_async_saves(state=self.state)
+        return losses
+
+
+@pytest.fixture
+def microbatches() -> Iterator[None]:
+    calculator = import_module("megatron.core.num_microbatches_calculator")
+    calculator.init_num_microbatches_calculator(0, None, 4, 2, 1)
+    yield
+    calculator.destroy_num_microbatches_calculator()
+
+
+@pytest.mark.usefixtures("microbatches")
+def test_a_run_of_megatron_bridge_goes_on_bit_by_bit(places: Path) -> None:
+    run = BridgeRun()
+    assert run.manager.find_latest() == -1
+    assert run.load() == (0, 0)
+    run.train(2)
+    run.save()
+    losses = run.train(5)
+    run.manager.finalize_async_saves(state=run.state, blocking=True, terminate=True)
+    again = BridgeRun(seed=8)
+    assert again.manager.find_latest() == 2
+    assert again.manager.checkpointing_context["local_checkpoint_manager"].find_latest() == 2
+    assert again.load() == (2, 2000)
+    assert again.state.train_state.consumed_train_samples == 8
+    assert again.train(5) == losses
+    same(again.job.weights(), run.job.weights())
+
+
+@pytest.mark.usefixtures("microbatches")
+def test_settings_of_megatron_bridge_are_heeded(places: Path) -> None:
+    run = BridgeRun(most_recent_k=2, async_save=False)
+    for step in (1, 2, 3):
+        run.train(step)
+        run.save()
+        assert megatron.latest("runs") == step
+    run.manager.finalize_async_saves(state=run.state, blocking=True, terminate=True)
+    assert sorted(path.name for path in Path("runs").glob("step-*")) == ["step-00000002", "step-00000003"]
+    older = BridgeRun(seed=8, ckpt_step=2, load_optim=False)
+    assert older.load() == (2, 2000)
+    assert not older.job.optimizer.chained_optimizers[0].optimizer.state
+    tuned = BridgeRun(seed=8, finetune=True)
+    assert tuned.load() == (0, 0)
+    same(tuned.job.weights(), run.job.weights())
+    assert tuned.state.train_state.step == 0
+    skipped = BridgeRun(seed=8)
+    before = skipped.job.weights()
+    assert skipped.load(skip=True) == (3, 3000)
+    same(skipped.job.weights(), before)
+    assert BridgeRun(load=None).load() == (0, 0)
+
+
+@pytest.mark.usefixtures("microbatches")
+def test_what_a_checkpoint_of_megatron_bridge_lacks_is_told(places: Path) -> None:
+    run = BridgeRun(save_optim=False, save_rng=False)
+    run.train(1)
+    run.save()
+    with pytest.raises(aiockpt.StateMismatchError, match=r"optimizer\.state\.exp_avg"):
+        BridgeRun().load()
+    assert BridgeRun(load_optim=False).load() == (1, 1000)
+
+
+@pytest.mark.usefixtures("microbatches")
+def test_a_save_of_megatron_bridge_that_failed_is_told(places: Path) -> None:
+    run = BridgeRun()
+    (places / "runs").write_text("in the way")
+    run.save()
+    with pytest.raises(aiockpt.CheckpointError):
+        run.manager.finalize_async_saves(state=run.state, blocking=True)
 
 
 # ---------------------------------------------------------------------- the page, and what is relied on
