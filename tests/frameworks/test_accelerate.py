@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -374,6 +375,15 @@ def test_a_save_after_one_that_failed_is_made_and_tells_of_it(tmp_path: Path) ->
     run.accelerator.end_training()
     assert folders(tmp_path) == ["file", "step_2", "step_3"]
     assert [info.step for info in ckpt.steps().result()] == [2, 1]
+
+
+def test_the_end_of_training_is_that_of_accelerate_too(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    attach(run.accelerator)
+    finished: list[str] = []
+    run.accelerator.trackers = [SimpleNamespace(finish=lambda: finished.append("once"))]
+    run.accelerator.end_training()
+    assert finished == ["once"]
 
 
 def test_a_run_that_begins_anew_does_not_save_over_the_steps_of_another(tmp_path: Path) -> None:
