@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     )
     from aiockpt.futures import Future, LoadFuture, LoadResult, SaveFuture, SaveResult
     from aiockpt.options import IO, Best, Deadlines, Retention, Tier
+    from aiockpt.preemption import Preempted, Preemption
     from aiockpt.runtime.ranks import Ranks
     from aiockpt.state.codecs import register_codec
     from aiockpt.state.samples import LoaderPart, Span, Stream
@@ -79,6 +80,8 @@ __all__ = [
     "LoaderPart",
     "NewerFormatError",
     "NoValidCheckpointError",
+    "Preempted",
+    "Preemption",
     "Pruned",
     "RankError",
     "RankFailedError",
@@ -123,6 +126,7 @@ _HOMES = (
     "aiockpt.state.codecs",
     "aiockpt.state.samples",
     "aiockpt.cadence",
+    "aiockpt.preemption",
     "aiockpt.adapters.rng",
     "aiockpt.adapters.loader",
     "aiockpt.adapters.sampler",

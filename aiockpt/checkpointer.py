@@ -49,6 +49,8 @@ from aiockpt.options import (
     check_tiers,
 )
 from aiockpt.outcomes import log_loaded
+from aiockpt.preemption import Preemption
+from aiockpt.preemption.policy import OnPreempt
 from aiockpt.prove.probe import find_probe
 from aiockpt.runtime.background import run_background
 from aiockpt.runtime.limits import LimiterStatistics, run_blocking
@@ -65,9 +67,11 @@ from aiockpt.wiring import (
     find_peers,
     make_coordinator,
     make_destination,
+    make_interruption,
     make_snapshotter,
     opened,
     share_memory,
+    start_interruption,
     start_writer,
 )
 
@@ -110,8 +114,8 @@ class Checkpointer:
             them. What no optimizer owns (buffers, bare tensors, an EMA, frozen parameters) is copied there anyway.
         immutable: the same of tensors that a lazy save may leave in place although no optimizer owns them: frozen weights.
         debug: ``"digest"`` compares the state before and after each snapshot, and fails a save whose state has changed.
-        every: ``step()`` saves when the step is a multiple of it, or when a `Cadence` says so; None leaves the decision
-            to you.
+        every: ``step()`` saves when the step is a multiple of it, when so much time has passed (``"30min"``), or when a
+            `Cadence` says so: on all ranks in the same step. None leaves the decision to you.
         only: what of the state is saved, unless a call says otherwise; see `save`. For LoRA: ``only=aiockpt.trainable()``.
         exclude: the same of what is not.
         max_in_flight: saves that may run at once.
@@ -125,6 +129,8 @@ class Checkpointer:
             is ``snapshotted`` on all of them is finished although all are killed. For Linux, and places that are given by
             URL. Loading, listing and verifying stay here.
         io: how bytes move: pool, block and slab sizes, verification.
+        on_preempt: ``"save"``, or a `Preemption`: when the run is told to end (SIGTERM, SIGUSR1, the end of its allocation),
+            the next ``step`` or ``save`` saves once more, or flushes what was saved a moment ago, and raises `Preempted`.
         deadlines: when a wait gives up.
         observers: who is told of events (`aiockpt.events`), on the loop thread; a ``BackgroundTask`` has a task there too.
         ranks: this process among those that save one state together; None asks ``torch.distributed``. With several, every
@@ -148,7 +154,7 @@ class Checkpointer:
         immutable: Sequence[str] = (),
         debug: Debug | None = None,
         retention: Retention | None = None,
-        every: int | Cadence | None = None,
+        every: int | str | Cadence | None = None,
         only: str | Sequence[str] | Trainable | None = None,
         exclude: str | Sequence[str] | None = None,
         max_in_flight: int = 2,
@@ -157,6 +163,7 @@ class Checkpointer:
         on_error: OnError = "raise",
         worker: Worker = "thread",
         io: IO = IO(),
+        on_preempt: OnPreempt | Preemption | None = None,
         deadlines: Deadlines = Deadlines(),
         observers: Sequence[Observer] = (),
         ranks: Ranks | None = None,
@@ -164,6 +171,7 @@ class Checkpointer:
         world: World | None = None,
     ) -> None:
         self._selection = make_selection(only, exclude)
+        every = Cadence.by_time(every) if isinstance(every, str) else every
         self._cadence = every if isinstance(every, Cadence) else None
         self._options = Options(
             snapshot=snapshot,
@@ -195,6 +203,8 @@ class Checkpointer:
             if not callable(getattr(observer, "on_event", None)):
                 raise UsageError(f"observers: {observer!r} has no method on_event(event)")
         observers = [*observers, *([] if self._cadence is None or self._cadence in observers else [self._cadence])]
+        self._interruption = make_interruption(on_preempt, world or World())
+        observers += self._interruption.observers
         tiers = _as_tiers(url, retention)
         self._probe = find_probe(self, ranks, tiers)
         tiers, backends = self._probe.open_places(tiers, world or World(), by_url=worker == "process")
@@ -214,7 +224,7 @@ class Checkpointer:
             self._destination = make_destination(self._engine, tiers, backends, working=memory is None)
             if memory is not None:
                 self._destination = start_writer(self._destination, tiers, memory, ranks)
-            ends.append(self._tell_closing)
+            ends += [self._interruption.stop, self._tell_closing]
             if observers:
                 self._loop.call_soon(self._engine.emit, opened(ranks, world, backends))
             self._copies = PendingCopies(deadlines.slab_s, self._tell_waited)
@@ -222,6 +232,7 @@ class Checkpointer:
             self._submitter = Submitter(self._destination, self._copies, snapshotter)
             self._unclaimed: list[LoadPromise[LoadResult | None]] = []
             self._shutdown = Shutdown(self._engine, self._submitter, self._destination, self._copies, ends)
+            start_interruption(self._interruption, self._engine, self._destination, ranks)
         except BaseException:
             self._loop.discard()
             if memory is not None:
@@ -267,15 +278,41 @@ class Checkpointer:
             UsageError: ``only`` or ``exclude`` names nothing of the state, or a part of what is saved as a whole.
             UnsupportedStateError: a leaf cannot be saved; it is named, and nothing was written.
             BackgroundSaveError: an *earlier* save failed (``on_error="raise"``); this one was started and is in ``.future``.
+            Preempted: the run was told to end (``on_preempt``), and this save was the last one.
         """
+        step = check_step(step)
+        save = self._prepare_save(step, state, snapshot, metrics, user, only, exclude)
+        last = self._interruption.reach()
+        if last is not None:
+            last.finish(step, save, asked=True)
+        return self._report_failures(save())
+
+    def _prepare_save(
+        self,
+        step: int,
+        state: State,
+        snapshot: Snapshot | None,
+        metrics: Metrics | None,
+        user: object,
+        only: str | Sequence[str] | Trainable | None,
+        exclude: str | Sequence[str] | None,
+    ) -> Callable[[], SaveFuture]:
+        """Check what a save is asked for; return what starts it."""
         self._check_call_of_ranks()
         refuse_on_loop_thread("save()")
-        step = check_step(step)
         selection = make_selection(only, exclude, self._selection)
-        self._probe.reached(step, state, metrics, saved=True)
-        future = self._submitter.submit(SaveRequest(step, state, snapshot, metrics or {}, user, selection))
+
+        def save() -> SaveFuture:
+            self._probe.reached(step, state, metrics, saved=True)
+            future = self._submitter.submit(SaveRequest(step, state, snapshot, metrics or {}, user, selection))
+            self._interruption.watch(future)
+            self._probe.saved(step)
+            return future
+
+        return save
+
+    def _report_failures(self, future: SaveFuture) -> SaveFuture:
         self._engine.failures.report(self._engine.options.on_error, future)
-        self._probe.saved(step)
         return future
 
     def warm_up(self, state: State) -> Future[None]:
@@ -487,17 +524,25 @@ class Checkpointer:
         The arguments are those of `save`.
 
         Nothing is saved on leaving the block: ``save()`` the last step yourself when it is none of them.
+
+        Raises: Those of `save`.
         """
         step = check_step(step)
+        ask = partial(self._prepare_save, step, state, None, metrics, None, only, exclude)
+        last = self._interruption.reach()
+        if last is not None:
+            last.finish(step, ask(), asked=False)
         if not self._is_due(step):
             self._probe.reached(step, state, metrics, saved=False)
             return None
-        return self.save(step, state, metrics=metrics, only=only, exclude=exclude)
+        return self._report_failures(ask()())
 
     def _is_due(self, step: int) -> bool:
         if self._cadence is not None:
             return self._cadence.due(step)
         if self._options.every is None:
+            if self._interruption.listens:
+                return False
             raise UsageError("step() needs a policy: give Checkpointer(…, every=N), or call save() yourself")
         return step % self._options.every == 0
 
@@ -518,14 +563,20 @@ class Checkpointer:
         if self._loop.usable:
             refuse_in_event_loop("close()", "write `await ckpt.aclose()`")
             self._probe.closing()
-            self._shutdown.close()
+            try:
+                self._shutdown.close()
+            finally:
+                self._interruption.release()
         self._engine.failures.raise_all()
 
     async def aclose(self) -> None:
         """Wait until all is committed, release everything, and raise what went wrong, in an event loop. Idempotent."""
         if self._loop.usable:
             self._probe.closing()
-            await anyio.to_thread.run_sync(self._shutdown.close)
+            try:
+                await anyio.to_thread.run_sync(self._shutdown.close)
+            finally:
+                self._interruption.release()
         self._engine.failures.raise_all()
 
     def _drain_at_exit(self) -> None:
@@ -533,6 +584,7 @@ class Checkpointer:
             self._probe.closing()
             self._shutdown.close()
         finally:
+            self._interruption.release()
             for future in self._engine.failures.take():
                 logger.error("%r: nobody waited for it, and the program ends", future)
 

@@ -221,6 +221,11 @@ class SaveFuture(Future[SaveResult]):
         return super()._progress() if self._save.is_settled else self._stage()
 
 
+def promise_of(save: SaveFuture) -> SavePromise:
+    """Return what the engine settles, for what looks on beside the caller: it takes nothing from the future."""
+    return save._save  # noqa: SLF001  both are of this module
+
+
 class LoadFuture(Future[T]):
     """One load. Worker threads fill the tensors; objects are filled by whoever waits first, on that very thread.
 

@@ -1,6 +1,6 @@
 """What can be chosen? Frozen option structs, each field with its unit, default and the reason for the default.
 
-The one reader of environment variables is here too (`launched_world_size`).
+The readers of environment variables are here too (`launched_world_size`, `announced_end_s`).
 """
 
 from __future__ import annotations
@@ -304,3 +304,11 @@ def launched_world_size(environment: Mapping[str, str] = os.environ) -> int:
         return max(1, int(environment.get("WORLD_SIZE", "1")))
     except ValueError:
         raise UsageError(f"WORLD_SIZE={environment['WORLD_SIZE']!r} is not a number") from None
+
+
+def announced_end_s(environment: Mapping[str, str] = os.environ) -> float | None:
+    """Return when the allocation of this job ends, in seconds since 1970, where Slurm announced it."""
+    try:
+        return float(environment["SLURM_JOB_END_TIME"])
+    except (KeyError, ValueError):
+        return None

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING
 from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import Alone, Coordinator
 from aiockpt.engine.destination import Destination, OnePlace
+from aiockpt.engine.interruption import Interruption, NeverInterrupted
 from aiockpt.engine.place import Place
 from aiockpt.engine.snapshotter import ByCall, Eager
 from aiockpt.events import Opened
 from aiockpt.lazy.snapshotter import LazySnapshotter
-from aiockpt.options import Options, Tier
+from aiockpt.options import Options, Tier, announced_end_s
 from aiockpt.pipeline.state_devices import StateDevices
 from aiockpt.redaction import redact
+from aiockpt.runtime.notes import NoteBoard
 from aiockpt.runtime.pending_copies import PendingCopies
 from aiockpt.runtime.ranks import Ranks
 from aiockpt.runtime.world import Loop, World
@@ -28,6 +30,7 @@ from aiockpt.storage.backend import Backend
 if TYPE_CHECKING:
     import torch
 
+    from aiockpt.preemption.policy import OnPreempt, Preemption
     from aiockpt.ranks.peers import Peers
     from aiockpt.runtime.shared_memory import SharedMemory
 
@@ -118,3 +121,30 @@ def opened(ranks: Ranks, world: World, backends: Sequence[Backend]) -> Opened:
         world_size=ranks.world_size,
         urls=tuple(redact(backend.url) for backend in backends),
     )
+
+
+def make_interruption(on_preempt: OnPreempt | Preemption | None, world: World) -> Interruption:
+    """Return what may end the run before it is done; for None nothing."""
+    if on_preempt is None:
+        return NeverInterrupted()
+    from aiockpt.preemption.handler import PreemptionHandler
+    from aiockpt.preemption.policy import as_preemption
+
+    policy = as_preemption(on_preempt)
+    return PreemptionHandler(policy, policy.find_end(world.clock.time_ns() / 1e9, announced_end_s()))
+
+
+def start_interruption(interruption: Interruption, engine: Engine, destination: Destination, ranks: Ranks) -> None:
+    """Have *interruption* listen; with other ranks it tells them, and hears of theirs."""
+    if not interruption.listens:
+        return
+    from aiockpt.preemption.decision import EndsAlone, EndsWithRanks
+    from aiockpt.preemption.handler import PreemptionHandler
+
+    assert isinstance(interruption, PreemptionHandler)
+    if ranks.world_size == 1:
+        interruption.begin(engine, destination, EndsAlone())
+        return
+    place = destination.places[0].backend.url
+    board = NoteBoard(ranks.store, f"{place}/preemption", ranks.rank, ranks.world_size)
+    interruption.begin(engine, destination, EndsWithRanks(board))

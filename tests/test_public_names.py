@@ -15,7 +15,7 @@ PUBLIC = frozenset(
     BackgroundSaveError Best BlockingCallError Cadence CheckpointError Checkpointer ClosedError CommitConflictError
     CommitError CommitTimeoutError Copied
     CorruptionError Deadlines Description ForkedProcessError Future IO
-    LoadFuture LoadResult Loader LoaderPart NewerFormatError NoValidCheckpointError Pruned RNG
+    LoadFuture LoadResult Loader LoaderPart NewerFormatError NoValidCheckpointError Preempted Preemption Pruned RNG
     RankError RankFailedError RankTimeoutError Ranks RanksDisagreeError
     Retention SaveCancelledError SaveFuture SaveResult SaveSkippedError ShardedSampler Shards Span StateMismatchError
     StepExistsError StepInfo StepNotFoundError StorageAccessError StorageError StorageFullError StorageTimeoutError

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from aiockpt.cadence.by_time import TimeController, parse_duration_s
 from aiockpt.cadence.controller import Controller
 from aiockpt.cadence.intervals import Interval, Limits, Measured
 from aiockpt.errors import RankTimeoutError, UsageError
@@ -82,13 +83,30 @@ class Cadence:
         self._limits = Limits(max_overhead, mttf, IN_FLIGHT)
         self._clock = clock
         self._now_ns = (clock or OsClock()).monotonic_ns
-        self._controller = Controller(self._limits)
+        self._every_s: float | None = None
+        self._controller: Controller | TimeController = Controller(self._limits)
         self._schedule = Schedule()
         self._channel: DecisionChannel | None = None
         self._notice_s = 0.0
         self._ready = False
         self._events: deque[Event] = deque()
         self._answered: tuple[int, bool] | None = None
+
+    @classmethod
+    def by_time(cls, every: str) -> Cadence:
+        """Return one that saves each so many minutes, ``"30min"``, whatever that costs.
+
+        Raises:
+            UsageError: *every* is no time.
+        """
+        cadence = cls()
+        cadence._every_s = parse_duration_s(every)
+        cadence._controller = cadence._make_controller(IN_FLIGHT)
+        return cadence
+
+    def _make_controller(self, in_flight: int) -> Controller | TimeController:
+        limits = Limits(self._limits.max_overhead, self._limits.mttf_s, in_flight)
+        return Controller(limits) if self._every_s is None else TimeController(self._every_s, limits)
 
     def join(
         self,
@@ -111,7 +129,7 @@ class Cadence:
         if self._ready:
             raise UsageError(f"{self!r} serves a Checkpointer already, or was asked before it did: make one for each")
         self._ready = True
-        self._controller = Controller(Limits(self._limits.max_overhead, self._limits.mttf_s, in_flight))
+        self._controller = self._make_controller(in_flight)
         self._now_ns = (self._clock or clock).monotonic_ns
         if ranks.world_size > 1:
             board = NoteBoard(ranks.store, f"{place}/cadence", ranks.rank, ranks.world_size)

@@ -18,8 +18,8 @@ from typing import Literal
 
 import msgspec
 
-Rule = Literal["first", "step", "overhead", "write", "failures"]
-"""Which rule made the interval what it is; "first": nothing is measured yet."""
+Rule = Literal["first", "step", "overhead", "write", "failures", "time"]
+"""Which rule made the interval what it is; "first": nothing is measured yet; "time": it was asked for."""
 
 BAND = 1.5
 """An interval stays while it is not longer than needed by more than this factor (nor, of optimal ones, shorter)."""

@@ -6,7 +6,7 @@ that writes.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -49,6 +49,13 @@ class Destination(Protocol):
     def places_for(self, step: int) -> Sequence[Place]:
         """Return the places that a save of *step* may be written to, the nearest first."""
         ...
+
+    def hasten(self, step: int, seconds: Mapping[str, float]) -> None:
+        """Have *step*, which is saved next, go to the durable place that takes it soonest, whatever else it takes.
+
+        Args:
+            seconds: that saves took lately, by the URL of the place where they were committed.
+        """
 
     def prepare(self, promise: SavePromise) -> None:
         """Give *promise* a stage for each place, where there are several, when it is registered."""
@@ -122,15 +129,20 @@ class OnePlace:
         self.engine = place.engine
         self.places = (place,)
         self._tier = tier
+        self._hastened: int | None = None
         self._one_at_a_time = OneAtATime()
 
     def takes(self, step: int) -> bool:
         """Say whether *step* is saved at all."""
-        return self._tier.takes(step)
+        return self._tier.takes(step) or step == self._hastened
 
     def places_for(self, step: int) -> Sequence[Place]:
         """Return the place."""
         return self.places
+
+    def hasten(self, step: int, seconds: Mapping[str, float]) -> None:
+        """Have the place take *step*, whatever else it takes."""
+        self._hastened = step
 
     def prepare(self, promise: SavePromise) -> None:
         """There is nothing between a save and its end."""

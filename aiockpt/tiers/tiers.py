@@ -12,7 +12,7 @@ Guarantees (docs/decisions.md#tiers):
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import anyio
@@ -67,6 +67,7 @@ class Tiers:
             place.other_copies = partial(self._other_copies, place)
         self._promoters = [Promoter(tier, place, self) for tier, place in zip(tiers, self.places, strict=True)]
         self._one_at_a_time = OneAtATime()
+        self._hastened: tuple[int, Sequence[Promoter]] = (-1, ())
         self._uncapped = Pace(None, engine.world.clock)
         self._promoting = self._promoters[1:] if working else []
         for promoter in self._promoting:
@@ -76,13 +77,27 @@ class Tiers:
 
     def takes(self, step: int) -> bool:
         """Say whether any tier takes *step*."""
-        return any(promoter.tier.takes(step) for promoter in self._promoters)
+        return any(self._takes(promoter, step) for promoter in self._promoters)
+
+    def _takes(self, promoter: Promoter, step: int) -> bool:
+        return promoter.tier.takes(step) or promoter in self._soonest(step)
+
+    def _soonest(self, step: int) -> Sequence[Promoter]:
+        """Return the durable tiers for a step that must not wait, the fastest first; none for all others."""
+        return self._hastened[1] if step == self._hastened[0] else ()
+
+    def hasten(self, step: int, seconds: Mapping[str, float]) -> None:
+        """Have *step* go to the durable tier that takes it soonest; one that was never measured comes where it stands."""
+        durable = [promoter for promoter in self._promoters if promoter.commits]
+        known = sorted((p for p in durable if p.url in seconds), key=lambda promoter: seconds[promoter.url])
+        measured = iter(known)
+        self._hastened = step, [next(measured) if promoter.url in seconds else promoter for promoter in durable]
 
     def prepare(self, promise: SavePromise) -> None:
         """Give *promise* a stage for each tier; that of a tier which does not take the step fails at once."""
         for promoter in self._promoters:
             stage: Promise[SaveResult] = Promise(f"save of step {promise.step}, committed in {promoter.url}")
-            if not promoter.tier.takes(promise.step):
+            if not self._takes(promoter, promise.step):
                 stage.fail(
                     SaveSkippedError(f"{promoter.url} takes the steps that are multiples of {promoter.tier.every}")
                 )
@@ -116,15 +131,18 @@ class Tiers:
                 await self._promoters[number].tell_lost(step_id(step), nonce, error)
 
     def places_for(self, step: int) -> Sequence[Place]:
-        """Return the tiers that a save may be written to, the nearest first."""
-        return [promoter.place for promoter in self._promoters if promoter.tier.full and promoter.tier.takes(step)]
+        """Return the tiers that a save may be written to, the nearest first; of one that must not wait the fastest."""
+        soonest = [promoter.place for promoter in self._soonest(step)]
+        return soonest or [
+            promoter.place for promoter in self._promoters if promoter.tier.full and promoter.tier.takes(step)
+        ]
 
     async def _choose(self, job: SaveJob, places: Sequence[Place]) -> Place:
-        """Return the first of *places* that has room for the step if it is a memory tier."""
+        """Return the first of *places* that has room for the step, if it is a memory tier or the step must not wait."""
         needed = (job.plan.file_bytes + records_bytes(job)) * self.engine.coordinator.world_size
         for place in places[:-1]:
             promoter = self._promoters[place.number]
-            if promoter.durable:
+            if promoter.durable and not self._soonest(job.step):
                 return place
             try:
                 free = (await place.backend.space()).free_bytes
@@ -151,7 +169,7 @@ class Tiers:
         stages[first.number].resolve(result)
         for promoter in self._promoters[: first.number]:
             stages[promoter.number].fail(SaveSkippedError(f"{promoter.url} was passed over"))
-        above = [promoter for promoter in self._promoters[first.number + 1 :] if promoter.tier.takes(job.step)]
+        above = [promoter for promoter in self._promoters[first.number + 1 :] if self._takes(promoter, job.step)]
         try:
             if not first.durable:
                 promise.reach(promise.in_memory)

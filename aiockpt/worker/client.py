@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import anyio
@@ -81,6 +81,7 @@ class WriterClient:
         self._ranks = ranks
         self._talking = Limiter("writer", 2)
         self._setup = compose_setup(tiers, self.engine.options, ranks)
+        self._hastened: tuple[int, dict[str, float]] = (-1, {})
         self._replacing = anyio.Lock()
         self._pending: dict[int, PendingSave] = {}
         self._begun: dict[int, PendingSave] = {}  # the same, until `save` asks for it: it may have ended by then
@@ -98,6 +99,11 @@ class WriterClient:
     def places_for(self, step: int) -> Sequence[Place]:
         """Return the places that the writer may write a save of *step* to."""
         return self._here.places_for(step)
+
+    def hasten(self, step: int, seconds: Mapping[str, float]) -> None:
+        """Have the writer save *step* to the durable place that takes it soonest."""
+        self._hastened = step, dict(seconds)
+        self._here.hasten(step, seconds)
 
     def prepare(self, promise: SavePromise) -> None:
         """Give *promise* a stage for each place, where there are several."""
@@ -146,6 +152,7 @@ class WriterClient:
             save_round=job.save_round,
             board=self.engine.coordinator.board_name,
             unsure=job.is_unsure,
+            hastened=self._hastened[1] if job.step == self._hastened[0] else None,
         )
 
     async def save(self, job: SaveJob) -> SaveResult:

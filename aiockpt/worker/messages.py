@@ -69,6 +69,7 @@ class Save(msgspec.Struct, frozen=True, tag=True):
         save_round: which save it is among those of all ranks; None for a process that saves alone.
         board: the name of the ranks' notes.
         unsure: whether the trainer is to be asked, before the vote, if the state was left alone while it was copied.
+        hastened: of a save that must not wait, what others took, by place; None for all other saves.
     """
 
     number: int
@@ -85,6 +86,7 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     board: str = ""
     left_out: dict[str, tuple[str, tuple[int, ...]] | None] = {}
     unsure: bool = False
+    hastened: dict[str, float] | None = None
 
 
 class SlabFilled(msgspec.Struct, frozen=True, tag=True):

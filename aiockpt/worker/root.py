@@ -44,8 +44,8 @@ LAST_WORDS_S = 60.0
 
 def main(orders_fd: int, answers_fd: int, memory_fd: int) -> None:
     """Serve the trainer at the other end of these descriptors."""
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ignored, signal.SIG_IGN)  # what ends a job in order; this process ends with the trainer
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(ignored, signal.SIG_IGN)  # what ends or warns a job; this process ends with the trainer
     orders, answers = Receiver(socket.socket(fileno=orders_fd)), Poster(socket.socket(fileno=answers_fd))
     loop = LoopThread("aiockpt-writer", on_exit=lambda: None)
     try:

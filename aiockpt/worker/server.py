@@ -118,6 +118,8 @@ class Service:
     def _begin(self, order: Save, tasks: TaskGroup) -> None:
         assert self._plan is not None
         self._engine.coordinator.join(order.board)
+        if order.hastened is not None:
+            self._destination.hasten(order.step, order.hastened)
         writing = self._saves[order.number] = Writing(self._engine, self._slabs, order, self._plan, self._post)
         tasks.start_soon(self._write, writing)
 

@@ -30,10 +30,17 @@ pytestmark = pytest.mark.timeout(180)  # saves are as far apart as the disk is s
 class Member:
     """One rank's cadence, without a checkpointer: its saves cost what the test says."""
 
-    def __init__(self, rank: int, world_size: int, store: Any, deadline_s: float = 20.0) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: Any,
+        deadline_s: float = 20.0,
+        make: Callable[[], Cadence] = lambda: Cadence(0.1),
+    ) -> None:
         self.loop = LoopThread(f"rank-{rank}", on_exit=lambda: None)
         self.clock = SimulatedClock(rank * 10**15)
-        self.cadence = Cadence(0.1)
+        self.cadence = make()
         self.saved: list[int] = []
         self._end = self.cadence.join(
             self.loop, Ranks(rank, world_size, store), "a test", self.clock, deadline_s=deadline_s

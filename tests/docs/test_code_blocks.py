@@ -97,6 +97,7 @@ PREPARED: dict[str, Callable[[], Scope]] = {
     "guide/lazy.md": in_the_loop,
     "guide/storage.md": in_the_loop,
     "guide/watch.md": in_the_loop,
+    "guide/operations.md": make_scope,
 }
 """What each page takes for granted."""
 ELSEWHERE = {"guide/save.md", "guide/ranks.md", "guide/prove.md", "guide/tiers.md"}

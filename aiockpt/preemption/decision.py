@@ -1,0 +1,178 @@
+"""In which call do all ranks end? They stop at their next one, and rank 0 says which is the first that none has passed.
+
+They use notes in the job's store (`aiockpt.runtime.notes`) and no process group. What a rank leaves here its loop thread
+leaves, whatever its main thread is doing. Guarantees:
+
+- All ranks end in the same call, or each for itself, because another one did not answer in time.
+- A rank waits in a call only until the loop threads of all have answered: never for the training of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+import anyio
+import msgspec
+
+from aiockpt.errors import RankError
+from aiockpt.runtime.notes import NoteBoard
+
+LOOK_S, LOOK_OF_A_RANK_S = 0.2, 0.001
+"""Between two looks whether any rank was told to end, through the whole run: the more ranks, the more rarely each."""
+GOODBYE_S = 5.0
+"""For the other ranks to read how it ended, before rank 0 ends, and the store with it."""
+
+
+class Notice(msgspec.Struct, frozen=True):
+    """Somebody says that the run must end: *reason* says who, and *left_s* how many seconds there were when it was said."""
+
+    reason: str
+    left_s: float
+
+
+class EndDecision(msgspec.Struct, frozen=True):
+    """How a run ends.
+
+    Attributes:
+        call: the number of the call of ``step`` or ``save`` in which it does.
+        saves: whether the state is saved there; None leaves that to the call.
+        failure: why the ranks could not agree: each ends in its next call, without a save.
+    """
+
+    call: int
+    saves: bool | None = None
+    failure: str = ""
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """What came of reading the last step back."""
+
+    found: Literal["good", "damaged", "unread"] = "unread"
+
+
+class EndAgreement(Protocol):
+    """How the processes that save together end together.
+
+    Attributes:
+        leads: whether this process decides.
+    """
+
+    @property
+    def leads(self) -> bool: ...
+
+    def begin(self) -> bool:
+        """Meet the others, with the first call that all make; return whether this was that. On the training thread."""
+        ...
+
+    async def hear(self) -> Notice:
+        """Wait until another rank was told to end."""
+        ...
+
+    async def tell(self, notice: Notice) -> None:
+        """Tell the other ranks."""
+
+    async def agree(self, calls: int, wants_new: Callable[[], bool], deadline_s: float) -> EndDecision:
+        """Return how all end.
+
+        Args:
+            calls: that were let pass here; the next one waits for this.
+            wants_new: says whether the state is to be saved once more.
+
+        Raises:
+            RankError: a rank has not answered within *deadline_s* seconds.
+        """
+        ...
+
+    async def share_reading(self, reading: Reading | None, deadline_s: float) -> Reading:
+        """Return what came of reading the last step back, which rank 0 has done."""
+        ...
+
+
+class EndsAlone:
+    """A process that ends by itself."""
+
+    leads = True
+
+    def begin(self) -> bool:
+        """Meet nobody."""
+        return False
+
+    async def hear(self) -> Notice:
+        """Wait for ever: there is nobody else."""
+        await anyio.sleep_forever()
+        raise AssertionError("for ever is over")
+
+    async def tell(self, notice: Notice) -> None:
+        """There is nobody to tell."""
+
+    async def agree(self, calls: int, wants_new: Callable[[], bool], deadline_s: float) -> EndDecision:
+        """Return that it ends in the next call, which decides whether to save: that may come late."""
+        return EndDecision(calls + 1)
+
+    async def share_reading(self, reading: Reading | None, deadline_s: float) -> Reading:
+        """Return *reading*."""
+        return reading or Reading()
+
+
+class EndsWithRanks:
+    """One of several ranks.
+
+    Args:
+        board: of its own; it is not named before `begin`.
+    """
+
+    def __init__(self, board: NoteBoard) -> None:
+        self._board = board
+        self.leads = board.rank == 0
+        self._pause_s = max(LOOK_S, LOOK_OF_A_RANK_S * board.world_size)
+
+    def begin(self) -> bool:
+        """Take the name that this meeting has on all ranks, once."""
+        if self._board.name:
+            return False
+        self._board.begin()
+        return bool(self._board.name)
+
+    async def hear(self) -> Notice:
+        """Look again and again whether any rank was told to end."""
+        while True:
+            if self._board.name:
+                notice = await self._board.look("notice", Notice)
+                if notice is not None:
+                    return notice
+            await anyio.sleep(self._pause_s)
+
+    async def tell(self, notice: Notice) -> None:
+        """Leave the notice; that of another rank says the same."""
+        await self._board.post("notice", notice)
+
+    async def agree(self, calls: int, wants_new: Callable[[], bool], deadline_s: float) -> EndDecision:
+        """Say how far this rank is; return what rank 0 makes of it."""
+        board = self._board
+        await board.post(f"at/{board.rank}", calls)
+        if not self.leads:
+            return await board.wait("decision", EndDecision, deadline_s + GOODBYE_S, "in which call to end")
+        keys = {rank: f"at/{rank}" for rank in range(board.world_size)}
+        try:
+            positions = await board.gather(keys, int, deadline_s, "how far the ranks are")
+            decision = EndDecision(max(positions.values()) + 1, wants_new())
+        except RankError as error:
+            decision = EndDecision(0, failure=str(error))
+        await board.post("decision", decision)
+        return decision
+
+    async def share_reading(self, reading: Reading | None, deadline_s: float) -> Reading:
+        """Leave rank 0's *reading*, or wait for it; rank 0 goes when all have read it, or soon after."""
+        board = self._board
+        try:
+            if reading is None:
+                reading = await board.wait("reading", Reading, deadline_s, "what was read back")
+                await board.arrive("gone")
+            else:
+                await board.post("reading", reading)
+                await board.arrive("gone")
+                await board.wait_all_arrived("gone", GOODBYE_S)
+        except RankError:  # rank 0 has gone, or knows of others who have
+            return reading or Reading()
+        return reading

@@ -1,0 +1,99 @@
+"""What became of the last saves, and how long they took: what can still be flushed, and whether another one fits."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+import msgspec
+
+from aiockpt.events import Event, Promoted
+from aiockpt.futures import SaveFuture, promise_of
+from aiockpt.runtime.promise import SavePromise
+
+REMEMBERED = 5
+"""Saves whose seconds are remembered; the longest counts, for nobody asks twice whether there was time enough."""
+
+
+class DurableStep(msgspec.Struct, frozen=True):
+    """A save that is committed where it outlives this host.
+
+    Attributes:
+        number: of the save, in the order of the calls.
+    """
+
+    number: int
+    step: int
+
+
+class RecentSaves:
+    """The saves of one checkpointer. An observer too: it hears what promotions took. Any thread."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._running: dict[int, tuple[SavePromise, int]] = {}
+        self._newest: DurableStep | None = None
+        self._seconds: dict[str, deque[float]] = {}
+        self._last: tuple[int, int, int] | None = None
+
+    def on_event(self, event: Event) -> None:
+        """Take what it took to copy a step to another place."""
+        if isinstance(event, Promoted):
+            self._take(event.url, event.seconds)
+
+    def watch(self, save: SaveFuture, now_ns: int) -> None:
+        """Hear of a save that was started *now*."""
+        promise = promise_of(save)
+        self._count += 1
+        number = self._count
+        if not promise.has_failed:
+            self._running[number] = promise, now_ns
+            promise.when_settled(lambda: self._settle(number))
+
+    def _settle(self, number: int) -> None:
+        """Take what became of a save, once, on whatever thread sees it first."""
+        running = self._running.pop(number, None)
+        if running is None:
+            return
+        promise, begun_ns = running
+        if promise.error is not None or not promise.value.durable:
+            return
+        if self._newest is None or self._newest.number < number:
+            self._newest = DurableStep(number, promise.step)
+            self._last = number, promise.step, begun_ns
+        if not promise.value.existed:
+            self._take(promise.value.url, promise.value.seconds)
+
+    def _take(self, url: str, seconds: float) -> None:
+        self._seconds.setdefault(url, deque(maxlen=REMEMBERED)).append(seconds)
+
+    # ------------------------------------------------------------------ what is asked
+
+    @property
+    def running(self) -> list[SavePromise]:
+        """The saves that have not ended, the oldest first."""
+        return [promise for promise, _ in list(self._running.values()) if not promise.is_settled]
+
+    @property
+    def newest_durable(self) -> DurableStep | None:
+        """The newest save that is committed where it outlives this host."""
+        for number, (promise, _) in list(self._running.items()):
+            if promise.is_settled:  # and whoever settles it has not come to tell us yet
+                self._settle(number)
+        return self._newest
+
+    def newest(self) -> tuple[int, int, int] | None:
+        """Return the number, the step and the beginning (monotonic, ns) of the newest save that has not failed."""
+        self.newest_durable  # noqa: B018  it takes in what has ended
+        running = [(number, promise.step, begun_ns) for number, (promise, begun_ns) in list(self._running.items())]
+        return max([*running, *([] if self._last is None else [self._last])], default=None)
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """What a save took lately at most, from the call to committed, by the URL of the place."""
+        return {url: max(list(recent)) for url, recent in list(self._seconds.items()) if recent}
+
+    @property
+    def usual_s(self) -> float | None:
+        """The same of the fastest place; None where nothing was measured."""
+        return min(self.seconds.values(), default=None)

@@ -1,0 +1,221 @@
+"""Tells of signals at once, also while the main thread is inside a long call of C, where no Python handler runs.
+
+Python writes the number of each signal into the one *wakeup descriptor* of the process, in the very instant; a thread
+waits at the other end. (Its own handlers run when the main thread comes back to the interpreter: after a collective of a
+minute, a minute later.) Guarantees:
+
+- What was there stays: earlier handlers are still called, and the earlier wakeup descriptor, asyncio's for one, still gets
+  every byte. What is installed later is put on top by its owner, and is chained in its turn by `SignalWatch.renew`.
+- A byte is passed on only to the very pipe or socket that was there, never to a file that has its number by now.
+- A forked child has what was there before: its signals are its own, and never tell of one in the parent.
+- The last watch that is closed restores what was there. Where it cannot (off the main thread), a signal that would have
+  ended the process does so still.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import stat
+import threading
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from aiockpt.errors import UsageError
+
+logger = logging.getLogger("aiockpt")
+
+Told = Callable[[int], object]
+"""Called with the number of a signal, on the thread that waits for it and later on the main thread: twice for one signal."""
+
+
+def on_main_thread() -> bool:
+    """Say whether this is the main thread, where Python's signal handlers run."""
+    return threading.current_thread() is threading.main_thread()
+
+
+def thread_id() -> int:
+    """Return what tells this thread from the others."""
+    return threading.get_ident()
+
+
+def watch_signals(numbers: Iterable[int], told: Told) -> SignalWatch:
+    """Have *told* called for each signal of these *numbers*, until the watch is closed.
+
+    Raises:
+        UsageError: this is not the main thread, where alone handlers can be installed.
+    """
+    global _slot
+    if not on_main_thread():
+        raise UsageError("signals can be watched from the main thread only: make the Checkpointer there")
+    with _changing:
+        _slot = _slot or _WakeupSlot()
+        watch = SignalWatch(_slot, frozenset(numbers), told)
+        _slot.add(watch)
+    return watch
+
+
+class SignalWatch:
+    """One who is told of signals."""
+
+    def __init__(self, slot: _WakeupSlot, numbers: Collection[int], told: Told) -> None:
+        self.numbers = numbers
+        self.told = told
+        self._slot = slot
+
+    def renew(self) -> None:
+        """Be told still, though another has taken the descriptor or a signal since: it is chained. The main thread; 1 µs."""
+        self._slot.renew()
+
+    def close(self) -> None:
+        """Be told no more. Any thread; idempotent. What was there before is restored from the main thread only."""
+        global _slot
+        with _changing:
+            if self._slot.remove(self) and self._slot is _slot:
+                _slot = None
+
+
+class _WakeupSlot:
+    """The wakeup descriptor of this process, and the handlers without which Python writes nothing there."""
+
+    def __init__(self) -> None:
+        self.watches: tuple[SignalWatch, ...] = ()
+        self._handlers: dict[int, _Handler] = {}
+        self._receiver, self._sender = socket.socketpair()
+        self._sender.setblocking(False)
+        self._earlier: tuple[int, os.stat_result] | None = None
+        self._thread = threading.Thread(target=self._listen, name="aiockpt-signals", daemon=True)
+        self._thread.start()
+        _register_fork_hooks()
+
+    @property
+    def numbers(self) -> set[int]:
+        """The signals that anybody watches."""
+        return {number for watch in self.watches for number in watch.numbers}
+
+    def add(self, watch: SignalWatch) -> None:
+        self.watches = (*self.watches, watch)
+        self.renew()
+
+    def renew(self) -> None:
+        """Take the descriptor and the handlers, and chain what is found there. On the main thread."""
+        for number in self.numbers:
+            there = signal.getsignal(number)
+            if there is not self._handlers.get(number):
+                self._handlers[number] = _Handler(self, there)
+                signal.signal(number, self._handlers[number])
+        earlier = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+        if earlier != self._sender.fileno():
+            self._earlier = None if earlier < 0 else (earlier, os.fstat(earlier))
+
+    def remove(self, watch: SignalWatch) -> bool:
+        """Forget *watch*; with the last one restore what was there, and say whether that was done."""
+        self.watches = tuple(other for other in self.watches if other is not watch)
+        if self.watches or not on_main_thread():
+            return False
+        self.restore()
+        self._sender.close()
+        self._thread.join()
+        self._receiver.close()
+        return True
+
+    def restore(self) -> None:
+        """Put back what was there, where nobody else has put something on top."""
+        for number, own in self._handlers.items():
+            earlier = signal.SIG_DFL if own.earlier is None else own.earlier
+            if signal.getsignal(number) is own:
+                signal.signal(number, earlier)
+        self._handlers.clear()
+        taken = signal.set_wakeup_fd(-1)
+        if taken != self._sender.fileno():  # somebody else's by now
+            with suppress(ValueError, OSError):
+                signal.set_wakeup_fd(taken)
+        elif self._earlier is not None and _is_still_there(self._earlier):
+            signal.set_wakeup_fd(self._earlier[0])
+
+    def tell(self, number: int) -> bool:
+        """Tell all that watch a signal; say whether anybody does."""
+        watches = [watch for watch in self.watches if number in watch.numbers]
+        for watch in watches:
+            try:
+                watch.told(number)
+            except Exception:
+                logger.exception("signal %d was not told", number)
+        return bool(watches)
+
+    def _listen(self) -> None:
+        while numbers := self._receiver.recv(4096):
+            for number in numbers:
+                self.tell(number)
+            if (earlier := self._earlier) is not None and _is_still_there(earlier):
+                with suppress(OSError):
+                    os.write(earlier[0], numbers)
+
+
+class _Handler:
+    """Python's handler of one signal: tells too, for the descriptor may be another's, and calls the *earlier* handler."""
+
+    def __init__(self, slot: _WakeupSlot, earlier: Any) -> None:
+        self.earlier = earlier
+        self._slot = slot
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Tell of the signal."""
+        watched = self._slot.tell(number)
+        if callable(self.earlier):
+            self.earlier(number, frame)
+        elif self.earlier is signal.SIG_DFL and not watched and signal.getsignal(number) is self:
+            signal.signal(number, signal.SIG_DFL)  # it could not be restored where the last watch was closed
+            signal.raise_signal(number)
+
+
+def _is_still_there(earlier: tuple[int, os.stat_result]) -> bool:
+    """Say whether a descriptor is still that of the same pipe or socket."""
+    number, before = earlier
+    try:
+        now = os.fstat(number)
+    except OSError:
+        return False
+    is_stream = stat.S_ISSOCK(now.st_mode) or stat.S_ISFIFO(now.st_mode)
+    return is_stream and (now.st_dev, now.st_ino) == (before.st_dev, before.st_ino)
+
+
+# ---------------------------------------------------------------------- one for each process
+
+_slot: _WakeupSlot | None = None
+_changing = threading.RLock()
+_hooked = False
+_blocked = threading.local()
+
+
+def _register_fork_hooks() -> None:
+    """Have forked children be as if nothing had been installed here."""
+    global _hooked
+    if not _hooked:
+        _hooked = True
+        os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_forget_in_child)
+
+
+def _block() -> None:
+    """Hold back what is watched until the child has its own handlers: before that it would tell the parent."""
+    _blocked.before = None if _slot is None else signal.pthread_sigmask(signal.SIG_BLOCK, _slot.numbers)
+
+
+def _unblock() -> None:
+    if (before := getattr(_blocked, "before", None)) is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _forget_in_child() -> None:
+    global _slot, _changing
+    slot, _slot = _slot, None
+    _changing = threading.RLock()  # another thread may have held it
+    if slot is not None:
+        slot.watches = ()
+        with suppress(ValueError, OSError):
+            slot.restore()
+    _unblock()

@@ -1,0 +1,117 @@
+"""Do all ranks end in the same call, with the same step, whichever of them is told? Real processes on gloo."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import aiockpt
+from tests.preemption.programs import Program, start_ranks
+from tests.small_run import SMALL
+
+pytestmark = pytest.mark.timeout(200)
+WORLD_SIZE = 3
+
+TOGETHER = """
+state = {"shared": torch.zeros(40, 10), f"own{rank}": torch.zeros(100), "value": -1}
+with aiockpt.Checkpointer(root, every=EVERY, io=small, on_preempt=ON_PREEMPT) as ckpt:
+    for step in range(ckpt.resume(state), 100_000):
+        if COLLECTIVE:
+            torch.distributed.all_reduce(torch.ones(1))
+        state["shared"].fill_(step)
+        state[f"own{rank}"].fill_(step + rank)
+        state["value"] = step
+        if step == 25:
+            say("go")
+        ckpt.step(step, state)
+        time.sleep(PAUSE)
+"""
+
+
+def script(*, every: int = 10**9, on_preempt: str = "'save'", collective: bool = True, pause: str = "0.002") -> str:
+    words = {"EVERY": str(every), "ON_PREEMPT": on_preempt, "COLLECTIVE": str(collective), "PAUSE": pause}
+    text = TOGETHER
+    for word, value in words.items():
+        text = text.replace(word, value)
+    return text
+
+
+def newest(root: Path) -> int | None:
+    """Load what all ranks saved on one, check it, and return the step."""
+    own = {f"own{rank}": torch.zeros(100) for rank in range(WORLD_SIZE)}
+    shared = torch.zeros(40, 10)
+    state = {"shared": shared, "value": -1, **own}
+    with aiockpt.Checkpointer(root, io=SMALL) as ckpt:
+        loaded = ckpt.load(state).result()
+    if loaded is None:
+        return None
+    assert state["value"] == loaded.step
+    assert torch.equal(shared, torch.full((40, 10), float(loaded.step)))
+    for rank in range(WORLD_SIZE):
+        assert torch.equal(own[f"own{rank}"], torch.full((100,), float(loaded.step + rank)))
+    return loaded.step
+
+
+def ends(programs: list[Program]) -> list[int]:
+    return [program.end() for program in programs]
+
+
+def logs(programs: list[Program]) -> str:
+    return "\n----\n".join(program.log for program in programs)
+
+
+@pytest.mark.parametrize("told", [[0], [2], [0, 1, 2]], ids=["rank 0", "rank 2", "all"])
+def test_whichever_rank_is_told_all_end_in_the_same_call_with_a_step_that_is_read_back(
+    tmp_path: Path, told: list[int]
+) -> None:
+    programs = start_ranks(tmp_path, script(), WORLD_SIZE)
+    for program in programs:
+        program.wait_said("go")
+    for rank in told:
+        programs[rank].send()
+        time.sleep(random.Random(rank).random() / 20)
+    assert ends(programs) == [75] * WORLD_SIZE, logs(programs)
+    step = newest(tmp_path / "run")
+    assert step is not None
+    for program in programs:
+        assert f"the run ends; step {step} is saved and committed, read back" in program.log
+
+
+def test_ranks_that_are_far_apart_end_in_the_call_that_none_has_passed(tmp_path: Path) -> None:
+    programs = start_ranks(tmp_path, script(collective=False, pause="0.005 + 0.01 * rank"), WORLD_SIZE)
+    for program in programs:
+        program.wait_said("go")
+    programs[1].send(signal.SIGUSR1)
+    assert ends(programs) == [75] * WORLD_SIZE, logs(programs)
+    assert newest(tmp_path / "run") is not None
+
+
+def test_a_recent_snapshot_is_flushed_on_all_ranks(tmp_path: Path) -> None:
+    programs = start_ranks(tmp_path, script(every=20, on_preempt="aiockpt.Preemption(recent_s=1000)"), WORLD_SIZE)
+    for program in programs:
+        program.wait_said("go")
+    programs[2].send()
+    assert ends(programs) == [75] * WORLD_SIZE, logs(programs)
+    step = newest(tmp_path / "run")
+    assert step is not None
+    assert step % 20 == 0
+    assert "is flushed and committed" in programs[0].log
+
+
+def test_when_a_rank_is_dead_the_others_end_in_time_and_say_that_nothing_new_is_committed(tmp_path: Path) -> None:
+    quick = script(every=20, on_preempt="aiockpt.Preemption(grace_s=8)", collective=False, pause="0.05")
+    programs = start_ranks(tmp_path, quick, WORLD_SIZE)
+    for program in programs:
+        program.wait_said("go")
+    programs[1].process.kill()
+    programs[0].send()
+    began_s = time.monotonic()
+    codes = ends(programs)
+    assert (codes[0], codes[2]) == (77, 77), logs(programs)
+    assert time.monotonic() - began_s < 60
+    assert newest(tmp_path / "run") is not None
