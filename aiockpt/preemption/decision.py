@@ -125,14 +125,16 @@ class EndsWithRanks:
     def __init__(self, board: NoteBoard) -> None:
         self._board = board
         self.leads = board.rank == 0
+        self._begun = False
         self._pause_s = max(LOOK_S, LOOK_OF_A_RANK_S * board.world_size)
 
     def begin(self) -> bool:
         """Take the name that this meeting has on all ranks, once."""
-        if self._board.name:
+        if self._begun:
             return False
+        self._begun = True
         self._board.begin()
-        return bool(self._board.name)
+        return True
 
     async def hear(self) -> Notice:
         """Look again and again whether any rank was told to end."""

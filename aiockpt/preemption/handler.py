@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
+from collections import deque
 from contextlib import suppress
 
 import anyio
@@ -44,6 +45,8 @@ MARGIN_S = 3.0
 LOOK_S = 1.0
 """Between two looks at the clock, while there is an end to look for."""
 REMEMBERED_CALLS = 32
+RENEW_NS = 10**9
+"""Between two looks whether somebody else has taken the signals meanwhile."""
 
 
 class PreemptionHandler:
@@ -72,7 +75,8 @@ class PreemptionHandler:
         self._lock = Mutex()
         self._calls = 0
         self._called_ns = 0
-        self._longest_ns: list[int] = []
+        self._renewed_ns = 0
+        self._lately_ns: deque[int] = deque(maxlen=REMEMBERED_CALLS)
         self._waits = False
         self._woken, self._met = anyio.Event(), anyio.Event()
         self._decision: Promise[EndDecision] = Promise("the agreement of the ranks where to end")
@@ -116,23 +120,24 @@ class PreemptionHandler:
         """Count a call of ``step`` or ``save``; return how the run ends, when it does there."""
         if thread_id() != self._thread:
             return None
-        if self._watch is not None:
+        now_ns = self.engine.now_ns()
+        if self._watch is not None and now_ns - self._renewed_ns > RENEW_NS:
             self._watch.renew()
+            self._renewed_ns = now_ns
         if self.agreement.begin():
             self.engine.loop.call_soon(self._met.set)
         with self._lock:
             if not self._waits:
-                self._let_pass()
+                self._let_pass(now_ns)
                 return None
         decision = self._wait_for_decision()
         self._calls += 1
         return PreemptedCall(self, decision) if self._calls >= decision.call else None
 
-    def _let_pass(self) -> None:
+    def _let_pass(self, now_ns: int) -> None:
         self._calls += 1
-        now_ns = self.engine.now_ns()
         if self._called_ns:
-            self._longest_ns = [*self._longest_ns[1 - REMEMBERED_CALLS :], now_ns - self._called_ns]
+            self._lately_ns.append(now_ns - self._called_ns)
         self._called_ns = now_ns
 
     def _wait_for_decision(self) -> EndDecision:
@@ -157,7 +162,7 @@ class PreemptionHandler:
         """What is needed to end in order: until the next call, to agree there, to save, and a margin."""
         usual_s = self.saves.usual_s
         save_s = self.policy.grace_s if usual_s is None else SAFETY * usual_s
-        until_call_s = max(self._longest_ns, default=0) / 1e9
+        until_call_s = max(list(self._lately_ns), default=0) / 1e9
         return until_call_s + save_s + MARGIN_S
 
     def wants_new(self, step: int | None = None) -> bool:
@@ -208,7 +213,7 @@ class PreemptionHandler:
         try:
             self._hear(await self.agreement.hear())
         except CheckpointError as error:
-            logger.warning("whether another rank is told to end cannot be heard any more: %s", error)
+            logger.info("whether another rank is told to end cannot be heard any more: %s", error)  # rank 0 may be done
 
     async def _watch_the_clock(self) -> None:
         """End in time before the allocation does; one rank looks."""

@@ -68,7 +68,7 @@ class SignalWatch:
         self._slot = slot
 
     def renew(self) -> None:
-        """Be told still, though another has taken the descriptor or a signal since: it is chained. The main thread; 1 µs."""
+        """Be told still, though another has taken the descriptor or a signal since: it is chained. Main thread; 10 µs."""
         self._slot.renew()
 
     def close(self) -> None:
@@ -110,7 +110,9 @@ class _WakeupSlot:
                 signal.signal(number, self._handlers[number])
         earlier = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         if earlier != self._sender.fileno():
-            self._earlier = None if earlier < 0 else (earlier, os.fstat(earlier))
+            self._earlier = None
+            with suppress(OSError):  # none, or one that is closed
+                self._earlier = earlier, os.fstat(earlier)
 
     def remove(self, watch: SignalWatch) -> bool:
         """Forget *watch*; with the last one restore what was there, and say whether that was done."""

@@ -16,6 +16,9 @@ from aiockpt.errors import UsageError, WriterLostError
 from aiockpt.runtime.channel import Receiver, Sender, close_in_forks
 
 MODULE = "aiockpt.worker"
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""What ends or warns all processes of a job: a writer ends with its trainer. It is born with them blocked, or one that comes
+while it starts would end it."""
 _left: list[subprocess.Popen[bytes]] = []
 """Writers that go on without this process; each that is left reaps those before it. A forgotten one Python would warn of."""
 
@@ -90,7 +93,24 @@ class WriterProcess:
         return f"ended with status {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
 
 
+def ignore_signals() -> None:
+    """Be deaf to what ends a job in order. In the writer, first of all."""
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
+
+
 def _execute(fds: tuple[int, ...], nice: int) -> subprocess.Popen[bytes]:
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, IGNORED
+    )  # a new process has the mask of the thread that starts it
+    try:
+        return _start(fds, nice)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start(fds: tuple[int, ...], nice: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-P", "-m", MODULE, *map(str, (nice, *fds))],
         stdin=subprocess.DEVNULL,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 from collections.abc import Sequence
 from typing import cast
@@ -33,6 +32,7 @@ from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
 from aiockpt.worker.messages import Answer, AnyEvent, Asked, Broken, GaveUp, Happened, Seen, Setup, TierSetup, encode
 from aiockpt.worker.packed_errors import pack
+from aiockpt.worker.process import ignore_signals
 from aiockpt.worker.server import Service, receive
 from aiockpt.worker.writing import LentSlabs, Post
 
@@ -44,8 +44,7 @@ LAST_WORDS_S = 60.0
 
 def main(orders_fd: int, answers_fd: int, memory_fd: int) -> None:
     """Serve the trainer at the other end of these descriptors."""
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(ignored, signal.SIG_IGN)  # what ends or warns a job; this process ends with the trainer
+    ignore_signals()
     orders, answers = Receiver(socket.socket(fileno=orders_fd)), Poster(socket.socket(fileno=answers_fd))
     loop = LoopThread("aiockpt-writer", on_exit=lambda: None)
     try:

@@ -202,6 +202,16 @@ def test_when_one_of_several_ranks_is_killed_the_others_end_and_the_step_is_whol
     assert "rank 0 killed, the others committed, 2 is there" in report.read_text()
 
 
+@pytest.mark.timeout(PROCESSES_S + 20)
+@pytest.mark.parametrize("kind", ["preemptions", "preemptions-ranks"])
+def test_runs_that_are_told_to_end_lose_nothing(kind: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    done = command(kind, "--json", str(report), "--first-seed", "100")
+    assert done.returncode == 0, done.stderr
+    assert "0 findings" in done.stderr
+    assert "saved anew, status 7" in report.read_text()
+
+
 def test_the_command_refuses_a_kind_that_it_does_not_know() -> None:
     done = command("meteorites")
     assert done.returncode == 2

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.backends.local import LocalBackend
+from aiockpt.runtime.world import OsFiles, World
 from tests.preemption.programs import start
 from tests.small_run import SMALL
 
@@ -284,6 +286,33 @@ def test_the_last_step_goes_to_the_fastest_durable_tier_though_its_rule_does_not
     assert (ended.value.step, ended.value.code) == (8, 75)
     with aiockpt.Checkpointer(tmp_path / "disk", io=SMALL) as ckpt:
         assert ckpt.latest().result() == 8
+
+
+class SlowFiles(OsFiles):
+    """A disk whose flushes take their time."""
+
+    def fdatasync(self, fd: int) -> None:  # type: ignore[override]
+        """Flush, late."""
+        time.sleep(0.4)
+        os.fdatasync(fd)
+
+
+def test_of_two_durable_tiers_the_last_step_goes_to_the_one_that_was_faster(
+    tmp_path: Path, state: dict[str, Any]
+) -> None:
+    slow, fast = LocalBackend(tmp_path / "slow", world=World(files=SlowFiles())), LocalBackend(tmp_path / "fast")
+    with aiockpt.Checkpointer([aiockpt.Tier(slow), aiockpt.Tier(fast)], on_preempt="save", io=SMALL) as ckpt:
+        first = ckpt.save(1, state)
+        assert first.result().url == slow.url
+        first.committed(fast).result()
+        time.sleep(1.0)  # what was saved is not recent any more
+        tell()
+        with pytest.raises(aiockpt.Preempted) as ended:
+            reach(ckpt, 2, state)
+    assert (ended.value.step, ended.value.code) == (2, 75)
+    for place, step in ((tmp_path / "fast", 2), (tmp_path / "slow", 1)):
+        with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+            assert ckpt.latest().result() == step
 
 
 @pytest.mark.parametrize(
