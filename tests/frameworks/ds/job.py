@@ -16,7 +16,11 @@ from torch import nn
 
 deepspeed: Any = import_module("deepspeed")
 # torch computes in float16 on the CPU, which DeepSpeed takes to be too slow for anyone.
-import_module("deepspeed.accelerator").get_accelerator().is_fp16_supported = lambda: True
+import_module("deepspeed.accelerator").get_accelerator().is_fp16_supported = lambda: (
+    True
+)  # Its op for shared memory is compiled by who comes first, under a lock that a killed process leaves behind for ever.
+_comm: Any = import_module("deepspeed.comm.torch")
+_comm.build_shm_op = lambda: None
 
 BATCH = 2
 PRECISIONS: dict[str, dict[str, Any]] = {
