@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
-from aiockpt.adapters.loader import data_ranks
+from aiockpt.adapters.data_source import data_ranks
 from aiockpt.errors import UsageError
 from aiockpt.keywords import check_count
-from aiockpt.state.samples import LoaderPart, Span, reshard, take
+from aiockpt.state.samples import LoaderPart, Span, reshard, split
 
 ORDER = "order"
 
@@ -59,7 +60,7 @@ class ShardedSampler:
         self._seed = seed
         self._shuffle = shuffle
         self._drop_last = drop_last
-        self._drawn: deque[tuple[Span, ...]] = deque()
+        self._drawn: deque[tuple[tuple[Span, ...], tuple[Span, ...]]] = deque()
         self._begin_epoch(0)
 
     @property
@@ -77,13 +78,14 @@ class ShardedSampler:
         left = self._left
         order = self._order()
         while left:
-            places, left = take(left, self.batch_size)
-            self._drawn.append(left)
-            yield order[places].tolist()
+            drawn, left = split(left, self.batch_size)
+            self._drawn.append((drawn, left))
+            yield order[[place for span in drawn for place in span.positions]].tolist()
 
-    def hand_out(self) -> None:
-        """Note that the oldest batch that was drawn is training's now."""
-        self._left = self._drawn.popleft()
+    def hand_out(self) -> LoaderPart:
+        """Note that the oldest batch that was drawn is training's now; return it as a part."""
+        drawn, self._left = self._drawn.popleft()
+        return LoaderPart(self._shared, spans=drawn)
 
     def end_epoch(self) -> None:
         """Begin the next epoch."""
@@ -91,8 +93,14 @@ class ShardedSampler:
 
     def parts(self) -> list[LoaderPart]:
         """Return what this rank has still to give, as one part: workers have no say in which samples come next."""
-        shared = {"epoch": self._epoch, "seed": self._seed, "shuffle": self._shuffle, "length": self._length}
-        return [LoaderPart(shared, spans=self._left)]
+        return [LoaderPart(self._shared, spans=self._left)]
+
+    def epoch_parts(self, epoch: int, rank: int, size: int, count: int = 1) -> list[LoaderPart]:
+        """Return what a rank out of *size* has before the first batch of an epoch, dealt to *count* readers."""
+        round_count = self.batch_size * size
+        stop = self._length - self._length % round_count if self._drop_last else self._length
+        whole = LoaderPart({**self._shared, "epoch": epoch}, spans=(Span(ORDER, 0, stop),))
+        return reshard([reshard([whole], size)[rank]], count)
 
     def load_parts(self, parts: Sequence[LoaderPart]) -> None:
         """Go on with a part.
@@ -109,11 +117,13 @@ class ShardedSampler:
         self._epoch, self._seed, self._shuffle = (part.shared[key] for key in ("epoch", "seed", "shuffle"))
         self._left = part.spans
 
+    @property
+    def _shared(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "seed": self._seed, "shuffle": self._shuffle, "length": self._length}
+
     def _begin_epoch(self, epoch: int) -> None:
-        round_count = self.batch_size * self.size
-        stop = self._length - self._length % round_count if self._drop_last else self._length
         self._epoch = epoch
-        self._left = reshard([LoaderPart(spans=(Span(ORDER, 0, stop),))], self.size)[self.rank].spans
+        self._left = self.epoch_parts(epoch, self.rank, self.size)[0].spans
 
     def _order(self) -> torch.Tensor:
         """Return the index of the sample at each place of the epoch, (length,) int64, alike on every rank."""

@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
-from aiockpt.adapters.loader import data_ranks
+from aiockpt.adapters.data_source import data_ranks
 from aiockpt.state.samples import LoaderPart, reshard
 
 Sample = TypeVar("Sample")
@@ -98,7 +98,7 @@ class StreamLoader(Generic[Sample]):
             yield batch
 
     def hand_out(self) -> None:
-        """Note that the batch that was yielded last is training's now."""
+        """Note that the batch that was yielded last is training's now. It cannot be read again: a stream goes forwards."""
         if self._given is not None:
             reader, part = self._given
             shared = self._parts[reader].shared
@@ -111,10 +111,11 @@ class StreamLoader(Generic[Sample]):
 
     def parts(self) -> list[LoaderPart]:
         """Return what each worker has still to give, the one whose batch comes next first."""
-        return [
-            LoaderPart({"epoch": self._epoch, "shared": part.shared}, part.buffer, part.spans, part.streams)
-            for part in self._in_turn()
-        ]
+        return [_with_epoch(part, self._epoch) for part in self._in_turn()]
+
+    def epoch_parts(self, epoch: int, rank: int, size: int, count: int) -> list[LoaderPart]:
+        """Return what the *count* workers of a rank out of *size* have before the first batch of an epoch."""
+        return [_with_epoch(part, epoch) for part in self._deal(epoch, rank, size, count)]
 
     def load_parts(self, parts: Sequence[LoaderPart]) -> None:
         """Go on with a part for each worker."""
@@ -128,11 +129,16 @@ class StreamLoader(Generic[Sample]):
         return [*self._parts[turn:], *self._parts[:turn]]
 
     def _begin_epoch(self, epoch: int) -> None:
-        count = max(self.num_workers, 1)
         self._epoch = epoch
         self._turn = 0
-        dealt = reshard([self._dataset.whole(epoch)], self.size * count)
-        self._parts = dealt[self.rank * count : (self.rank + 1) * count]
+        self._parts = self._deal(epoch, self.rank, self.size, max(self.num_workers, 1))
+
+    def _deal(self, epoch: int, rank: int, size: int, count: int) -> list[LoaderPart]:
+        return reshard([self._dataset.whole(epoch)], size * count)[rank * count : (rank + 1) * count]
+
+
+def _with_epoch(part: LoaderPart, epoch: int) -> LoaderPart:
+    return LoaderPart({"epoch": epoch, "shared": part.shared}, part.buffer, part.spans, part.streams)
 
 
 class _Source(IterableDataset[Any]):

@@ -100,12 +100,12 @@ def reshard(parts: Sequence[LoaderPart], new_size: int) -> list[LoaderPart]:
     if not parts or new_size < 1:
         raise UsageError(f"{len(parts)} parts for {new_size} readers: give the parts of all old readers, and 1 or more")
     shared = _agreed(parts)
-    spans = _join_spans([span for row in _in_lock_step(part.spans for part in parts) for span in row])
-    streams = [stream for row in _in_lock_step(part.streams for part in parts) for stream in row]
+    spans = _join_spans([span for row in in_lock_step(part.spans for part in parts) for span in row])
+    streams = [stream for row in in_lock_step(part.streams for part in parts) for stream in row]
     _check_owners(streams)
     if len(parts) == new_size:
         return list(parts)
-    buffer = [sample for row in _in_lock_step(part.buffer for part in parts) for sample in row]
+    buffer = [sample for row in in_lock_step(part.buffer for part in parts) for sample in row]
     dealt_spans = _deal_spans(spans, new_size, first=len(buffer))
     dealt_streams = _deal_streams(streams, new_size)
     return [
@@ -116,15 +116,39 @@ def reshard(parts: Sequence[LoaderPart], new_size: int) -> list[LoaderPart]:
 
 def take(spans: Sequence[Span], count: int) -> tuple[list[int], tuple[Span, ...]]:
     """Return the first *count* positions of *spans*, fewer where there are no more, and the spans that are left."""
-    taken: list[int] = []
+    taken, left = split(spans, count)
+    return [position for span in taken for position in span.positions], left
+
+
+def split(spans: Sequence[Span], count: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+    """Return spans of the first *count* samples of *spans*, fewer where there are no more, and those of the others."""
+    taken: list[Span] = []
     left: list[Span] = []
     for span in spans:
-        now = span.positions[: count - len(taken)]
-        taken += now
+        now = span.positions[:count]
         rest = span.positions[len(now) :]
+        count -= len(now)
+        if now:
+            taken.append(Span(span.source, now.start, now.stop, span.stride))
         if rest:
             left.append(Span(span.source, rest.start, span.stop, span.stride))
-    return taken, tuple(left)
+    return tuple(taken), tuple(left)
+
+
+def join_parts(parts: Sequence[LoaderPart]) -> LoaderPart:
+    """Return one part of all that *parts* have, in their order."""
+    return LoaderPart(
+        parts[0].shared,
+        tuple(sample for part in parts for sample in part.buffer),
+        tuple(span for part in parts for span in part.spans),
+        tuple(stream for part in parts for stream in part.streams),
+    )
+
+
+def in_lock_step(queues: Iterable[Sequence[T]]) -> Iterator[list[T]]:
+    """Yield what is first in each queue, then what is second, and so on."""
+    for row in zip_longest(*queues, fillvalue=_ABSENT):
+        yield [item for item in row if item is not _ABSENT]  # type: ignore[misc]  # the sentinel is left out
 
 
 def _agreed(parts: Sequence[LoaderPart]) -> Any:
@@ -135,12 +159,6 @@ def _agreed(parts: Sequence[LoaderPart]) -> Any:
                 f"{part.shared!r:.80}. Save at a step at which all are in the same epoch"
             )
     return parts[0].shared
-
-
-def _in_lock_step(queues: Iterable[Sequence[T]]) -> Iterator[list[T]]:
-    """Yield what is first in each queue, then what is second, and so on."""
-    for row in zip_longest(*queues, fillvalue=_ABSENT):
-        yield [item for item in row if item is not _ABSENT]  # type: ignore[misc]  # the sentinel is left out
 
 
 # ---------------------------------------------------------------- spans

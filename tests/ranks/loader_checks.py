@@ -29,6 +29,7 @@ from tests.ranks.engine_checks import DEADLINES, shared_folder
 
 SAVED_BY = 2
 LENGTH = 83
+EPOCHS = 3
 FILES = {"a": 9, "b": 5, "c": 1, "d": 12, "e": 7, "f": 8}
 Make = Callable[[int, int], "aiockpt.Loader[Any]"]
 _jobs = iter(range(1000))
@@ -168,6 +169,54 @@ def what_only_knows_its_own_state_goes_on_where_the_ranks_are_the_same_and_is_re
                 assert next(iter(loader)) == [0, 1, 2]
     if dist.get_rank() == 0:
         shutil.rmtree(root)
+
+
+def trained_late(make: Make) -> Make:
+    """Return loaders like those of *make* that count what is trained."""
+
+    def make_late(rank: int, size: int) -> aiockpt.Loader[Any]:
+        loader = make(rank, size)
+        return aiockpt.Loader(loader._source, rank=rank, size=size, count="trained")
+
+    return make_late
+
+
+def train_out_of_order(loader: aiockpt.Loader[Any], batch_count: int) -> list[Any]:
+    """Take so many batches, over the end of an epoch, and train every third; return the samples of those."""
+    batches = (batch for _ in range(EPOCHS) for batch in loader)
+    taken = [next(batches) for _ in range(batch_count)]
+    done = taken[::-3]
+    for batch in done:
+        loader.trained(batch)
+    return [sample for batch in done for sample in batch]
+
+
+@check(4)
+def nothing_is_lost_or_trained_twice_when_ranks_in_different_epochs_save_what_is_trained() -> None:
+    for make, samples in (
+        (sampled, range(LENGTH)),
+        (streamed, [f"{n}-{i}" for n, count in FILES.items() for i in range(count)]),
+    ):
+        root = shared_folder()
+        mine: list[Any] = []
+        with job_of(SAVED_BY, root) as ckpt:
+            if ckpt is not None:
+                loader = trained_late(make)(dist.get_rank(), SAVED_BY)
+                mine = train_out_of_order(loader, (10, 20)[dist.get_rank()])
+                assert loader.epoch == dist.get_rank()
+                ckpt.save(1, {"loader": loader}).result()
+        before = from_all(mine)
+        for size in (1, SAVED_BY, 4):
+            mine = []
+            with job_of(size, root) as ckpt:
+                if ckpt is not None:
+                    loader = trained_late(make)(dist.get_rank(), size)
+                    assert ckpt.load({"loader": loader}).result() is not None
+                    while (loader.epoch or 0) < EPOCHS:
+                        mine += [sample for batch in loader for sample in batch]
+            assert Counter(before + from_all(mine)) == Counter(dict.fromkeys(samples, EPOCHS)), (make, size)
+        if dist.get_rank() == 0:
+            shutil.rmtree(root)
 
 
 def draw() -> tuple[float, ...]:

@@ -1,0 +1,152 @@
+"""What is left of which epoch, when batches are trained in another order than they were handed out?
+
+Asynchronous training hands out batches of one epoch while some of the last one are not trained, and its ranks need not be
+in the same epoch. So what a data-parallel rank has to give is a list of epochs, each with what is left of it. `deal_epochs`
+turns the lists of all old ranks into that of a new one. Pure: every rank computes the same from the same checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from aiockpt.adapters.untrained import HandedOut
+from aiockpt.errors import UsageError
+from aiockpt.state.samples import LoaderPart, in_lock_step, join_parts, read_part, reshard, write_part
+
+
+class EpochLeft(msgspec.Struct, frozen=True):
+    """What one data-parallel rank has still to give of an epoch.
+
+    Attributes:
+        number: of the epoch, counted from 0 by every rank alike.
+        batches: batches as the source gave them, which come first: handed out, and not trained.
+        parts: what the readers of this rank give after that; None where the source is past this epoch, or where it alone
+            knows where it is.
+    """
+
+    number: int
+    batches: tuple[Any, ...] = ()
+    parts: tuple[LoaderPart, ...] | None = None
+
+
+EpochParts = Callable[[int, int, int, int], Sequence[LoaderPart]]
+"""The parts before the first batch, by epoch, rank, ranks and readers of a rank: `EpochDealer.epoch_parts`."""
+
+
+def add_untrained(left: Mapping[int, EpochLeft], handed_out: Iterable[HandedOut], count: int) -> list[EpochLeft]:
+    """Return what is *left* of each epoch together with what is with training, which comes before all else of its epoch.
+
+    Args:
+        left: by the number of the epoch.
+        handed_out: the batches that are not trained, in their order.
+        count: readers of this rank.
+    """
+    all_left = dict(left)
+    by_epoch: dict[int, list[HandedOut]] = {}
+    for one in handed_out:
+        by_epoch.setdefault(one.epoch, []).append(one)
+    for number, some in by_epoch.items():
+        epoch = all_left.get(number, EpochLeft(number))
+        batches = [one.batch for one in some if one.part is None]
+        given = [one.part for one in some if one.part is not None]
+        parts = epoch.parts
+        if given:
+            first, *others = parts or [LoaderPart(given[0].shared)] * count
+            parts = (join_parts([*given, first]), *others)
+        all_left[number] = EpochLeft(number, (*batches, *epoch.batches), parts)
+    return [all_left[number] for number in sorted(all_left)]
+
+
+def write_epochs(epochs: Iterable[EpochLeft]) -> list[dict[str, Any]]:
+    """Return epochs as plain values and the batches that lie in them."""
+    plain = []
+    for epoch in epochs:
+        one: dict[str, Any] = {"number": epoch.number, "batches": list(epoch.batches)}
+        if epoch.parts is not None:
+            one |= {"shared": epoch.parts[0].shared, "parts": [write_part(part) for part in epoch.parts]}
+        plain.append(one)
+    return plain
+
+
+def read_epochs(own: Mapping[str, Any], shared: Any) -> list[EpochLeft]:
+    """Return the epochs in the state of a data-parallel rank, the one that its source is in last.
+
+    A state without a list of them has only that one, with all batches trained.
+
+    Raises:
+        UsageError: it is no state of a loader.
+    """
+    try:
+        if "epochs" not in own:
+            return [EpochLeft(0, (), _read_parts(own["parts"], shared) if "parts" in own else None)]
+        epochs = [
+            EpochLeft(
+                msgspec.convert(one["number"], int),
+                tuple(one["batches"]),
+                _read_parts(one["parts"], one["shared"]) if "parts" in one else None,
+            )
+            for one in own["epochs"]
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"the state of a loader cannot be read: {error!r}; load another step") from error
+    if not epochs or sorted({epoch.number for epoch in epochs}) != [epoch.number for epoch in epochs]:
+        raise UsageError("the state of a loader cannot be read: its epochs are none, or in disorder; load another step")
+    return epochs
+
+
+def _read_parts(parts: Sequence[Any], shared: Any) -> tuple[LoaderPart, ...]:
+    return tuple(read_part(part, shared) for part in parts)
+
+
+def deal_epochs(
+    saved: Sequence[Sequence[EpochLeft]], *, rank: int, size: int, count: int, begin: EpochParts | None
+) -> list[EpochLeft]:
+    """Return what one rank out of *size*, with *count* readers, has to give of what all old ranks had.
+
+    As many ranks and readers as before go on with what they had. Otherwise samples, and batches that were not trained, are
+    dealt epoch by epoch.
+
+    Args:
+        saved: of each old rank, in their order, as `read_epochs` returns it.
+        begin: what a rank has that has not begun an epoch in which another is already; None where nobody knows.
+
+    Raises:
+        UsageError: two readers have the same sample, or nobody knows what a rank has in an epoch.
+    """
+    same = len(saved) == size and all(len(epochs[-1].parts or ()) == count for epochs in saved)
+    dealt: list[EpochLeft] = []
+    for number in range(min(epochs[0].number for epochs in saved), max(epochs[-1].number for epochs in saved) + 1):
+        lefts = [_left_of(number, epochs) for epochs in saved]
+        if not same:
+            lefts = [
+                _begun(number, old_rank, saved, begin) if left is None else left for old_rank, left in enumerate(lefts)
+            ]
+        parts = [part for left in lefts if left is not None for part in left.parts or ()]
+        new_parts = reshard(parts, len(parts) if same else size * count) if parts else None
+        if not same:
+            batches = [
+                batch for row in in_lock_step(left.batches for left in lefts if left is not None) for batch in row
+            ]
+            own = None if new_parts is None else tuple(new_parts[rank * count : (rank + 1) * count])
+            dealt.append(EpochLeft(number, tuple(batches[rank::size]), own))
+    return list(saved[rank]) if same else dealt
+
+
+def _left_of(number: int, epochs: Sequence[EpochLeft]) -> EpochLeft | None:
+    """Return what a rank has left of an epoch; None where it has not begun it."""
+    if number > epochs[-1].number:
+        return None
+    return next((epoch for epoch in epochs if epoch.number == number), EpochLeft(number))
+
+
+def _begun(number: int, rank: int, saved: Sequence[Sequence[EpochLeft]], begin: EpochParts | None) -> EpochLeft:
+    if begin is None:
+        raise UsageError(
+            f"data-parallel rank {rank} was in epoch {saved[rank][-1].number} and another in epoch {number}, and the source "
+            f"does not say what a rank has in an epoch; resume on {len(saved)} ranks, load a step at which all were in the "
+            "same epoch, or give the source epoch_parts()"
+        )
+    return EpochLeft(number, (), tuple(begin(number, rank, len(saved), len(saved[rank][-1].parts or ()))))
