@@ -212,6 +212,28 @@ def test_runs_that_are_told_to_end_lose_nothing(kind: str, tmp_path: Path) -> No
     assert "saved anew, status 7" in report.read_text()
 
 
+@pytest.mark.timeout(PROCESSES_S + 20)
+def test_what_is_trained_late_survives_its_killers(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    done = command("late-training", "--json", str(report))
+    assert done.returncode == 0, done.stderr
+    assert "0 findings" in done.stderr
+    assert '"killed in the middle, each sample trained once"' in report.read_text()
+
+
+@pytest.mark.timeout(PROCESSES_S + 20)
+def test_a_loader_that_counts_what_is_handed_out_loses_what_was_not_trained() -> None:
+    script = """
+from tests.campaigns import late_training
+from tests.campaigns.campaign import run
+
+late_training.COUNT = "handed"
+print(run(late_training.CAMPAIGN, 200, most_findings=1).findings)
+"""
+    done = python("-c", script)
+    assert "a sample was lost" in done.stdout, done.stdout + done.stderr
+
+
 def test_the_command_refuses_a_kind_that_it_does_not_know() -> None:
     done = command("meteorites")
     assert done.returncode == 2
@@ -219,9 +241,13 @@ def test_the_command_refuses_a_kind_that_it_does_not_know() -> None:
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return python("-m", "tests.campaigns", *arguments)
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     root = HERE.parent.parent
     return subprocess.run(
-        [sys.executable, "-m", "tests.campaigns", *arguments],
+        [sys.executable, *arguments],
         capture_output=True,
         text=True,
         timeout=PROCESSES_S,
