@@ -119,18 +119,19 @@ def deal_epochs(
     same = len(saved) == size and all(len(epochs[-1].parts or ()) == count for epochs in saved)
     dealt: list[EpochLeft] = []
     for number in range(min(epochs[0].number for epochs in saved), max(epochs[-1].number for epochs in saved) + 1):
-        lefts = [_left_of(number, epochs) for epochs in saved]
-        if not same:
-            lefts = [
-                _begun(number, old_rank, saved, begin) if left is None else left for old_rank, left in enumerate(lefts)
-            ]
-        parts = [part for left in lefts if left is not None for part in left.parts or ()]
-        new_parts = reshard(parts, len(parts) if same else size * count) if parts else None
-        if not same:
-            batches = [
-                batch for row in in_lock_step(left.batches for left in lefts if left is not None) for batch in row
-            ]
-            own = None if new_parts is None else tuple(new_parts[rank * count : (rank + 1) * count])
+        of_ranks = [_left_of(number, epochs) for epochs in saved]
+        if same:
+            parts = [part for left in of_ranks if left is not None for part in left.parts or ()]
+            if parts:
+                reshard(parts, len(parts))  # refuses what two readers have
+            continue
+        lefts = [
+            _begun(number, old_rank, saved, begin) if left is None else left for old_rank, left in enumerate(of_ranks)
+        ]
+        parts = [part for left in lefts for part in left.parts or ()]
+        batches = [batch for row in in_lock_step(left.batches for left in lefts) for batch in row]
+        if parts or batches:
+            own = tuple(reshard(parts, size * count)[rank * count : (rank + 1) * count]) if parts else None
             dealt.append(EpochLeft(number, tuple(batches[rank::size]), own))
     return list(saved[rank]) if same else dealt
 

@@ -24,6 +24,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[imp
 import aiockpt
 from aiockpt.errors import StateMismatchError
 from aiockpt.state.samples import LoaderPart, Stream
+from tests.adapters.test_packing import TOKENS, Packed
 from tests.ranks.adapters_worker import check
 from tests.ranks.engine_checks import DEADLINES, shared_folder
 
@@ -81,6 +82,17 @@ def sampled_by_torchdata(rank: int, size: int) -> aiockpt.Loader[Any]:
 def streamed(rank: int, size: int) -> aiockpt.Loader[Any]:
     data = aiockpt.StreamLoader(Documents(), batch_size=2, num_workers=2, rank=rank, size=size, collate_fn=list)
     return aiockpt.Loader(data, rank=rank, size=size)
+
+
+def packing(rank: int, size: int) -> aiockpt.Loader[Any]:
+    data = aiockpt.StreamLoader(
+        Packed(torch.tensor), batch_size=2, num_workers=2, rank=rank, size=size, collate_fn=_words
+    )
+    return aiockpt.Loader(data, rank=rank, size=size)
+
+
+def _words(rows: list[str]) -> list[str]:
+    return [token for row in rows for token in row.split()]
 
 
 def opaque(rank: int, size: int) -> aiockpt.Loader[Any]:
@@ -142,6 +154,7 @@ def every_sample_is_seen_once_when_two_ranks_save_and_others_go_on() -> None:
         sampled: Counter(range(LENGTH)),
         sampled_by_torchdata: Counter(range(LENGTH)),
         streamed: Counter(f"{name}-{number}" for name, count in FILES.items() for number in range(count)),
+        packing: TOKENS,
     }
     for make, samples in everything.items():
         root = shared_folder()
