@@ -114,11 +114,12 @@ def test_what_comes_again_is_saved_again_until_it_is_trained(make: Make) -> None
 def test_what_was_handed_out_again_comes_again_before_what_was_not(make: Make) -> None:
     loader = make()
     batches = take(loader, 4)
+    saved = World([{"loader": loader}])
     for _ in range(2):
-        saved = World([{"loader": loader}])
         loader = make()
         saved.load([{"loader": loader}])
         assert take(loader, 2) == batches[:2]
+        saved = World([{"loader": loader}])
     loader = make()
     saved.load([{"loader": loader}])
     assert take(loader, 4) == batches
@@ -220,10 +221,9 @@ def test_the_last_batches_of_an_epoch_come_again_in_their_epoch_and_the_next_one
         second = take(loader, 3)
         loader.trained(second[1])
         assert loader.epoch == 1
-        for _ in range(2):  # saved by one that counts otherwise, too
-            again = make(count="handed")
-            World([{"loader": loader}]).load([{"loader": again}])
-            loader = again
+        between, again = make(count="handed"), make(count="handed")
+        World([{"loader": loader}]).load([{"loader": between}])
+        World([{"loader": between}]).load([{"loader": again}])
         assert again.epoch == 0
         assert list(again) == first[-2:]
         assert again.epoch == 1

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -38,12 +39,19 @@ FILES = {"a": 13, "b": 5, "c": 1, "d": 21, "e": 8}
 FIRST_OF = {name: sum(list(FILES.values())[:place]) for place, name in enumerate(FILES)}
 LENGTH = sum(FILES.values())
 MOST_LIVES = 10
-MOST_LIFE_S = 0.7
-"""A life is killed after less than that; one that is done before is no kill."""
+MOST_LIFE_S = 0.4
+"""A life is killed less than that after all its ranks began to train, now and then before; one that is done is no kill."""
 COUNT: Any = "trained"
 """How the loaders count; the tests see that another way is found."""
 RIGHT, LOST, TWICE, NOTHING_SAVED, ALL_TRAINED = range(5)
 DEADLINE_S = 60
+NEEDED = (
+    "aiockpt.checkpointer",
+    "aiockpt.adapters.loader",
+    "aiockpt.adapters.stream",
+    "aiockpt.engine.load",
+    "aiockpt.ranks.load",
+)
 
 
 class Pairs:
@@ -125,7 +133,7 @@ class Job:
         return self._ckpt.save(self.first_step + number, state)
 
 
-SAVES = 12
+SAVES = 40
 PAUSE_S = 0.004
 
 
@@ -179,7 +187,7 @@ def live_in_tasks(job: Job, dice: random.Random) -> None:
     asyncio.run(live())
 
 
-def live(root: Path, store: Path, size: int, streamed: bool, seed: int, rank: int) -> int:
+def live(root: Path, store: Path, size: int, streamed: bool, seed: int, rank: int, began: Callable[[], object]) -> int:
     """Be one rank of a life, until it is killed or has saved as often as it does; return 0."""
     dice = random.Random(seed)
     workers, ahead_count, in_threads = dice.choice((0, 0, 2)), dice.choice((0, 2)), dice.random() < 0.5
@@ -187,6 +195,7 @@ def live(root: Path, store: Path, size: int, streamed: bool, seed: int, rank: in
     ranks = aiockpt.Ranks(rank, size, meeting) if size > 1 else None
     with aiockpt.Checkpointer(root, io=TINY, ranks=ranks, on_error=lambda _: None) as ckpt:
         job = Job(ckpt, make_loader(streamed, rank, size, workers, ahead_count))
+        began()
         (live_in_threads if in_threads else live_in_tasks)(job, random.Random(seed * 100 + rank))
     return 0
 
@@ -205,21 +214,31 @@ def judge(root: Path, streamed: bool) -> int:
     return NOTHING_SAVED if nothing else ALL_TRAINED if everything else RIGHT
 
 
-def kill_at_random(lives: Sequence[Callable[[], int]], after_s: float) -> bool:
-    """Fork ranks, kill them all after a time; return whether one was killed, and not done before."""
+def kill_at_random(lives: Sequence[Callable[[Callable[[], object]], int]], after_s: float, early: bool) -> bool:
+    """Fork ranks, kill them all a time after they began; return whether one was killed, and not done before.
+
+    Args:
+        early: count the time from the fork on, when they still import, load and meet.
+    """
     children = []
+    begun, begins = os.pipe()
     for work in lives:
         pid = os.fork()
         if not pid:
             status = RAISED
             with suppress(BaseException):
                 os.setpgid(0, 0)
-                status = work()
+                status = work(lambda: os.write(begins, b"."))
             os._exit(status)
         with suppress(PermissionError, ProcessLookupError):
             os.setpgid(pid, pid)  # whoever of the two comes first
         children.append(pid)
+    os.close(begins)
+    if not early:
+        for _ in children:
+            os.read(begun, 1)  # nothing where all have ended
     time.sleep(after_s)
+    os.close(begun)
     for pid in children:
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # with its workers, as when a machine dies
@@ -230,7 +249,9 @@ def kill_at_random(lives: Sequence[Callable[[], int]], after_s: float) -> bool:
 
 
 def prepare() -> Case:
-    """Find a folder for all cases."""
+    """Find a folder for all cases, and import here what each life would import anew."""
+    for name in NEEDED:
+        import_module(name)
     folder = tempfile.TemporaryDirectory(prefix="aiockpt-late-training-")
 
     def case(seed: int) -> Outcomes:
@@ -244,9 +265,12 @@ def prepare() -> Case:
                 job = partial(
                     live, root, root.with_name(f"store-{seed}-{number}"), sizes[-1], streamed, seed * 10 + number
                 )
-                killed = kill_at_random([partial(job, rank) for rank in range(sizes[-1])], dice.random() * MOST_LIFE_S)
+                ranks = [partial(job, rank) for rank in range(sizes[-1])]
+                killed = kill_at_random(ranks, dice.random() * MOST_LIFE_S, early=dice.random() < 0.2)
                 _, verdict = in_child(partial(judge, root, streamed))
                 outcomes[_describe(killed, verdict)] += killed
+                if verdict == ALL_TRAINED:
+                    break
         except BaseException as error:
             error.add_note(f"{'a stream' if streamed else 'a sampler'} on {sizes} ranks")
             raise
