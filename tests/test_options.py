@@ -103,7 +103,7 @@ def test_what_cannot_be_meant_is_refused_when_it_is_given(make: Any, message: st
         ({"retention": "all"}, "retention='all': give an aiockpt.Retention(…)"),
         ({"io": {}}, "io=a dict: give an aiockpt.IO(…)"),
         ({"max_in_flight": 0}, "max_in_flight=0: give an int of at least 1"),
-        ({"every": "5"}, "every='5': give an int of at least 1, a Cadence, or None"),
+        ({"every": "5"}, "every='5': give a time such as '90s', '30min' or '2h', a number of steps, or a Cadence"),
         ({"on_error": "log"}, "on_error='log': give 'raise', 'warn' or a callable"),
         ({"when_full": 3}, "when_full=3: give one of 'wait', 'skip', 'eager'"),
         ({"observers": print}, "observers=a function: give a list of observers"),
