@@ -10,6 +10,7 @@ HOW_TO_HAVE = {
     "Azurite": "npm must reach its registry",
     "moto": "pip install 'moto[server]'",
     "SFTP": "pip install sshfs",
+    "Chromium": "apt-get install chromium chromium-driver",
     "a CUDA device": "they run where one is",
 }
 _WORDS = {
@@ -18,6 +19,7 @@ _WORDS = {
     "Azurite": ("zurite", "npm"),
     "moto": ("moto",),
     "SFTP": ("sshfs", "fsspec"),
+    "Chromium": ("Chromium",),
     "a CUDA device": ("CUDA",),
 }
 

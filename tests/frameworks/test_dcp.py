@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import io
-import json
 import os
 import socket
 import subprocess
@@ -22,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 import aiockpt
 from aiockpt.integrations.dcp import AiockptReader, AiockptWriter
 from tests.docs.running import run_page
-from tests.ranks.forked import run_forked
+from tests.ranks.forked import outcomes_of
 
 dcp: Any = import_module("torch.distributed.checkpoint")
 
@@ -42,10 +41,7 @@ CHECKS = [
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    run_forked("tests.frameworks.dcp_ranks", 4, folder, 110)
-    found = [folder / f"{rank}.json" for rank in range(4)]
-    return [json.loads(one.read_text()) if one.exists() else {} for one in found]
+    return outcomes_of("tests.frameworks.dcp_ranks", 4, tmp_path_factory.mktemp("ranks"), 110)
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -29,7 +29,7 @@ from aiockpt.integrations.deepspeed import attach
 from tests.docs.running import run_page
 from tests.frameworks.ds.job import Job, Net, deepspeed, groups_of, start
 from tests.frameworks.ds.ranks import CHECKS, SHAPES, WORLDS, same
-from tests.ranks.forked import run_forked
+from tests.ranks.forked import outcomes_of
 
 CHECKOUT = Path(__file__).parents[2]
 ZERO = "deepspeed.runtime.zero"
@@ -61,14 +61,8 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, str]]]:
     """What each rank has found, by the number of ranks."""
     folder = tmp_path_factory.mktemp("deepspeed")
-    found: dict[int, list[dict[str, str]]] = {}
-    for world_size in WORLDS:
-        of_ranks = folder / str(world_size)
-        of_ranks.mkdir()
-        run_forked("tests.frameworks.ds.ranks", world_size, of_ranks, 550)
-        files = [of_ranks / f"{rank}.json" for rank in range(world_size)]
-        found[world_size] = [json.loads(one.read_text()) if one.exists() else {} for one in files]
-    return found
+    module = "tests.frameworks.ds.ranks"
+    return {size: outcomes_of(module, size, folder / str(size), 550) for size in WORLDS}
 
 
 @pytest.mark.timeout(1800)

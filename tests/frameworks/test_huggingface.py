@@ -223,6 +223,54 @@ def test_the_folder_of_a_committed_step_is_made_whole(left: str, tmp_path: Path)
     assert_same(weights(again), weights(first))
 
 
+def save_by_a_loop(trainer: Any, place: Path, step: int) -> torch.optim.Optimizer:
+    """Save the model of a Trainer as a loop with torch's own optimizer does, at a step."""
+    optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=0.125)
+    for parameter in trainer.model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    with aiockpt.Checkpointer(place) as ckpt:
+        ckpt.save(step, {"model": trainer.model, "optimizer": optimizer}).result(60)
+    return optimizer
+
+
+def test_what_a_loop_has_saved_is_gone_on_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    looped = make(tmp_path / "looped")
+    optimizer = save_by_a_loop(looped, tmp_path / "place", 7)
+    trainer = make(tmp_path / "out", max_steps=9)
+    begun: dict[str, Any] = {}
+
+    class Beginning(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            begun["step"], begun["weights"] = state.global_step, weights(trainer)
+            states = trainer.optimizer.state
+            named_parameters = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
+            begun["moments"] = {name: states[one]["exp_avg"].clone() for name, one in named_parameters}
+            begun["rate"] = trainer.optimizer.param_groups[0]["lr"]
+
+    trainer.add_callback(Beginning)
+    attach(trainer, tmp_path / "place", resume=True)
+    with caplog.at_level("WARNING", logger="aiockpt"):
+        trainer.train()
+    assert "step 7 was not saved by a Trainer and has no rng" in caplog.text
+    assert "do not match" not in caplog.text
+    assert (begun["step"], begun["rate"], trainer.state.global_step) == (7, 0.125, 9)
+    assert_same(begun["weights"], weights(looped))
+    moments = {name: optimizer.state[one]["exp_avg"] for name, one in looped.model.named_parameters()}
+    assert_same(begun["moments"], moments)
+    assert trainer.lr_scheduler.last_epoch == 9
+    assert list(losses(trainer)) == [8, 9]
+
+
+def test_a_step_without_a_model_is_refused(tmp_path: Path) -> None:
+    trainer = make(tmp_path, max_steps=9)
+    with aiockpt.Checkpointer(tmp_path / "place") as ckpt:
+        ckpt.save(7, {"net": trainer.model}).result(60)
+    attach(trainer, tmp_path / "place", resume=True)
+    with pytest.raises(UsageError, match="step 7 has no 'model'"):
+        trainer.train()
+
+
 def test_the_best_model_is_loaded_at_the_end_and_kept(tmp_path: Path) -> None:
     best: dict[str, Any] = {
         "eval_strategy": "steps",
@@ -288,7 +336,7 @@ def test_real_weights_are_tuned_killed_resumed_and_exported(tmp_path: Path) -> N
         seen = [line for line, _ in zip((line for line in killed.stdout if "loss" in line), range(11), strict=False)]
         killed.kill()
     assert len(seen) == 11
-    assert 0 < len(folders(tmp_path / "killed")) <= 3
+    assert 0 < len(list((tmp_path / "killed").glob("checkpoint-*"))) <= 3
     resumed = run([*command, str(tmp_path / "killed")])
     assert straight.splitlines()[-1].startswith("exported embeddings equal")
     assert resumed.splitlines()[-1] == straight.splitlines()[-1]

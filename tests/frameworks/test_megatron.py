@@ -19,12 +19,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import aiockpt
 from tests.docs.running import run_page
 from tests.frameworks.mcore.job import BATCH, WORDS, Job, start, unwrapped
 from tests.frameworks.mcore.ranks import CHECKS, SHAPES, resume, same, whole_state
-from tests.ranks.forked import run_forked
+from tests.ranks.forked import outcomes_of
 
 megatron: Any = import_module("aiockpt.integrations.megatron")  # now that Megatron runs on the CPU
 core: Any = import_module("megatron.core.dist_checkpointing")
@@ -56,14 +57,8 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, str]]]:
     """What each rank has found, by the number of ranks."""
     folder = tmp_path_factory.mktemp("megatron")
-    found: dict[int, list[dict[str, str]]] = {}
-    for world_size in SHAPES:
-        of_ranks = folder / str(world_size)
-        of_ranks.mkdir()
-        run_forked("tests.frameworks.mcore.ranks", world_size, of_ranks, 450)
-        files = [of_ranks / f"{rank}.json" for rank in range(world_size)]
-        found[world_size] = [json.loads(one.read_text()) if one.exists() else {} for one in files]
-    return found
+    module = "tests.frameworks.mcore.ranks"
+    return {size: outcomes_of(module, size, folder / str(size), 450) for size in SHAPES}
 
 
 @pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
@@ -284,6 +279,63 @@ def test_an_optimizer_goes_on_as_it_was(places: Path, distributed: bool, bf16: b
     same(other.weights(), job.weights())
 
 
+class Named(nn.Module):
+    """A module with parameters of given names and shapes."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            *parents, last = name.split(".")
+            inner: nn.Module = self
+            for parent in parents:
+                if parent not in dict(inner.named_children()):
+                    inner.add_module(parent, nn.Module())
+                inner = inner.get_submodule(parent)
+            inner.register_parameter(last, nn.Parameter(torch.zeros(shape)))
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+def test_a_plain_module_and_optimizer_take_it_and_it_takes_theirs(places: Path, bf16: bool) -> None:
+    job = Job(bf16=bf16)
+    for number in range(2):
+        job.step(number)
+    megatron.save(whole_state(job, 2), places / "megatron" / "iter_0000002")
+    megatron.wait()
+    straight = [job.step(number) for number in (2, 3)]
+    weights = "main_params" if bf16 else "model"
+    with aiockpt.Checkpointer(places / "megatron", ranks=aiockpt.Ranks()) as ckpt:
+        found = {tensor.name: tensor.shape for tensor in ckpt.describe().result().tensors}
+        module = Named({name.removeprefix("model."): found[name] for name in found if name.startswith("model.")})
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1.0)
+        ckpt.load({"model": module, "optimizer": optimizer}, map={"model": weights} if bf16 else None).result()
+        for name, parameter in module.named_parameters():
+            assert torch.equal(parameter.detach(), ckpt.read(2, f"{weights}.{name}").result()), name
+            escaped = name.replace(".", "\\.")
+            for key in ("exp_avg", "exp_avg_sq"):
+                saved = ckpt.read(2, f"optimizer.state\\.{escaped}\\.{key}").result()
+                assert saved.any()
+                assert torch.equal(optimizer.state[parameter][key], saved), name
+            assert float(optimizer.state[parameter]["step"]) == 2
+    assert optimizer.param_groups[0]["lr"] == job.optimizer.param_groups[0]["lr"]
+    with aiockpt.Checkpointer(places / "plain", ranks=aiockpt.Ranks()) as ckpt:
+        ckpt.save(2, {"model": module, "optimizer": optimizer})
+    other = Job(bf16=bf16, seed=8)
+    for group in other.optimizer.param_groups:
+        group["lr"] = 0.5
+    resume(other, places / "plain" / "iter_0000002", same_places=False)
+    assert [other.step(number) for number in (2, 3)] == straight
+    same(other.weights(), job.weights())
+
+
+def test_another_optimizer_of_megatron_refuses_what_another_framework_has_saved(places: Path) -> None:
+    job = Job(distributed=False)
+    module = Named({"w": (2,)})
+    with aiockpt.Checkpointer(places / "plain", ranks=aiockpt.Ranks()) as ckpt:
+        ckpt.save(1, {"model": module, "optimizer": torch.optim.AdamW(module.parameters())})
+    with pytest.raises(aiockpt.UsageError, match="fits Megatron's distributed one alone"):
+        resume(job, places / "plain" / "iter_0000001", same_places=False)
+
+
 def test_an_optimizer_of_a_model_that_is_not_given_is_refused() -> None:
     with pytest.raises(aiockpt.UsageError, match=r"a parameter of shape .* is not in model_sharded_state_dict"):
         megatron.optimizer_state(Job().optimizer, {})
@@ -467,6 +519,7 @@ def test_what_a_checkpoint_of_megatron_bridge_lacks_is_told(places: Path) -> Non
     run = BridgeRun(save_optim=False, save_rng=False)
     run.train(1)
     run.save()
+    run.manager.finalize_async_saves(state=run.state, blocking=True)
     with pytest.raises(aiockpt.StateMismatchError, match=r"optimizer\.state\.exp_avg"):
         BridgeRun().load()
     assert BridgeRun(load_optim=False).load() == (1, 1000)
@@ -484,10 +537,17 @@ def test_a_save_of_megatron_bridge_that_failed_is_told(places: Path) -> None:
 # ---------------------------------------------------------------------- the page, and what is relied on
 
 
+def named_as_saved() -> nn.Module:
+    """Return a plain module with the parameters that the page has saved."""
+    with aiockpt.Checkpointer("runs/7", ranks=aiockpt.Ranks()) as ckpt:
+        tensors = ckpt.describe().result().tensors
+    return Named({one.name.removeprefix("model."): one.shape for one in tensors if one.name.startswith("model.")})
+
+
 def test_the_page_runs() -> None:
     job = Job()
     job.step(0)
-    scope = {"model": unwrapped(job), "optimizer": job.optimizer, "train": lambda: job.step(1)}
+    scope = {"model": unwrapped(job), "optimizer": job.optimizer, "train": lambda: job.step(1), "Net": named_as_saved}
     run_page("frameworks/megatron.md", scope)
     assert scope["iteration"] == 100
 

@@ -41,6 +41,14 @@ def _last_line(printed: bytes) -> bytes:
     return printed.rpartition(b"\n")[2]
 
 
+def outcomes_of(module: str, world_size: int, folder: Path, timeout_s: float) -> list[dict[str, str]]:
+    """Run *module* on *world_size* ranks; return what each has left in FOLDER/RANK.json, nothing where it left none."""
+    folder.mkdir(exist_ok=True)
+    run_forked(module, world_size, folder, timeout_s)
+    found = [folder / f"{rank}.json" for rank in range(world_size)]
+    return [json.loads(one.read_text()) if one.exists() else {} for one in found]
+
+
 def _main(module: str, world_size: int, folder: Path) -> None:
     run_rank: Callable[[int, int, Path], None] = import_module(module).run_rank
     import_module("torch._dynamo")  # the first optimizer that is made would

@@ -18,6 +18,7 @@ import torch
 
 from aiockpt.convert.foreign.archive import read_tensor
 from aiockpt.convert.foreign.chunks import join_chunks
+from aiockpt.convert.foreign.damage import told_as_damage
 from aiockpt.convert.foreign.mapped_folder import MappedFolder
 from aiockpt.convert.foreign.merged_ranks import merge_rank
 from aiockpt.convert.foreign.snapshot_manifest import (
@@ -34,7 +35,7 @@ from aiockpt.convert.foreign.snapshot_manifest import (
     read_manifest,
 )
 from aiockpt.convert.foreign.torch_files import refusing
-from aiockpt.errors import CheckpointError, CorruptionError, UsageError
+from aiockpt.errors import CorruptionError, UsageError
 
 OTHER_RANKS = "other_ranks"
 
@@ -53,12 +54,8 @@ def read(path: Path, trust_pickle: bool) -> Mapping[str, Any]:
         UsageError: an item is an object, and *trust_pickle* does not allow it; a tensor is quantised; pyyaml is needed.
         CorruptionError: a file is missing or cut short, or the metadata contradict the files or themselves.
     """
-    try:
+    with told_as_damage(path / METADATA):
         return _read_state(path, trust_pickle)
-    except (CheckpointError, MemoryError):
-        raise
-    except Exception as error:
-        raise CorruptionError(f"{path / METADATA} is damaged: {error!r}") from error
 
 
 def _read_state(path: Path, trust_pickle: bool) -> Mapping[str, Any]:

@@ -19,6 +19,7 @@ from aiockpt.integrations.deepspeed.named_state import MODEL, OPTIMIZER, optimiz
 from aiockpt.integrations.deepspeed.partitions import find_partitions, refuse_engine
 from aiockpt.integrations.deepspeed.run_progress import progress_objects, read_progress, set_progress
 from aiockpt.integrations.deepspeed.state_to_load import StateToLoad
+from aiockpt.integrations.first_rank import ask_first_rank
 
 logger = logging.getLogger("aiockpt")
 
@@ -183,12 +184,12 @@ class _AttachedEngine:
                         break
             return found
 
-        return _of_first_rank(look)  # type: ignore[no-any-return]
+        return ask_first_rank(look)
 
     def _load_of_deepspeed(self, load_dir: Any, tag: str | None, *others: Any) -> Any:
         folder = str(load_dir)
         there = os.path.isfile(os.path.join(folder, "latest")) or (tag and os.path.isdir(os.path.join(folder, tag)))
-        if _of_first_rank(lambda: bool(there)):
+        if ask_first_rank(lambda: bool(there)):
             return self.load_theirs(load_dir, tag, *others)
         if tag is not None:
             raise StepNotFoundError(f"{self._ckpt!r} has no step with the tag {tag!r}, nor has {folder}")
@@ -240,18 +241,3 @@ def _rank() -> int:
 
 def _size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _of_first_rank(ask: Callable[[], Any]) -> Any:
-    """Return what rank 0 gets from *ask*, on all ranks; raise what it raises."""
-    answer: list[Any] = [None, None]
-    if _rank() == 0:
-        try:
-            answer[0] = ask()
-        except aiockpt.CheckpointError as error:
-            answer[1] = error
-    if dist.is_initialized():
-        dist.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise answer[1]
-    return answer[0]

@@ -12,10 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import aiockpt
 from aiockpt.errors import BackgroundSaveError, CorruptionError, StepNotFoundError, UsageError
+from aiockpt.integrations.first_rank import ask_first_rank
 from aiockpt.integrations.huggingface.accelerate_state import LoopState
 from aiockpt.integrations.huggingface.state_folders import (
     StateFolders,
@@ -186,16 +185,9 @@ class _AttachedAccelerator:
         before = list(weights)
         for hook in hooks:
             hook(accelerator._models, weights, str(staged))
-        left = [any(one is other for other in weights) for one in before]
-        left = self._of_the_first_rank(left)  # hooks often take them out on the first rank alone
+        # Hooks often take them out on the first rank alone.
+        left = ask_first_rank(lambda: [any(one is other for other in weights) for one in before])
         return [name for name, stays in zip(names, left, strict=True) if not stays]
-
-    def _of_the_first_rank(self, value: Any) -> Any:
-        if self._accelerator.num_processes == 1:
-            return value
-        values = [value]
-        torch.distributed.broadcast_object_list(values, src=0)
-        return values[0]
 
     # ------------------------------------------------------------------ loading
 

@@ -6,9 +6,11 @@ is, and on request the weights as a file of ``safetensors``.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,7 +122,9 @@ class CheckpointFolders:
             self.publish()
 
     def restore(self, step: int) -> None:
-        """Make the folder of a step that was committed when the process died; do nothing where it is whole."""
+        """Make the folder of a step that was committed when the process died, or that something else than a Trainer has
+        saved; do nothing where it is whole.
+        """
         folder, staged = self.path(step), self._staged(step)
         if not self._trainer.args.should_save or (is_ours(folder) and _is_readable(folder)):
             return
@@ -128,10 +132,10 @@ class CheckpointFolders:
             self._mark(staged, step)
             _PendingFolder(None, staged, folder).appear()
             return
-        values: Any = self._ckpt.describe(step).result().values
-        if "trainer" in values and (is_ours(folder) or not folder.exists()):
+        if is_ours(folder) or not folder.exists():
+            values: Any = self._ckpt.describe(step).result().values
             folder.mkdir(parents=True, exist_ok=True)
-            _write(folder / STATE, values["trainer"])
+            _write(folder / STATE, values.get("trainer") or self._state_at(step))
             self._mark(folder, step)
 
     def of_the_trainer(self) -> tuple[Path, int] | None:
@@ -177,6 +181,14 @@ class CheckpointFolders:
     def _staged(self, step: int) -> Path:
         folder = self.path(step)
         return folder.with_name(f".{folder.name}.aiockpt")
+
+    def _state_at(self, step: int) -> str:
+        """Return what this Trainer would keep of itself at a step, where nothing else is known of it."""
+        transformers: Any = import_module("transformers")
+        args = self._trainer.args
+        state = transformers.TrainerState(global_step=step, train_batch_size=args.train_batch_size)
+        state.compute_steps(args, args.max_steps)
+        return json.dumps(dataclasses.asdict(state))
 
     def _mark(self, folder: Path, step: int) -> None:
         _write(folder / MARK, json.dumps({"step": step}) + "\n")

@@ -5,10 +5,12 @@ that load model, optimizer and random state. The loop and its callbacks stay as 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import aiockpt
 from aiockpt.errors import CorruptionError, StepNotFoundError, UsageError
@@ -174,7 +176,23 @@ class _Attached:
         if folder is None or not is_ours(folder):
             self._theirs["_load_optimizer_and_scheduler"](folder)
         else:
-            self._load(folder, self._state(), "optimizer", "scheduler")
+            self._go_on_without(step_of(folder), self._load(folder, self._state(), "optimizer", "scheduler"))
+
+    def _go_on_without(self, step: int, held: Collection[str]) -> None:
+        """Make up for what a step lacks that no Trainer has saved: its schedule goes on at the step, the rest is told.
+
+        Args:
+            held: the keys of the state that was saved.
+        """
+        if "trainer" in held:
+            return
+        self._trainer.state.compute_steps(self._trainer.args, self._trainer.state.max_steps)
+        scheduler, lacks = self._trainer.lr_scheduler, [key for key in self._state() if key not in held]
+        if "scheduler" in lacks and isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
+            scheduler.last_epoch = step  # what the groups have of the step holds until the next one
+            lacks.remove("scheduler")
+        if lacks:
+            logger.warning("step %d was not saved by a Trainer and has no %s: begun anew", step, ", ".join(lacks))
 
     def _load_scaler(self, folder: str | None) -> None:
         if folder is None or not is_ours(folder):
@@ -197,11 +215,17 @@ class _Attached:
         else:
             self._theirs["_load_best_model"]()
 
-    def _load(self, folder: str, state: dict[str, Any], *wanted: str) -> None:
-        """Load parts of a step; ``save_only_model`` left all but the model out, and a scaler may be new."""
+    def _load(self, folder: str, state: dict[str, Any], *wanted: str) -> Collection[str]:
+        """Load parts of a step, and return the keys that it holds.
+
+        ``save_only_model`` left all but the model out, and a scaler may be new.
+        """
         step = step_of(folder)
         held: Any = self._ckpt.describe(step).result().values
+        if "model" not in held:
+            raise UsageError(f"step {step} has no 'model': only what has its weights by that name is resumed from")
         parts = [key for key in wanted if key in state and key in held]
         if parts:
             model = self._trainer.accelerator.unwrap_model(self._trainer.model)
             self._ckpt.load(state, step, only=parts, rename=renames(model)).result()
+        return set(held)

@@ -10,7 +10,7 @@ import logging
 import os
 import posixpath
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -18,19 +18,20 @@ import torch.distributed as dist
 
 import aiockpt
 from aiockpt.format.names import join_name
+from aiockpt.integrations.first_rank import ask_first_rank
 from aiockpt.integrations.megatron.object_values import decode, encode
-from aiockpt.integrations.megatron.sharded_leaves import GlobalTensors, leaf_name, mapping, path_of
+from aiockpt.integrations.megatron.sharded_leaves import GlobalTensors, leaf_name, mapping, path_to_load
+from aiockpt.integrations.megatron.stored_names import COMMON, StoredNames
 
 _dicts: Any = import_module("megatron.core.dist_checkpointing.dict_utils")
 _state_dicts: Any = import_module("megatron.core.dist_checkpointing.state_dict_utils")
 _utils: Any = import_module("megatron.core.dist_checkpointing.utils")
 _validation: Any = import_module("megatron.core.dist_checkpointing.validation")
 
-COMMON = "common"
-"""The key of what is no leaf of Megatron's, which rank 0 saves for all."""
 CONTENT = "content_metadata"
 """The key under which Megatron keeps what ``save(content_metadata=…)`` is given."""
 Directory = str | os.PathLike[str]
+_COUNTS = "counts of steps"
 
 _logger = logging.getLogger("aiockpt")
 _places: dict[str, aiockpt.Checkpointer] = {}
@@ -116,20 +117,13 @@ def load(
     if step is None:
         raise aiockpt.StepNotFoundError(f"there is no checkpoint in {root}")
     saved = place.describe(step).result()
-    tensors = {tensor.name: tensor for tensor in saved.tensors}
     sharded, own, factories = _state_dicts.load_preprocess(sharded_state_dict)
     sharded, plain = _utils.extract_sharded_base(sharded)
-    sharded, missing, unexpected = _handle_strictly(strict, sharded, tensors, saved)
+    stored = StoredNames(saved, list(_dicts.nested_values(sharded)))
+    sharded, missing, unexpected = _handle_strictly(strict, sharded, stored, saved.info.id)
 
     bases = list(_dicts.nested_values(sharded))
-    wanted = GlobalTensors(bases)
-    values = {leaf_name(base): base.data for base in bases if isinstance(base, mapping.ShardedObject)} | {COMMON: plain}
-    state = wanted.to_load(tensors) | dict.fromkeys(values)
-    place.load(state, step, only=[*wanted.names(), *(join_name((value,)) for value in values)]).result()
-    wanted.finish()
-    if state[COMMON] is not None:  # in the control of `aiockpt prove` nothing is loaded, and what is here stays
-        values = {name: decode(state[name]) for name in values}
-
+    values = _fill(place, step, bases, plain, stored)
     loaded: dict[str, Any] = values[COMMON]
     _dicts.merge(loaded, own)
     _dicts.merge(loaded, _dicts.dict_list_map_outplace(lambda base: _loaded(base, values), sharded))
@@ -138,6 +132,30 @@ def load(
         _validation.parse_strict_flag(_strict(strict))
     )
     return (loaded, missing, unexpected) if returns else loaded
+
+
+def _fill(
+    place: aiockpt.Checkpointer, step: int, bases: list[Any], plain: dict[str, Any], stored: StoredNames
+) -> dict[str, Any]:
+    """Fill the tensors of leaves; return the values of objects by their names, and the plain ones as `COMMON`."""
+    wanted = GlobalTensors(bases)
+    names = {key: name for key in wanted.shapes if (name := stored.tensor(key)) is not None}
+    called = {join_name(path_to_load(key)): name for key, name in names.items()}
+    objects = {leaf_name(base): base for base in bases if isinstance(base, mapping.ShardedObject)}
+    values = {name: base.data for name, base in objects.items() if not stored.is_derived(base)}
+    values |= {} if stored.is_foreign else {COMMON: plain}
+    counts = stored.counts(bases)
+    called |= {join_name((_COUNTS, str(number))): name for number, name in enumerate(counts)}
+    state = wanted.to_load({key: stored.tensors[name] for key, name in names.items()}) | dict.fromkeys(values)
+    state |= {_COUNTS: dict(zip(map(str, range(len(counts))), counts.values(), strict=True))} if counts else {}
+    only = [*called, *(join_name((value,)) for value in values)]
+    place.load(state, step, only=only, map=lambda name: called.get(name, name)).result()
+    wanted.finish()
+    if stored.is_foreign or state[COMMON] is not None:  # in the control of `aiockpt prove` nothing is loaded
+        values = {name: decode(state[name]) for name in values}
+    if stored.is_foreign:
+        values[COMMON] = stored.plain(plain)
+    return values | {name: stored.derive(base, counts) for name, base in objects.items() if stored.is_derived(base)}
 
 
 def latest(checkpoint_dir: Directory) -> int | None:
@@ -197,61 +215,45 @@ def _rank() -> int:
 
 def _agree_on_step(place: aiockpt.Checkpointer, asked: int | None) -> int | None:
     """Return *asked*, or the newest valid step as rank 0 finds it, when what a dead job has left is finished."""
-    answer: list[Any] = [asked, None]
-    if _rank() == 0:
-        try:
-            place.finish_commits().result()
-            answer[0] = place.latest().result() if asked is None else asked
-        except aiockpt.CheckpointError as error:
-            answer[1] = error
-    if dist.is_initialized():
-        dist.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise answer[1]
-    step: int | None = answer[0]
-    return step
+
+    def find() -> int | None:
+        place.finish_commits().result()
+        return place.latest().result() if asked is None else asked
+
+    return ask_first_rank(find)
 
 
 def _strict(strict: Any) -> Any:
     return _validation.StrictHandling.ASSUME_OK_UNEXPECTED if strict is None else strict
 
 
-def _handle_strictly(
-    strict: Any, sharded: Any, tensors: Collection[str], saved: aiockpt.Description
-) -> tuple[Any, set[str], set[str]]:
+def _handle_strictly(strict: Any, sharded: Any, stored: StoredNames, step_id: str) -> tuple[Any, set[str], set[str]]:
     """Compare what is asked for with what there is, as Megatron's flag says; return what can be loaded.
 
     Megatron calls *missing* what nobody asks for, and *unexpected* what the checkpoint lacks.
     """
     flag = _validation.parse_strict_flag(_strict(strict))
     kinds = _validation.StrictHandling
-    values: Any = saved.values
-    there = set(tensors) | {join_name((name,)) for name in values}
-    asked = {_name(base): leaf_name(base) for base in _dicts.nested_values(sharded)}
-    unexpected = {leaf for name, leaf in asked.items() if name not in there}
+    asked = list(_dicts.nested_values(sharded))
+    unexpected = {leaf_name(base) for base in asked if not stored.has(base)}
     missing: set[str] = set()
     if kinds.requires_global_app_metadata(flag):
-        everyone: list[Any] = [set(asked)]
+        unasked = stored.unasked(asked)
+        everyone: list[Any] = [unasked]
         if dist.is_initialized():
             everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, set(asked))
-        missing = {name for name in there.difference(*everyone) if name in tensors or "/shard_" in name}
+            dist.all_gather_object(everyone, unasked)
+        missing = set.intersection(*everyone)
     if flag in (kinds.ASSUME_OK_UNEXPECTED, kinds.RAISE_UNEXPECTED, kinds.RAISE_ALL) and unexpected | missing:
         found = [f"{key}: not in the checkpoint" for key in sorted(unexpected)]
         found += [f"{key}: only in the checkpoint" for key in sorted(missing)]
-        raise aiockpt.StateMismatchError(saved.info.id, found, "strict= of load() says what to do with them.")
+        raise aiockpt.StateMismatchError(step_id, found, "strict= of load() says what to do with them.")
     if flag in (kinds.LOG_UNEXPECTED, kinds.LOG_ALL) and unexpected | missing:
         _logger.warning(
             "%s: not in the checkpoint, and left as they are: %s; only in the checkpoint: %s",
-            saved.info.id,
+            step_id,
             sorted(unexpected),
             sorted(missing),
         )
     _, sharded = _dicts.extract_matching_values(sharded, lambda base: leaf_name(base) in unexpected)
     return (sharded, set(), set()) if flag == kinds.IGNORE_ALL else (sharded, missing, unexpected)
-
-
-def _name(base: Any) -> str:
-    """Return the name that a leaf has in the checkpoint."""
-    is_object = isinstance(base, mapping.ShardedObject)
-    return join_name((base.unique_key,) if is_object else path_of(base.key))

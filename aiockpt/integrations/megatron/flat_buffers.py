@@ -4,25 +4,29 @@ A ``DistributedOptimizer`` deals out flat buffers in which the parameters lie on
 ``[start, end)`` of some parameters, flattened (its ``gbuf_ranges``). The model's sharded state dict says where a parameter
 lies in the global tensor. Both together are boxes of the global tensor: no rank asks another, and a checkpoint loads under
 any tensor, pipeline, expert and data parallelism. Keys are those of Megatron's ``fully_reshardable`` format, which gathers.
+
+What torch's own optimizers know of a parameter is said beside its tensors, so that one of these goes on from the checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 import torch
 
 import aiockpt
-from aiockpt.integrations.megatron.sharded_leaves import ShardParts, flat_parts, mapping
+from aiockpt.integrations.megatron.sharded_leaves import MAIN, STATE, GroupSettings, ShardParts, flat_parts, mapping
 
 _distributed: Any = import_module("megatron.core.optimizer.distrib_optimizer")
 _optimizers: Any = import_module("megatron.core.optimizer.optimizer")
 _dicts: Any = import_module("megatron.core.dist_checkpointing.dict_utils")
 
-STATE = "optimizer.state"
+SETTINGS = "optimizer.settings."
 STEP = "step"
+_OF_TORCH = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay")
+"""Values of a group that torch's AdamW has, too."""
 _EXPERTS = "is_expert_parallel"
 """Of a group of parameters, whether they are experts on several ranks: of the parallelism, and not of the settings."""
 _REFUSED = (
@@ -59,8 +63,9 @@ def optimizer_state(
     for one in ours:
         _check(one)
         _make_state(one)
-        tensors += _leaves(one, bases)
-        _add_settings(groups, one, is_loading=is_loading)
+        found = list(_leaves(one, bases))
+        tensors += [leaf for _, leaf in found]
+        _add_settings(groups, one, found, is_loading=is_loading)
     return {"param_state": dict(enumerate(tensors)), "settings": groups}
 
 
@@ -78,7 +83,7 @@ def load_optimizer_state(optimizer: Any, loaded: dict[str, Any]) -> None:
         for state in one.optimizer.state.values():
             if STEP in state:
                 state[STEP].fill_(settings[STEP])
-        if one.grad_scaler:
+        if one.grad_scaler and "grad_scaler" in settings:
             one.grad_scaler.load_state_dict(settings["grad_scaler"])
 
 
@@ -135,8 +140,11 @@ def _note_count(tree: Any) -> None:
         _note_count(inner)
 
 
-def _leaves(optimizer: Any, bases: dict[int, Any]) -> Iterator[ShardParts]:
-    """Yield the slices of this rank: of main parameters, where they are copies, and of all state beside them."""
+def _leaves(optimizer: Any, bases: dict[int, Any]) -> Iterator[tuple[int, ShardParts]]:
+    """Yield the slices of this rank, each with the number of its group.
+
+    They are of main parameters, where these are copies, and of all state beside them.
+    """
     for buffer in optimizer.gbuf_ranges:
         for buckets in buffer.values():
             for bucket in buckets:
@@ -149,14 +157,20 @@ def _leaves(optimizer: Any, bases: dict[int, Any]) -> Iterator[ShardParts]:
                         )
                     group, order = optimizer.model_param_group_index_map[parameter]
                     main = optimizer.optimizer.param_groups[group]["params"][order]
-                    tensors = {key: one for key, one in optimizer.optimizer.state[main].items() if key != STEP}
+                    values = optimizer.optimizer.param_groups[group]
+                    tensors = dict(optimizer.optimizer.state[main])
+                    said = {key: values[key] for key in _OF_TORCH if key in values}
+                    said[STEP] = torch.tensor(float(tensors.pop(STEP, values.get(STEP, 0))))
                     if main.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
-                        tensors["param"] = main.detach()
+                        tensors[MAIN[0]] = main.detach()
                     for key, tensor in tensors.items():
-                        yield from _slices(optimizer, base, ranges["param"].start, key, tensor)
+                        for piece in _slices(optimizer, base, ranges["param"].start, key, tensor, said):
+                            yield group, piece
 
 
-def _slices(optimizer: Any, base: Any, start: int, state_key: str, data: torch.Tensor) -> Iterator[ShardParts]:
+def _slices(
+    optimizer: Any, base: Any, start: int, state_key: str, data: torch.Tensor, said: Mapping[str, Any]
+) -> Iterator[ShardParts]:
     """Yield a slice of a parameter's state, cut where a factory cuts the parameter."""
     first, end = start, start + data.numel()
     for piece, piece_start in _pieces(base):
@@ -164,7 +178,12 @@ def _slices(optimizer: Any, base: Any, start: int, state_key: str, data: torch.T
         part = data[low - first : max(low, high) - first]
         shape, parts = flat_parts(piece, max(0, low - piece_start) if len(part) else 0, part)
         saves = _is_first_replica(piece.replica_id) and not optimizer.distributed_optimizer_instance_id
-        yield ShardParts(f"{STATE}.{state_key}.{piece.key}", part, shape, parts, saves=saves)
+        beside = {
+            f"state.{piece.key}.{key}" if key == STEP else f"param_groups.{piece.key}.{key}": value
+            for key, value in said.items()
+            if saves and state_key not in MAIN
+        }
+        yield ShardParts(f"{STATE}{state_key}.{piece.key}", part, shape, parts, saves=saves, beside=beside)
 
 
 def _pieces(base: Any) -> Iterator[tuple[Any, int]]:
@@ -187,12 +206,16 @@ def _is_first_replica(replica_id: Any) -> bool:
     return isinstance(replica_id, int) or not any(replica_id[:-1])
 
 
-def _add_settings(found: dict[str, Any], optimizer: Any, *, is_loading: bool) -> None:
+def _add_settings(
+    found: dict[str, Any], optimizer: Any, leaves: Sequence[tuple[int, ShardParts]], *, is_loading: bool
+) -> None:
     """Add what is no tensor of a parameter to what was *found*, each as an object that all ranks know alike."""
-    for group in optimizer.optimizer.param_groups:
+    for number, group in enumerate(optimizer.optimizer.param_groups):
         options = {key: value for key, value in group.items() if key not in ("params", STEP, _EXPERTS)}
         key = _group_key(group)
-        known = found.setdefault(key, _object(f"optimizer.settings.{key}", options)).data
+        settings = found.setdefault(key, _object(SETTINGS + key, options))
+        settings.parameters = [*settings.parameters, *(leaf.parameter for one, leaf in leaves if one == number)]
+        known = settings.data
         if known != options and not is_loading:
             differing = sorted(name for name in options if known.get(name) != options[name])
             raise aiockpt.UsageError(f"experts have another {', '.join(differing)} than the rest of {key}; {_REFUSED}")
@@ -201,13 +224,13 @@ def _add_settings(found: dict[str, Any], optimizer: Any, *, is_loading: bool) ->
     if len(steps) > 1:
         raise aiockpt.UsageError(f"the optimizer's parameters have made {sorted(steps)} steps; {_REFUSED}")
     if is_loading or steps or any(group["params"] for group in optimizer.optimizer.param_groups):
-        found[STEP] = _object(f"optimizer.settings.{STEP}", max(steps, default=0))
+        found[STEP] = _object(SETTINGS + STEP, max(steps, default=0))
     if optimizer.grad_scaler:
-        found["grad_scaler"] = _object("optimizer.settings.grad_scaler", optimizer.grad_scaler.state_dict())
+        found["grad_scaler"] = _object(SETTINGS + "grad_scaler", optimizer.grad_scaler.state_dict())
 
 
 def _object(key: str, value: Any) -> Any:
-    return mapping.ShardedObject(key, value, (1,), (0,), replica_id=0)
+    return GroupSettings(key, value, (1,), (0,), replica_id=0)
 
 
 def _group_key(group: dict[str, Any]) -> str:

@@ -17,13 +17,18 @@ import torch
 
 import aiockpt
 from aiockpt.format.dtypes import torch_name
-from aiockpt.format.names import join_name
 from aiockpt.integrations.nested import put
 
 mapping: Any = import_module("megatron.core.dist_checkpointing.mapping")
 
+STATE = "optimizer.state."
+"""What the keys of Megatron's optimizers begin with: ``optimizer.state.exp_avg.KEY``."""
+MAIN = ("param", "fp32_param")
+"""What stands there for weights in the precision of the optimizer."""
 Part = tuple[tuple[int, ...], torch.Tensor]
 """Where a local tensor begins in the global one, and the tensor, with as many axes."""
+
+_LOADED = "tensors"
 
 
 class ShardParts(mapping.ShardedBase):  # type: ignore[misc]  # Any, where Megatron is not installed
@@ -35,17 +40,32 @@ class ShardParts(mapping.ShardedBase):  # type: ignore[misc]  # Any, where Megat
         shape: of the global tensor.
         parts: views of *data*, with their places.
         saves: whether this rank saves them; where another one has the same, cut at other places, one of both does.
+        beside: what else the optimizer's dict says of the parameter, by its names there.
     """
 
     def __init__(
-        self, key: str, data: torch.Tensor, shape: tuple[int, ...], parts: Sequence[Part], *, saves: bool = True
+        self,
+        key: str,
+        data: torch.Tensor,
+        shape: tuple[int, ...],
+        parts: Sequence[Part],
+        *,
+        saves: bool = True,
+        beside: Mapping[str, Any] | None = None,
     ) -> None:
         self.key = key
         self.data = data
         self.shape = shape
         self.parts = list(parts)
         self.saves = saves
+        self.beside = dict(beside or {})
         self.replica_id = 0 if saves else 1
+
+    @property
+    def parameter(self) -> str:
+        """The key of the parameter that it belongs to."""
+        of_state = split_state_key(self.key)
+        return self.key if of_state is None else of_state[1]
 
     def validate_metadata_integrity(self) -> None:
         """Nothing is to be checked that `aiockpt.Shards` does not check."""
@@ -60,10 +80,35 @@ def leaf_name(base: Any) -> str:
     return str(base.unique_key if isinstance(base, mapping.ShardedObject) else base.key)
 
 
+class GroupSettings(mapping.ShardedObject):  # type: ignore[misc]  # Any, where Megatron is not installed
+    """The values of a group of the optimizer, with the keys of those of its parameters that this rank has."""
+
+    parameters: Sequence[str] = ()
+
+
+def split_state_key(key: str) -> tuple[str, str] | None:
+    """Return what of which parameter a key of the optimizer is: ``("exp_avg", KEY)``; None for another key."""
+    slot, dot, name = key.removeprefix(STATE).partition(".")
+    return (slot, name) if key.startswith(STATE) and dot else None
+
+
 def path_of(key: str) -> tuple[str, ...]:
-    """Return where the tensor of a key lies in the checkpoint: below ``optimizer`` or ``model``."""
-    parts = key.split(".")
-    return tuple(parts) if parts[0] == "optimizer" else ("model", *parts)
+    """Return where the tensor of a key lies in the checkpoint.
+
+    The optimizer is a dict in the flat form of torch's ``get_optimizer_state_dict``, in which each rank has what it knows.
+    """
+    of_state = split_state_key(key)
+    if of_state is None:
+        parts = key.split(".")
+        return tuple(parts) if parts[0] == "optimizer" else ("model", *parts)
+    slot, name = of_state
+    return ("main_params", *name.split(".")) if slot in MAIN else ("optimizer", f"state.{name}.{slot}")
+
+
+def path_to_load(key: str) -> tuple[str, ...]:
+    """Return where the tensor of a key lies in the state that is loaded: not where an optimizer would be."""
+    path = path_of(key)
+    return path if path[0] == "model" else (_LOADED, key)
 
 
 def parts_of(base: Any) -> tuple[tuple[int, ...], torch.dtype, list[Part]]:
@@ -89,6 +134,7 @@ class GlobalTensors:
         self._dtypes: dict[str, torch.dtype] = {}
         self._parts: dict[str, list[Part]] = {}
         self._saves: dict[str, bool] = {}
+        self._beside: dict[str, list[Any]] = {}
         self._after: list[tuple[torch.Tensor, torch.Tensor]] = []
         for base in bases:
             if not isinstance(base, mapping.ShardedObject):
@@ -107,6 +153,8 @@ class GlobalTensors:
             self.flexible.add(key)
         known = self._parts.setdefault(key, [])
         self._saves[key] = self._saves.get(key, False) or getattr(base, "saves", True)
+        for name, value in getattr(base, "beside", {}).items():
+            self._beside.setdefault(name, []).append(value)
         for offsets, part in parts:
             same = [one for place, one in known if place == offsets and one.shape == part.shape]
             if same:
@@ -120,17 +168,21 @@ class GlobalTensors:
         for key, shape in self.shapes.items():
             parts = self._parts[key] if self._saves[key] else []
             put(state, path_of(key), aiockpt.Shards(shape, parts, dtype=self._dtypes[key]))
+        # Where the layers of a stack differ, the dict of the optimizer says nothing.
+        said = {name: values[0] for name, values in self._beside.items() if all(one == values[0] for one in values)}
+        if said:
+            state.setdefault("optimizer", {}).update(said)
         return state
 
     def to_load(self, saved: Mapping[str, aiockpt.TensorInfo]) -> dict[str, Any]:
-        """Return the state to load, of *saved* tensors by name.
+        """Return the state to load, of *saved* tensors by key.
 
         A tensor of another dtype is loaded beside the one here, which `finish` fills. One that may be of another size is
         filled where both have elements, and with zeros elsewhere, as Megatron does.
         """
         state: dict[str, Any] = {}
         for key, shape in self.shapes.items():
-            info, parts = saved[join_name(path_of(key))], self._parts[key]
+            info, parts = saved[key], self._parts[key]
             if key in self.flexible and info.shape != shape:
                 for _, part in parts:
                     part.zero_()
@@ -140,12 +192,8 @@ class GlobalTensors:
                 made = [(offsets, torch.empty_like(part, dtype=dtype)) for offsets, part in parts]
                 self._after[:0] = [(part, new) for (_, part), (_, new) in zip(parts, made, strict=True)]
                 parts = made
-            put(state, path_of(key), aiockpt.Shards(shape, parts, dtype=dtype))
+            put(state, path_to_load(key), aiockpt.Shards(shape, parts, dtype=dtype))
         return state
-
-    def names(self) -> list[str]:
-        """Return the names of the tensors in the checkpoint."""
-        return [join_name(path_of(key)) for key in self.shapes]
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import torch
 
 import aiockpt
-from aiockpt.integrations.torchtitan.titan_state import agree, flatten, make_state, nest, wrap_loader
+from aiockpt.integrations.first_rank import ask_first_rank
+from aiockpt.integrations.torchtitan.titan_state import flatten, make_state, nest, wrap_loader
 
 _titan: Any = import_module("torchtitan.components.checkpointer")
 _files: Any = import_module("torchtitan.tools.filesystem")
@@ -177,7 +178,7 @@ class AiockptManager(_titan.BaseCheckpointManager):  # type: ignore[misc]  # Any
 
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
-        steps = agree(self._list_steps)
+        steps = ask_first_rank(self._list_steps)
         if step == -1 and steps:
             step = steps[0] if steps[0] == 0 else -1
             self._fill(self._checkpointer, None if step == -1 else step, model_only=step == 0)
@@ -207,7 +208,7 @@ class AiockptManager(_titan.BaseCheckpointManager):  # type: ignore[misc]  # Any
         root, name = posixpath.split(path.rstrip("/"))
         is_step = re.fullmatch(r"step-(\d+)", name)
         with self.make_checkpointer(root if is_step else path) as place:
-            steps = agree(lambda: [info.step for info in place.steps().result()])
+            steps = ask_first_rank(lambda: [info.step for info in place.steps().result()])
             step = int(is_step[1]) if is_step else steps[0] if steps else -1
             if step in steps:
                 self._fill(place, step, model_only=self._config.initial_load_model_only)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -76,18 +76,3 @@ def wrap_loader(dataloader: Any) -> aiockpt.Loader[Any]:
     readers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(readers, rank)
     return aiockpt.Loader(dataloader, rank=rank, size=size, saves=readers.index(rank) == dist.get_rank())
-
-
-def agree(ask: Callable[[], list[int]]) -> list[int]:
-    """Return what rank 0 is answered, on all ranks, or raise what it is refused."""
-    answer: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            answer[0] = ask()
-        except aiockpt.CheckpointError as error:
-            answer[1] = error
-    dist.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise answer[1]
-    steps: list[int] = answer[0]
-    return steps
