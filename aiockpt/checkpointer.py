@@ -563,28 +563,27 @@ class Checkpointer:
         if self._loop.usable:
             refuse_in_event_loop("close()", "write `await ckpt.aclose()`")
             self._probe.closing()
-            try:
-                self._shutdown.close()
-            finally:
-                self._interruption.release()
+            self._shut_down()
         self._engine.failures.raise_all()
 
     async def aclose(self) -> None:
         """Wait until all is committed, release everything, and raise what went wrong, in an event loop. Idempotent."""
         if self._loop.usable:
             self._probe.closing()
-            try:
-                await anyio.to_thread.run_sync(self._shutdown.close)
-            finally:
-                self._interruption.release()
+            await anyio.to_thread.run_sync(self._shut_down)
         self._engine.failures.raise_all()
+
+    def _shut_down(self) -> None:
+        try:
+            self._shutdown.close()
+        finally:
+            self._interruption.release()
 
     def _drain_at_exit(self) -> None:
         try:
             self._probe.closing()
-            self._shutdown.close()
+            self._shut_down()
         finally:
-            self._interruption.release()
             for future in self._engine.failures.take():
                 logger.error("%r: nobody waited for it, and the program ends", future)
 

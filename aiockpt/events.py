@@ -25,6 +25,7 @@ class Opened(Event, frozen=True, tag=True):
     Attributes:
         time_ns: the wall clock at *at_ns*, so that the events of several processes can be laid side by side.
         urls: of its places, the nearest first, without credentials.
+        mesh: the rank's coordinates in the named dimensions of a mesh, such as dp, tp and pp, where `TraceFile` was told.
     """
 
     time_ns: int
@@ -33,6 +34,7 @@ class Opened(Event, frozen=True, tag=True):
     rank: int
     world_size: int
     urls: tuple[str, ...]
+    mesh: dict[str, int] = {}
 
 
 class SaveStarted(Event, frozen=True, tag=True):

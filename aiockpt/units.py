@@ -1,4 +1,4 @@
-"""Amounts and speeds as people read them: binary units, the same ones in every log line and at every command."""
+"""Amounts, speeds and counts as people read them: binary units, the same ones in every log line and at every command."""
 
 from __future__ import annotations
 
@@ -15,3 +15,8 @@ def size(count: float) -> str:
 def speed(bytes_per_s: float) -> str:
     """Return bytes a second as people read them."""
     return f"{size(bytes_per_s)}/s"
+
+
+def count(number: int, noun: str) -> str:
+    """Return ``1 step``, ``2 steps``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import Alone, Coordinator
 from aiockpt.engine.destination import Destination, OnePlace
-from aiockpt.engine.interruption import Interruption, NeverInterrupted
 from aiockpt.engine.place import Place
 from aiockpt.engine.snapshotter import ByCall, Eager
 from aiockpt.events import Opened
+from aiockpt.interruption import Interruption, NeverInterrupted
 from aiockpt.lazy.snapshotter import LazySnapshotter
 from aiockpt.options import Options, Tier, announced_end_s
 from aiockpt.pipeline.state_devices import StateDevices

@@ -39,6 +39,12 @@ def modules_of(packages: set[str]) -> set[str]:
     return {str(path.relative_to(CHECKOUT)) for folder in folders for path in folder.glob("*.py")}
 
 
+def data_files() -> set[str]:
+    """Return the paths of the files that are no modules, as an installation has them."""
+    templates = (CHECKOUT / "aiockpt" / "monitor" / "html" / "templates").iterdir()
+    return {"aiockpt/py.typed", *(str(path.relative_to(CHECKOUT)) for path in templates)}
+
+
 def build(kind: str, target: Path) -> Path:
     """Build a wheel or an sdist of a copy of the checkout, so that nothing is left behind in the checkout itself."""
     tree = target / "tree"
@@ -46,13 +52,12 @@ def build(kind: str, target: Path) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         (tree / name).write_bytes((CHECKOUT / name).read_bytes())
     (tree / "backends").mkdir()
-    for name in sorted(modules_of(listed_packages())):
+    for name in sorted(modules_of(listed_packages()) | data_files()):
         copy = tree / name
         if name.startswith("aiockpt/backends/"):
             copy = tree / name.removeprefix("aiockpt/")
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes((CHECKOUT / name).read_bytes())
-    (tree / "aiockpt" / "py.typed").touch()
     (tree / "aiockpt" / "backends").symlink_to("../backends")
     command = [sys.executable, "-c", BUILD, kind, str(target)]
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
@@ -73,7 +78,7 @@ def test_backends_is_one_folder_reached_through_a_relative_link() -> None:
 def test_the_wheel_holds_every_module_and_puts_nothing_but_aiockpt_into_site_packages(tmp_path: Path) -> None:
     names = set(zipfile.ZipFile(build("wheel", tmp_path)).namelist())
     code = {name for name in names if ".dist-info/" not in name}
-    assert code == modules_of(listed_packages()) | {"aiockpt/py.typed"}
+    assert code == modules_of(listed_packages()) | data_files()
 
 
 def test_the_source_archive_holds_what_the_wheel_is_built_from(tmp_path: Path) -> None:
@@ -83,4 +88,4 @@ def test_the_source_archive_holds_what_the_wheel_is_built_from(tmp_path: Path) -
         name.removeprefix("aiockpt/") if name.startswith("aiockpt/backends/") else name
         for name in modules_of(listed_packages())
     }
-    assert sources | {"pyproject.toml", "LICENSE", "README.md", "aiockpt/py.typed"} <= names
+    assert sources | data_files() | {"pyproject.toml", "LICENSE", "README.md"} <= names

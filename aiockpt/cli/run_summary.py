@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.markup import escape
 from rich.table import Table
 
 from aiockpt.cli import show
+from aiockpt.monitor.findings import Finding, Level
 from aiockpt.monitor.spans import WHOLE
 from aiockpt.monitor.summary import Summary
+
+MOST_FINDINGS = 6
+_TONES: dict[Level, str] = {"bad": "bold red", "warning": "yellow", "note": "dim"}
 
 
 def seconds(value: float) -> str:
@@ -16,6 +22,20 @@ def seconds(value: float) -> str:
         if value * factor >= 1 or unit == "µs":
             return f"{value * factor:.3g} {unit}"
     raise AssertionError("the last unit takes all")
+
+
+def show_findings(page: str, found: Summary, problems: Sequence[Finding]) -> None:
+    """Print where the page is, and what is wrong."""
+    show.title(page, f"{show.count(found.committed, 'save')} committed on {show.count(found.ranks, 'rank')}")
+    for problem in problems[:MOST_FINDINGS]:
+        since = "" if problem.since_s is None else f" [dim]since {show.moment(int(problem.since_s * 1e9))}[/]"
+        show.say(
+            f"[{_TONES[problem.level]}]{problem.level:8}[/] {escape(problem.what)} {escape(problem.advice)}{since}"
+        )
+    if len(problems) > MOST_FINDINGS:
+        show.say(f"[dim]{len(problems) - MOST_FINDINGS} more are on the page[/]")
+    if not problems:
+        show.say("[green]well[/]     no failure, no slow rank, nothing lost")
 
 
 def show_summary(root: str, found: Summary, unread: int) -> None:
@@ -38,7 +58,10 @@ def show_summary(root: str, found: Summary, unread: int) -> None:
 def _show_trouble(found: Summary) -> None:
     for failure in found.failures:
         at = show.moment(int(failure.at_s * 1e9))
-        show.say(f"[red]failed[/]      step {failure.step} on rank {failure.rank} at {at}: {escape(failure.error)}")
+        others = f" and {show.count(failure.ranks - 1, 'other')}" if failure.ranks > 1 else ""
+        show.say(
+            f"[red]failed[/]      step {failure.step} on rank {failure.rank}{others} at {at}: {escape(failure.error)}"
+        )
     for slow in found.stragglers:
         show.say(
             f"[yellow]straggler[/]   rank {slow.rank} ({escape(slow.host)}): {slow.operation} {slow.stage} takes "

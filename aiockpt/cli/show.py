@@ -33,7 +33,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aiockpt.redaction import redact
-from aiockpt.units import size, speed
+from aiockpt.units import count, size, speed
 
 __all__ = [
     "ago", "bytes_progress", "columns", "count", "err", "json_or", "moment", "natural_order", "out", "parts_progress",
@@ -108,11 +108,6 @@ def columns(*headings: str, right: tuple[str, ...] = (), folds: str) -> Table:
         justify: Literal["left", "right"] = "right" if heading in right else "left"
         table.add_column(heading, justify=justify, no_wrap=heading != folds, overflow="fold")
     return table
-
-
-def count(number: int, noun: str) -> str:
-    """Return ``1 step``, ``2 steps``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def moment(time_ns: int) -> str:

@@ -77,13 +77,12 @@ async def load(destination: Destination, request: LoadRequest) -> Filled | None:
     with lacking.explaining():
         async for found in candidates(destination, request.step, skipped):
             place, manifest = found.place, found.manifest
-            stages = place.engine.stages("load", manifest.step)
-            stages.note("find", sought_ns)
-            stages.tell()
+            place.engine.stages("load", manifest.step).ended("find", sought_ns)
             try:
                 target = await open_manifest(place, request, manifest)
             except StateMismatchError as error:
                 lacking.pass_over(place, manifest, error)
+                sought_ns = place.engine.now_ns()
                 continue
             check_rewritten(manifest, target, touched, skipped)
             try:

@@ -1,11 +1,13 @@
 """Who watches? Observers to give to a checkpointer (`aiockpt.events` says what they see), and what is made of it afterwards.
 
 - `TraceFile` writes every event of a process into a file beside the run.
+- `Heartbeat` says every few seconds what this rank does, for ``aiockpt top``.
 - `Metrics` counts for Prometheus, and `Scalars` hands numbers by step to a logger of experiments.
 - `aiockpt.monitor.run_log` reads the files of all ranks, and of all starts of a run, as one.
 """
 
+from aiockpt.monitor.heartbeat import Heartbeat
 from aiockpt.monitor.metrics import Metrics, Scalars
 from aiockpt.monitor.trace import TraceFile
 
-__all__ = ["Metrics", "Scalars", "TraceFile"]
+__all__ = ["Heartbeat", "Metrics", "Scalars", "TraceFile"]

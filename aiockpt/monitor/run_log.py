@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import reduce
+from operator import or_
 from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import unquote
 
 import msgspec
 
@@ -17,27 +21,9 @@ from aiockpt.errors import UsageError
 from aiockpt.events import Event, Opened
 from aiockpt.monitor.trace import FOLDER
 
-_Known = (
-    Opened
-    | events.SaveStarted
-    | events.SnapshotTaken
-    | events.BarrierWaited
-    | events.BytesWritten
-    | events.DataWritten
-    | events.StageEnded
-    | events.Committed
-    | events.SaveFailed
-    | events.SaveSkipped
-    | events.StepSkipped
-    | events.Loaded
-    | events.StepDeleted
-    | events.GarbageDeleted
-    | events.RolledForward
-    | events.Promoted
-    | events.PromotionFailed
-    | events.StorageRetried
-)
-_decoder = msgspec.json.Decoder(_Known)
+E = TypeVar("E", bound=Event)
+_kinds = [kind for kind in Event.__subclasses__() if kind.__module__ == events.__name__]
+_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(reduce(or_, _kinds))
 
 
 class ProcessLog(msgspec.Struct, frozen=True):
@@ -70,6 +56,19 @@ class RunLog(msgspec.Struct, frozen=True):
 
     processes: list[ProcessLog]
     unread: int = 0
+
+    def told(self, kind: type[E]) -> Iterator[tuple[ProcessLog, E]]:
+        """Yield the events of a kind, each with the process that told it."""
+        for process in self.processes:
+            for event in process.events:
+                if isinstance(event, kind):
+                    yield process, event
+
+    def folders(self) -> list[Path]:
+        """Return the places of the last process that are folders here, the nearest first."""
+        urls = self.processes[-1].opened.urls if self.processes else ()
+        paths = [Path(unquote(url.removeprefix("file://"))) for url in urls if url.startswith("file://")]
+        return [path for path in paths if path.is_dir()]
 
 
 def read_run(path: str | os.PathLike[str]) -> RunLog:

@@ -1,14 +1,15 @@
 """Which rank is slower than its peers, in which stage, since when, and by how much?
 
-A stage of one step is compared over the ranks: how many times as long as the median of all of them a rank took. A rank is a
-straggler where the median of that, over the steps, is `FACTOR` or more, in `STEPS` steps at least, and what it adds is
+A stage of one step is compared over the ranks: how many times as long as the median of all of them a rank took. It is slow
+there where that is `FACTOR` or more. The steps from which on slow ones outnumber the others most are those since when it is
+slow; it is a straggler where they do so by `STEPS` at least, the median of them is `FACTOR` or more, and what it adds is
 `LEAST_S` or more: one outlier is nobody's property, and a small stage is of no matter. Waiting is what the others do.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 import msgspec
@@ -42,10 +43,10 @@ class Straggler(msgspec.Struct, frozen=True, kw_only=True):
     """A rank that is slower than its peers.
 
     Attributes:
-        factor: median over the steps of its seconds over the median of all ranks.
-        extra_s: median over the steps of what it took longer.
-        steps: how many were compared.
-        since: the first step from which on it was slow more often than not.
+        factor: median, over the steps since then, of its seconds over the median of all ranks.
+        extra_s: median over these steps of what it took longer.
+        steps: how many these are.
+        since: the step from which on slow ones outnumber the others most.
         cause: what is likely.
     """
 
@@ -78,31 +79,38 @@ def _of_stage(
     operation: Operation, stage: str, steps: dict[int, dict[int, float]], hosts: dict[int, str]
 ) -> Iterable[Straggler]:
     compared = {step: ranks for step, ranks in sorted(steps.items()) if len(ranks) >= RANKS}
+    usual = {step: median(ranks.values()) for step, ranks in compared.items()}
     for rank in sorted({rank for ranks in compared.values() for rank in ranks}):
-        ratios: dict[int, float] = {}
-        extra: list[float] = []
-        for step, ranks in compared.items():
-            if rank in ranks:
-                usual = median(ranks.values())
-                ratios[step] = ranks[rank] / usual if usual else 1.0
-                extra.append(ranks[rank] - usual)
-        if len(ratios) < STEPS or median(ratios.values()) < FACTOR or median(extra) < LEAST_S:
+        ratios = {
+            step: ranks[rank] / usual[step] if usual[step] else 1.0 for step, ranks in compared.items() if rank in ranks
+        }
+        steps_here = list(ratios)
+        slow = [steps_here[at] for at in slow_steps(list(ratios.values()))]
+        if not slow:
+            continue
+        factor = median(ratios[step] for step in slow)
+        extra_s = median(compared[step][rank] - usual[step] for step in slow)
+        if factor < FACTOR or extra_s < LEAST_S:
             continue
         yield Straggler(
             rank=rank,
             host=hosts[rank],
             operation=operation,
             stage=stage,
-            factor=median(ratios.values()),
-            extra_s=median(extra),
-            steps=len(ratios),
-            since=_since(ratios),
+            factor=factor,
+            extra_s=extra_s,
+            steps=len(slow),
+            since=slow[0],
             cause=_CAUSES.get(stage, "unknown"),
         )
 
 
-def _since(ratios: dict[int, float]) -> int:
-    """Return the first step from which on the rank was slow in more than half of the steps."""
-    steps = list(ratios)
-    slow = [ratio >= FACTOR for ratio in ratios.values()]
-    return next(step for at, step in enumerate(steps) if slow[at] and 2 * sum(slow[at:]) > len(slow) - at)
+def slow_steps(ratios: Sequence[float]) -> range:
+    """Return which of the steps, up to the last, slow ones outnumber the others in most; none where by less than `STEPS`."""
+    lead = most = 0
+    first = len(ratios)
+    for at in reversed(range(len(ratios))):
+        lead += 1 if ratios[at] >= FACTOR else -1
+        if lead > most:
+            most, first = lead, at
+    return range(first if most >= STEPS else len(ratios), len(ratios))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 
@@ -10,7 +11,8 @@ import msgspec
 
 from aiockpt.events import Loaded, PromotionFailed, SaveFailed, SnapshotTaken, StorageRetried
 from aiockpt.monitor.run_log import ProcessLog, RunLog
-from aiockpt.monitor.spans import WHOLE, TimeSpan, spans
+from aiockpt.monitor.run_starts import first_starts
+from aiockpt.monitor.spans import WHOLE, TimeSpan
 from aiockpt.monitor.stragglers import Straggler, stragglers
 
 
@@ -50,12 +52,18 @@ class Restart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A save, or its copy to another place, that failed: when, in seconds since 1970, where, and why."""
+    """A save, or its copy to another place, that failed with one error on one rank or more.
+
+    Attributes:
+        at_s: in seconds since 1970, on the *rank* that said so first.
+        ranks: how many did.
+    """
 
     at_s: float
     rank: int
     step: int
     error: str
+    ranks: int = 1
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,20 +94,16 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     failures: list[FailedStep]
 
 
-def summarize(run: RunLog) -> Summary:
-    """Return what is to be known of *run*."""
-    found = spans(run)
-    of_rank_0 = [process for process in run.processes if process.opened.rank == 0]
+def summarize(run: RunLog, found: Sequence[TimeSpan]) -> Summary:
+    """Return what is to be known of *run*, of which *found* are the spans."""
     whole = [span for span in found if span.rank == 0 and span.operation == "save" and span.stage == WHOLE]
     committed = [span for span in whole if not span.failed]
     begun_s = min(process.wall_s(process.opened.at_ns) for process in run.processes)
     ended_s = max(process.last_s for process in run.processes)
-    pauses = [
-        event.pause_s for process in run.processes for event in process.events if isinstance(event, SnapshotTaken)
-    ]
-    restarts = _restarts(of_rank_0, committed)
+    pauses = [event.pause_s for _, event in run.told(SnapshotTaken)]
+    restarts = _restarts(first_starts(run), committed)
     wasted_s = sum(one.lost_s + one.down_s for one in restarts)
-    wasted_s += sum(event.pause_s for one in of_rank_0 for event in one.events if isinstance(event, SnapshotTaken))
+    wasted_s += sum(event.pause_s for one, event in run.told(SnapshotTaken) if one.opened.rank == 0)
     return Summary(
         begun_s=begun_s,
         ended_s=ended_s,
@@ -111,24 +115,32 @@ def summarize(run: RunLog) -> Summary:
         pauses_s=_median_and_most(pauses),
         durable_s=_median_and_most([span.seconds for span in committed]),
         effective=max(0.0, 1 - wasted_s / (ended_s - begun_s)) if ended_s > begun_s else 1.0,
-        retries=sum(isinstance(event, StorageRetried) for one in run.processes for event in one.events),
+        retries=sum(1 for _ in run.told(StorageRetried)),
         stages=_figures(found),
         restarts=restarts,
         stragglers=stragglers(found),
-        failures=[
-            FailedStep(at_s=one.wall_s(event.at_ns), rank=one.opened.rank, step=event.step, error=event.error)
-            for one in run.processes
-            for event in one.events
-            if isinstance(event, SaveFailed | PromotionFailed)
-        ],
+        failures=_failures(run),
     )
+
+
+def _failures(run: RunLog) -> list[FailedStep]:
+    told: dict[tuple[int, str], list[tuple[float, int]]] = defaultdict(list)
+    for process in run.processes:
+        for event in process.events:
+            if isinstance(event, SaveFailed | PromotionFailed):
+                told[event.step, event.error].append((process.wall_s(event.at_ns), process.opened.rank))
+    some = [
+        FailedStep(at_s=min(where)[0], rank=min(where)[1], step=step, error=error, ranks=len({at[1] for at in where}))
+        for (step, error), where in told.items()
+    ]
+    return sorted(some, key=lambda one: one.at_s)
 
 
 def _median_and_most(values: list[float]) -> tuple[float, float]:
     return (median(values), max(values)) if values else (0.0, 0.0)
 
 
-def _figures(found: list[TimeSpan]) -> list[StageFigures]:
+def _figures(found: Sequence[TimeSpan]) -> list[StageFigures]:
     grouped: dict[tuple[str, str], list[TimeSpan]] = defaultdict(list)
     for span in found:
         grouped[span.operation, span.stage].append(span)
@@ -152,12 +164,8 @@ def _figures(found: list[TimeSpan]) -> list[StageFigures]:
     return sorted(figures, key=lambda one: (order[one.operation], one.stage != WHOLE, -one.median_s))
 
 
-def _restarts(starts: list[ProcessLog], committed: list[TimeSpan]) -> list[Restart]:
-    """Return the starts after the first; of several checkpointers in one process the first is its start."""
-    firsts: list[ProcessLog] = []
-    for one in starts:
-        if not firsts or (one.opened.pid, one.opened.host) != (firsts[-1].opened.pid, firsts[-1].opened.host):
-            firsts.append(one)
+def _restarts(firsts: list[ProcessLog], committed: list[TimeSpan]) -> list[Restart]:
+    """Return the starts after the first one, of which *firsts* are."""
     restarts = []
     for before, after in pairwise(firsts):
         at_s = after.wall_s(after.opened.at_ns)

@@ -12,7 +12,9 @@ Guarantees:
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import aiofiles
 import anyio
@@ -22,6 +24,9 @@ from aiofiles.threadpool.binary import AsyncBufferedReader
 
 from aiockpt.errors import UsageError
 from aiockpt.events import Event, Opened
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 FOLDER = "monitor"
 """Beside the steps of a run."""
@@ -35,10 +40,18 @@ class TraceFile:
     Args:
         path: the file, whose folder must be there; ``{rank}`` in it is the rank. None: ``monitor/rank-00000.jsonl`` below
             the nearest place that is a folder of this machine; its folder is made.
+        mesh: where this rank stands in the parallel job, so that the report can group by it: a ``DeviceMesh`` with named
+            dimensions, or coordinates by name, such as ``{"dp": 3, "tp": 0, "pp": 1}``.
+
+    Raises:
+        UsageError: the dimensions of the mesh have no names.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str] | None = None, *, mesh: DeviceMesh | Mapping[str, int] | None = None
+    ) -> None:
         self._path = None if path is None else os.fspath(path)
+        self._mesh = _coordinates(mesh)
         self._lines: list[bytes] = []
         self._opened: Opened | None = None
         self._news: anyio.Event | None = None
@@ -47,7 +60,7 @@ class TraceFile:
     def on_event(self, event: Event) -> None:
         """Queue *event*."""
         if isinstance(event, Opened):
-            self._opened = event
+            event = self._opened = msgspec.structs.replace(event, mesh=self._mesh)
         if not self._given_up:
             self._lines.append(msgspec.json.encode(event) + b"\n")
             self._wake()
@@ -108,6 +121,15 @@ class TraceFile:
 
     def __repr__(self) -> str:
         return f"<TraceFile {self._path!r}, {len(self._lines)} events queued>"
+
+
+def _coordinates(mesh: DeviceMesh | Mapping[str, int] | None) -> dict[str, int]:
+    """Return the coordinates by the name of their dimension; none of a rank outside the mesh."""
+    if mesh is None or isinstance(mesh, Mapping):
+        return dict(mesh or {})
+    if not mesh.mesh_dim_names:
+        raise UsageError("TraceFile(mesh=…): its dimensions have no names: init_device_mesh(…, mesh_dim_names=(…))")
+    return dict(zip(mesh.mesh_dim_names, mesh.get_coordinate() or (), strict=False))
 
 
 async def _ends_in_half_a_line(file: AsyncBufferedReader) -> bool:

@@ -50,7 +50,7 @@ RENEW_NS = 10**9
 
 
 class PreemptionHandler:
-    """Ends the run of one checkpointer; see `aiockpt.engine.interruption.Interruption`.
+    """Ends the run of one checkpointer; see `aiockpt.interruption.Interruption`.
 
     Args:
         policy: what was asked for.

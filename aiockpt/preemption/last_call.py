@@ -27,7 +27,7 @@ RESERVE_S = 1.0
 
 
 class PreemptedCall:
-    """One call, on the training thread; see `aiockpt.engine.interruption.LastCall`."""
+    """One call, on the training thread; see `aiockpt.interruption.LastCall`."""
 
     def __init__(self, handler: PreemptionHandler, decision: EndDecision) -> None:
         self._handler = handler

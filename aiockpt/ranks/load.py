@@ -131,8 +131,7 @@ class RankLoads:
             if choice is None:
                 return None
             stages = engine.stages("load", choice.step)
-            stages.note("find", sought_ns)
-            stages.tell()
+            stages.ended("find", sought_ns)
             agree = Agreement(notes, str(trial), engine.options.deadlines.close_s, stages)
             target: LoadTarget | None = None
             place = destination.places[choice.tier]

@@ -73,8 +73,6 @@ class LoopThread:
 
     def _set_up(self) -> None:
         self._loop.set_default_executor(self._executor)
-        if isinstance(self._loop, _Loop):
-            self._loop.workers = self._executor
         _here.is_loop = True
         self._cpu_clock = time.pthread_getcpuclockid(threading.get_ident())
 
@@ -184,12 +182,17 @@ def runs_event_loop() -> bool:
 class _Loop(asyncio.SelectorEventLoop):
     """A loop that ends without a thread of its own: from Python 3.12 on none can be started while the interpreter exits."""
 
-    workers: concurrent.futures.Executor | None = None
+    _workers: concurrent.futures.Executor | None = None
+
+    def set_default_executor(self, executor: concurrent.futures.ThreadPoolExecutor) -> None:  # type: ignore[override]
+        """Have *executor* run what is handed to threads."""
+        super().set_default_executor(executor)
+        self._workers = executor
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:
         """Have the workers end when they have nothing to do; all that was awaited is done by now."""
-        if self.workers is not None:
-            self.workers.shutdown(wait=False)
+        if self._workers is not None:
+            self._workers.shutdown(wait=False)
 
 
 def _run_loop(ready: Ready) -> None:

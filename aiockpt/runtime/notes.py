@@ -249,10 +249,10 @@ def growing_pauses(first_s: float, last_s: float) -> Iterator[float]:
         pause_s = min(pause_s * GROWTH, last_s)
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 3", or "ranks 1, 2, 5 and 7 more", for messages."""
+def name_ranks(ranks: Sequence[int], most: int = _SHOWN) -> str:
+    """Return "rank 3", or "ranks 1, 2, 5 and 7 more", at *most* so many of them, for messages."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    rest = len(ranks) - _SHOWN
-    shown = ", ".join(map(str, ranks[:_SHOWN]))
+    rest = len(ranks) - most
+    shown = ", ".join(map(str, ranks[:most]))
     return f"ranks {shown}" + (f" and {rest} more" if rest > 0 else "")

@@ -64,6 +64,10 @@ class Stages:
         """Note, on any thread, that a stage has ended, now for None; observers hear of it from the next `tell`."""
         self._untold.append(self._ended(stage, begun_ns, "", StageTally(), failed=False, now_ns=ended_ns))
 
+    def ended(self, stage: str, begun_ns: int) -> None:
+        """Tell of a stage that ends now. On the loop thread."""
+        self._emit(self._ended(stage, begun_ns, "", StageTally(), failed=False))
+
     def wrote(self, key: str, size: int, begun_ns: int) -> None:
         """Tell of bytes that have reached the storage. On the loop thread."""
         now_ns = self.now_ns()

@@ -182,43 +182,40 @@ def test_what_the_fuzzers_start_from_is_accepted(target: Target) -> None:
     assert all(target.decode(data) for data in target.corpus)
 
 
-@pytest.mark.timeout(PROCESSES_S + 20)
-def test_the_command_kills_real_processes_and_tells_what_came_of_it(tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    done = command("sigkill", "--json", str(report))
+def nothing_found(folder: Path, *arguments: str) -> str:
+    """Run a campaign as somebody at a terminal does; it finds nothing. Return its report."""
+    report = folder / "report.json"
+    done = command(*arguments, "--json", str(report))
     assert done.returncode == 0, done.stderr
     assert "0 findings" in done.stderr
-    assert '"killed, 1 is there"' in report.read_text()
-    assert '"killed, 2 is there"' in report.read_text()
+    return report.read_text()
+
+
+@pytest.mark.timeout(PROCESSES_S + 20)
+def test_the_command_kills_real_processes_and_tells_what_came_of_it(tmp_path: Path) -> None:
+    report = nothing_found(tmp_path, "sigkill")
+    assert '"killed, 1 is there"' in report
+    assert '"killed, 2 is there"' in report
 
 
 @pytest.mark.timeout(PROCESSES_S + 20)
 def test_when_one_of_several_ranks_is_killed_the_others_end_and_the_step_is_whole_or_not_there(tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    done = command("sigkill-ranks", "--count", "12", "--json", str(report))
-    assert done.returncode == 0, done.stderr
-    assert "0 findings" in done.stderr
-    assert "given up, 1 is there" in report.read_text()
-    assert "rank 0 killed, the others committed, 2 is there" in report.read_text()
+    report = nothing_found(tmp_path, "sigkill-ranks", "--count", "12")
+    assert "given up, 1 is there" in report
+    assert "rank 0 killed, the others committed, 2 is there" in report
 
 
 @pytest.mark.timeout(PROCESSES_S + 20)
 @pytest.mark.parametrize("kind", ["preemptions", "preemptions-ranks"])
 def test_runs_that_are_told_to_end_lose_nothing(kind: str, tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    done = command(kind, "--json", str(report), "--first-seed", "100")
-    assert done.returncode == 0, done.stderr
-    assert "0 findings" in done.stderr
-    assert "saved anew, status 7" in report.read_text()
+    report = nothing_found(tmp_path, kind, "--first-seed", "100")
+    assert "saved anew, status 7" in report
 
 
 @pytest.mark.timeout(PROCESSES_S + 20)
 def test_what_is_trained_late_survives_its_killers(tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    done = command("late-training", "--json", str(report))
-    assert done.returncode == 0, done.stderr
-    assert "0 findings" in done.stderr
-    assert '"killed in the middle, each sample trained once"' in report.read_text()
+    report = nothing_found(tmp_path, "late-training")
+    assert '"killed in the middle, each sample trained once"' in report
 
 
 @pytest.mark.timeout(PROCESSES_S + 20)

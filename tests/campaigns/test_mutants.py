@@ -94,7 +94,7 @@ def test_what_fails_without_a_mistake_kills_nobody(planted: Mutants) -> None:
 
 
 def test_a_mutant_on_which_the_tests_do_not_end_is_killed(planted: Mutants, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.campaigns.mutants.LIMIT_S", 20.0)
+    monkeypatch.setattr("tests.campaigns.mutants.LIMIT_S", 8.0)
     ends = "def larger(a, b):\n    return a if a > b else b\n"
     (planted.root / "aiockpt/engine/ends.py").write_text(ends)
     test = "from aiockpt.engine.ends import larger\n\ndef test_it():\n    while larger(1, 2) != 2:\n        pass\n"

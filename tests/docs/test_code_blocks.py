@@ -130,11 +130,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("page", PREPARED)
 def test_the_python_of_a_page_runs_as_it_stands(page: str, folder: Path) -> None:
     scope = PREPARED[page]()
+    prepared = list(scope.values())  # a page may give the name to another one
     try:
         for block in python_of(page):
             run_block(block, scope, page)
     finally:
-        for value in scope.values():
+        for value in [*prepared, *scope.values()]:
             if isinstance(value, aiockpt.Checkpointer):
                 value.close()
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from aiockpt.errors import UsageError
 from aiockpt.monitor import TraceFile
 from aiockpt.monitor.run_log import read_run
 from aiockpt.monitor.spans import BLOCKS, WHOLE, TimeSpan, spans
-from aiockpt.monitor.stragglers import STEPS, stragglers
 from aiockpt.monitor.summary import Summary, summarize
 
 SCRIPT = """
@@ -36,6 +34,11 @@ with aiockpt.Checkpointer(sys.argv[1], every=2, observers=[TraceFile()]) as ckpt
 """
 
 
+def summary_of(path: Path) -> Summary:
+    told = read_run(path)
+    return summarize(told, spans(told))
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was killed after step 5, and went on from step 4."""
@@ -48,7 +51,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(run: Path) -> Summary:
-    return summarize(read_run(run))
+    return summary_of(run)
 
 
 def test_saves_are_counted_and_timed(found: Summary) -> None:
@@ -76,6 +79,10 @@ def test_every_stage_of_a_save_and_a_load_has_figures(found: Summary) -> None:
     assert stages["load"] == {WHOLE, "find", "match", "plan", "read", "scatter"}
 
 
+SLACK_S = 0.5
+"""A thread that has read the clock may be held on a busy machine before it says so; the starts are seconds apart."""
+
+
 def test_stages_lie_within_their_operation(run: Path) -> None:
     some = spans(read_run(run))
     for whole in (one for one in some if one.stage == WHOLE):
@@ -86,8 +93,8 @@ def test_stages_lie_within_their_operation(run: Path) -> None:
         ]
         assert len(parts) > 5
         for part in parts:
-            assert part.begin_s >= whole.begin_s - 1e-3
-            assert part.begin_s + part.seconds <= whole.begin_s + whole.seconds + 0.05, part
+            assert part.begin_s >= whole.begin_s - SLACK_S
+            assert part.begin_s + part.seconds <= whole.begin_s + whole.seconds + SLACK_S, part
 
 
 def _of(one: TimeSpan) -> tuple[int, int, str]:
@@ -133,9 +140,11 @@ def test_a_failed_save_is_told_first(tmp_path: Path) -> None:
         aiockpt.Checkpointer(tmp_path / "file" / "run", observers=[trace]) as ckpt,
     ):
         ckpt.save(3, {"x": torch.ones(3)})
-    (failure,) = summarize(read_run(tmp_path / "trace.jsonl")).failures
-    assert failure.step == 3
-    done = CliRunner().invoke(app, ["report", str(tmp_path / "trace.jsonl")])
+    told = read_run(tmp_path / "trace.jsonl")
+    (failure,) = summary_of(tmp_path / "trace.jsonl").failures
+    assert (failure.step, failure.ranks) == (3, 1)
+    assert {(span.stage, span.failed) for span in spans(told)} >= {("begin", True), (WHOLE, True), ("walk", False)}
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "trace.jsonl"), "--text"])
     assert "step 3 on rank 0" in done.output.splitlines()[1]
 
 
@@ -143,37 +152,9 @@ def test_half_a_line_and_unknown_events_are_counted(run: Path, tmp_path: Path) -
     data = (run / "monitor" / "rank-00000.jsonl").read_bytes()
     (tmp_path / "t.jsonl").write_bytes(data + b'{"type":"OfTomorrow","at_ns":1}\n{"type":"Comm')
     assert read_run(tmp_path).unread == 2
-    assert summarize(read_run(tmp_path)) == summarize(read_run(run))
+    assert summary_of(tmp_path) == summary_of(run)
 
 
 def test_without_a_trace_it_says_how_to_have_one(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="TraceFile"):
         read_run(tmp_path)
-
-
-# ------------------------------------------------------------------ stragglers
-
-
-def written(rank: int, step: int, seconds: float, **facts: Any) -> TimeSpan:
-    named = {"operation": "save", "stage": "write", **facts}
-    return TimeSpan(process=rank, rank=rank, host=f"h{rank}", step=step, begin_s=step, seconds=seconds, **named)
-
-
-def test_a_rank_that_is_slow_in_most_steps_is_named_with_stage_and_cause() -> None:
-    some = [written(rank, step, 0.1 + 0.3 * (rank == 2 and step >= 4)) for rank in range(4) for step in range(12)]
-    (slow,) = stragglers(some)
-    assert (slow.rank, slow.host, slow.stage, slow.since, slow.steps) == (2, "h2", "write", 4, 12)
-    assert slow.factor == pytest.approx(4)
-    assert slow.extra_s == pytest.approx(0.3)
-    assert "storage" in slow.cause
-
-
-def test_outliers_small_stages_few_steps_and_waiting_name_nobody() -> None:
-    ranks, steps = range(4), range(10)
-    once = [written(rank, step, 0.1 + 5.0 * (rank == 2 and step == 4)) for rank in ranks for step in steps]
-    small = [written(rank, step, 1e-4 * (1 + 9 * (rank == 2))) for rank in ranks for step in steps]
-    few = [written(rank, step, 0.1 + (rank == 2)) for rank in ranks for step in range(STEPS - 1)]
-    waiting = [written(rank, step, 0.1 + (rank == 2), stage="wait") for rank in ranks for step in steps]
-    pair = [written(rank, step, 0.1 + (rank == 1)) for rank in range(2) for step in steps]
-    for some in (once, small, few, waiting, pair):
-        assert stragglers(some) == []

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.errors import UsageError
 from aiockpt.events import BackgroundTask, BytesWritten, Observer
 from aiockpt.monitor import TraceFile
 from tests.watch import Watch
@@ -172,3 +173,32 @@ def test_without_a_folder_a_name_is_asked_for(caplog: pytest.LogCaptureFixture) 
     with aiockpt.Checkpointer("memory://without-a-folder", observers=[TraceFile()]) as ckpt:
         ckpt.save(1, STATE).result(30)
     assert "name the file" in caplog.text
+
+
+class Mesh:
+    """What of a ``DeviceMesh`` is asked for."""
+
+    def __init__(self, names: tuple[str, ...] | None, coordinate: list[int] | None) -> None:
+        self.mesh_dim_names, self._coordinate = names, coordinate
+
+    def get_coordinate(self) -> list[int] | None:
+        return self._coordinate
+
+
+@pytest.mark.parametrize(
+    ("mesh", "told"),
+    [
+        ({"dp": 3, "tp": 1}, {"dp": 3, "tp": 1}),
+        (Mesh(("dp", "tp"), [3, 1]), {"dp": 3, "tp": 1}),
+        (Mesh(("dp", "tp"), None), {}),
+        (None, {}),
+    ],
+)
+def test_where_the_rank_stands_in_the_mesh_is_told_first(tmp_path: Path, mesh: Any, told: dict[str, int]) -> None:
+    save_once(tmp_path / "run", TraceFile(mesh=mesh))
+    assert lines(tmp_path / "run" / "monitor" / "rank-00000.jsonl")[0]["mesh"] == told
+
+
+def test_a_mesh_without_names_is_refused() -> None:
+    with pytest.raises(UsageError, match="mesh_dim_names"):
+        TraceFile(mesh=Mesh(None, [0]))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

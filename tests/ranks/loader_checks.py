@@ -179,7 +179,9 @@ def what_only_knows_its_own_state_goes_on_where_the_ranks_are_the_same_and_is_re
                 loader = opaque(dist.get_rank(), size)
                 with pytest.raises(StateMismatchError, match=f"saved by 2 data-parallel ranks, and here are {size}"):
                     ckpt.load({"loader": loader}).result()
-                assert next(iter(loader)) == [0, 1, 2]
+                # To its end: the error holds it, and torch waits 5 s for workers that die in a cycle.
+                first, *_ = loader
+                assert first == [0, 1, 2]
     if dist.get_rank() == 0:
         shutil.rmtree(root)
 

@@ -1,14 +1,19 @@
-"""How does a run go? ``report`` says it from the traces that its ranks have left."""
+"""How does a run go? ``report`` says it from the traces that its ranks have left, ``top`` from their heartbeats."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
+import anyio
 import typer
 
 from aiockpt.cli import show
-from aiockpt.cli.commands.common import Json, app
+from aiockpt.cli.commands.common import Json, Root, app, chosen_steps, open_checkpointer
+
+if TYPE_CHECKING:
+    from aiockpt.monitor.html.size_map import SizeMap
 
 
 @app.command("report")
@@ -16,20 +21,84 @@ def report(
     run: Annotated[
         Path, typer.Argument(help="The folder of a run, a folder of traces, or one trace.", show_default=False)
     ],
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write the page; report.html when left out.", metavar="FILE")
+    ] = None,
+    text: Annotated[bool, typer.Option("--text", help="Print it here instead of writing a page.")] = False,
     chrome: Annotated[
         Path | None, typer.Option(help="Write the timeline of all ranks there, for ui.perfetto.dev.", metavar="FILE")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say how saves and loads of a run went: pauses, stages by rank, stragglers, restarts and what they lost, failures."""
-    from aiockpt.cli.run_summary import show_summary
+    """Write how saves and loads of a run went, as a page to look at: slow ranks, pauses, restarts, failures."""
+    from aiockpt.cli.run_summary import show_findings, show_summary
     from aiockpt.monitor.chrome import write_chrome_trace
+    from aiockpt.monitor.findings import find_problems
     from aiockpt.monitor.run_log import read_run
+    from aiockpt.monitor.save_points import save_points
     from aiockpt.monitor.spans import spans
     from aiockpt.monitor.summary import summarize
 
     told = read_run(run)
-    found = summarize(told)
+    timeline = spans(told)
+    found = summarize(told, timeline)
     if chrome is not None:
-        write_chrome_trace(spans(told), chrome)
-    show.json_or(as_json, found, lambda: show_summary(str(run), found, told.unread))
+        write_chrome_trace(timeline, chrome)
+    if text or chrome is not None or as_json:
+        show.json_or(as_json, found, lambda: show_summary(str(run), found, told.unread))
+    if out is not None or not (text or chrome is not None or as_json):
+        from aiockpt.monitor.html.html_report import gather, write_html_report
+
+        points = save_points(told)
+        problems = find_problems(told, found, points)
+        page = Path("report.html") if out is None else out
+        name = str(run if run.name else run.absolute())
+        write_html_report(
+            gather(
+                name,
+                told,
+                timeline,
+                found,
+                points,
+                problems,
+                _sizes([run, *told.folders()] if run.is_dir() else told.folders()),
+            ),
+            page,
+        )
+        if not as_json:
+            show_findings(str(page), found, problems)
+
+
+@app.command("top")
+def top(
+    run: Root,
+    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Watch a running job: which ranks are alive, what each waits for, how old the last durable step is."""
+    from aiockpt.cli.given_root import open_place
+    from aiockpt.cli.live_view import follow, look_once
+
+    backend = open_place(run)
+    if once or as_json or not show.out.is_terminal:
+        anyio.run(look_once, run, backend, as_json)
+        return
+    with suppress(KeyboardInterrupt):
+        anyio.run(follow, run, backend, every)
+
+
+def _sizes(roots: list[Path]) -> SizeMap | None:
+    """Return what the newest step below the first of *roots* that has one consists of."""
+    from aiockpt.errors import CheckpointError
+    from aiockpt.monitor.html.size_map import size_map
+
+    for root in roots:
+        try:
+            (step,) = chosen_steps(str(root), None, False, valid=True)
+            with open_checkpointer(str(root)) as ckpt:
+                seen = ckpt.describe(step).result()
+        except (CheckpointError, OSError):
+            continue
+        return size_map(seen.info.step, seen.tensors)
+    return None

@@ -1,0 +1,260 @@
+"""What is wrong with a run, where, and since when? In words for who is woken by it: the worst comes first.
+
+Times are fields of a finding and not in its words, so that each reader's clock can show them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Literal
+
+import msgspec
+
+from aiockpt.events import StorageRetried
+from aiockpt.monitor.run_log import RunLog
+from aiockpt.monitor.run_starts import start_numbers
+from aiockpt.monitor.save_points import SavePoint, usual_interval_s
+from aiockpt.monitor.stragglers import Straggler, slow_steps
+from aiockpt.monitor.summary import FailedStep, Summary
+from aiockpt.runtime.notes import name_ranks
+
+Level = Literal["bad", "warning", "note"]
+"""Work is in danger; saves are slower or work was lost; worth a look."""
+_ORDER: dict[Level, int] = {"bad": 0, "warning": 1, "note": 2}
+
+LATE = 3.0
+"""So many usual intervals without a durable step are too long."""
+MOST_RANKS = 5
+"""That a sentence names."""
+PAUSED = 0.02
+"""Of the time: a larger part in which training is held is told."""
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that an operator should know.
+
+    Attributes:
+        what: in one sentence, with where it is.
+        advice: what to look at, or what is likely the cause; may be empty.
+        since_s: seconds since 1970.
+        rank, step, stage: what to look at in the figures.
+    """
+
+    level: Level
+    what: str
+    advice: str = ""
+    since_s: float | None = None
+    rank: int | None = None
+    step: int | None = None
+    stage: str = ""
+
+
+def find_problems(run: RunLog, summary: Summary, points: Sequence[SavePoint]) -> list[Finding]:
+    """Return what is wrong with *run*, the worst first; nothing of a run in which all went well."""
+    some = [
+        *_overdue(summary, points),
+        *_unfinished(run, points),
+        *_silent(run, points),
+        *_slow_ranks(summary, points),
+        *_slower(summary, points),
+        *_failures(summary, points),
+        *_restarts(summary),
+        *_retries(run),
+        *_held(summary, points),
+    ]
+    return sorted(some, key=lambda one: _ORDER[one.level])
+
+
+def seconds(value: float) -> str:
+    """Return a time as people say it."""
+    for unit, length_s in (("h", 3600.0), ("min", 60.0)):
+        if value >= 2 * length_s:
+            return f"{value / length_s:.3g} {unit}"
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def _failures(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
+    if not summary.failures:
+        return
+    last_commit_s = max((one.ended_s for one in points if one.durable_s is not None), default=0.0)
+    by_error: dict[str, list[FailedStep]] = defaultdict(list)
+    for one in summary.failures:
+        by_error[one.error].append(one)
+    for error, some in by_error.items():
+        last = some[-1]
+        steps = sorted({one.step for one in some})
+        many = f"step {last.step} was not saved" if len(steps) == 1 else f"{len(steps)} steps were not saved"
+        where = f"rank {last.rank}" if last.ranks == 1 else f"{last.ranks} ranks"
+        yield Finding(
+            level="bad" if last.at_s > last_commit_s else "warning",
+            what=f"{many[0].upper()}{many[1:]}: {error} on {where}.",
+            advice="" if last.at_s > last_commit_s else "Later steps are durable.",
+            since_s=some[0].at_s,
+            rank=last.rank,
+            step=last.step,
+        )
+
+
+def _overdue(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
+    usual_s = usual_interval_s(points)
+    commits = [one for one in points if one.durable_s is not None]
+    if points and not commits:
+        yield Finding(level="bad", what="No step has become durable: a crash would lose all.", since_s=summary.begun_s)
+    elif commits and usual_s is not None:
+        last = max(commits, key=lambda one: one.ended_s)
+        late_s = summary.ended_s - last.ended_s
+        if late_s > LATE * usual_s:
+            yield Finding(
+                level="bad",
+                what=f"Nothing has become durable for {seconds(late_s)}, since step {last.step}; "
+                f"usually a save begins every {seconds(usual_s)}.",
+                advice="A crash now loses all work since then.",
+                since_s=last.ended_s,
+                step=last.step,
+            )
+
+
+def _unfinished(run: RunLog, points: Sequence[SavePoint]) -> Iterator[Finding]:
+    last_start = max((one.start for one in points), default=0)
+    lasted = [one.durable_s for one in points if one.durable_s is not None]
+    hosts = {process.opened.rank: process.opened.host for process in run.processes}
+    for one in points:
+        if one.start != last_start or not one.open:
+            continue
+        usual = f"; usually it takes {seconds(median(lasted))}" if lasted else ""
+        waits_for = one.unwritten if 2 * len(one.unwritten) <= one.ranks else ()
+        where = (
+            f", and {name_ranks(waits_for, MOST_RANKS)} ({hosts[waits_for[0]]}) has not written its data"
+            if waits_for
+            else ""
+        )
+        yield Finding(
+            level="warning",
+            what=f"The save of step {one.step} has not ended on {len(one.open)} of {one.ranks} ranks{where}{usual}.",
+            advice="It is under way, or the job hangs or was killed in it.",
+            since_s=one.begun_s,
+            rank=waits_for[0] if waits_for else one.open[0],
+            step=one.step,
+        )
+
+
+def _silent(run: RunLog, points: Sequence[SavePoint]) -> Iterator[Finding]:
+    usual_s = usual_interval_s(points)
+    numbers = start_numbers(run)
+    newest = max(numbers)
+    last_start = [one for one, number in zip(run.processes, numbers, strict=True) if number == newest]
+    last: dict[int, float] = {}
+    hosts: dict[int, str] = {}
+    for process in last_start:
+        rank = process.opened.rank
+        last[rank], hosts[rank] = max(process.last_s, last.get(rank, 0.0)), process.opened.host
+    world_size = max(process.opened.world_size for process in last_start)
+    missing = [rank for rank in range(world_size) if rank not in last]
+    if missing:
+        yield Finding(
+            level="warning",
+            what=f"There is no trace of {name_ranks(missing, MOST_RANKS)}, of {world_size} in the last start.",
+            advice="It never began, or its file is elsewhere.",
+        )
+    usual_last_s = median(last.values())
+    quiet = [rank for rank, at_s in sorted(last.items()) if usual_s is not None and usual_last_s - at_s > 1.5 * usual_s]
+    if quiet:
+        at_s = min(last[rank] for rank in quiet)
+        yield Finding(
+            level="bad",
+            what=f"Nothing is heard of {name_ranks(quiet, MOST_RANKS)} ({hosts[quiet[0]]}) any more: "
+            f"the others told something up to {seconds(usual_last_s - at_s)} longer.",
+            advice="Look at its host, and at its own log.",
+            since_s=at_s,
+            rank=quiet[0],
+        )
+
+
+def _slow_ranks(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
+    begun = {one.step: one.begun_s for one in reversed(points)}
+    by_host: dict[tuple[str, str, str], list[Straggler]] = defaultdict(list)
+    for slow in summary.stragglers:
+        by_host[slow.host, slow.operation, slow.stage].append(slow)
+    for (host, operation, stage), some in by_host.items():
+        worst = some[0]
+        ranks = sorted(one.rank for one in some)
+        whole = f"{len(some)} ranks of host {host} are" if len(some) > 1 else f"Rank {worst.rank} ({host}) is"
+        yield Finding(
+            level="warning",
+            what=f"{whole} slow: {stage} takes {worst.factor:.1f} × as long as on the others, "
+            f"{seconds(worst.extra_s)} more each {operation}, since step {min(one.since for one in some)}.",
+            advice=f"Likely: {worst.cause}." + (f" It is {name_ranks(ranks, MOST_RANKS)}." if len(some) > 1 else ""),
+            since_s=begun.get(min(one.since for one in some)),
+            rank=worst.rank,
+            stage=f"{operation} {stage}",
+        )
+
+
+def _slower(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
+    """Tell that saves take longer than they did, where no straggler of that size explains it."""
+    durable = [(one.step, one.durable_s, one.begun_s) for one in points if one.durable_s is not None]
+    if not durable:
+        return
+    fastest = sorted(took for _, took, _ in durable)[: (len(durable) + 1) // 2]
+    usual_s = median(fastest)
+    slow = slow_steps([took / usual_s for _, took, _ in durable])
+    if not slow or slow.start == 0:
+        return
+    step, _, since_s = durable[slow.start]
+    now_s = median(took for _, took, _ in durable[slow.start :])
+    explained_s = max((one.extra_s for one in summary.stragglers if one.operation == "save"), default=0.0)
+    if now_s < 1.5 * usual_s or explained_s > (now_s - usual_s) / 2:
+        return
+    yield Finding(
+        level="warning",
+        what=f"Saves take {seconds(now_s)} until they are durable, not {seconds(usual_s)}, since step {step}.",
+        advice="It is so on all ranks: look at the storage that they share.",
+        since_s=since_s,
+        step=step,
+    )
+
+
+def _restarts(summary: Summary) -> Iterator[Finding]:
+    if not summary.restarts:
+        return
+    last = summary.restarts[-1]
+    lost_s, down_s = (sum(getattr(one, name) for one in summary.restarts) for name in ("lost_s", "down_s"))
+    count = "once" if len(summary.restarts) == 1 else f"{len(summary.restarts)} times"
+    resumed = "from nothing" if last.resumed_from is None else f"from step {last.resumed_from}"
+    yield Finding(
+        level="warning",
+        what=f"The run was begun anew {count}: {seconds(lost_s)} of work lost, {seconds(down_s)} down.",
+        advice=f"The last time it went on {resumed}.",
+        since_s=summary.restarts[0].at_s,
+    )
+
+
+def _retries(run: RunLog) -> Iterator[Finding]:
+    calls = [(one.wall_s(event.at_ns), one.opened.rank, event) for one, event in run.told(StorageRetried)]
+    if calls:
+        (verb, _), *_ = Counter(event.verb for _, _, event in calls).most_common(1)
+        (rank, many), *_ = Counter(rank for _, rank, _ in calls).most_common(1)
+        last = max(calls, key=lambda call: call[0])
+        yield Finding(
+            level="note",
+            what=f"{len(calls)} calls to storage were made again, most of them {verb}, {many} on rank {rank}.",
+            advice=f"The last error was {last[2].error}.",
+            since_s=min(calls, key=lambda call: call[0])[0],
+            rank=rank,
+        )
+
+
+def _held(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
+    lasted_s = summary.ended_s - summary.begun_s
+    held_s = sum(one.most_pause_s for one in points)
+    if points and held_s > PAUSED * lasted_s:
+        worst = max(points, key=lambda one: one.most_pause_s)
+        yield Finding(
+            level="note",
+            what=f"Training was held for {held_s / lasted_s:.1%} of the time, {seconds(summary.pauses_s[0])} each save.",
+            advice=f"Longest: {seconds(worst.most_pause_s)} on rank {worst.most_pause_rank} at step {worst.step}.",
+            rank=worst.most_pause_rank,
+            step=worst.step,
+        )

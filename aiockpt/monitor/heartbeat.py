@@ -1,0 +1,210 @@
+"""Is this rank alive, and what does it wait for? Each rank says so every few seconds, in a small object beside the run.
+
+Guarantees:
+
+- No save waits for it: an event is a few assignments, and a task of its own writes.
+- What is pending for longer than a deadline is logged, with all that is known of it, also while storage hangs.
+- The last words are written when the checkpointer is closed. A process that is killed falls silent, which is seen, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import anyio
+import msgspec
+
+from aiockpt.errors import CheckpointError, UsageError
+from aiockpt.events import BytesWritten, Event, Opened, Promoted, SaveFailed, StorageRetried
+from aiockpt.monitor.trace import FOLDER
+from aiockpt.monitor.under_way import PendingWork, UnderWay, describe
+from aiockpt.storage.backend import Backend
+from aiockpt.storage.open import open_backend
+
+logger = logging.getLogger("aiockpt")
+
+BEGINS = "beat-"
+LOOK_S = 1.0
+"""Between two looks for what is overdue."""
+
+
+class Beat(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank says of itself.
+
+    Attributes:
+        number: counts them, in one process.
+        time_s: the wall clock of the host.
+        every_s: when the next one is due.
+        pending: the oldest first.
+        durable_step, durable_s: the last step that is durable, and the seconds of work since its save was called, or it
+            was loaded: what a crash would lose. None as long as there is none.
+        places: url → the last step that was copied there.
+        bytes_per_s: written since the beat before.
+        last_error: of the last save that failed.
+        ended: the checkpointer was closed in order.
+    """
+
+    number: int
+    time_s: float
+    every_s: float
+    host: str
+    pid: int
+    rank: int
+    world_size: int
+    pending: list[PendingWork]
+    durable_step: int | None
+    durable_s: float | None
+    places: dict[str, int]
+    bytes_per_s: float
+    failed: int
+    retried: int
+    last_error: str = ""
+    ended: bool = False
+
+
+class Heartbeat:
+    """Says every few seconds what this rank does, for ``aiockpt top RUN``; give one to each checkpointer's ``observers``.
+
+    Args:
+        url: where to: a folder or a URL that all ranks and whoever looks can see. None: the nearest place of the
+            checkpointer that other hosts see, in ``monitor/beat-00000.json``.
+        every_s: seconds from one to the next.
+        overdue_s: a save or a load that takes longer is logged with all that is pending, and again each time it has
+            doubled.
+
+    Raises:
+        UsageError: a time is not above 0.
+    """
+
+    def __init__(self, url: str | None = None, *, every_s: float = 5.0, overdue_s: float = 300.0) -> None:
+        for name, value in (("every_s", every_s), ("overdue_s", overdue_s)):
+            if not value > 0:
+                raise UsageError(f"Heartbeat({name}={value!r}): give seconds, more than 0")
+        self._url, self._every_s, self._overdue_s = url, every_s, overdue_s
+        self._opened: Opened | None = None
+        self._begun, self._ending = anyio.Event(), anyio.Event()
+        self._under_way = UnderWay()
+        self._places: dict[str, int] = {}
+        self._number = self._failed = self._retried = self._written = 0
+        self._last_error = ""
+        self._counted_from_ns = time.monotonic_ns()
+
+    # ------------------------------------------------------------------ hearing, on the loop thread
+
+    def on_event(self, event: Event) -> None:
+        """Take note of *event*."""
+        self._under_way.hear(event)
+        match event:
+            case Opened():
+                self._opened = event
+                self._begun.set()
+            case BytesWritten():
+                self._written += event.bytes
+            case SaveFailed():
+                self._failed += 1
+                self._last_error = f"step {event.step}: {event.error}"
+            case Promoted():
+                self._places[event.url] = event.step
+            case StorageRetried():
+                self._retried += 1
+
+    # ------------------------------------------------------------------ saying
+
+    async def run(self) -> None:
+        """Write a beat every few seconds until `aclose`, and a last one then.
+
+        Raises:
+            UsageError: no place was given, and the checkpointer has none that others see.
+        """
+        await self._begun.wait()
+        if self._opened is None:  # closed before it began
+            return
+        backend = self._open_place(self._opened)
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._look_for_overdue)
+                failing = False
+                while True:
+                    ending = self._ending.is_set()
+                    failing = await self._beat(backend, failing)
+                    if ending:
+                        break
+                    with anyio.move_on_after(self._every_s):
+                        await self._ending.wait()
+        finally:
+            await backend.close()
+
+    async def aclose(self) -> None:
+        """Let `run` end with the last words."""
+        self._ending.set()
+        self._begun.set()
+
+    def beat(self) -> Beat:
+        """Return what there is to say now."""
+        assert self._opened is not None, "the first event says who this is"
+        now_ns = time.monotonic_ns()
+        apart_s = max((now_ns - self._counted_from_ns) / 1e9, 1e-3)
+        speed, self._written, self._counted_from_ns = self._written / apart_s, 0, now_ns
+        durable_step, durable_s = self._under_way.durable(now_ns) or (None, None)
+        self._number += 1
+        return Beat(
+            number=self._number,
+            time_s=time.time(),
+            every_s=self._every_s,
+            host=self._opened.host,
+            pid=self._opened.pid,
+            rank=self._opened.rank,
+            world_size=self._opened.world_size,
+            pending=self._under_way.pending(now_ns),
+            durable_step=durable_step,
+            durable_s=durable_s,
+            places=dict(self._places),
+            bytes_per_s=speed,
+            failed=self._failed,
+            retried=self._retried,
+            last_error=self._last_error,
+            ended=self._ending.is_set(),
+        )
+
+    async def _beat(self, backend: Backend, was_failing: bool) -> bool:
+        """Write a beat; return whether that failed. Only the first failure in a row is logged."""
+        beat = self.beat()
+        try:
+            await backend.put(f"{FOLDER}/{BEGINS}{beat.rank:05}.json", msgspec.json.encode(beat))
+        except CheckpointError as error:
+            if not was_failing:
+                logger.warning("the heartbeat of rank %d cannot be written, and is tried again: %r", beat.rank, error)
+            return True
+        return False
+
+    def _open_place(self, opened: Opened) -> Backend:
+        if self._url is not None:
+            return open_backend(self._url)
+        for url in opened.urls:
+            backend = open_backend(url)
+            if backend.traits.scope == "shared":
+                return backend
+        raise UsageError("Heartbeat(): no place of the run is seen by other hosts: name one, Heartbeat('/shared/run')")
+
+    # ------------------------------------------------------------------ what takes too long
+
+    async def _look_for_overdue(self) -> None:
+        while not self._ending.is_set():
+            self._tell_overdue(time.monotonic_ns())
+            with anyio.move_on_after(min(LOOK_S, self._overdue_s)):
+                await self._ending.wait()
+
+    def _tell_overdue(self, now_ns: int) -> None:
+        assert self._opened is not None, "the first event says who this is"
+        if self._under_way.grew_overdue(now_ns, self._overdue_s):
+            logger.warning(
+                "rank %d on %s: longer than %g s under way. Pending are\n%s",
+                self._opened.rank,
+                self._opened.host,
+                self._overdue_s,
+                "\n".join(f"  {describe(work)}" for work in self._under_way.pending(now_ns)),
+            )
+
+    def __repr__(self) -> str:
+        return f"<Heartbeat every {self._every_s:g} s, {len(self._under_way)} pending>"

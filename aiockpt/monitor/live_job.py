@@ -1,0 +1,124 @@
+"""How does a running job do at this moment? Its heartbeats, read again and again, and who has fallen silent.
+
+Clocks of other hosts are not trusted: a rank is silent for as long as whoever looks has seen no new beat. At the first look
+they are all there is.
+"""
+
+from __future__ import annotations
+
+import time
+
+import anyio
+import msgspec
+
+from aiockpt.errors import ObjectNotFoundError
+from aiockpt.monitor.heartbeat import BEGINS, Beat
+from aiockpt.monitor.trace import FOLDER
+from aiockpt.monitor.under_way import PendingWork
+from aiockpt.storage.backend import Backend, Stat
+
+MISSED = 3
+"""Beats in a row that a rank that is well does not miss."""
+GRACE_S = 2.0
+"""And so much more, for the way through the storage."""
+MAX_BYTES = 1 << 20
+READS = 32
+"""Beats that are read at once."""
+
+
+class RankNow(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank at this moment: its last beat, and the seconds since then."""
+
+    beat: Beat
+    heard_s: float
+
+    @property
+    def silent(self) -> bool:
+        """Whether a beat is missing for long."""
+        return not self.beat.ended and self.heard_s > MISSED * self.beat.every_s + GRACE_S
+
+    @property
+    def oldest(self) -> PendingWork | None:
+        """What it has waited for the longest."""
+        return self.beat.pending[0] if self.beat.pending else None
+
+
+class JobNow(msgspec.Struct, frozen=True, kw_only=True):
+    """A job at this moment.
+
+    Attributes:
+        ranks: those that were heard of, by number.
+        missing: ranks of the world that have never said anything.
+        durable_step, durable_s: what all fall back to after a crash: the newest that any rank tells of, and the seconds of
+            work since then.
+        in_flight: the steps that are being saved.
+    """
+
+    ranks: list[RankNow]
+    world_size: int
+    missing: list[int]
+    silent: list[int]
+    durable_step: int | None
+    durable_s: float | None
+    in_flight: list[int]
+    bytes_per_s: float
+    failed: int
+    retried: int
+    ended: bool
+
+
+class JobWatch:
+    """Reads the heartbeats of one run; for one task.
+
+    Args:
+        backend: of the run, or of what `Heartbeat` was given.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._known: dict[str, tuple[Stat, Beat, float]] = {}
+        """Key → what the listing said, the beat, and the second of our clock at which it was said."""
+
+    async def look(self) -> JobNow | None:
+        """Read what has changed, and return how the job does; None where no rank has ever said anything."""
+        listing = await self._backend.list(FOLDER)
+        there = {stat.key: stat for stat in listing.objects if stat.key.startswith(f"{FOLDER}/{BEGINS}")}
+        self._known = {key: known for key, known in self._known.items() if key in there}
+        changed = [stat for key, stat in there.items() if key not in self._known or self._known[key][0] != stat]
+        limit = anyio.CapacityLimiter(READS)
+        async with anyio.create_task_group() as tasks:
+            for stat in changed:
+                tasks.start_soon(self._read, stat, limit)
+        return self._sum_up()
+
+    async def _read(self, stat: Stat, limit: anyio.CapacityLimiter) -> None:
+        async with limit:
+            try:
+                beat = msgspec.json.decode(await self._backend.get(stat.key, MAX_BYTES), type=Beat)
+            except (ObjectNotFoundError, msgspec.MsgspecError):  # gone meanwhile, or of another version
+                return
+        silent_s = 0.0 if stat.key in self._known else max(time.time() - beat.time_s, 0.0)
+        self._known[stat.key] = (stat, beat, time.monotonic() - silent_s)
+
+    def _sum_up(self) -> JobNow | None:
+        now_s = time.monotonic()
+        found = [RankNow(beat=beat, heard_s=now_s - said_s) for _, beat, said_s in self._known.values()]
+        if not found:
+            return None
+        newest = max(found, key=lambda one: one.beat.time_s)
+        ranks = sorted((one for one in found if one.beat.rank < newest.beat.world_size), key=lambda one: one.beat.rank)
+        durable = [one for one in ranks if one.beat.durable_step is not None]
+        last = max(durable, key=lambda one: one.beat.durable_step or 0, default=None)
+        return JobNow(
+            ranks=ranks,
+            world_size=newest.beat.world_size,
+            missing=sorted(set(range(newest.beat.world_size)) - {one.beat.rank for one in ranks}),
+            silent=[one.beat.rank for one in ranks if one.silent],
+            durable_step=None if last is None else last.beat.durable_step,
+            durable_s=None if last is None else (last.beat.durable_s or 0.0) + last.heard_s,
+            in_flight=sorted({work.step for one in ranks for work in one.beat.pending if work.operation == "save"}),
+            bytes_per_s=sum(one.beat.bytes_per_s for one in ranks if not one.silent),
+            failed=max(one.beat.failed for one in ranks),
+            retried=sum(one.beat.retried for one in ranks),
+            ended=all(one.beat.ended for one in ranks),
+        )

@@ -1,0 +1,118 @@
+"""What became of each save, over all ranks? One point for each, for figures over the steps of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
+
+import msgspec
+
+from aiockpt.events import Committed, DataWritten, Event, SaveFailed, SaveSkipped, SaveStarted, SnapshotTaken
+from aiockpt.monitor.run_log import ProcessLog, RunLog
+from aiockpt.monitor.run_starts import start_numbers
+
+
+class SavePoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A save as all ranks of one start of the run saw it.
+
+    Attributes:
+        start: the number of the start.
+        begun_s, ended_s: of the first rank that began and the last one that told something, in seconds since 1970.
+        durable_s: from the call to the commit, on the rank that took longest; None where it was not committed.
+        pause_s: how long the call held its caller, the median of the ranks; *most_pause_s* on *most_pause_rank*.
+        bytes: that all ranks wrote.
+        ranks: that began it; *unwritten* those of them whose data were not durable, *open* those that have told no end.
+        error: why it failed on the first rank that said so; empty where it did not.
+    """
+
+    step: int
+    start: int
+    begun_s: float
+    ended_s: float
+    durable_s: float | None
+    pause_s: float
+    most_pause_s: float
+    most_pause_rank: int
+    bytes: int
+    ranks: int
+    unwritten: tuple[int, ...]
+    open: tuple[int, ...]
+    error: str = ""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What all ranks wrote, over the time until it was durable; 0 where it was not committed."""
+        return self.bytes / self.durable_s if self.durable_s else 0.0
+
+
+class _Gathered:
+    """What the ranks have told so far of one save."""
+
+    def __init__(self) -> None:
+        self.begun: dict[int, float] = {}
+        self.written: dict[int, int] = {}
+        self.durable: dict[int, float] = {}
+        self.pauses: dict[int, float] = {}
+        self.failed: list[tuple[float, str]] = []
+        self.ended: set[int] = set()
+        self.last_s = 0.0
+
+    def take(self, event: Event, rank: int, process: ProcessLog) -> None:
+        at_s = process.wall_s(event.at_ns)
+        self.last_s = max(self.last_s, at_s)
+        match event:
+            case SaveStarted():
+                self.begun[rank] = at_s
+            case SnapshotTaken():
+                self.pauses[rank] = event.pause_s
+            case DataWritten():
+                self.written[rank] = event.bytes
+            case Committed():
+                self.durable[rank] = event.seconds
+                self.ended.add(rank)
+            case SaveFailed():
+                self.failed.append((at_s, event.error))
+                self.ended.add(rank)
+            case _:
+                self.ended.add(rank)
+
+    def point(self, step: int, start: int) -> SavePoint:
+        worst = max(self.pauses, key=self.pauses.__getitem__, default=0)
+        done = self.written.keys() | self.durable.keys()
+        return SavePoint(
+            step=step,
+            start=start,
+            begun_s=min(self.begun.values()),
+            ended_s=self.last_s,
+            durable_s=max(self.durable.values(), default=None),
+            pause_s=median(self.pauses.values()) if self.pauses else 0.0,
+            most_pause_s=self.pauses.get(worst, 0.0),
+            most_pause_rank=worst,
+            bytes=sum(self.written.values()),
+            ranks=len(self.begun),
+            unwritten=tuple(sorted(self.begun.keys() - done)),
+            open=tuple(sorted(self.begun.keys() - self.ended)),
+            error=min(self.failed)[1] if self.failed else "",
+        )
+
+
+_TOLD = (SaveStarted, SnapshotTaken, DataWritten, Committed, SaveFailed, SaveSkipped)
+
+
+def save_points(run: RunLog) -> list[SavePoint]:
+    """Return the saves of *run* in the order in which they began."""
+    gathered: dict[tuple[int, int], _Gathered] = {}
+    for process, start in zip(run.processes, start_numbers(run), strict=True):
+        rank = process.opened.rank
+        for event in process.events:
+            if isinstance(event, _TOLD):
+                gathered.setdefault((start, event.step), _Gathered()).take(event, rank, process)
+    points = [told.point(step, start) for (start, step), told in gathered.items() if told.begun]
+    return sorted(points, key=lambda one: one.begun_s)
+
+
+def usual_interval_s(points: Sequence[SavePoint]) -> float | None:
+    """Return the median time from one save of a start to its next; None where no two follow each other."""
+    gaps = [after.begun_s - before.begun_s for before, after in pairwise(points) if after.start == before.start]
+    return median(gaps) if gaps else None
