@@ -107,8 +107,7 @@ def path_of(key: str) -> tuple[str, ...]:
 
 def path_to_load(key: str) -> tuple[str, ...]:
     """Return where the tensor of a key lies in the state that is loaded: not where an optimizer would be."""
-    path = path_of(key)
-    return path if path[0] == "model" else (_LOADED, key)
+    return (_LOADED, key)
 
 
 def parts_of(base: Any) -> tuple[tuple[int, ...], torch.dtype, list[Part]]:
