@@ -203,7 +203,7 @@ def test_strict_says_what_becomes_of_keys_that_do_not_fit(places: Path, caplog: 
 def test_another_shape_is_refused_and_nothing_is_overwritten(places: Path) -> None:
     megatron.save({"a": tensor("a", torch.ones(2)), "b": tensor("b", torch.ones(2))}, places / "x")
     asked = {"a": tensor("a", torch.zeros(2)), "b": tensor("b", torch.zeros(3))}
-    with pytest.raises(aiockpt.StateMismatchError, match=r"model\\\.b"):
+    with pytest.raises(aiockpt.StateMismatchError, match=r"tensors\.b"):
         megatron.load(asked, places / "x")
     assert asked["a"].data.tolist() == [0, 0]
 

@@ -33,7 +33,11 @@ with aiockpt.Checkpointer(root, every=EVERY, io=small, on_preempt=ON_PREEMPT) as
 """
 
 
-def script(*, every: int = 10**9, on_preempt: str = "'save'", collective: bool = True, pause: str = "0.002") -> str:
+ANEW = "aiockpt.Preemption(recent_s=0)"
+"""The default would flush an earlier step where saving takes long; how long it takes is the machine's matter."""
+
+
+def script(*, every: int = 10**9, on_preempt: str = ANEW, collective: bool = True, pause: str = "0.002") -> str:
     words = {"EVERY": str(every), "ON_PREEMPT": on_preempt, "COLLECTIVE": str(collective), "PAUSE": pause}
     text = TOGETHER
     for word, value in words.items():

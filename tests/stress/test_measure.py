@@ -16,6 +16,7 @@ import pytest
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.errors import ObjectExistsError, StorageError, UsageError
+from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Listing, Space
 from aiockpt.storage.open import open_backend
 from aiockpt.storage.retry import Retrying, RetryPolicy
@@ -198,13 +199,27 @@ async def test_an_object_seen_in_part_while_it_is_replaced_is_found(memory: Memo
     assert [check.name for check in report.checks if not check.passed] == ["what was replaced is seen whole"]
 
 
+class Ticking:
+    """A clock that only goes on when it is looked at, so that a point has as many requests on any machine."""
+
+    def __init__(self) -> None:
+        self._ns = 0
+
+    def monotonic_ns(self) -> int:
+        """Return a tenth of a millisecond more than at the last look."""
+        self._ns += 100_000
+        return self._ns
+
+    time_ns = monotonic_ns
+
+
 async def test_an_operation_at_which_nothing_works_is_left_and_its_further_points_are_skipped(
     memory: MemoryBackend, plan: StressPlan
 ) -> None:
     def stat_listed(verb: str) -> list[Fault]:
         return [Fault(do="fail", verb=verb, match="*/listed*", times=None, error=errno.EAGAIN)]
 
-    report = await measure(FaultyBackend(memory, stat_listed("stat")), plan)
+    report = await measure(FaultyBackend(memory, stat_listed("stat")), plan, world=World(clock=Ticking()))
     stats = [point for point in report.points if point.operation == "stat"]
     assert [(point.concurrency, point.requests, point.errors) for point in stats] == [(1, 0, {"transient": 10})]
     assert any("stat 4 KiB × 1 was left after 10 failures in a row" in problem for problem in report.problems)
