@@ -343,6 +343,7 @@ def test_options_that_cannot_be_meant_are_refused(options: dict[str, Any], words
 
 @pytest.mark.parametrize(("on_preempt", "words"), [("stop", "'save'"), (aiockpt.Preemption(ends_at=12.0), "ago")])
 def test_what_cannot_be_done_is_refused_before_anything_is_taken(tmp_path: Path, on_preempt: Any, words: str) -> None:
+    before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(aiockpt.UsageError, match=words):
         aiockpt.Checkpointer(tmp_path, on_preempt=on_preempt)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is before
