@@ -52,6 +52,8 @@ from aiockpt.outcomes import log_loaded
 from aiockpt.preemption import Preemption
 from aiockpt.preemption.policy import OnPreempt
 from aiockpt.prove.probe import find_probe
+from aiockpt.readers.hold import Hold, Holds
+from aiockpt.readers.step_watch import StepWatch
 from aiockpt.runtime.background import run_background
 from aiockpt.runtime.limits import LimiterStatistics, run_blocking
 from aiockpt.runtime.loop import LoopThread, refuse_in_event_loop, refuse_on_loop_thread, runs_event_loop
@@ -216,7 +218,9 @@ class Checkpointer:
             coordinator = make_coordinator(ranks, peers, tiers, backends[0], self._loop, self._options, world)
             self._engine = Engine(self._loop, self._options, observers, world, coordinator, memory=memory)
             ends = [
-                run_background(self._loop, observer) for observer in observers if isinstance(observer, BackgroundTask)
+                run_background(self._loop, observer, self._engine.emit)
+                for observer in observers
+                if isinstance(observer, BackgroundTask)
             ]
             for cadence in (observer for observer in observers if isinstance(observer, Cadence)):
                 place = backends[0].url
@@ -231,6 +235,7 @@ class Checkpointer:
             snapshotter = make_snapshotter(self._engine, self._destination, self._copies)
             self._submitter = Submitter(self._destination, self._copies, snapshotter)
             self._unclaimed: list[LoadPromise[LoadResult | None]] = []
+            self._holds = Holds(self._loop, self._destination)
             self._shutdown = Shutdown(self._engine, self._submitter, self._destination, self._copies, ends)
             start_interruption(self._interruption, self._engine, self._destination, ranks)
         except BaseException:
@@ -495,6 +500,33 @@ class Checkpointer:
         step = check_step(step)
         return self._operation(f"delete of step {step}", maintenance.delete, self._destination, step)
 
+    # ------------------------------------------------------------------ readers
+
+    def hold(self, step: int | None = None) -> Hold:
+        """Keep a step (the newest valid one for None) while it is read by other means: ``with ckpt.hold(7) as held: …``.
+
+        No retention deletes it before the block ends, in this process or another: a lease lies beside it, which the holder
+        renews. Whoever is killed holds it for six hours more, at most. ``async with`` in an event loop.
+        """
+        return self._holds.make(_number(step))
+
+    def watch(self, name: str, *, every_s: float = 10.0, newest: bool = False, follow: bool = True) -> StepWatch:
+        """Be handed each committed step once, the oldest first, and wait for more: ``for step in ckpt.watch("eval"): …``.
+
+        A step is done with when the loop comes back for the next one, which is written down in ``readers/NAME.json``: after
+        an error, or a kill, the same step comes again. ``async for`` in an event loop.
+
+        Args:
+            name: of the reader; each reader gets every step. One process at a time has a name.
+            every_s: seconds between two looks while there is nothing new.
+            newest: only the newest step is wanted each time; older ones are passed over.
+            follow: wait for steps to come; False ends where there is nothing new.
+
+        Raises: `UsageError` for a name or a time that cannot be meant; and while it is iterated
+            StorageError: steps cannot be listed, or the note cannot be written.
+        """
+        return StepWatch(self.run_on_destination, self._holds, name, every_s=every_s, newest=newest, follow=follow)
+
     # ------------------------------------------------------------------ the policy form
 
     def resume(self, state: State, *, strict: bool | Mapping[str, bool] = True, rename: Renames = ()) -> int:
@@ -575,6 +607,7 @@ class Checkpointer:
 
     def _shut_down(self) -> None:
         try:
+            self._holds.release_all()
             self._shutdown.close()
         finally:
             self._interruption.release()

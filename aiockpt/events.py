@@ -7,6 +7,7 @@ do beside that, such as writing a file, is a `BackgroundTask`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
@@ -188,6 +189,25 @@ class StorageRetried(Event, frozen=True, tag=True):
     wait_s: float
 
 
+class StragglerFound(Event, frozen=True, tag=True):
+    """A rank is slower than its peers, from *step* on; told by the `aiockpt.monitor.Heartbeat` of rank 0.
+
+    Attributes:
+        factor: how many times as long as the median of all ranks it takes for *stage*, in the median of *steps* steps.
+        extra_s: how much longer that is, each time.
+        cause: what is likely.
+    """
+
+    rank: int
+    host: str
+    operation: Operation
+    stage: str
+    factor: float
+    extra_s: float
+    steps: int
+    cause: str
+
+
 class Observer(Protocol):
     """Anything that wants to know."""
 
@@ -207,3 +227,11 @@ class BackgroundTask(Observer, Protocol):
 
     async def aclose(self) -> None:
         """Hear that no event will come any more: `run` ends soon. The checkpointer waits a minute for it, no longer."""
+
+
+@runtime_checkable
+class EventSource(Protocol):
+    """An observer that finds something out: what it tells, all observers of the checkpointer hear."""
+
+    def tell_through(self, emit: Callable[[Event], object]) -> None:
+        """Take what shows an event to all observers, to be called on the loop thread; before the first event."""

@@ -11,12 +11,15 @@ from rich.text import Text
 
 from aiockpt.cli import show
 from aiockpt.monitor.live_job import JobNow, JobWatch, RankNow
+from aiockpt.monitor.peer_times import explain
 from aiockpt.runtime.notes import name_ranks
 from aiockpt.storage.backend import Backend
 
-HEADER_LINES = 7
+HEADER_LINES = 10
 MOST_ROWS = 24
 """Ranks that are shown: drawing is most of what a look costs, and who waits the longest is above."""
+MOST_SLOW = 3
+"""Stragglers that are told, the slowest: one disk shows in several stages."""
 _SHOWN_RANKS = 12
 
 
@@ -91,6 +94,7 @@ def _header(root: str, job: JobNow) -> list[str]:
     for ranks, what in ((job.silent, "silent"), (job.missing, "never heard of")):
         if ranks:
             lines.append(f"[bold red]{what}: {name_ranks(ranks, _SHOWN_RANKS)}[/]")
+    lines += [f"[yellow]{escape(explain(one))}[/]" for one in job.slow[:MOST_SLOW]]
     errors = {one.beat.last_error for one in job.ranks if one.beat.last_error}
     if errors:
         lines.append(f"[red]{escape(sorted(errors)[-1][:200])}[/]")

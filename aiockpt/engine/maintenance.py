@@ -22,7 +22,7 @@ from aiockpt.pipeline.collect import (
     collect,
     delete_step,
     find_garbage,
-    is_leased,
+    find_reader,
     mark_unsound,
     step_facts,
     why_unread,
@@ -293,8 +293,8 @@ async def prune(place: Place, rules: Retention, *, dry_run: bool = False, with_u
     for step in plan_retention(facts, rules, protected):
         entry = by_id[step.id]
         with _leaving(place, entry.id, left):
-            if await is_leased(place.backend, step.id, engine.token(6)):
-                left.append((step.id, "another process is reading it"))
+            if (reader := await find_reader(place.backend, step.id, engine.token(6))) is not None:
+                left.append((step.id, reader))
                 continue
             if not dry_run:
                 del by_id[step.id]
@@ -344,8 +344,8 @@ async def _thin(
             verified = verified or fact.verified
             if stays:
                 continue
-            if await is_leased(place.backend, fact.id, engine.token(6)):
-                left.append((fact.id, "another process is reading it"))
+            if (reader := await find_reader(place.backend, fact.id, engine.token(6))) is not None:
+                left.append((fact.id, reader))
                 continue
             if dry_run:
                 thinned.append(plan_thinning(manifest, entry.generations[0] + 1, "")[1])
@@ -390,7 +390,7 @@ async def _collect_all(
                 busy=busy,
                 doubted=place.heads.doubted,
             )
-            if found and not dry_run and await is_leased(place.backend, entry.id, engine.token(6)):
+            if found and not dry_run and await find_reader(place.backend, entry.id, engine.token(6)) is not None:
                 found = []
         for garbage in found:
             with _leaving(place, entry.id, left):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
 import anyio
 
@@ -70,16 +70,31 @@ class Place:
     @asynccontextmanager
     async def reading(self, step_id: str) -> AsyncIterator[None]:
         """Keep retention, here and in other processes, away from a step for the length of the block."""
-        key = lease_key(step_id, self.engine.token(6))
+        with self._pinning(step_id):
+            async with self._leasing(step_id, b"", must=False):
+                yield
+
+    @asynccontextmanager
+    async def holding(self, step_id: str, who: bytes) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+        """Do so for somebody who reads by other means, and yield what makes the lease as good as new.
+
+        Args:
+            who: written into the lease, for whoever wonders why a step is kept.
+
+        Raises:
+            StorageError: the lease cannot be written, so that nobody would see it.
+        """
+        with self._pinning(step_id):
+            async with self._leasing(step_id, who, must=True) as renew:
+                yield renew
+
+    @contextmanager
+    def _pinning(self, step_id: str) -> Iterator[None]:
         self.pin(step_id)
-        leased = await self._lease(key)
         try:
             yield
         finally:
             self.unpin(step_id)
-            if leased:
-                with anyio.move_on_after(10, shield=True):
-                    await self._release(key)
 
     def pin(self, step_id: str) -> None:
         """Keep this process's retention away from a step until `unpin`. On the loop."""
@@ -91,12 +106,30 @@ class Place:
         if not self._reading[step_id]:
             del self._reading[step_id]
 
-    async def _lease(self, key: str) -> bool:
+    @asynccontextmanager
+    async def _leasing(self, step_id: str, who: bytes, *, must: bool) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+        """Have a lease on a step for the length of the block; without *must* go on where none can be written."""
+        key = lease_key(step_id, self.engine.token(6))
+
+        async def renew() -> None:
+            try:
+                await self.backend.put(key, who)
+            except CheckpointError as error:
+                logger.warning("lease %s cannot be renewed now: %s", key, error)
+
+        leased = True
         try:
-            await self.backend.put(key, b"")
+            await self.backend.put(key, who)
         except CheckpointError:
-            return False  # a read-only place: nobody deletes there either
-        return True
+            leased = False  # a read-only place: nobody deletes there either
+            if must:
+                raise
+        try:
+            yield renew
+        finally:
+            if leased:
+                with anyio.move_on_after(10, shield=True):
+                    await self._release(key)
 
     async def _release(self, key: str) -> None:
         try:

@@ -173,22 +173,29 @@ def _silent(run: RunLog, points: Sequence[SavePoint]) -> Iterator[Finding]:
 
 
 def _slow_ranks(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
+    """Tell of each host with stragglers once: a slow disk shows in several stages, and on all ranks of its host."""
     begun = {one.step: one.begun_s for one in reversed(points)}
-    by_host: dict[tuple[str, str, str], list[Straggler]] = defaultdict(list)
+    by_host: dict[tuple[str, str], list[Straggler]] = defaultdict(list)
     for slow in summary.stragglers:
-        by_host[slow.host, slow.operation, slow.stage].append(slow)
-    for (host, operation, stage), some in by_host.items():
-        worst = some[0]
-        ranks = sorted(one.rank for one in some)
-        whole = f"{len(some)} ranks of host {host} are" if len(some) > 1 else f"Rank {worst.rank} ({host}) is"
+        by_host[slow.host, slow.operation].append(slow)
+    for (host, operation), some in by_host.items():
+        worst, ranks = some[0], sorted({one.rank for one in some})
+        whole = f"{len(ranks)} ranks of host {host} are" if len(ranks) > 1 else f"Rank {worst.rank} ({host}) is"
+        beside = sorted({one.stage for one in some} - {worst.stage})
+        since = min(one.since for one in some)
+        advice = f"Likely: {worst.cause}."
+        advice += (
+            f" {' and '.join(beside).capitalize()} {'is' if len(beside) == 1 else 'are'} slow, too." if beside else ""
+        )
+        advice += f" It is {name_ranks(ranks, MOST_RANKS)}." if len(ranks) > 1 else ""
         yield Finding(
             level="warning",
-            what=f"{whole} slow: {stage} takes {worst.factor:.1f} × as long as on the others, "
-            f"{seconds(worst.extra_s)} more each {operation}, since step {min(one.since for one in some)}.",
-            advice=f"Likely: {worst.cause}." + (f" It is {name_ranks(ranks, MOST_RANKS)}." if len(some) > 1 else ""),
-            since_s=begun.get(min(one.since for one in some)),
+            what=f"{whole} slow: {worst.stage} takes {worst.factor:.1f} × as long as on the others, "
+            f"{seconds(worst.extra_s)} more each {operation}, since step {since}.",
+            advice=advice,
+            since_s=begun.get(since),
             rank=worst.rank,
-            stage=f"{operation} {stage}",
+            stage=f"{operation} {worst.stage}",
         )
 
 

@@ -4,6 +4,7 @@ Guarantees:
 
 - No save waits for it: an event is a few assignments, and a task of its own writes.
 - What is pending for longer than a deadline is logged, with all that is known of it, also while storage hangs.
+- A rank that is slower than its peers is told (`aiockpt.events.StragglerFound`), about every minute, by rank 0.
 - The last words are written when the checkpointer is closed. A process that is killed falls silent, which is seen, too.
 """
 
@@ -11,12 +12,15 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 import anyio
 import msgspec
 
 from aiockpt.errors import CheckpointError, UsageError
 from aiockpt.events import BytesWritten, Event, Opened, Promoted, SaveFailed, StorageRetried
+from aiockpt.monitor.peer_times import PeerTimes, found_event
+from aiockpt.monitor.stragglers import Straggler
 from aiockpt.monitor.trace import FOLDER
 from aiockpt.monitor.under_way import PendingWork, UnderWay, describe
 from aiockpt.storage.backend import Backend
@@ -27,6 +31,7 @@ logger = logging.getLogger("aiockpt")
 BEGINS = "beat-"
 LOOK_S = 1.0
 """Between two looks for what is overdue."""
+BEATS_TO_COMPARISON = 12
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +47,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
         places: url → the last step that was copied there.
         bytes_per_s: written since the beat before.
         last_error: of the last save that failed.
+        slow: ranks that are slower than their peers, as rank 0 says.
         ended: the checkpointer was closed in order.
     """
 
@@ -60,6 +66,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
     failed: int
     retried: int
     last_error: str = ""
+    slow: list[Straggler] = []
     ended: bool = False
 
 
@@ -85,6 +92,8 @@ class Heartbeat:
         self._opened: Opened | None = None
         self._begun, self._ending = anyio.Event(), anyio.Event()
         self._under_way = UnderWay()
+        self._peers = PeerTimes()
+        self._emit: Callable[[Event], object] = lambda _: None
         self._places: dict[str, int] = {}
         self._number = self._failed = self._retried = self._written = 0
         self._last_error = ""
@@ -95,6 +104,7 @@ class Heartbeat:
     def on_event(self, event: Event) -> None:
         """Take note of *event*."""
         self._under_way.hear(event)
+        self._peers.hear(event)
         match event:
             case Opened():
                 self._opened = event
@@ -108,6 +118,10 @@ class Heartbeat:
                 self._places[event.url] = event.step
             case StorageRetried():
                 self._retried += 1
+
+    def tell_through(self, emit: Callable[[Event], object]) -> None:
+        """Take what shows an event to all observers."""
+        self._emit = emit
 
     # ------------------------------------------------------------------ saying
 
@@ -164,13 +178,19 @@ class Heartbeat:
             failed=self._failed,
             retried=self._retried,
             last_error=self._last_error,
+            slow=self._peers.slow,
             ended=self._ending.is_set(),
         )
 
     async def _beat(self, backend: Backend, was_failing: bool) -> bool:
-        """Write a beat; return whether that failed. Only the first failure in a row is logged."""
+        """Write a beat and what is told beside it; return whether that failed. Only the first failure in a row is logged."""
+        assert self._opened is not None, "the first event says who this is"
         beat = self.beat()
         try:
+            await self._peers.publish(backend, self._opened)
+            if beat.rank == 0 and beat.number % BEATS_TO_COMPARISON == 0:
+                for slow in await self._peers.compare(backend, self._opened):
+                    self._emit(found_event(slow, time.monotonic_ns()))
             await backend.put(f"{FOLDER}/{BEGINS}{beat.rank:05}.json", msgspec.json.encode(beat))
         except CheckpointError as error:
             if not was_failing:

@@ -13,6 +13,7 @@ import msgspec
 
 from aiockpt.errors import ObjectNotFoundError
 from aiockpt.monitor.heartbeat import BEGINS, Beat
+from aiockpt.monitor.stragglers import Straggler
 from aiockpt.monitor.trace import FOLDER
 from aiockpt.monitor.under_way import PendingWork
 from aiockpt.storage.backend import Backend, Stat
@@ -52,6 +53,7 @@ class JobNow(msgspec.Struct, frozen=True, kw_only=True):
         durable_step, durable_s: what all fall back to after a crash: the newest that any rank tells of, and the seconds of
             work since then.
         in_flight: the steps that are being saved.
+        slow: ranks that are slower than their peers, the slowest first.
     """
 
     ranks: list[RankNow]
@@ -61,6 +63,7 @@ class JobNow(msgspec.Struct, frozen=True, kw_only=True):
     durable_step: int | None
     durable_s: float | None
     in_flight: list[int]
+    slow: list[Straggler]
     bytes_per_s: float
     failed: int
     retried: int
@@ -117,6 +120,7 @@ class JobWatch:
             durable_step=None if last is None else last.beat.durable_step,
             durable_s=None if last is None else (last.beat.durable_s or 0.0) + last.heard_s,
             in_flight=sorted({work.step for one in ranks for work in one.beat.pending if work.operation == "save"}),
+            slow=[slow for one in ranks[:1] for slow in one.beat.slow],
             bytes_per_s=sum(one.beat.bytes_per_s for one in ranks if not one.silent),
             failed=max(one.beat.failed for one in ranks),
             retried=sum(one.beat.retried for one in ranks),

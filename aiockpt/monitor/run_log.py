@@ -1,29 +1,21 @@
-"""What did all processes of a run tell? The files of `aiockpt.monitor.trace`, read as one story on one clock.
+"""What did all processes of a run tell? One story, on one clock (`aiockpt.monitor.read_run` reads it).
 
-A process that begins writes where and when it is; from then on its events are on its own monotonic clock. They are laid side
-by side by the wall clock at that moment, so that two hosts are as far apart as their clocks are.
+A process that begins says where and when it is; from then on its events are on its own monotonic clock. They are laid side
+by side by the wall clock at that moment, and where that proves wrong by the saves (`aiockpt.monitor.clocks`).
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from functools import reduce
-from operator import or_
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import unquote
 
 import msgspec
 
-from aiockpt import events
-from aiockpt.errors import UsageError
 from aiockpt.events import Event, Opened
-from aiockpt.monitor.trace import FOLDER
 
 E = TypeVar("E", bound=Event)
-_kinds = [kind for kind in Event.__subclasses__() if kind.__module__ == events.__name__]
-_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(reduce(or_, _kinds))
 
 
 class ProcessLog(msgspec.Struct, frozen=True):
@@ -32,14 +24,20 @@ class ProcessLog(msgspec.Struct, frozen=True):
     Attributes:
         opened: which process it was.
         events: in the order in which they were told, after *opened*.
+        shift_ns: what its wall clock is behind that of the first rank (`aiockpt.monitor.clocks`).
     """
 
     opened: Opened
     events: list[Event]
+    shift_ns: int = 0
+
+    def wall_ns(self, at_ns: int) -> int:
+        """Return the wall clock, in nanoseconds since 1970, at a time of this process."""
+        return self.opened.time_ns + at_ns - self.opened.at_ns + self.shift_ns
 
     def wall_s(self, at_ns: int) -> float:
-        """Return the wall clock, in seconds since 1970, at a time of this process."""
-        return (self.opened.time_ns + at_ns - self.opened.at_ns) / 1e9
+        """Return the same in seconds."""
+        return self.wall_ns(at_ns) / 1e9
 
     @property
     def last_s(self) -> float:
@@ -69,49 +67,3 @@ class RunLog(msgspec.Struct, frozen=True):
         urls = self.processes[-1].opened.urls if self.processes else ()
         paths = [Path(unquote(url.removeprefix("file://"))) for url in urls if url.startswith("file://")]
         return [path for path in paths if path.is_dir()]
-
-
-def read_run(path: str | os.PathLike[str]) -> RunLog:
-    """Return what is told in *path*: a file of a `TraceFile`, a folder with some, or the folder of a run.
-
-    Raises:
-        UsageError: there is none.
-    """
-    files = list(_files(Path(path)))
-    if not files:
-        raise UsageError(
-            f"{os.fspath(path)}: no trace of a run here. Have it written: "
-            "Checkpointer(…, observers=[aiockpt.monitor.TraceFile()])"
-        )
-    processes: list[ProcessLog] = []
-    unread = 0
-    for file in files:
-        told, missed = _read(file)
-        processes += told
-        unread += missed
-    return RunLog(sorted(processes, key=lambda one: one.opened.time_ns), unread)
-
-
-def _files(path: Path) -> Iterator[Path]:
-    if path.is_file():
-        yield path
-        return
-    folder = path / FOLDER if (path / FOLDER).is_dir() else path
-    yield from sorted(folder.glob("*.jsonl"))
-
-
-def _read(file: Path) -> tuple[list[ProcessLog], int]:
-    processes: list[ProcessLog] = []
-    unread = 0
-    with file.open("rb") as lines:
-        for line in lines:
-            try:
-                event = _decoder.decode(line)
-            except msgspec.DecodeError:
-                unread += 1
-                continue
-            if isinstance(event, Opened):
-                processes.append(ProcessLog(event, []))
-            elif processes:
-                processes[-1].events.append(event)
-    return processes, unread

@@ -13,6 +13,7 @@ from aiockpt.events import (
     Committed,
     Event,
     Loaded,
+    Opened,
     Operation,
     Promoted,
     SaveFailed,
@@ -56,6 +57,11 @@ def spans(run: RunLog) -> list[TimeSpan]:
     """Return the spans of a run in the order in which they began."""
     found = [span for number, process in enumerate(run.processes) for span in _of_process(number, process)]
     return sorted(found, key=lambda span: span.begin_s)
+
+
+def spans_of(opened: Opened, event: Event) -> list[TimeSpan]:
+    """Return the spans that *event* ends, of the process that is *opened*, by that one's wall clock."""
+    return list(_of_process(0, ProcessLog(opened, [event])))
 
 
 def _of_process(number: int, process: ProcessLog) -> Iterator[TimeSpan]:

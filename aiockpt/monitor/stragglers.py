@@ -1,21 +1,24 @@
-"""Which rank is slower than its peers, in which stage, since when, and by how much?
+"""Which rank is slower than its peers, in which stage, since when, by how much, and why?
 
 A stage of one step is compared over the ranks: how many times as long as the median of all of them a rank took. It is slow
 there where that is `FACTOR` or more. The steps from which on slow ones outnumber the others most are those since when it is
 slow; it is a straggler where they do so by `STEPS` at least, the median of them is `FACTOR` or more, and what it adds is
 `LEAST_S` or more: one outlier is nobody's property, and a small stage is of no matter. Waiting is what the others do.
+
+Why: a rank that is as slow in what only its processor does lacks processor time, whatever stage shows it most; else it is
+what the stage moves its bytes to.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import median
 
 import msgspec
 
 from aiockpt.events import Operation
-from aiockpt.monitor.spans import BLOCKS, WHOLE, TimeSpan
+from aiockpt.monitor.spans import BLOCKS, WHOLE
+from aiockpt.monitor.stage_times import HASH, StageKey, StageTimes
 
 FACTOR = 1.5
 STEPS = 5
@@ -23,20 +26,9 @@ LEAST_S = 0.02
 RANKS = 3
 """With fewer there is no median to be far from."""
 _VICTIMS = {WHOLE, BLOCKS, "wait", "barrier", "pause", "exchange", "commit"}
-
-_CAUSES = {
-    "write": "slow storage or network",
-    "flush": "slow disk",
-    "read": "slow storage or network",
-    "snapshot": "late snapshot: slow memory or device copies",
-    "walk": "slow processor, or many small tensors",
-    "plan": "slow processor",
-    "match": "slow processor",
-    "scatter": "slow processor or memory",
-    "vote": "slow storage: small files take long",
-    "begin": "slow storage: listing takes long",
-    "find": "slow storage: listing takes long",
-}
+_PROCESSOR = ("walk", "plan", "match", "scatter", "snapshot", HASH)
+"""Stages in which nothing is waited for."""
+_STORAGE = ("write", "flush", "read", "vote", "begin", "find")
 
 
 class Straggler(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,24 +53,14 @@ class Straggler(msgspec.Struct, frozen=True, kw_only=True):
     cause: str
 
 
-def stragglers(found: Iterable[TimeSpan]) -> list[Straggler]:
+def stragglers(times: StageTimes) -> list[Straggler]:
     """Return the stragglers of a run, the slowest first."""
-    taken: dict[tuple[Operation, str], dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
-    hosts: dict[int, str] = {}
-    for span in found:
-        if span.stage in _VICTIMS or span.failed:
-            continue
-        hosts[span.rank] = span.host
-        of_step = taken[span.operation, span.stage][span.step]
-        of_step[span.rank] = of_step.get(span.rank, 0.0) + span.seconds  # several files: all of them
-    slow = [one for (operation, stage), steps in taken.items() for one in _of_stage(operation, stage, steps, hosts)]
+    slow = [one for key in times.stages() if key[1] not in _VICTIMS for one in _of_stage(key, times)]
     return sorted(slow, key=lambda one: one.extra_s, reverse=True)
 
 
-def _of_stage(
-    operation: Operation, stage: str, steps: dict[int, dict[int, float]], hosts: dict[int, str]
-) -> Iterable[Straggler]:
-    compared = {step: ranks for step, ranks in sorted(steps.items()) if len(ranks) >= RANKS}
+def _of_stage(key: StageKey, times: StageTimes) -> Iterable[Straggler]:
+    compared = times.steps(key, RANKS)
     usual = {step: median(ranks.values()) for step, ranks in compared.items()}
     for rank in sorted({rank for ranks in compared.values() for rank in ranks}):
         ratios = {
@@ -94,15 +76,26 @@ def _of_stage(
             continue
         yield Straggler(
             rank=rank,
-            host=hosts[rank],
-            operation=operation,
-            stage=stage,
+            host=times.hosts.get(rank, ""),
+            operation=key[0],
+            stage=key[1],
             factor=factor,
             extra_s=extra_s,
             steps=len(slow),
             since=slow[0],
-            cause=_CAUSES.get(stage, "unknown"),
+            cause=_cause(key, rank, slow, times),
         )
+
+
+def _cause(key: StageKey, rank: int, slow: Sequence[int], times: StageTimes) -> str:
+    """Return what is likely the cause of *rank* being slow in a stage of the steps *slow*."""
+    operation, stage = key
+    alone: list[StageKey] = [(operation, one) for one in _PROCESSOR]
+    if stage in _PROCESSOR or median(times.together(alone, rank, step) for step in slow) >= FACTOR:
+        return "too little processor time, or slow memory"
+    if stage in _STORAGE:
+        return "slow network, or its way to the store" if times.remote else "slow disk, or file system"
+    return "unknown"
 
 
 def slow_steps(ratios: Sequence[float]) -> range:

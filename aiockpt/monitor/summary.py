@@ -13,6 +13,7 @@ from aiockpt.events import Loaded, PromotionFailed, SaveFailed, SnapshotTaken, S
 from aiockpt.monitor.run_log import ProcessLog, RunLog
 from aiockpt.monitor.run_starts import first_starts
 from aiockpt.monitor.spans import WHOLE, TimeSpan
+from aiockpt.monitor.stage_times import stage_times
 from aiockpt.monitor.stragglers import Straggler, stragglers
 
 
@@ -118,7 +119,7 @@ def summarize(run: RunLog, found: Sequence[TimeSpan]) -> Summary:
         retries=sum(1 for _ in run.told(StorageRetried)),
         stages=_figures(found),
         restarts=restarts,
-        stragglers=stragglers(found),
+        stragglers=stragglers(stage_times(run, found)),
         failures=_failures(run),
     )
 

@@ -13,6 +13,7 @@ Guarantees (docs/format.md#deletion):
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -35,6 +36,8 @@ from aiockpt.storage.backend import Backend
 from aiockpt.storage.transfer import delete_below, storage_now_ns, walk
 
 LEASE_S = 6 * 3600.0
+LEASE_BYTES = 4096
+"""At most, of what a lease says of who has it."""
 _LEASE_PREFIX = "lease-"
 
 
@@ -242,12 +245,17 @@ def lease_key(step_id: str, nonce: str) -> str:
     return f"{step_id}/{_LEASE_PREFIX}{nonce}"
 
 
-async def is_leased(backend: Backend, step_id: str, nonce: str) -> bool:
-    """Say whether a reader's lease on the step is still alive, by the storage's clock."""
+async def find_reader(backend: Backend, step_id: str, nonce: str) -> str | None:
+    """Return who has a live lease on the step, by the storage's clock, in words; None where nobody has."""
     leases = [
         stat for stat in (await backend.list(step_id)).objects if stat.key.rpartition("/")[2].startswith(_LEASE_PREFIX)
     ]
     if not leases:
-        return False
+        return None
     now_ns = await storage_now_ns(backend, nonce)
-    return any(now_ns - stat.modified_ns < LEASE_S * 1e9 for stat in leases)
+    alive = [stat for stat in leases if now_ns - stat.modified_ns < LEASE_S * 1e9]
+    for stat in alive:
+        with suppress(StorageError):  # let go at this moment
+            if stat.size and (who := await backend.get(stat.key, LEASE_BYTES)):
+                return f"it is held by {who.decode(errors='replace')}"
+    return "another process is reading it" if alive else None

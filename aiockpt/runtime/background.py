@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from aiockpt.events import BackgroundTask
+from aiockpt.events import BackgroundTask, Event, EventSource
 from aiockpt.runtime.world import Loop
 
 FINISH_S = 60.0
@@ -14,8 +14,14 @@ FINISH_S = 60.0
 logger = logging.getLogger("aiockpt")
 
 
-def run_background(loop: Loop, observer: BackgroundTask) -> Callable[[], None]:
-    """Start the task of *observer* on *loop*; return what ends it, in time or not. What goes wrong in it is logged."""
+def run_background(loop: Loop, observer: BackgroundTask, emit: Callable[[Event], object]) -> Callable[[], None]:
+    """Start the task of *observer* on *loop*; return what ends it, in time or not. What goes wrong in it is logged.
+
+    Args:
+        emit: shows an event to all observers, on the loop thread.
+    """
+    if isinstance(observer, EventSource):
+        observer.tell_through(emit)
     running = loop.submit(observer.run)
 
     def tell(_: object) -> None:

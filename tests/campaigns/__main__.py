@@ -31,6 +31,7 @@ from tests.campaigns import (
     sigkill,
     sigkill_ranks,
     states,
+    stragglers,
 )
 from tests.campaigns.campaign import Campaign, Case, Outcomes, Report, run
 
@@ -43,6 +44,7 @@ CAMPAIGNS = {
         preemptions.CAMPAIGN,
         preemptions.RANKS,
         late_training.CAMPAIGN,
+        stragglers.CAMPAIGN,
         bit_flips.CAMPAIGN,
         hostile_manifests.CAMPAIGN,
         failing_calls.CAMPAIGN,

@@ -97,7 +97,7 @@ PREPARED: dict[str, Callable[[], Scope]] = {
     "guide/lazy.md": in_the_loop,
     "guide/storage.md": in_the_loop,
     "guide/watch.md": in_the_loop,
-    "guide/operations.md": make_scope,
+    "guide/operations.md": with_a_run,
 }
 """What each page takes for granted."""
 ELSEWHERE = {"guide/save.md", "guide/ranks.md", "guide/prove.md", "guide/tiers.md"}

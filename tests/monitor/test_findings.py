@@ -11,7 +11,7 @@ import pytest
 
 from aiockpt.events import Committed, Event, Opened, SaveStarted
 from aiockpt.monitor.findings import Finding, find_problems, seconds
-from aiockpt.monitor.run_log import read_run
+from aiockpt.monitor.read_run import read_run
 from aiockpt.monitor.run_starts import first_starts, start_numbers
 from aiockpt.monitor.save_points import save_points, usual_interval_s
 from aiockpt.monitor.spans import spans
@@ -43,11 +43,21 @@ def test_of_a_run_in_which_all_went_well_nothing_is_told(tmp_path: Path) -> None
     assert problems(tmp_path, drawn()) == []
 
 
+def test_a_slow_disk_is_told_once_whatever_stages_and_ranks_it_shows_in(tmp_path: Path) -> None:
+    ranks = frozenset({8, 9})
+    slow = tuple(
+        Fault(ranks=ranks, stage=stage, factor=factor, since=8) for stage, factor in (("write", 4), ("vote", 9))
+    )
+    (found,) = [one for one in problems(tmp_path, drawn(faults=slow)) if "slow:" in one.what]
+    assert found.what.startswith("2 ranks of host node-001 are slow: write takes ")
+    assert found.advice.endswith(" Vote is slow, too. It is ranks 8, 9.")
+
+
 def test_a_slow_rank_is_told_with_its_host_and_since_when(tmp_path: Path) -> None:
     (found,) = problems(tmp_path, drawn(faults=(Fault(ranks=frozenset({9}), stage="write", factor=4.0, since=12),)))
     assert found.what.startswith("Rank 9 (node-001) is slow: write takes 3.")
     assert "since step 1200" in found.what
-    assert "slow storage or network" in found.advice
+    assert "slow network" in found.advice
     assert (found.level, found.rank, found.stage) == ("warning", 9, "save write")
     assert found.since_s == pytest.approx(BEGUN_S + 13 * 60, abs=1)
 

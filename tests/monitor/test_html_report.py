@@ -24,7 +24,7 @@ from aiockpt.monitor.html import timeline_rows
 from aiockpt.monitor.html.html_report import ReportData, gather, write_html_report
 from aiockpt.monitor.html.size_map import size_map
 from aiockpt.monitor.html.stage_grid import StageGrid
-from aiockpt.monitor.run_log import read_run
+from aiockpt.monitor.read_run import read_run
 from aiockpt.monitor.save_points import save_points
 from aiockpt.monitor.spans import BLOCKS, spans
 from aiockpt.monitor.summary import summarize

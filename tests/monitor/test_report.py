@@ -16,7 +16,7 @@ import aiockpt
 from aiockpt.cli.main import app
 from aiockpt.errors import UsageError
 from aiockpt.monitor import TraceFile
-from aiockpt.monitor.run_log import read_run
+from aiockpt.monitor.read_run import read_run
 from aiockpt.monitor.spans import BLOCKS, WHOLE, TimeSpan, spans
 from aiockpt.monitor.summary import Summary, summarize
 

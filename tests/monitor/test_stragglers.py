@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
+import anyio
+import msgspec
 import pytest
+from rich.console import Console
 
+import aiockpt
+from aiockpt.backends.local import LocalBackend
+from aiockpt.backends.memory import MemoryBackend
+from aiockpt.cli.live_view import view
+from aiockpt.events import Event, Opened, SnapshotTaken, StageEnded, StragglerFound
+from aiockpt.monitor import Heartbeat
+from aiockpt.monitor.live_job import JobWatch
+from aiockpt.monitor.peer_times import KEPT_STEPS, PeerTimes, RankTimes
+from aiockpt.monitor.run_log import ProcessLog, RunLog
 from aiockpt.monitor.spans import TimeSpan
-from aiockpt.monitor.stragglers import STEPS, stragglers
+from aiockpt.monitor.stage_times import stage_times
+from aiockpt.monitor.stragglers import STEPS, Straggler
+from aiockpt.monitor.stragglers import stragglers as compare
+from tests.watch import until
+
+
+def opened(rank: int = 0, url: str = "file:///runs/7", world_size: int = 4, time_ns: int = 0) -> Opened:
+    return Opened(at_ns=0, time_ns=time_ns, pid=rank, host=f"h{rank}", rank=rank, world_size=world_size, urls=(url,))
+
+
+def stragglers(found: list[TimeSpan], url: str = "file:///runs/7") -> list[Straggler]:
+    return compare(stage_times(RunLog([ProcessLog(opened(url=url), [])]), found))
 
 
 def written(rank: int, step: int, seconds: float, **facts: Any) -> TimeSpan:
@@ -21,7 +46,35 @@ def test_a_rank_that_is_slow_in_most_steps_is_named_with_stage_and_cause() -> No
     assert (slow.rank, slow.host, slow.stage, slow.since, slow.steps) == (2, "h2", "write", 4, 8)
     assert slow.factor == pytest.approx(4)
     assert slow.extra_s == pytest.approx(0.3)
-    assert "storage" in slow.cause
+    assert "disk" in slow.cause
+    (slow,) = stragglers(some, "s3://bucket/run")
+    assert "network" in slow.cause
+
+
+@pytest.mark.parametrize("busy", [{"hash_s": 0.05}, {"stage": "snapshot"}])
+def test_a_rank_whose_processor_is_as_slow_lacks_processor_time_whatever_stage_shows_it(busy: dict[str, Any]) -> None:
+    some = []
+    for rank in range(4):
+        slower = 3 if rank == 2 else 1
+        for step in range(10):
+            facts = {key: value * slower if key == "hash_s" else value for key, value in busy.items()}
+            some.append(written(rank, step, 0.1 * slower, **{key: facts[key] for key in facts if key != "stage"}))
+            if "stage" in facts:
+                some.append(written(rank, step, 0.005 * slower, stage="snapshot"))
+    slow = stragglers(some)
+    assert {one.rank for one in slow} == {2}
+    assert all("processor" in one.cause for one in slow)
+
+
+def test_one_hiccup_of_the_processor_beside_a_slow_disk_is_not_the_cause() -> None:
+    some = [written(rank, step, 0.1 + 0.3 * (rank == 2)) for rank in range(4) for step in range(10)]
+    some += [
+        written(rank, step, 0.01 + 5.0 * (rank == 2 and step == 4), stage="snapshot")
+        for rank in range(4)
+        for step in range(10)
+    ]
+    (slow,) = stragglers(some)
+    assert "disk" in slow.cause
 
 
 def test_one_that_became_slow_late_in_a_long_run_is_named_with_that_step() -> None:
@@ -68,3 +121,134 @@ def test_outliers_small_stages_few_steps_and_waiting_name_nobody() -> None:
     pair = [written(rank, step, 0.1 + (rank == 1)) for rank in range(2) for step in steps]
     for some in (once, small, few, waiting, pair):
         assert stragglers(some) == []
+
+
+# ---------------------------------------------------------------------- while the job runs
+
+
+def saves(rank: int, steps: range, slow: int) -> list[StageEnded | SnapshotTaken]:
+    """Return what *rank* tells of *steps*, in which *slow* takes four times as long."""
+    told: list[StageEnded | SnapshotTaken] = []
+    for step in steps:
+        told.append(SnapshotTaken(at_ns=0, step=step, bytes=1, pause_s=0.01, copy_s=0.01))
+        told.append(
+            StageEnded(at_ns=0, step=step, operation="save", stage="write", seconds=0.4 if rank == slow else 0.1)
+        )
+    return told
+
+
+def test_ranks_tell_each_other_and_the_first_one_says_who_is_slow_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    emitted: list[Event] = []
+    hearts = [Heartbeat(str(tmp_path), every_s=0.01) for _ in range(4)]
+
+    async def main() -> None:
+        told = anyio.Event()
+
+        def take(event: Event) -> None:
+            emitted.append(event)
+            told.set()
+
+        hearts[0].tell_through(take)
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as tasks:
+                for rank, heart in enumerate(hearts):
+                    heart.on_event(opened(rank))
+                    for event in saves(rank, range(10), slow=2):
+                        heart.on_event(event)
+                    tasks.start_soon(heart.run)
+                await told.wait()
+                await anyio.sleep(0.5)  # many more comparisons
+                for heart in hearts:
+                    await heart.aclose()
+
+    anyio.run(main)
+    (found,) = emitted
+    assert isinstance(found, StragglerFound)
+    assert (found.rank, found.host, found.stage, found.step, found.steps) == (2, "h2", "write", 0, 10)
+    assert (
+        caplog.text.count("rank 2 (h2) is slow: write takes 4.0 × as long as on the others, 0.3 s more each save") == 1
+    )
+    job = anyio.run(JobWatch(LocalBackend(tmp_path)).look)
+    assert job is not None
+    assert [one.rank for one in job.slow] == [2]
+    console = Console(width=160)
+    with console.capture() as captured:
+        console.print(view(str(tmp_path), job, height=40))
+    assert "rank 2 (h2) is slow: write takes 4.0 ×" in captured.get()
+
+
+def test_it_reaches_all_observers_of_a_checkpointer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Straggler(
+        rank=3,
+        host="h3",
+        operation="save",
+        stage="write",
+        factor=2.0,
+        extra_s=1.0,
+        steps=6,
+        since=40,
+        cause="slow disk",
+    )
+
+    async def compare(self: PeerTimes, *_: object) -> list[Straggler]:
+        return [slow]
+
+    monkeypatch.setattr(PeerTimes, "compare", compare)
+    seen: list[Event] = []
+
+    class Sees:
+        def on_event(self, event: Event) -> None:
+            seen.append(event)
+
+    with aiockpt.Checkpointer(tmp_path, observers=[Sees(), Heartbeat(every_s=0.001)]) as ckpt:
+        ckpt.save(1, {"x": 1}).result()
+        until(lambda: any(isinstance(one, StragglerFound) for one in seen), "it was told")
+    found = next(one for one in seen if isinstance(one, StragglerFound))
+    assert (found.rank, found.step, found.cause) == (3, 40, "slow disk")
+
+
+async def compared(backend: MemoryBackend, times: PeerTimes, **given: Any) -> list[int]:
+    return [one.rank for one in await times.compare(backend, opened(**given))]
+
+
+async def test_who_recovered_and_is_slow_again_is_told_again() -> None:
+    backend, ranks = MemoryBackend(), [PeerTimes() for _ in range(4)]
+
+    async def go_on(steps: range, slow: int) -> list[int]:
+        for rank, times in enumerate(ranks):
+            for event in saves(rank, steps, slow):
+                times.hear(event)
+            await times.publish(backend, opened(rank))
+        return await compared(backend, ranks[0])
+
+    assert await go_on(range(10), slow=1) == [1]
+    assert await go_on(range(10, 12), slow=1) == []
+    assert await go_on(range(12, 40), slow=-1) == []
+    assert ranks[0].slow == []
+    assert await go_on(range(40, 60), slow=1) == [1]
+
+
+async def test_what_an_earlier_start_or_a_larger_job_has_left_is_not_compared() -> None:
+    backend, ranks = MemoryBackend(), [PeerTimes() for _ in range(6)]
+    for rank, times in enumerate(ranks):
+        for event in saves(rank, range(10), slow=5):
+            times.hear(event)
+        await times.publish(backend, opened(rank))
+    assert await compared(backend, ranks[0], world_size=6) == [5]
+    assert await compared(backend, PeerTimes(), world_size=5) == []
+    assert await compared(backend, PeerTimes(), world_size=6, time_ns=time.time_ns() + 10**12) == []
+
+
+async def test_what_cannot_be_read_is_no_rank_and_only_the_last_steps_are_told() -> None:
+    backend, times = MemoryBackend(), PeerTimes()
+    for event in saves(0, range(100), slow=-1):
+        times.hear(event)
+    times.hear(StageEnded(at_ns=0, step=99, operation="save", stage="write", seconds=9.0, failed=True))
+    await times.publish(backend, opened(0))
+    told = msgspec.json.decode(await backend.get("monitor/times-00000.json", 1 << 20), type=RankTimes)
+    assert {row[2] for row in told.rows} == set(range(100 - KEPT_STEPS, 100))
+    assert max(row[3] for row in told.rows) == 0.1
+    await backend.put("monitor/times-00001.json", b"of another version")
+    assert await compared(backend, times) == []

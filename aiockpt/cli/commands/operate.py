@@ -1,7 +1,11 @@
-"""How does a run go? ``report`` says it from the traces that its ranks have left, ``top`` from their heartbeats."""
+"""How does a run go, and what is done with its steps? ``report`` says it from the traces of its ranks, ``top`` from their
+heartbeats; ``watch`` runs a command for each step.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +14,7 @@ import anyio
 import typer
 
 from aiockpt.cli import show
-from aiockpt.cli.commands.common import Json, Root, app, chosen_steps, open_checkpointer
+from aiockpt.cli.commands.common import DAMAGED, Json, Root, app, chosen_steps, open_checkpointer
 
 if TYPE_CHECKING:
     from aiockpt.monitor.html.size_map import SizeMap
@@ -34,7 +38,7 @@ def report(
     from aiockpt.cli.run_summary import show_findings, show_summary
     from aiockpt.monitor.chrome import write_chrome_trace
     from aiockpt.monitor.findings import find_problems
-    from aiockpt.monitor.run_log import read_run
+    from aiockpt.monitor.read_run import read_run
     from aiockpt.monitor.save_points import save_points
     from aiockpt.monitor.spans import spans
     from aiockpt.monitor.summary import summarize
@@ -86,6 +90,46 @@ def top(
         return
     with suppress(KeyboardInterrupt):
         anyio.run(follow, run, backend, every)
+
+
+@app.command("watch")
+def watch(
+    root: Root,
+    command: Annotated[
+        str,
+        typer.Option(
+            "--exec",
+            help="Run by the shell for each step, with AIOCKPT_STEP, AIOCKPT_URL and AIOCKPT_FOLDER in its environment.",
+            show_default=False,
+        ),
+    ],
+    name: Annotated[str, typer.Option(help="Of the reader: each one gets every step once.")] = "watch",
+    newest: Annotated[bool, typer.Option("--newest", help="Pass over steps that a newer one has overtaken.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="End when there is nothing new.")] = False,
+    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 10.0,
+) -> None:
+    """Run a command for each committed step, once, which is kept meanwhile; where it fails it is run again later."""
+    from aiockpt.runtime.signals import Interrupted, ended_by_signals
+
+    failed = 0
+    try:
+        with ended_by_signals(), open_checkpointer(root) as ckpt:
+            for step in ckpt.watch(name, every_s=every, newest=newest, follow=not once):
+                folder = {} if step.folder is None else {"AIOCKPT_FOLDER": str(step.folder)}
+                told = {"AIOCKPT_STEP": str(step.step), "AIOCKPT_URL": step.url, **folder}
+                status = subprocess.run(command, shell=True, env={**os.environ, **told}, check=False).returncode
+                if status:
+                    failed += 1
+                    show.problem(
+                        f"step {step.step}: the command ended with {status}; it is given that step again later"
+                    )
+                    step.again()
+                else:
+                    show.say(f"step {step.step} done")
+    except Interrupted as interruption:
+        raise typer.Exit(128 + interruption.number) from None
+    if failed:
+        raise typer.Exit(DAMAGED)
 
 
 def _sizes(roots: list[Path]) -> SizeMap | None:

@@ -1,0 +1,65 @@
+"""How far apart are the clocks of a run's hosts? As far as its saves prove, which all ranks go through together.
+
+A save is a round trip through the store: the first rank writes the manifest when it has seen the vote of another one, and
+that one sees the manifest when it is written. So what the other told before its vote was before the first rank's commit, and
+what it told after it had heard of the commit came after that. Over many saves the two bounds come close: it is what NTP does
+with messages. Where the wall clocks agree with both they are right, or as good as anybody can tell.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import msgspec
+
+from aiockpt.events import Committed, StageEnded
+from aiockpt.monitor.run_log import ProcessLog, RunLog
+from aiockpt.monitor.run_starts import start_numbers
+
+
+class _Seen(msgspec.Struct):
+    """When one process voted for, wrote, or heard of a commit, by step, in nanoseconds of its own wall clock."""
+
+    voted: dict[int, int]
+    begun: dict[int, int]
+    ended: dict[int, int]
+    heard: dict[int, int]
+
+
+def align_clocks(run: RunLog) -> RunLog:
+    """Return *run* with the clocks of each start's ranks laid on that of its first rank, where they contradict its saves."""
+    by_start: dict[int, list[int]] = defaultdict(list)
+    for place, number in enumerate(start_numbers(run) if run.processes else []):
+        by_start[number].append(place)
+    processes = list(run.processes)
+    for places in by_start.values():
+        first = _seen(min((run.processes[place] for place in places), key=lambda one: one.opened.rank))
+        for place in places:
+            shift_ns = _shift(first, _seen(run.processes[place]))
+            processes[place] = msgspec.structs.replace(run.processes[place], shift_ns=shift_ns)
+    return RunLog(processes, run.unread)
+
+
+def _seen(process: ProcessLog) -> _Seen:
+    seen = _Seen({}, {}, {}, {})
+    for event in process.events:
+        at_ns = process.wall_ns(event.at_ns)
+        match event:
+            case StageEnded(operation="save", stage="vote", failed=False):
+                seen.voted[event.step] = at_ns
+            case StageEnded(operation="save", stage="commit", failed=False):
+                seen.begun[event.step] = at_ns - round(event.seconds * 1e9)
+                seen.ended[event.step] = at_ns
+            case Committed():
+                seen.heard[event.step] = at_ns
+    return seen
+
+
+def _shift(first: _Seen, other: _Seen) -> int:
+    """Return what to add to the clock of *other*, in nanoseconds; 0 where nothing speaks against it, or all is in doubt."""
+    steps = [step for step in first.begun if step in other.voted and step in other.heard and step not in other.begun]
+    if not steps:
+        return 0
+    most = min(first.begun[step] - other.voted[step] for step in steps)
+    least = max(first.ended[step] - other.heard[step] for step in steps)
+    return 0 if least <= 0 <= most or least > most else (least + most) // 2

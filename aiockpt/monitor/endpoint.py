@@ -1,0 +1,163 @@
+"""Is this rank well? A small HTTP server in its process says it: ``/health`` for supervisors, ``/metrics`` for Prometheus.
+
+Opt-in, on the machine itself unless another address is given, and it only answers questions: nothing can be changed there.
+It runs on the engine's loop, so that an answer also says that this loop is alive.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import msgspec
+
+from aiockpt.errors import UsageError
+from aiockpt.events import Committed, Event, Opened, SaveFailed
+from aiockpt.monitor.under_way import PendingWork, UnderWay, describe
+
+if TYPE_CHECKING:
+    from aiohttp import web
+    from prometheus_client import CollectorRegistry
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``/health`` says.
+
+    Attributes:
+        well: whether nothing is overdue, and the last save did not fail.
+        problems: why not, in words.
+        pending: the oldest first.
+        durable_step, durable_s: the last step that is durable, and the seconds of work since: what a crash would lose.
+    """
+
+    well: bool
+    problems: list[str]
+    rank: int
+    world_size: int
+    host: str
+    pending: list[PendingWork]
+    durable_step: int | None
+    durable_s: float | None
+
+
+class Endpoint:
+    """Serves ``/health`` and ``/metrics``; give one to each checkpointer's ``observers``.
+
+    ``/health`` is answered with status 200 or, when something is overdue or the last save has failed, with 503; both as
+    JSON (`Health`). ``/metrics`` is what ``prometheus_client`` has counted (`aiockpt.monitor.Metrics`).
+
+    Args:
+        port: 0 takes a free one, which *port* says when it is open; ranks of one host need one each.
+        host: the address to listen at. By default the machine itself alone; ``"0.0.0.0"`` is everybody who can reach it.
+        overdue_s: a save or a load that takes longer is a problem.
+        registry: of ``prometheus_client``; None is its default one.
+
+    Raises:
+        UsageError: aiohttp is not installed, or a value cannot be meant.
+    """
+
+    def __init__(
+        self,
+        port: int = 9464,
+        *,
+        host: str = "127.0.0.1",
+        overdue_s: float = 300.0,
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        try:
+            import aiohttp  # noqa: F401  said now, and not in the background
+        except ImportError as error:
+            raise UsageError("Endpoint() needs aiohttp: pip install 'aiockpt[metrics]'") from error
+        if not (isinstance(port, int) and 0 <= port < 1 << 16):
+            raise UsageError(f"Endpoint(port={port!r}): give a port, from 0 (any that is free) to 65535")
+        if not overdue_s > 0:
+            raise UsageError(f"Endpoint(overdue_s={overdue_s!r}): give seconds, more than 0")
+        self.port = port
+        self._host = host
+        self._overdue_s = overdue_s
+        self._registry = registry
+        self._opened: Opened | None = None
+        self._failed: SaveFailed | None = None
+        self._under_way = UnderWay()
+        self._begun, self._ending = anyio.Event(), anyio.Event()
+
+    def on_event(self, event: Event) -> None:
+        """Take note of *event*."""
+        self._under_way.hear(event)
+        match event:
+            case Opened():
+                self._opened = event
+                self._begun.set()
+            case SaveFailed():
+                self._failed = event
+            case Committed():
+                self._failed = None
+
+    async def run(self) -> None:
+        """Serve until `aclose`.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        from aiohttp import web
+
+        await self._begun.wait()
+        application = web.Application()
+        application.router.add_get("/health", self._answer_health)
+        application.router.add_get("/metrics", self._answer_metrics)
+        runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self._host, self.port).start()
+            self.port = runner.addresses[0][1]
+            await self._ending.wait()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await runner.cleanup()
+
+    async def aclose(self) -> None:
+        """Let `run` end."""
+        self._ending.set()
+        self._begun.set()
+
+    def health(self) -> Health:
+        """Return how this rank does. On the loop."""
+        assert self._opened is not None, "the first event says who this is"
+        now_ns = time.monotonic_ns()
+        pending = self._under_way.pending(now_ns)
+        problems = [f"overdue: {describe(work)}" for work in pending if work.for_s > self._overdue_s]
+        if self._failed is not None:
+            problems.append(f"the save of step {self._failed.step} failed: {self._failed.error}")
+        durable_step, durable_s = self._under_way.durable(now_ns) or (None, None)
+        return Health(
+            well=not problems,
+            problems=problems,
+            rank=self._opened.rank,
+            world_size=self._opened.world_size,
+            host=self._opened.host,
+            pending=pending,
+            durable_step=durable_step,
+            durable_s=durable_s,
+        )
+
+    async def _answer_health(self, _: Any) -> web.Response:
+        from aiohttp import web
+
+        found = self.health()
+        status = 200 if found.well else 503
+        return web.Response(body=msgspec.json.encode(found), status=status, content_type="application/json")
+
+    async def _answer_metrics(self, _: Any) -> web.Response:
+        from aiohttp import web
+
+        try:
+            import prometheus_client as prometheus
+        except ImportError:
+            return web.Response(text="prometheus_client is not installed: pip install 'aiockpt[metrics]'", status=404)
+        registry = prometheus.REGISTRY if self._registry is None else self._registry
+        headers = {"Content-Type": prometheus.CONTENT_TYPE_LATEST}
+        return web.Response(body=prometheus.generate_latest(registry), headers=headers)
+
+    def __repr__(self) -> str:
+        return f"<Endpoint http://{self._host}:{self.port}>"

@@ -1,0 +1,71 @@
+"""How long did each stage of each step take on each rank? What ranks are compared by."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from statistics import median
+
+from aiockpt.events import Operation
+from aiockpt.monitor.run_log import RunLog
+from aiockpt.monitor.spans import TimeSpan
+
+HASH = "hash"
+"""A part of "write" and of "read": what worker threads hashed."""
+StageKey = tuple[Operation, str]
+
+
+class StageTimes:
+    """Seconds by stage, step and rank. Several files of a step count together; what failed is no time of a stage.
+
+    Attributes:
+        hosts: of the ranks.
+        remote: whether the place that is saved to is reached through a network.
+    """
+
+    def __init__(self, *, remote: bool = False) -> None:
+        self.remote = remote
+        self.hosts: dict[int, str] = {}
+        self._taken: dict[StageKey, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+
+    def add(self, rank: int, key: StageKey, step: int, seconds: float) -> None:
+        """Add what a stage of *step* took on *rank*."""
+        ranks = self._taken[key][step]
+        ranks[rank] = ranks.get(rank, 0.0) + seconds
+
+    def stages(self) -> list[StageKey]:
+        """Return the stages that there are."""
+        return list(self._taken)
+
+    def steps(self, key: StageKey, least_ranks: int) -> dict[int, dict[int, float]]:
+        """Return step → rank → seconds, in the order of steps, of those that *least_ranks* tell of."""
+        return {step: ranks for step, ranks in sorted(self._taken[key].items()) if len(ranks) >= least_ranks}
+
+    def together(self, keys: Iterable[StageKey], rank: int, step: int) -> float:
+        """Return how many times as long as the median of all ranks *rank* took for *keys* of *step* together."""
+        sums: dict[int, float] = defaultdict(float)
+        for key in keys:
+            if key in self._taken:
+                for other, seconds in self._taken[key].get(step, {}).items():
+                    sums[other] += seconds
+        usual = median(sums.values()) if sums else 0.0
+        return sums.get(rank, 0.0) / usual if usual else 1.0
+
+
+def stage_times(run: RunLog, found: Iterable[TimeSpan]) -> StageTimes:
+    """Return the times of *run*, of which *found* are the spans."""
+    urls = run.processes[-1].opened.urls if run.processes else ()
+    times = StageTimes(remote=is_remote(urls))
+    for span in found:
+        if not span.failed:
+            times.hosts[span.rank] = span.host
+            times.add(span.rank, (span.operation, span.stage), span.step, span.seconds)
+            if span.hash_s:
+                times.add(span.rank, (span.operation, HASH), span.step, span.hash_s)
+    return times
+
+
+def is_remote(urls: Iterable[str]) -> bool:
+    """Return whether the first of the places of a checkpointer is reached through a network, as far as its URL says."""
+    first = next(iter(urls), "")
+    return not first.startswith(("file:", "shm:", "memory:"))

@@ -1,0 +1,141 @@
+"""Does the endpoint say over real HTTP whether a rank is well, and only that?"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import prometheus_client
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.backends.local import LocalBackend
+from aiockpt.errors import StorageError
+from aiockpt.monitor import Endpoint, Metrics
+from tests.small_run import SMALL
+from tests.watch import until
+
+STATE: dict[str, Any] = {"x": torch.arange(1000)}
+
+
+def get(endpoint: Endpoint, path: str, method: str = "GET") -> tuple[int, str, Any]:
+    """Return the status, the type and the body of an answer."""
+    until(lambda: endpoint.port, "it listens")
+    request = urllib.request.Request(f"http://127.0.0.1:{endpoint.port}{path}", method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, answer.headers["Content-Type"], answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers["Content-Type"], error.read()
+
+
+def health(endpoint: Endpoint) -> tuple[int, dict[str, Any]]:
+    status, kind, body = get(endpoint, "/health")
+    assert kind.startswith("application/json")
+    return status, json.loads(body)
+
+
+class Gate(LocalBackend):
+    """A place whose data files wait until they may be finished, and which may be full."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.may = threading.Event()
+        self.full = False
+
+    async def create(self, key: str, size: int) -> Any:
+        if self.full:
+            raise StorageError("no space left", key=key)
+        await anyio.to_thread.run_sync(self.may.wait)
+        return await super().create(key, size)
+
+
+def test_it_says_what_is_durable_what_hangs_and_what_failed(tmp_path: Path) -> None:
+    place, endpoint = Gate(tmp_path), Endpoint(0, overdue_s=0.05)
+    with aiockpt.Checkpointer(place, io=SMALL, observers=[endpoint], on_error="warn") as ckpt:
+        status, said = health(endpoint)
+        assert (status, said["well"], said["durable_step"], said["world_size"]) == (200, True, None, 1)
+        save = ckpt.save(7, STATE)
+        until(lambda: health(endpoint)[0] == 503, "it is overdue")
+        (problem,) = health(endpoint)[1]["problems"]
+        assert problem.startswith("overdue: save of step 7: in write")
+        place.may.set()
+        save.result()
+        status, said = health(endpoint)
+        assert (status, said["durable_step"], said["pending"], said["problems"]) == (200, 7, [], [])
+        place.full = True
+        with pytest.raises(StorageError):
+            ckpt.save(8, STATE).result()
+        status, said = health(endpoint)
+        assert (status, said["durable_step"]) == (503, 7)
+        assert "the save of step 8 failed: StorageError" in said["problems"][0]
+        place.full = False
+        ckpt.save(9, STATE).result()
+        assert health(endpoint)[0] == 200
+    with pytest.raises(urllib.error.URLError):
+        get(endpoint, "/health")
+
+
+def test_metrics_are_those_of_prometheus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = prometheus_client.CollectorRegistry()
+    endpoint = Endpoint(0, registry=registry)
+    with aiockpt.Checkpointer(tmp_path, io=SMALL, observers=[Metrics(registry), endpoint]) as ckpt:
+        ckpt.save(3, STATE).result()
+        status, kind, body = get(endpoint, "/metrics")
+        assert status == 200
+        assert kind.startswith("text/plain; version=")
+        assert b"aiockpt_durable_step 3.0" in body
+        monkeypatch.setitem(sys.modules, "prometheus_client", None)
+        status, _, body = get(endpoint, "/metrics")
+        assert status == 404
+        assert b"pip install" in body
+
+
+def test_it_only_answers_questions(tmp_path: Path) -> None:
+    endpoint = Endpoint(0)
+    with aiockpt.Checkpointer(tmp_path, io=SMALL, observers=[endpoint]):
+        assert get(endpoint, "/health", "POST")[0] == 405
+        assert get(endpoint, "/metrics", "DELETE")[0] == 405
+        assert get(endpoint, "/", "GET")[0] == 404
+        assert f"127.0.0.1:{endpoint.port}" in repr(endpoint), "nobody else is listened to"
+
+
+def test_a_port_that_is_taken_harms_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = Endpoint(0)
+    with aiockpt.Checkpointer(tmp_path / "1", io=SMALL, observers=[first]):
+        until(lambda: first.port, "it listens")
+        with aiockpt.Checkpointer(tmp_path / "2", io=SMALL, observers=[Endpoint(first.port)]) as ckpt:
+            ckpt.save(1, STATE).result()
+            until(lambda: "stopped working" in caplog.text, "it is told")
+    assert "address already in use" in caplog.text
+
+
+@pytest.mark.parametrize("given", [{"port": -1}, {"port": "http"}, {"overdue_s": 0}])
+def test_what_cannot_be_meant_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(aiockpt.UsageError, match=next(iter(given))):
+        Endpoint(**given)
+
+
+def test_without_aiohttp_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    with pytest.raises(aiockpt.UsageError, match="pip install 'aiockpt"):
+        Endpoint()
+
+
+def test_it_may_be_closed_before_it_began() -> None:
+    async def main() -> None:
+        endpoint = Endpoint(0)
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(endpoint.run)
+                await endpoint.aclose()
+
+    anyio.run(main)
