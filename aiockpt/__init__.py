@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         WriterLostError,
     )
     from aiockpt.futures import Future, LoadFuture, LoadResult, SaveFuture, SaveResult
-    from aiockpt.options import IO, Best, Deadlines, Retention, Tier
+    from aiockpt.options import IO, Best, Deadlines, Retention, Scrub, Tier
     from aiockpt.preemption import Preempted, Preemption
     from aiockpt.runtime.ranks import Ranks
     from aiockpt.state.codecs import register_codec
@@ -93,6 +93,7 @@ __all__ = [
     "SaveFuture",
     "SaveResult",
     "SaveSkippedError",
+    "Scrub",
     "ShardedSampler",
     "Shards",
     "Span",

@@ -25,6 +25,7 @@ from aiockpt.engine import maintenance
 from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import WARM_UP
 from aiockpt.engine.destination import Destination
+from aiockpt.engine.find import find_manifest
 from aiockpt.engine.load import LoadRequest
 from aiockpt.engine.maintenance import Copied, Description, Pruned, StepInfo, Verified
 from aiockpt.engine.place import Place as EnginePlace
@@ -42,6 +43,7 @@ from aiockpt.options import (
     OnExists,
     Options,
     Retention,
+    Scrub,
     Snapshot,
     Tier,
     WhenFull,
@@ -62,6 +64,7 @@ from aiockpt.runtime.promise import LoadPromise, Promise
 from aiockpt.runtime.ranks import Ranks, check_found, find_ranks
 from aiockpt.runtime.slabs import PoolStatistics
 from aiockpt.runtime.world import World
+from aiockpt.scrub.repair import Repaired
 from aiockpt.shutdown import Shutdown
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
@@ -74,6 +77,7 @@ from aiockpt.wiring import (
     opened,
     share_memory,
     start_interruption,
+    start_scrubber,
     start_writer,
 )
 
@@ -137,6 +141,7 @@ class Checkpointer:
         observers: who is told of events (`aiockpt.events`), on the loop thread; a ``BackgroundTask`` has a task there too.
         ranks: this process among those that save one state together; None asks ``torch.distributed``. With several, every
             rank makes the same calls: saves meet by their step, loads and ``warm_up`` by their number.
+        scrub: read every step again now and then, in the background, and repair what is bad from other tiers. One rank does.
         load_group: a ``torch.distributed`` process group of gloo that nobody else uses. Its ranks read each block once and
             send it to those that want it, too; worth it where storage is slower than the network between them. Give
             every rank the group it is in; None lets each rank read all that it wants.
@@ -166,6 +171,7 @@ class Checkpointer:
         worker: Worker = "thread",
         io: IO = IO(),
         on_preempt: OnPreempt | Preemption | None = None,
+        scrub: Scrub | None = None,
         deadlines: Deadlines = Deadlines(),
         observers: Sequence[Observer] = (),
         ranks: Ranks | None = None,
@@ -238,6 +244,7 @@ class Checkpointer:
             self._holds = Holds(self._loop, self._destination)
             self._shutdown = Shutdown(self._engine, self._submitter, self._destination, self._copies, ends)
             start_interruption(self._interruption, self._engine, self._destination, ranks)
+            self._stop_scrubbing = start_scrubber(scrub, self._engine, self._destination, ranks)
         except BaseException:
             self._loop.discard()
             if memory is not None:
@@ -467,6 +474,38 @@ class Checkpointer:
         """
         return self._operation("verify", maintenance.verify, self._destination, _number(step), on_read)
 
+    def repair(
+        self, step: int | None = None, source: Place | None = None, *, on_read: Callable[[int], object] = _tell_nobody
+    ) -> Future[list[Repaired]]:
+        """Read all of a step in each place that has it, and write anew what is bad there, from wherever it is whole.
+
+        Nothing is written in place, and the step is never less than it was (`aiockpt.scrub.repair`).
+
+        Args:
+            step: None for the newest valid one.
+            source: another place that may have the same step: a path, a URL, or a backend.
+            on_read: told the bytes of each read, on the loop thread; for progress.
+
+        Returns: what was done in each place; *left* says what is bad still.
+
+        Raises: Raised by the future
+            StepNotFoundError: there is no such step.
+            StorageError: a place cannot be read or written to now.
+        """
+        return self._operation("repair", self._repair, _number(step), source, on_read)
+
+    async def _repair(self, step: int | None, source: Place | None, on_read: Callable[[int], object]) -> list[Repaired]:
+        from aiockpt.scrub.repair import repair
+
+        if step is None:
+            step = (await find_manifest(self._destination, None)).manifest.step
+        other = None if source is None else open_backend(source, world=self._engine.world)
+        try:
+            return await repair(self._destination, step, other, on_read)
+        finally:
+            if other is not None and other is not source:
+                await other.close()
+
     def copy(self, step: int | None, to: Place, *, on_copied: Callable[[int], object] = _tell_nobody) -> Future[Copied]:
         """Copy a step (the newest valid one for None) to another place, every block compared on the way.
 
@@ -607,6 +646,7 @@ class Checkpointer:
 
     def _shut_down(self) -> None:
         try:
+            self._stop_scrubbing()
             self._holds.release_all()
             self._shutdown.close()
         finally:

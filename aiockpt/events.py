@@ -163,6 +163,21 @@ class RolledForward(Event, frozen=True, tag=True):
     attempt: str
 
 
+class StepRepaired(Event, frozen=True, tag=True):
+    """What was bad of a step in the place *url* was written anew there, from other copies: the files of these *keys*."""
+
+    url: str
+    keys: tuple[str, ...]
+    bytes: int
+
+
+class StepDamaged(Event, frozen=True, tag=True):
+    """A step in the place *url* is not what was saved, and no copy has what is bad; it is marked, and loads pass it over."""
+
+    url: str
+    problem: str
+
+
 class Promoted(Event, frozen=True, tag=True):
     """The step is in the tier *url* now, too, *seconds* after it was committed in the first one."""
 

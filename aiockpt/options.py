@@ -237,6 +237,22 @@ class IO(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):
             refuse_value("IO", "nice", self.nice, "an int of 0 to 19")
 
 
+class Scrub(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):
+    """Every step is read again now and then, and what is bad is taken from other tiers: ``Checkpointer(…, scrub=Scrub())``.
+
+    Attributes:
+        every_h: hours until a step is read again; the marks that each reading leaves say when that was.
+        bandwidth: bytes/s at the most. While a save is under way nothing is read at all.
+    """
+
+    every_h: float = 24.0
+    bandwidth: float | None = 100.0 * MIB
+
+    def __post_init__(self) -> None:
+        check_amount("Scrub", "every_h", self.every_h, " hours")
+        check_amount("Scrub", "bandwidth", self.bandwidth, " bytes/s", optional=True)
+
+
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):
     """Seconds before a wait gives up and says what it waited for. None of them stops a transfer that moves.
 

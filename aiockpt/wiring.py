@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from aiockpt.engine.context import Engine
@@ -18,7 +18,7 @@ from aiockpt.engine.snapshotter import ByCall, Eager
 from aiockpt.events import Opened
 from aiockpt.interruption import Interruption, NeverInterrupted
 from aiockpt.lazy.snapshotter import LazySnapshotter
-from aiockpt.options import Options, Tier, announced_end_s
+from aiockpt.options import Options, Scrub, Tier, announced_end_s
 from aiockpt.pipeline.state_devices import StateDevices
 from aiockpt.redaction import redact
 from aiockpt.runtime.notes import NoteBoard
@@ -42,6 +42,17 @@ def find_peers(load_group: torch.distributed.ProcessGroup | None, ranks: Ranks) 
     from aiockpt.ranks.peers import find_peers
 
     return find_peers(load_group, ranks)
+
+
+def start_scrubber(scrub: Scrub | None, engine: Engine, destination: Destination, ranks: Ranks) -> Callable[[], object]:
+    """Have the steps read again now and then, where that is asked for, by the first rank; return what ends it."""
+    if scrub is None or ranks.rank:
+        return lambda: None
+    from aiockpt.scrub.scrubber import Scrubber
+
+    scrubber = Scrubber(scrub, engine, destination)
+    scrubber.start()
+    return scrubber.stop
 
 
 def make_coordinator(

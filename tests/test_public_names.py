@@ -17,7 +17,7 @@ PUBLIC = frozenset(
     CorruptionError Deadlines Description ForkedProcessError Future IO
     LoadFuture LoadResult Loader LoaderPart NewerFormatError NoValidCheckpointError Preempted Preemption Pruned RNG
     RankError RankFailedError RankTimeoutError Ranks RanksDisagreeError
-    Retention SaveCancelledError SaveFuture SaveResult SaveSkippedError ShardedSampler Shards Span StateMismatchError
+    Retention SaveCancelledError SaveFuture SaveResult SaveSkippedError Scrub ShardedSampler Shards Span StateMismatchError
     StepExistsError StepInfo StepNotFoundError StorageAccessError StorageError StorageFullError StorageTimeoutError
     Stream StreamLoader TensorInfo Tier TornSnapshotError UnsupportedStateError UsageError Verified WriterLostError per_rank
     register_codec trainable

@@ -31,7 +31,7 @@ KEPT_SHOWN = 20
 class Check(msgspec.Struct, frozen=True):
     """The outcome of verifying one step; *generation*, *bytes* and *seconds* are 0 for one that is damaged.
 
-    *left_out* is the number of names that were chosen not to be saved.
+    *left_out* is the number of names that were chosen not to be saved, *repaired* that of files that were written anew.
     """
 
     step: int
@@ -41,6 +41,7 @@ class Check(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     problem: str | None = None
     left_out: int = 0
+    repaired: int = 0
 
 
 def note_left_out(number: int, of_what: str) -> None:
@@ -59,6 +60,8 @@ def show_check(result: Check) -> None:
             f"[green]✓[/] step {result.step}: {size(result.bytes)} are as they were saved ({result.seconds:.2f} s{rate})"
         )
         note_left_out(result.left_out, f"step {result.step}")
+        if result.repaired:
+            say(f"[yellow]  damaged, and written anew: {count(result.repaired, 'file')}[/]")
     else:
         say(f"[red]✗ step {result.step}:[/] {escape(result.problem or '')}")
 

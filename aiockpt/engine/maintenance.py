@@ -197,11 +197,11 @@ async def verify(
         try:
             await verify_files(place, manifest, on_read)
         except CorruptionError as error:
-            await _mark(place, manifest, verified_key, damaged_key, {"problem": str(error)})
+            await mark_damaged(place, manifest, str(error))
             raise
     size = sum(file.size for file in manifest.files)
     verified = Verified(manifest.step, manifest.id, manifest.generation, size, place.engine.since_s(begun_ns))
-    await _mark(place, manifest, damaged_key, verified_key, {"bytes": size})
+    await mark_verified(place, manifest)
     return verified
 
 
@@ -233,6 +233,16 @@ async def copy(
     size = sum(file.size for file in there.files)
     seconds = engine.since_s(begun_ns)
     return Copied(there.step, there.id, target.url, there.generation, size, seconds, existed)
+
+
+async def mark_verified(place: Place, manifest: Manifest) -> None:
+    """Leave a mark that all of a generation was read, and is what was saved."""
+    await _mark(place, manifest, damaged_key, verified_key, {"bytes": sum(file.size for file in manifest.files)})
+
+
+async def mark_damaged(place: Place, manifest: Manifest, problem: str) -> None:
+    """Leave a mark that a generation is not what was saved; retention does not count it."""
+    await _mark(place, manifest, verified_key, damaged_key, {"problem": problem})
 
 
 async def _mark(

@@ -14,7 +14,7 @@ Guarantees:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import anyio
 import msgspec
@@ -138,6 +138,44 @@ async def copy_files(
     return files
 
 
+async def rewrite_files(
+    source: CopySource,
+    indexes: Sequence[int],
+    target: Backend,
+    world: World,
+    *,
+    windows: Windows,
+    pace: Pace,
+) -> dict[int, FileEntry]:
+    """Make some data files of a step durable at *target* once more, beside what is there; return them by their numbers.
+
+    Raises:
+        CorruptionError: a block is bad in all copies; what was written is removed.
+        StorageError: the target, or every source, cannot be used.
+    """
+    files: dict[int, FileEntry] = {}
+    for index in indexes:
+        mover = _FileMover(source, index, windows, pace, lambda _: None)
+        try:
+            files[index] = await mover.move(target, world.token(4).hex())
+        except BaseException:
+            with anyio.move_on_after(ABORT_DEADLINE_S, shield=True):
+                await target.delete([f"{source.id}/{file.p}" for file in files.values()])
+            raise
+    return files
+
+
+async def remove_strays(target: Backend, committed: Manifest) -> None:
+    """Remove data files of its attempt that a committed step does not name: what copies that died have left."""
+    await target.delete(await _find_strays(target, committed))
+
+
+async def _find_strays(target: Backend, committed: Manifest) -> list[str]:
+    named = {f"{committed.id}/{file.p}" for file in committed.files}
+    folder = attempt_folder(committed.id, committed.attempt)
+    return [stat.key async for stat in walk(target, f"{folder}/d") if stat.key not in named]
+
+
 async def _publish(source: CopySource, files: Mapping[int, FileEntry], target: Backend, world: World) -> Manifest:
     """Commit at *target* a step whose *files* are durable there."""
     entry = await look_at(target, source.id)
@@ -183,9 +221,7 @@ def _read_mark(data: bytes, source: CopySource, index: int) -> FileEntry | None:
 
 async def _clean_up(target: Backend, committed: Manifest) -> None:
     """Remove the marks, and what copies that died or lost have left in the attempt."""
-    named = {f"{committed.id}/{file.p}" for file in committed.files}
-    folder = attempt_folder(committed.id, committed.attempt)
-    left = [stat.key async for stat in walk(target, f"{folder}/d") if stat.key not in named]
+    left = await _find_strays(target, committed)
     marks = [stat.key async for stat in walk(target, copied_folder(committed.id, committed.attempt))]
     await target.delete([*left, *marks])
 

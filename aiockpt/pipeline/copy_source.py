@@ -23,6 +23,7 @@ from aiockpt.planning.weights import WeightsPlan, plan_weights
 from aiockpt.planning.write_plan import HEADER
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.storage.backend import Reader
+from aiockpt.storage.views import cut_views
 
 
 class VerifiedBlocks:
@@ -43,6 +44,17 @@ class VerifiedBlocks:
         Raises:
             CorruptionError, StorageError: no copy has them; what the nearest one met.
         """
+        try:
+            await self._read_run(index, offset, into)
+        except CheckpointError:
+            size, block = sum(map(len, into)), self._sources[0].manifest.files[index].block
+            if len(self._sources) == 1 or size <= block:
+                raise
+            for at in range(0, size, block):  # each copy may lack another block
+                await self._read_run(index, offset + at, cut_views(into, at, min(at + block, size)))
+
+    async def _read_run(self, index: int, offset: int, into: Sequence[memoryview]) -> None:
+        """Fill *into* from the nearest copy that has all of it."""
         failure: CheckpointError | None = None
         for number, source in enumerate(self._sources):
             file = source.manifest.files[index]

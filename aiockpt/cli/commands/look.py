@@ -74,16 +74,29 @@ def verify(
     root: Root,
     step: Step = None,
     every: Annotated[bool, typer.Option("--all", "-a", help="Verify every step.")] = False,
+    repair_from: Annotated[
+        str | None,
+        typer.Option(
+            "--repair",
+            metavar="FROM",
+            help="Write anew what is bad, from another place that has the same steps.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Read every block of a step and compare it. Exit status 0: all is as it was saved; 1: it is not."""
+    from aiockpt.cli.given_root import open_place
     from aiockpt.cli.results import show_check
 
     steps = chosen_steps(root, step, every) or chosen_steps(root, None, False)
     results = []
     with open_checkpointer(root) as ckpt:
         for number in steps:
-            results.append(_verify_one(ckpt, number, as_json))
+            if repair_from is None:
+                results.append(_verify_one(ckpt, number, as_json))
+            else:
+                results.append(_repair_one(ckpt, number, open_place(repair_from), as_json))
             if not as_json:
                 show_check(results[-1])
     show.json_or(as_json, results, lambda: None)
@@ -102,6 +115,21 @@ def _verify_one(ckpt: Checkpointer, step: int, quiet: bool) -> Check:
     except CorruptionError as error:
         return Check(step, False, problem=str(error))
     return Check(step, True, done.generation, done.bytes, done.seconds, left_out=len(seen.left_out))
+
+
+def _repair_one(ckpt: Checkpointer, step: int, source: Backend, quiet: bool) -> Check:
+    from aiockpt.cli.results import Check
+    from aiockpt.errors import CorruptionError
+
+    try:
+        total = finish(ckpt.describe(step)).info.bytes
+    except CorruptionError:
+        total = 0  # its manifest is what is bad
+    with show.bytes_progress(f"reading step {step}", total, quiet) as tick:
+        (done,) = finish(ckpt.repair(step, source, on_read=tick))
+    if done.left:
+        return Check(step, False, problem=done.left)
+    return Check(step, True, done.generation, total or done.bytes, done.seconds, repaired=len(done.files))
 
 
 @app.command("diff")
