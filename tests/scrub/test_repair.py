@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
+import os
 import shutil
 import signal
 import subprocess
@@ -242,10 +242,11 @@ with aiockpt.Checkpointer(LocalBackend(sys.argv[1], world=World(files=Dies(OsFil
 """
 
 
-@pytest.mark.parametrize("call", random.Random(4).sample(range(1, 60), 3))
+@pytest.mark.parametrize("call", [40, 97, 120])
 def test_killed_at_any_call_the_step_is_as_it_was_or_whole_and_another_repair_ends_it(
     places: tuple[Path, Path], call: int
 ) -> None:
+    """All 133 calls were tried by hand: before, at and after the commit of the new generation are these three."""
     here, there = places
     for file in data_files(here)[:2]:
         flip(file, 9000)
@@ -255,7 +256,12 @@ def test_killed_at_any_call_the_step_is_as_it_was_or_whole_and_another_repair_en
     assert good <= {path.name for path in data_files(here)}
     assert repair(here, there).left == ""
     assert is_whole(here)
-    assert len(data_files(here)) == 4 or len(data_files(here)) == len(data_files(there)), "nothing is left over"
+    for lease in here.glob("step-*/lease-*"):
+        os.utime(lease, (0, 0))  # of the one that was killed: it counts for six hours
+    with aiockpt.Checkpointer(here, io=IO) as ckpt:
+        ckpt.prune(aiockpt.Retention()).result()
+    assert is_whole(here)
+    assert len(data_files(here)) == len(data_files(there)), "nothing is left over"
 
 
 DAMAGE = strategies.tuples(strategies.booleans(), strategies.integers(0, 3), strategies.integers(0, 7))
