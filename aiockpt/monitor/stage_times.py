@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from statistics import median
 
 from aiockpt.events import Operation
 from aiockpt.monitor.run_log import RunLog
@@ -41,15 +40,14 @@ class StageTimes:
         """Return step → rank → seconds, in the order of steps, of those that *least_ranks* tell of."""
         return {step: ranks for step, ranks in sorted(self._taken[key].items()) if len(ranks) >= least_ranks}
 
-    def together(self, keys: Iterable[StageKey], rank: int, step: int) -> float:
-        """Return how many times as long as the median of all ranks *rank* took for *keys* of *step* together."""
-        sums: dict[int, float] = defaultdict(float)
+    def together(self, keys: Iterable[StageKey], least_ranks: int) -> dict[int, dict[int, float]]:
+        """Return the same of several stages in sum."""
+        sums: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         for key in keys:
-            if key in self._taken:
-                for other, seconds in self._taken[key].get(step, {}).items():
-                    sums[other] += seconds
-        usual = median(sums.values()) if sums else 0.0
-        return sums.get(rank, 0.0) / usual if usual else 1.0
+            for step, ranks in self._taken[key].items() if key in self._taken else ():
+                for rank, seconds in ranks.items():
+                    sums[step][rank] += seconds
+        return {step: ranks for step, ranks in sorted(sums.items()) if len(ranks) >= least_ranks}
 
 
 def stage_times(run: RunLog, found: Iterable[TimeSpan]) -> StageTimes:
