@@ -66,6 +66,8 @@ from aiockpt.runtime.slabs import PoolStatistics
 from aiockpt.runtime.world import World
 from aiockpt.scrub.repair import Repaired
 from aiockpt.shutdown import Shutdown
+from aiockpt.sizing.estimate import Estimate, estimate
+from aiockpt.sizing.to_come import find_state_to_come
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
 from aiockpt.wiring import (
@@ -334,6 +336,20 @@ class Checkpointer:
         return self._operation(
             "warm_up", run_blocking, self._engine.state_work, self._submitter.warm_up, walked, save_round
         )
+
+    def estimate(self, state: State, *, probe_bytes: int = 64 << 20) -> Future[Estimate]:
+        """Say what a save of *state* will take of memory, disk and time, and whether the places have it, before any is made.
+
+        What optimizers will add with their first step is found, and counted.
+
+        Args:
+            probe_bytes: written to each durable place, flushed, timed and removed; 0 for none.
+
+        Raises: Those of `save` for a state that cannot be saved; and by the future
+            StorageError: a place cannot be written to.
+        """
+        walked, to_come = self._submitter.walk(state, self._selection), find_state_to_come(state, self._selection)
+        return self._operation("estimate", estimate, self._destination, walked, to_come, probe_bytes)
 
     def barrier(self) -> None:
         """Block until no snapshot is being copied, before you change the state by hand. Optimizers do it by themselves."""

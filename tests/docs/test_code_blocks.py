@@ -98,6 +98,7 @@ PREPARED: dict[str, Callable[[], Scope]] = {
     "guide/storage.md": in_the_loop,
     "guide/watch.md": in_the_loop,
     "guide/operations.md": with_a_run,
+    "guide/sizing.md": make_scope,
 }
 """What each page takes for granted."""
 ELSEWHERE = {"guide/save.md", "guide/ranks.md", "guide/prove.md", "guide/tiers.md"}
