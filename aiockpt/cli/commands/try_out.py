@@ -1,4 +1,4 @@
-"""What will this place, and this machine, do? ``doctor``, ``bench`` and ``demo`` try it out."""
+"""What will this place, and this machine, do? ``doctor``, ``bench`` and ``demo`` try it out; ``plan`` reckons."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from aiockpt.cli import show
-from aiockpt.cli.commands.common import STORAGE_FAILED, Json, Root, app
+from aiockpt.cli.commands.common import STORAGE_FAILED, Json, Root, app, chosen_steps, finish, open_checkpointer
 from aiockpt.errors import StorageAccessError, UsageError
 
 
@@ -140,3 +140,33 @@ def demo(
         json=as_json,
     )
     raise typer.Exit(run_demo(options))
+
+
+@app.command("plan")
+def plan(
+    root: Annotated[
+        str | None, typer.Argument(help="A run like it: a step is as large as its newest one.", show_default=False)
+    ] = None,
+    parameters: Annotated[float | None, typer.Option(help="Of the model, such as 7e9.", show_default=False)] = None,
+    bytes_per_parameter: Annotated[
+        float, typer.Option(help="14: bf16 weights, fp32 masters, two fp32 moments. 12: fp32 weights and moments.")
+    ] = 14.0,
+    ranks: Annotated[int, typer.Option(help="That hold the state.", min=1)] = 1,
+    bandwidth: Annotated[str, typer.Option(help="Into the place, a second, of all ranks together.")] = "1GiB",
+    mtbf: Annotated[float, typer.Option(help="Hours from failure to failure of the whole job.")] = 24.0,
+    as_json: Json = False,
+) -> None:
+    """Say what saves of a run will take, and how often to save, before there is anything to measure."""
+    from aiockpt.cadence.run_plan import plan_run
+    from aiockpt.cli.convert import parse_size
+
+    if (root is None) == (parameters is None):
+        raise UsageError("plan: name a run like it, or give --parameters 7e9")
+    step_bytes = bytes_per_parameter * (parameters or 0.0)
+    if root is not None:
+        (step,) = chosen_steps(root, None, False, valid=True)
+        with open_checkpointer(root) as ckpt:
+            info = finish(ckpt.describe(step)).info
+        step_bytes, ranks = float(info.bytes), max(ranks, info.world_size)
+    found = plan_run(step_bytes, ranks=ranks, bytes_per_s=parse_size(bandwidth), mtbf_s=mtbf * 3600.0)
+    show.json_or(as_json, found, lambda: show.say(str(found)))
