@@ -71,4 +71,6 @@ def test_the_command_plans_from_numbers_and_from_a_run_like_it(tmp_path: Path) -
     assert run.exit_code == 0, run.output
     assert json.loads(run.output)["step_bytes"] == pytest.approx(4 << 20, rel=0.1)
     for wrong in ([], [str(tmp_path), "--parameters", "1"]):
-        assert CliRunner().invoke(app, ["plan", *wrong]).exit_code == 2
+        refused = CliRunner().invoke(app, ["plan", *wrong]).exception
+        assert isinstance(refused, aiockpt.UsageError)
+        assert "give --parameters" in str(refused)
