@@ -21,7 +21,15 @@ from aiockpt.engine.destination import Destination
 from aiockpt.engine.find import find_step
 from aiockpt.engine.maintenance import mark_damaged, mark_verified
 from aiockpt.engine.place import Place
-from aiockpt.errors import CheckpointError, CorruptionError, ManifestError, ObjectNotFoundError, StorageError
+from aiockpt.errors import (
+    CheckpointError,
+    CommitError,
+    CorruptionError,
+    ManifestError,
+    ObjectNotFoundError,
+    StepNotFoundError,
+    StorageError,
+)
 from aiockpt.events import StepDamaged, StepRepaired
 from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.commit import publish
@@ -88,9 +96,18 @@ def others_of(destination: Destination, place: Place, source: Backend | None = N
 async def repair_in(
     place: Place, entry: StepEntry, others: Sequence[Backend], pace: Pace, on_read: OnRead = lambda _: None
 ) -> Repaired:
-    """Do so in one place, at a *pace*, with the blocks of *others*."""
+    """Do so in one place, at a *pace*, with the blocks of *others*.
+
+    Raises:
+        StepNotFoundError: the step was deleted meanwhile.
+        StorageError: as `repair`.
+    """
     begun_ns = place.engine.now_ns()
     async with place.reading(entry.id):
+        async with place.cleaning:  # whoever deletes here has not seen that it is read, or is done
+            entry = await look_at(place.backend, entry.id)
+        if not entry.committed:
+            raise _gone(place, entry.id)
         try:
             manifest = await newest_manifest(place.backend, entry)
         except ManifestError as error:
@@ -119,6 +136,10 @@ async def repair_in(
     )
 
 
+class _BadWriteError(StorageError):
+    """What was written cannot be read back."""
+
+
 class _Made(msgspec.Struct, frozen=True):
     """The generation that counts, the keys that were written anew, their bytes, and what is bad still."""
 
@@ -134,6 +155,7 @@ async def _mend(place: Place, manifest: Manifest, others: Sequence[Backend], pac
     if not bad:
         await mark_verified(place, manifest)
         return _Made(manifest.generation)
+    await _see_that_it_is_there(place, manifest)
     backend, world, io = place.backend, place.engine.world, place.engine.options.io
     copies = [StepCopy(backend, manifest), *await _find_copies(manifest, others)]
     whole = await open_copy_source(copies, "full", window_bytes=io.read_bytes, file_bytes=io.file_bytes)
@@ -143,20 +165,41 @@ async def _mend(place: Place, manifest: Manifest, others: Sequence[Backend], pac
     except CheckpointError as error:
         if not _is_damage(error):
             raise
+        await _see_that_it_is_there(place, manifest)
         await mark_damaged(place, manifest, next(iter(bad.values())))
         return _Made(manifest.generation, left=str(error))
-    highest = max((await look_at(backend, manifest.id)).generations)
-    new = whole.manifest([files.get(at, manifest.files[at]) for at in every], highest + 1, world.token(16).hex())
-    if still := await _find_bad_files(place, new, list(files), pace, on_read):
-        raise StorageError(
-            f"{next(iter(still.values()))}: what is written here cannot be read back; nothing was changed"
-        )
-    made = await publish(backend, new)
+    try:
+        highest = await _see_that_it_is_there(place, manifest)
+        new = whole.manifest([files.get(at, manifest.files[at]) for at in every], highest + 1, world.token(16).hex())
+        if still := await _find_bad_files(place, new, list(files), pace, on_read):
+            raise _BadWriteError(
+                f"{next(iter(still.values()))}: what is written here cannot be read back; nothing was changed"
+            )
+        made = await publish(backend, new)
+    except (_BadWriteError, StepNotFoundError, CommitError):  # nothing names the new files, and nothing will
+        await backend.delete([f"{manifest.id}/{file.p}" for file in files.values()])
+        raise
     await remove_overtaken(backend, manifest, made)
     await remove_strays(backend, made)
     await mark_verified(place, made)
     keys = tuple(f"{manifest.id}/{manifest.files[at].p}" for at in bad)
     return _Made(made.generation, keys, sum(file.size for file in files.values()))
+
+
+async def _see_that_it_is_there(place: Place, manifest: Manifest) -> int:
+    """Return the highest generation of a step, of which that of *manifest* is one still.
+
+    Raises:
+        StepNotFoundError: another process has deleted it: what is missing is not damaged then, and must not come back.
+    """
+    generations = (await look_at(place.backend, manifest.id)).generations
+    if manifest.generation not in generations:
+        raise _gone(place, manifest.id)
+    return max(generations)
+
+
+def _gone(place: Place, step_id: str) -> StepNotFoundError:
+    return StepNotFoundError(f"{step_id} in {place.backend.url} was deleted meanwhile")
 
 
 async def _fetch_whole(place: Place, entry: StepEntry, others: Sequence[Backend], problem: str) -> _Made:

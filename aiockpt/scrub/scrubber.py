@@ -17,7 +17,7 @@ import msgspec
 from aiockpt.engine.context import Engine
 from aiockpt.engine.destination import Destination
 from aiockpt.engine.place import Place
-from aiockpt.errors import CheckpointError, ObjectNotFoundError
+from aiockpt.errors import CheckpointError, ObjectNotFoundError, StepNotFoundError
 from aiockpt.format.names import damaged_key, verified_key
 from aiockpt.options import Scrub
 from aiockpt.pipeline.discover import StepEntry, scan
@@ -91,6 +91,8 @@ class Scrubber:
                 try:
                     done = await repair_in(place, entry, others_of(self._destination, place), self._pace)
                     self._read_ns[place.backend.url, entry.id, done.generation] = self._engine.world.clock.time_ns()
+                except StepNotFoundError:
+                    continue  # retention had it
                 except CheckpointError as error:
                     logger.warning("%s in %s cannot be read again now: %s", entry.id, place.backend.url, error)
         except CheckpointError as error:

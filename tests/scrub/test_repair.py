@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import anyio
+import anyio.to_thread
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies
@@ -428,6 +429,75 @@ def test_what_was_damaged_on_its_way_is_read_once_more_and_the_step_is_leased_me
         (done,) = ckpt.repair(1).result()
     assert (done.files, done.left, place.flips) == ((), "", 0)
     assert place.leases == len(data_files(tmp_path))
+
+
+class DeletedAtTheRead(LocalBackend):
+    """A place where another process deletes the step, whatever lease there is, when its data are read or written.
+
+    Attributes:
+        at: "open" or "create".
+    """
+
+    def __init__(self, root: Path, at: str) -> None:
+        super().__init__(root)
+        self.at, self.path = at, root
+
+    async def open(self, key: str) -> Any:
+        await self._delete_it("open")
+        return await super().open(key)
+
+    async def create(self, key: str, size: int) -> Any:
+        upload = await super().create(key, size)
+        await self._delete_it("create")
+        return upload
+
+    async def _delete_it(self, at: str) -> None:
+        if self.at == at:
+            self.at = ""
+            await anyio.to_thread.run_sync(self._delete_elsewhere)
+
+    def _delete_elsewhere(self) -> None:
+        with aiockpt.Checkpointer(self.path, io=IO) as other:
+            other.delete(1).result()
+
+
+@pytest.mark.parametrize("at", ["open", "create"])
+def test_a_step_that_is_deleted_meanwhile_is_not_damaged_and_does_not_come_back(
+    places: tuple[Path, Path], at: str
+) -> None:
+    here, there = places
+    flip(data_files(here)[0], 9000)
+    with (
+        aiockpt.Checkpointer(DeletedAtTheRead(here, at), io=IO) as ckpt,
+        pytest.raises(aiockpt.StepNotFoundError, match="deleted meanwhile"),
+    ):
+        ckpt.repair(1, there).result()
+    with aiockpt.Checkpointer(here, io=IO) as ckpt:
+        assert [info.step for info in ckpt.steps().result()] == [2]
+    assert data_files(here) == []
+
+
+def test_retention_and_scrub_do_not_see_each_others_work_as_damage(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    watch = Watch()
+    always = aiockpt.Scrub(every_h=0.01 / 3600, bandwidth=None)
+    rules = aiockpt.Retention(last=1)
+    tiers = [aiockpt.Tier(near), aiockpt.Tier(far)]
+    with aiockpt.Checkpointer(tiers, io=IO, scrub=always, retention=rules, observers=[watch]) as ckpt:
+        for step in range(40):
+            ckpt.save(step, state()).committed(far).result()
+    assert not [one for one in watch.events if isinstance(one, StepRepaired | StepDamaged)]
+    assert "damaged" not in caplog.text
+    for place in (near, far):
+        with aiockpt.Checkpointer(place, io=IO) as ckpt:
+            assert all(is_whole(place, info.step) for info in ckpt.steps().result()), (
+                "what was being read is left whole"
+            )
+            ckpt.load(state(fill=True)).result()
+            ckpt.prune(rules).result()
+        assert [path.name for path in place.glob("step-*")] == ["step-00000039"]
 
 
 class Unwritable(LocalBackend):
