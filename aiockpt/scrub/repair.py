@@ -155,7 +155,6 @@ async def _mend(place: Place, manifest: Manifest, others: Sequence[Backend], pac
     if not bad:
         await mark_verified(place, manifest)
         return _Made(manifest.generation)
-    await _see_that_it_is_there(place, manifest)
     backend, world, io = place.backend, place.engine.world, place.engine.options.io
     copies = [StepCopy(backend, manifest), *await _find_copies(manifest, others)]
     whole = await open_copy_source(copies, "full", window_bytes=io.read_bytes, file_bytes=io.file_bytes)
