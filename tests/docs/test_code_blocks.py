@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,14 +132,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("page", PREPARED)
 def test_the_python_of_a_page_runs_as_it_stands(page: str, folder: Path) -> None:
     scope = PREPARED[page]()
-    prepared = list(scope.values())  # a page may give the name to another one
+    seen = list(scope.values())  # a block may give a name to another checkpointer
     try:
         for block in python_of(page):
             run_block(block, scope, page)
+            seen += scope.values()
     finally:
-        for value in [*prepared, *scope.values()]:
+        for value in [*seen, *scope.values()]:
             if isinstance(value, aiockpt.Checkpointer):
                 value.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("aiockpt-loop")]
 
 
 def test_what_the_pages_promise_of_their_runs_is_there(folder: Path) -> None:
