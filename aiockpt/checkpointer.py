@@ -43,6 +43,7 @@ from aiockpt.options import (
     OnExists,
     Options,
     Retention,
+    Screen,
     Scrub,
     Snapshot,
     Tier,
@@ -122,6 +123,8 @@ class Checkpointer:
             them. What no optimizer owns (buffers, bare tensors, an EMA, frozen parameters) is copied there anyway.
         immutable: the same of tensors that a lazy save may leave in place although no optimizer owns them: frozen weights.
         debug: ``"digest"`` compares the state before and after each snapshot, and fails a save whose state has changed.
+        screen: ``"finite"`` looks for numbers that are NaN or infinite while they are hashed. A step with some is committed,
+            and told (`aiockpt.events.NotFiniteFound`); retention keeps the newest one without.
         every: ``step()`` saves when the step is a multiple of it, when so much time has passed (``"30min"``), or when a
             `Cadence` says so: on all ranks in the same step. None leaves the decision to you.
         only: what of the state is saved, unless a call says otherwise; see `save`. For LoRA: ``only=aiockpt.trainable()``.
@@ -162,6 +165,7 @@ class Checkpointer:
         mutable: Sequence[str] = (),
         immutable: Sequence[str] = (),
         debug: Debug | None = None,
+        screen: Screen | None = None,
         retention: Retention | None = None,
         every: int | str | Cadence | None = None,
         only: str | Sequence[str] | Trainable | None = None,
@@ -188,6 +192,7 @@ class Checkpointer:
             mutable=_as_names("mutable", mutable),
             immutable=_as_names("immutable", immutable),
             debug=debug,
+            screen=screen,
             retention=retention,
             every=None if isinstance(every, Cadence) else every,
             max_in_flight=max_in_flight,

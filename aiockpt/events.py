@@ -118,6 +118,12 @@ class StageEnded(Event, frozen=True, tag=True):
     failed: bool = False
 
 
+class NotFiniteFound(Event, frozen=True, tag=True):
+    """What this rank wrote of the step has numbers that are NaN or infinite: so many in each of these *tensors*."""
+
+    tensors: dict[str, int]
+
+
 class SaveFailed(Event, frozen=True, tag=True):
     """The save ended without a checkpoint. *error* is its repr; the exception itself is on the future."""
 

@@ -37,6 +37,9 @@ they are on a device with room for a second copy, at once but there, and to the 
 Debug = Literal["digest"]
 """Compare digests of the state at the call with those at the end of the copy: a change meanwhile fails the save."""
 
+Screen = Literal["finite"]
+"""What is looked for while a save is written: numbers that are NaN or infinite."""
+
 WhenFull = Literal["wait", "skip", "eager"]
 """``max_in_flight`` saves are running, or no slab is free for a lazy one: wait (default; a lazy save does so in the
 background, and holds the optimizers meanwhile), skip this save, or wait and copy in the call."""
@@ -82,6 +85,9 @@ class Best(msgspec.Struct, frozen=True, metaclass=AsksWhatWasMeant):
 
 class Retention(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):
     """What to keep. A step is kept when any rule names it; the newest committed and newest verified always are.
+
+    Steps in which `Checkpointer`'s ``screen`` found numbers that are not finite count for neither *last*, *best* nor
+    *optimizer* while there are others, so that the newest finite one stays, and in full.
 
     Attributes:
         last: keep the newest *last* steps of the current lineage; None keeps all.
@@ -282,6 +288,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     mutable: tuple[str, ...] = ()
     immutable: tuple[str, ...] = ()
     debug: Debug | None = None
+    screen: Screen | None = None
     retention: Retention | None = None
     every: int | None = None
     max_in_flight: int = 2
@@ -309,6 +316,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         check_choice("worker", self.worker, Worker)
         if self.debug is not None:
             check_choice("debug", self.debug, Debug)
+        if self.screen is not None:
+            check_choice("screen", self.screen, Screen)
         _check_reaction("", self.on_error, OnError)
         if self.io.nice and self.worker == "thread":
             raise UsageError(f"IO(nice={self.io.nice}) is for a writer process: give worker='process' as well")

@@ -2,7 +2,8 @@
 
 Guarantees:
 
-- The newest committed step and the newest verified one are kept, whatever the rules say (docs/durability.md#the-contract).
+- The newest committed step and the newest verified one are kept, whatever the rules say (docs/durability.md#the-contract),
+  and so is the newest one in which nothing was found that is NaN or infinite.
 - "Newest" and ``last`` follow the lineage of the current run (docs/decisions.md#lineage); a branch that was left is kept.
 - No clock takes part.
 """
@@ -15,6 +16,8 @@ import msgspec
 
 from aiockpt.options import Best, Retention
 
+_NOT_FINITE = "has numbers that are NaN or infinite"
+
 
 class StepFacts(msgspec.Struct, frozen=True):
     """What retention looks at: one committed step.
@@ -26,6 +29,7 @@ class StepFacts(msgspec.Struct, frozen=True):
         damaged: whether a verification, or a load, found it damaged.
         generation: which of its generations counts.
         ancestors: run and sequence of the save of *parent* that was loaded, then of what that came from, as far as known.
+        finite: whether nothing is known of numbers in it that are NaN or infinite.
     """
 
     id: str
@@ -38,6 +42,7 @@ class StepFacts(msgspec.Struct, frozen=True):
     damaged: bool = False
     generation: int = 1
     ancestors: tuple[tuple[str, int], ...] = ()
+    finite: bool = True
 
 
 class Doomed(msgspec.Struct, frozen=True):
@@ -87,12 +92,17 @@ def plan_retention(facts: Sequence[StepFacts], rules: Retention, protected: Coll
         protected: ids that are kept besides: being read, being saved.
     """
     kept = {step.id for step in explain_kept(facts, rules, protected)}
+    line = lineage(facts)
     reason = f"not among the last {rules.last}"
     if rules.every:
         reason += f", not a multiple of {rules.every}"
     if rules.best:
         reason += f", not among the best {rules.best.count} by {rules.best.metric}"
-    return [Doomed(fact.id, fact.step, reason) for fact in reversed(lineage(facts)) if fact.id not in kept]
+    return [
+        Doomed(fact.id, fact.step, reason if fact.finite else f"{reason}, for it {_NOT_FINITE}")
+        for fact in reversed(line)
+        if fact.id not in kept
+    ]
 
 
 def explain_kept(facts: Sequence[StepFacts], rules: Retention, protected: Collection[str] = ()) -> list[Kept]:
@@ -124,11 +134,18 @@ def may_be_thinned(
     """Return the steps of the current lineage that are *kept* and may have to be thinned, the newest first.
 
     Which of them are whole is not known here: the newest `Retention.optimizer` that are, and the newest verified of those,
-    stay so (`aiockpt.engine.maintenance`). One that is read or saved now is left for later, and so is a damaged one.
+    stay so (`aiockpt.engine.maintenance`). One that is read or saved now is left for later, and so is a damaged one, or one
+    with numbers that are not finite, which must not be what is whole in place of one that can be gone on from.
     """
     if rules.optimizer is None:
         return []
-    return [fact for fact in lineage(facts) if fact.id in kept and fact.id not in protected and not fact.damaged]
+    line = _that_count([fact for fact in lineage(facts) if not fact.damaged])
+    return [fact for fact in line if fact.id in kept and fact.id not in protected]
+
+
+def _that_count(line: Sequence[StepFacts]) -> Sequence[StepFacts]:
+    """Return the steps of *line* that are finite; all, where none is: then that is how this state is."""
+    return [fact for fact in line if fact.finite] or line
 
 
 def _reasons(line: Sequence[StepFacts], rules: Retention) -> dict[str, list[str]]:
@@ -136,13 +153,17 @@ def _reasons(line: Sequence[StepFacts], rules: Retention) -> dict[str, list[str]
     if rules.last is None:
         return {fact.id: ["no rule deletes it"] for fact in line}
     why: dict[str, list[str]] = {fact.id: [] for fact in line}
-    for fact in line[: rules.last]:
-        why[fact.id].append("the newest" if fact is line[0] else f"among the last {rules.last}")
+    counting = _that_count(line)
+    if line and line[0] not in counting[:1]:
+        why[line[0].id].append(f"the newest, though it {_NOT_FINITE}")
+    for fact in counting[: rules.last]:
+        newest = "the newest" if counting[0] is line[0] else "the newest finite"
+        why[fact.id].append(newest if fact is counting[0] else f"among the last {rules.last}")
     for fact in line:
         if rules.every and fact.step % rules.every == 0:
             why[fact.id].append(f"a multiple of {rules.every}")
     if rules.best:
-        for step_id in _best(line, rules.best):
+        for step_id in _best(counting, rules.best):
             why[step_id].append(f"among the best {rules.best.count} by {rules.best.metric}")
     newest_verified = next((fact.id for fact in line if fact.verified), None)
     if newest_verified is not None:

@@ -100,6 +100,8 @@ def _state(step: StepInfo, *, lost_its_parent: bool) -> Text:
         state = Text("committed")
     if step.weights_only:
         state.append(", weights only", "dim")
+    if step.finite is False:
+        state.append(", not finite", "bold red")
     if step.newest_generation > 1:
         state.append(f", generation {step.generation}", "dim")
     if step.parent is not None and lost_its_parent:

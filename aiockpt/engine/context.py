@@ -15,6 +15,7 @@ from aiockpt.outcomes import Failures
 from aiockpt.pipeline.commit import Attempt
 from aiockpt.pipeline.discover import StepEntry
 from aiockpt.pipeline.lineage import Lineage
+from aiockpt.pipeline.screen import FileScreen, FloatSpan, find_spans
 from aiockpt.planning.shard_map import check_whole
 from aiockpt.planning.write_plan import PAGE_BYTES, SavePlan, plan_save
 from aiockpt.runtime.accelerator import Accelerator
@@ -45,6 +46,7 @@ class Engine:
         lineage: where new saves stand among all others.
         block_bytes: of data files: what one checksum is of.
         busy_attempts: nonces of attempts under way here; garbage collection leaves them alone.
+        not_finite: tensors in which the last save found numbers that are not finite.
         failures: the saves that have failed, until the caller has heard of them.
         tell_given_up: told a step, and why a place has given it up whose ``on_error`` says that the next call raises.
     """
@@ -71,12 +73,14 @@ class Engine:
         self.block_bytes = options.io.block_bytes or (BLOCK_BYTES if alone else SHARED_BLOCK_BYTES)
         self._payload_alignment = PAGE_BYTES if alone else max(PAGE_BYTES, self.block_bytes)
         self.busy_attempts: set[str] = set()
+        self.not_finite: frozenset[str] = frozenset()
         self.failures = Failures()
         self.tell_given_up: Callable[[int, BaseException], object] = self._note_given_up
         self.state_work = Limiter("state", 2)
         self._observers = list(observers)
         self._plan: tuple[str, SavePlan] | None = None
         self._program: tuple[SavePlan, CopyProgram] | None = None
+        self._spans: tuple[SavePlan, list[list[FloatSpan]]] | None = None
 
     def _note_given_up(self, step: int, error: BaseException) -> None:
         promise = SavePromise(step)
@@ -100,6 +104,14 @@ class Engine:
         self._plan = (state.structure, plan)
         return plan
 
+    def screens(self, plan: SavePlan) -> list[FileScreen]:
+        """Return what looks at each file of *plan* while it is written; nothing where nobody asked for that. On the loop."""
+        if self.options.screen is None:
+            return []
+        if self._spans is None or self._spans[0] is not plan:
+            self._spans = (plan, find_spans(plan.tensors, len(plan.files)))
+        return [FileScreen(spans) for spans in self._spans[1]]
+
     def copy_program(self, plan: SavePlan, shards: Sequence[TensorShard], *, keep: bool = True) -> CopyProgram:
         """Return the copies of *plan*: the cached ones while the tensors are where they were. Any thread.
 
@@ -120,6 +132,7 @@ class Engine:
         """Let go of the staging pool and of the state's tensors, at the end."""
         self.pool.close()
         self._program = None
+        self._spans = None
 
     async def begin_attempt(self, entry: StepEntry, nonce: str, number: int) -> Attempt:
         """Return a new attempt at a step for the save of that *number*; garbage collection leaves it alone."""

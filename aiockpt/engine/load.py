@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +16,7 @@ from aiockpt.engine.place import Place
 from aiockpt.errors import CorruptionError, NoValidCheckpointError, RankFailedError, StateMismatchError
 from aiockpt.events import Loaded
 from aiockpt.format.manifest import Manifest
+from aiockpt.format.names import list_names
 from aiockpt.futures import LoadResult
 from aiockpt.pipeline.fetch import Fetcher
 from aiockpt.pipeline.scatter import Places
@@ -25,6 +27,8 @@ from aiockpt.state.shards import TensorShard
 if TYPE_CHECKING:
     from aiockpt.engine.context import Engine
     from aiockpt.engine.destination import Destination
+
+logger = logging.getLogger("aiockpt")
 
 
 class LoadRequest(msgspec.Struct, frozen=True):
@@ -217,6 +221,14 @@ def finish(
     """Begin a new line of saves at a step that is loaded for good, and tell observers."""
     engine = place.engine
     engine.lineage.descend_from(manifest)
+    if manifest.finite is False:
+        found = list_names(tuple(dict.fromkeys(name for file in manifest.files for name in file.not_finite or {})))
+        logger.warning(
+            "step %d is loaded, and has numbers that are NaN or infinite in %s; aiockpt ls %s shows which steps have none",
+            manifest.step,
+            found,
+            place.backend.url,
+        )
     result = LoadResult(
         step=manifest.step,
         id=manifest.id,

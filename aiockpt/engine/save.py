@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
@@ -16,7 +17,7 @@ from aiockpt.engine.context import Engine
 from aiockpt.engine.job import SaveJob
 from aiockpt.engine.place import Place
 from aiockpt.errors import CheckpointError, CommitTimeoutError, CorruptionError, StepExistsError, StorageFullError
-from aiockpt.events import Committed, DataWritten, SaveSkipped, SaveStarted
+from aiockpt.events import Committed, DataWritten, NotFiniteFound, SaveSkipped, SaveStarted
 from aiockpt.format.checksum import digest128
 from aiockpt.format.manifest import FileEntry, Manifest, Receipt
 from aiockpt.format.names import data_path, step_id
@@ -29,6 +30,7 @@ from aiockpt.runtime.tasks import open_tasks
 logger = logging.getLogger("aiockpt")
 
 CLEAN_UP_DEADLINE_S = 60.0
+_NAMES_TOLD = 5
 MOST_RECORDS_BYTES = 16 << 20
 RECORDS_BYTES, RECORD_BYTES = 256 << 10, 2 << 10
 """Room asked for beside the data before a save begins: folders, receipt and manifest, and what a tensor takes in them."""
@@ -141,6 +143,7 @@ async def write_files(place: Place, job: SaveJob, nonce: str) -> tuple[FileEntry
     """Stream this rank's data files into the attempt *nonce*, the windows in the order in which the copy fills them."""
     entries: dict[int, FileEntry] = {}
     rank = place.engine.coordinator.rank
+    screens = place.engine.screens(job.plan)
 
     async def write(index: int) -> None:
         entries[index] = await place.uploader.write_file(
@@ -150,6 +153,7 @@ async def write_files(place: Place, job: SaveJob, nonce: str) -> tuple[FileEntry
             job.plan.files[index],
             job.slabs[index],
             job.stages,
+            screens[index] if screens else None,
         )
 
     async with open_tasks() as tasks:
@@ -166,6 +170,7 @@ async def vote(place: Place, job: SaveJob, attempt: Attempt, files: tuple[FileEn
         TornSnapshotError: the state changed while it was copied; no receipt was left.
     """
     await job.confirm()
+    _tell_not_finite(place.engine, job.step, files)
     receipt = _receipt(place, job, attempt, files)
     job.voting = True
     with job.stages.time("vote"):
@@ -175,6 +180,23 @@ async def vote(place: Place, job: SaveJob, attempt: Attempt, files: tuple[FileEn
     seconds = engine.since_s(job.begun_ns)
     engine.emit(DataWritten(at_ns=engine.now_ns(), step=job.step, bytes=job.plan.file_bytes, seconds=seconds))
     return receipt
+
+
+def _tell_not_finite(engine: Engine, step: int, files: Sequence[FileEntry]) -> None:
+    """Tell observers what was found in *files*, and the log whenever it is found in other tensors than before."""
+    found: Counter[str] = Counter()
+    for file in files:
+        found.update(file.not_finite or {})
+    if found:
+        engine.emit(NotFiniteFound(at_ns=engine.now_ns(), step=step, tensors=dict(found)))
+    if found.keys() != engine.not_finite:
+        engine.not_finite = frozenset(found)
+        if found:
+            some = ", ".join(f"{name} ({count:,})" for name, count in found.most_common(_NAMES_TOLD))
+            more = f" and {len(found) - _NAMES_TOLD} more tensors" if len(found) > _NAMES_TOLD else ""
+            logger.warning("step %d is saved with numbers that are NaN or infinite: %s%s", step, some, more)
+        else:
+            logger.warning("step %d is saved, and all numbers are finite again", step)
 
 
 def _receipt(place: Place, job: SaveJob, attempt: Attempt, files: tuple[FileEntry, ...]) -> Receipt:

@@ -88,6 +88,7 @@ class FileEntry(msgspec.Struct, frozen=True, gc=False):
         sums: base64 of the blocks' sums, 8 bytes each.
         digest: xxh3_128 of the sums.
         kind: "weights" where all that is in it is held by modules, "rest" where nothing is; unset where nobody has told.
+        not_finite: tensors with numbers in it that are NaN or infinite, and how many; unset where nobody has looked.
     """
 
     p: str
@@ -98,6 +99,7 @@ class FileEntry(msgspec.Struct, frozen=True, gc=False):
     sums: str
     digest: str
     kind: str | msgspec.UnsetType = msgspec.UNSET
+    not_finite: dict[str, Count] | msgspec.UnsetType = msgspec.UNSET
 
     @classmethod
     def of(
@@ -110,9 +112,10 @@ class FileEntry(msgspec.Struct, frozen=True, gc=False):
         block: int,
         sums: bytes,
         kind: str | msgspec.UnsetType = msgspec.UNSET,
+        not_finite: dict[str, int] | msgspec.UnsetType = msgspec.UNSET,
     ) -> FileEntry:
         """Return the entry of a file from the raw *sums* of its blocks."""
-        return cls(path, size, rank, algo, block, b64encode(sums).decode(), digest128(sums), kind)
+        return cls(path, size, rank, algo, block, b64encode(sums).decode(), digest128(sums), kind, not_finite)
 
     def sums_bytes(self) -> bytes:
         """Return the sums of all blocks, 8 bytes each.
@@ -131,6 +134,13 @@ class FileEntry(msgspec.Struct, frozen=True, gc=False):
         group = start // 3
         around = b64decode(self.sums[group * 4 : -(-(start + SUM_BYTES) // 3) * 4])
         return around[start - group * 3 :][:SUM_BYTES]
+
+
+def are_finite(files: Sequence[FileEntry]) -> bool | msgspec.UnsetType:
+    """Return what a manifest of *files* says of them: whether all numbers are finite, if all were looked at."""
+    if any(file.not_finite is msgspec.UNSET for file in files) or not files:
+        return msgspec.UNSET
+    return not any(file.not_finite for file in files)
 
 
 class PartEntry(msgspec.Struct, frozen=True):
@@ -162,6 +172,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             they are the lineage (docs/decisions.md#lineage): steps of one run follow each other, the first follows *parent*.
         ancestors: run and sequence of the save that was loaded, then of the one that its run had loaded, and so on, at most
             `MAX_ANCESTORS`: they stay true when a step is deleted or saved anew.
+        finite: whether no file holds a number that is NaN or infinite; unset where nobody has looked at all of them.
         write_id: random, of the writer who created this object; says whose create succeeded.
         created_ns: the writer's clock; a label for people.
         alias: names that share the storage of a tensor, to its name.
@@ -183,6 +194,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     parent: str | None
     ancestors: Ancestors | msgspec.UnsetType = msgspec.UNSET
     attempt: str
+    finite: bool | msgspec.UnsetType = msgspec.UNSET
     world_size: Count
     write_id: str
     created_ns: Count
@@ -373,6 +385,7 @@ class Head(msgspec.Struct, frozen=True):
     parent: str | None
     attempt: str
     ancestors: Ancestors | msgspec.UnsetType = msgspec.UNSET
+    finite: bool | msgspec.UnsetType = msgspec.UNSET
 
     @classmethod
     def of(cls, manifest: Manifest) -> Head:

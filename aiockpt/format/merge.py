@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from aiockpt.errors import CommitError, ManifestError
 from aiockpt.format.document import collector_paused
-from aiockpt.format.manifest import FileEntry, LeftOut, Manifest, Piece, Receipt, TensorEntry
+from aiockpt.format.manifest import FileEntry, LeftOut, Manifest, Piece, Receipt, TensorEntry, are_finite
 from aiockpt.format.memo import Memo
 from aiockpt.format.merge_parts import make_table
 from aiockpt.format.parts import REQUIRED, table_of
@@ -58,6 +58,7 @@ def _merge(votes: Sequence[Receipt], writer: str, write_id: str, created_ns: int
     first = votes[0]
     tensors = _merge_tensors(votes)
     alias = _merge_alias(votes, tensors)
+    files = _merge_files(votes)
     manifest = Manifest(
         writer=writer,
         id=first.id,
@@ -68,11 +69,12 @@ def _merge(votes: Sequence[Receipt], writer: str, write_id: str, created_ns: int
         parent=first.parent,
         ancestors=first.ancestors,
         attempt=first.attempt,
+        finite=are_finite(files),
         write_id=write_id,
         created_ns=created_ns,
         world_size=first.world_size,
         requires=(REQUIRED,) if table_of(tensors) else (),
-        files=_merge_files(votes),
+        files=files,
         tensors=tensors,
         alias=alias,
         left_out=_merge_left_out(votes, {*tensors, *alias}),

@@ -25,7 +25,7 @@ from aiockpt.errors import CorruptionError, ManifestError, UsageError
 from aiockpt.format.check_parts import find_bad_piece, tiles_all, volume_of
 from aiockpt.format.checksum import ALGORITHM, SUM_BYTES, block_count, digest128
 from aiockpt.format.dtypes import ITEMSIZES, is_native
-from aiockpt.format.manifest import MAX_RANK, FileEntry, Manifest, Piece, Receipt, TensorEntry
+from aiockpt.format.manifest import MAX_RANK, FileEntry, Manifest, Piece, Receipt, TensorEntry, are_finite
 from aiockpt.format.memo import Memo
 from aiockpt.format.names import (
     MAX_NAME_BYTES,
@@ -73,6 +73,8 @@ def check_manifest(m: Manifest, step_id: str, generation: int) -> None:
         _refuse(what, f"it says that it is generation {m.generation} of {m.id[:140]!r}; was it copied here?")
     _check_identity(m, what)
     _check_files(m.files, m, what)
+    if m.finite is not UNSET and m.finite != are_finite(m.files):
+        _refuse(what, f"it says that finite is {m.finite}, and its files say otherwise")
     table = table_of(m.tensors)
     if (REQUIRED in m.requires) != (table is not None):
         _refuse(what, "it requires parts, and its pieces are not in a table, or the other way round")
@@ -166,6 +168,9 @@ def _check_files(files: Sequence[FileEntry], document: Manifest | Receipt, what:
         if file.rank >= document.world_size:
             _refuse(what, f"the file {file.p!r} is of rank {file.rank} in a world of {document.world_size}")
         _check_sums(file, what)
+        for name in file.not_finite or ():
+            if name not in document.tensors:
+                _refuse(what, f"numbers that are not finite were found in {name[:160]!r}, which it does not have")
 
 
 def _check_path(path: str, prefix: str, what: str) -> None:

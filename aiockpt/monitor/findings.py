@@ -12,7 +12,8 @@ from typing import Literal
 
 import msgspec
 
-from aiockpt.events import StorageRetried
+from aiockpt.events import NotFiniteFound, StorageRetried
+from aiockpt.format.names import list_names
 from aiockpt.monitor.run_log import RunLog
 from aiockpt.monitor.run_starts import start_numbers
 from aiockpt.monitor.save_points import SavePoint, usual_interval_s
@@ -60,6 +61,7 @@ def find_problems(run: RunLog, summary: Summary, points: Sequence[SavePoint]) ->
         *_slow_ranks(summary, points),
         *_slower(summary, points),
         *_failures(summary, points),
+        *_not_finite(run, points),
         *_restarts(summary),
         *_retries(run),
         *_held(summary, points),
@@ -95,6 +97,33 @@ def _failures(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding
             rank=last.rank,
             step=last.step,
         )
+
+
+def _not_finite(run: RunLog, points: Sequence[SavePoint]) -> Iterator[Finding]:
+    """Tell of numbers that are NaN or infinite: it matters most whether the last steps that were saved have them."""
+    told = {event.step: (one.opened.rank, event) for one, event in reversed(list(run.told(NotFiniteFound)))}
+    durable = [one for one in points if one.durable_s is not None]
+    bad = [one for one in durable if one.step in told]
+    if not bad:
+        return
+    since = bad[0]
+    for one in reversed(durable):
+        if one.step not in told:
+            break
+        since = one
+    lasts = durable[-1].step in told
+    first = since if lasts else bad[0]
+    rank, event = told[first.step]
+    before = [one.step for one in durable if one.step not in told and one.begun_s < first.begun_s]
+    yield Finding(
+        level="bad" if lasts else "note",
+        what=f"Numbers that are NaN or infinite were saved in {list_names(tuple(event.tensors))}, "
+        + (f"in every step since step {first.step}." if lasts else f"in {len(bad)} steps, first in step {first.step}."),
+        advice=f"Step {before[-1]} is the newest before that has none." if before else "No step before it has none.",
+        since_s=first.begun_s,
+        rank=rank,
+        step=first.step,
+    )
 
 
 def _overdue(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:

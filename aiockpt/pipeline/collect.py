@@ -87,6 +87,7 @@ async def step_facts(
                 entry.is_found_damaged or head.attempt in doubted,
                 head.generation,
                 () if head.ancestors is msgspec.UNSET else head.ancestors,
+                head.finite is not False,
             )
         )
     return facts

@@ -264,7 +264,7 @@ class _FileMover:
         file = self._file
         if file.digest:
             return msgspec.structs.replace(file, p=path)
-        return self._sums.file_entry(path, file.rank, file.kind)
+        return msgspec.structs.replace(self._sums.file_entry(path, file.rank, file.kind), not_finite=file.not_finite)
 
     async def _create(self, target: Backend, token: str) -> tuple[str, Upload]:
         """Begin the file under its own name; under another one where a copy that died, or is at work, has left that."""

@@ -30,6 +30,7 @@ class StepInfo(msgspec.Struct, frozen=True):
         problem: why no reader may believe it, or can read it now; None for a valid one.
         run: which checkpointer saved it.
         weights_only: whether it holds weights alone: thinned, or copied so.
+        finite: whether no number in its tensors is NaN or infinite; None where nobody has looked (``screen="finite"``).
         newest_generation: above *generation* where newer ones are damaged, and readers fall back.
     """
 
@@ -47,6 +48,7 @@ class StepInfo(msgspec.Struct, frozen=True):
     run: str = ""
     newest_generation: int = 0
     weights_only: bool = False
+    finite: bool | None = None
 
 
 async def look_into(backend: Backend, entry: StepEntry) -> StepInfo:
@@ -83,4 +85,5 @@ def tell(manifest: Manifest, entry: StepEntry) -> StepInfo:
         run=manifest.run,
         newest_generation=max((manifest.generation, *entry.generations)),
         weights_only=has_weights_only(manifest),
+        finite=None if manifest.finite is msgspec.UNSET else manifest.finite,
     )

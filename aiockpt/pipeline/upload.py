@@ -14,6 +14,7 @@ from collections import deque
 import anyio
 
 from aiockpt.format.manifest import FileEntry
+from aiockpt.pipeline.screen import FileScreen
 from aiockpt.pipeline.serialize import BlockSums
 from aiockpt.planning.write_plan import FilePlan, Window
 from aiockpt.runtime.limits import Limiter, LimiterStatistics, Pace
@@ -96,13 +97,20 @@ class Uploader:
         self._writing = Limiter("write", self._writers)
 
     async def write_file(
-        self, folder: str, path: str, rank: int, file: FilePlan, slabs: Handover, stages: Stages
+        self,
+        folder: str,
+        path: str,
+        rank: int,
+        file: FilePlan,
+        slabs: Handover,
+        stages: Stages,
+        screen: FileScreen | None = None,
     ) -> FileEntry:
         """Write the data file *path* below *folder* from the windows that arrive in *slabs*; return its manifest entry.
 
         The file and its name are durable when this returns.
         """
-        sums = BlockSums(file.size, self._block_bytes, stages.now_ns)
+        sums = BlockSums(file.size, self._block_bytes, stages.now_ns, screen)
         with stages.time("write", path, file.size) as told:
             upload = await self._backend.create(f"{folder}/{path}", file.size)
             try:

@@ -12,6 +12,7 @@ says which names are modules. Guarantees:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
@@ -20,7 +21,7 @@ import msgspec
 
 from aiockpt.errors import ManifestError, UsageError
 from aiockpt.format.checksum import digest128
-from aiockpt.format.manifest import FileEntry, LeftOut, Manifest, Receipt, TensorEntry
+from aiockpt.format.manifest import FileEntry, LeftOut, Manifest, Receipt, TensorEntry, are_finite
 from aiockpt.format.merge import merge_receipts
 from aiockpt.format.names import data_path, prefixes
 from aiockpt.planning.modules import keep_modules
@@ -56,6 +57,7 @@ def thin_manifest(whole: Manifest, generation: int, write_id: str) -> Manifest:
     if mixed or not names.keys() <= tensors.keys():
         raise UsageError(f"{whole.id}: its files hold weights and other things together, so none of them can go")
     place = {index: number for number, index in enumerate(sorted(chosen))}
+    files = tuple(whole.files[index] for index in sorted(chosen))
 
     def renumber(entry: TensorEntry) -> TensorEntry:
         pieces = (msgspec.structs.replace(piece, file=place[piece.file]) for piece in entry.pieces)
@@ -65,7 +67,8 @@ def thin_manifest(whole: Manifest, generation: int, write_id: str) -> Manifest:
         whole,
         generation=generation,
         write_id=write_id,
-        files=tuple(whole.files[index] for index in sorted(chosen)),
+        finite=are_finite(files),
+        files=files,
         tensors={name: renumber(entry) for name, entry in tensors.items()},
         alias={other: kept for other, kept in whole.alias.items() if kept in tensors and _belongs(other, roots)},
         left_out={name: facts for name, facts in (whole.left_out or {}).items() if _belongs(name, roots)}
@@ -143,7 +146,8 @@ def plan_weights(whole: Manifest, *, window_bytes: int, file_bytes: int) -> Weig
     attempt = weights_attempt(whole.attempt)
     left_out = {name: facts for name, facts in (whole.left_out or {}).items() if _belongs(name, roots)}
     for rank in range(whole.world_size):
-        made, tensors = _plan_rank(whole, rank, attempt, shards.get(rank, []), tree, window_bytes, file_bytes)
+        held = _Held(shards.get(rank, []), _not_finite_of(whole, rank, names))
+        made, tensors = _plan_rank(whole, rank, attempt, held, tree, window_bytes, file_bytes)
         files += made
         votes.append(_vote(whole, rank, attempt, tensors, alias if not rank else {}, left_out, tree))
     return WeightsPlan(tuple(files), tuple(votes), whole.writer)
@@ -204,30 +208,52 @@ def _shards_by_rank(whole: Manifest, names: Mapping[str, str]) -> dict[int, list
     return found
 
 
+class _Held(msgspec.Struct):
+    """What one rank wrote of the weights: pieces, in the order of its files, and how many numbers are not finite."""
+
+    shards: Sequence[tuple[_Origin, TensorShard]]
+    not_finite: dict[str, int] | msgspec.UnsetType
+
+
+def _not_finite_of(whole: Manifest, rank: int, names: Mapping[str, str]) -> dict[str, int] | msgspec.UnsetType:
+    """Return what was found in the files of *rank*, of the tensors in *names*, under their new ones."""
+    found: Counter[str] = Counter()
+    for file in whole.files:
+        if file.rank == rank:
+            if file.not_finite is msgspec.UNSET:
+                return msgspec.UNSET
+            found.update({names[name]: count for name, count in file.not_finite.items() if name in names})
+    return dict(found)
+
+
 def _plan_rank(
     whole: Manifest,
     rank: int,
     attempt: str,
-    held: Sequence[tuple[_Origin, TensorShard]],
+    held: _Held,
     tree: Node | None,
     window_bytes: int,
     file_bytes: int,
 ) -> tuple[list[WeightsFile], dict[str, TensorEntry]]:
     """Return the files that are made of what *rank* wrote, and the tensors in them; *tree* has the modules."""
-    first = whole.files[held[0][0][0]] if held else None
+    first = whole.files[held.shards[0][0][0]] if held.shards else None
     block = first.block if first else PAGE_BYTES
     plan = plan_save(
-        ShardedState(tuple(shard for _, shard in held), {}, tree, None, ""),
+        ShardedState(tuple(shard for _, shard in held.shards), {}, tree, None, ""),
         slab_bytes=window_bytes,
         file_bytes=file_bytes,
         payload_alignment=PAGE_BYTES if whole.world_size == 1 else max(PAGE_BYTES, block),
     )
-    origins = tuple(origin for origin, _ in held)
+    origins = tuple(origin for origin, _ in held.shards)
+    first_file = {name: tensor.pieces[0].file for name, tensor in plan.tensors.items() if tensor.pieces}
     files = []
     for number, file in enumerate(plan.files):
         assert first is not None
         path = data_path(attempt, rank, number)
         entry = FileEntry(path, file.size, rank, first.algo, block, sums="", digest="", kind=WEIGHTS)
+        if held.not_finite is not msgspec.UNSET:
+            own = {name: count for name, count in held.not_finite.items() if first_file.get(name) == number}
+            entry = msgspec.structs.replace(entry, not_finite=own)
         files.append(WeightsFile(entry, file, origins))
     return files, plan.tensors
 

@@ -13,7 +13,7 @@ import msgspec
 from aiockpt import events
 from aiockpt.engine.coordinator import SaveRound
 from aiockpt.futures import SaveResult
-from aiockpt.options import IO, Content, Deadlines, OnExists, Retention
+from aiockpt.options import IO, Content, Deadlines, OnExists, Retention, Screen
 from aiockpt.pipeline.lineage import Position
 from aiockpt.planning.write_plan import FilePlan, SavePlan, Window
 from aiockpt.redaction import redact
@@ -47,6 +47,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     io: IO
     deadlines: Deadlines
     on_exists: OnExists
+    screen: Screen | None
     log_level: int
     rank: int = 0
     world_size: int = 1
@@ -134,6 +135,7 @@ class Freed(msgspec.Struct, frozen=True, tag=True):
 AnyEvent = (
     events.BytesWritten
     | events.DataWritten
+    | events.NotFiniteFound
     | events.StageEnded
     | events.Committed
     | events.SaveSkipped

@@ -87,7 +87,12 @@ def make_service(loop: LoopThread, setup: Setup, memory_fd: int, post: Post) -> 
     world = World()
     backends = [open_backend(tier.url, world=world) for tier in setup.tiers]
     options = Options(
-        io=setup.io, deadlines=setup.deadlines, on_exists=setup.on_exists, on_error="warn", worker="process"
+        io=setup.io,
+        deadlines=setup.deadlines,
+        on_exists=setup.on_exists,
+        screen=setup.screen,
+        on_error="warn",
+        worker="process",
     )
     store = RelayedStore(lambda number, question: loop.call_soon(post, Asked(number, question)))
     slabs = LentSlabs(memory_fd, setup.io.slab_bytes, post)

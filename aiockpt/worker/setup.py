@@ -47,6 +47,7 @@ def compose_setup(tiers: Sequence[Tier], options: Options, ranks: Ranks) -> Setu
         io=options.io,
         deadlines=options.deadlines,
         on_exists=options.on_exists,
+        screen=options.screen,
         log_level=logging.getLogger("aiockpt").getEffectiveLevel(),
         rank=ranks.rank,
         world_size=ranks.world_size,
