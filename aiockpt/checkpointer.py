@@ -67,7 +67,8 @@ from aiockpt.runtime.slabs import PoolStatistics
 from aiockpt.runtime.world import World
 from aiockpt.scrub.repair import Repaired
 from aiockpt.shutdown import Shutdown
-from aiockpt.sizing.estimate import Estimate, estimate
+from aiockpt.sizing.estimate import Asked, Estimate, estimate
+from aiockpt.sizing.last_saves import LastSaves
 from aiockpt.sizing.to_come import find_state_to_come
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
@@ -224,12 +225,14 @@ class Checkpointer:
         self._probe = find_probe(self, ranks, tiers)
         tiers, backends = self._probe.open_places(tiers, world or World(), by_url=worker == "process")
         observers += self._probe.observers
+        self._tiers, self._last_saves = tiers, LastSaves()
         memory = share_memory(tiers, backends, world) if worker == "process" else None
         world = world or World()
         self._loop = (world.make_loop or LoopThread)("aiockpt", self._drain_at_exit)
         try:
             coordinator = make_coordinator(ranks, peers, tiers, backends[0], self._loop, self._options, world)
-            self._engine = Engine(self._loop, self._options, observers, world, coordinator, memory=memory)
+            heard = [*observers, self._last_saves]
+            self._engine = Engine(self._loop, self._options, heard, world, coordinator, memory=memory)
             ends = [
                 run_background(self._loop, observer, self._engine.emit)
                 for observer in observers
@@ -342,19 +345,32 @@ class Checkpointer:
             "warm_up", run_blocking, self._engine.state_work, self._submitter.warm_up, walked, save_round
         )
 
-    def estimate(self, state: State, *, probe_bytes: int = 64 << 20) -> Future[Estimate]:
-        """Say what a save of *state* will take of memory, disk and time, and whether the places have it, before any is made.
+    def estimate(self, state: State, *, probe_bytes: int = 0) -> Future[Estimate]:
+        """Say what a save of *state* takes of memory, disk, network and time, and whether the places have it; saves nothing.
 
-        What optimizers will add with their first step is found, and counted.
+        What optimizers will add with their first step is found, and counted. Other ranks are not asked: one alone may call.
 
         Args:
-            probe_bytes: written to each durable place, flushed, timed and removed; 0 for none.
+            probe_bytes: written to each durable place, flushed, timed and removed, so that there are seconds before the
+                first save: 64 MiB say something. 0 writes nothing.
 
         Raises: Those of `save` for a state that cannot be saved; and by the future
-            StorageError: a place cannot be written to.
+            StorageError: a place that is probed cannot be written to.
         """
-        walked, to_come = self._submitter.walk(state, self._selection), find_state_to_come(state, self._selection)
-        return self._operation("estimate", estimate, self._destination, walked, to_come, probe_bytes)
+        if type(probe_bytes) is not int or probe_bytes < 0:
+            refuse_value(
+                "estimate", "probe_bytes", probe_bytes, "a number of bytes: 64 << 20 for 64 MiB, 0 for no probe"
+            )
+        walked = self._submitter.walk(state, self._selection)
+        asked = Asked(
+            walked=walked,
+            state=state,
+            coming=find_state_to_come(state, walked.tensors, self._selection),
+            tiers=self._tiers,
+            probe_bytes=probe_bytes,
+            last_saves=self._last_saves,
+        )
+        return self._operation("estimate", estimate, self._destination, asked)
 
     def barrier(self) -> None:
         """Block until no snapshot is being copied, before you change the state by hand. Optimizers do it by themselves."""

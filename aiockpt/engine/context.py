@@ -92,17 +92,21 @@ class Engine:
         cached = self._plan  # read once: several saves may be planned on several threads
         if cached is not None and cached[0] == state.structure:
             return cached[1]
+        plan = self.make_plan(state)
+        self._plan = (state.structure, plan)
+        return plan
+
+    def make_plan(self, state: ShardedState) -> SavePlan:
+        """Return a plan for *state* that no save has asked for, and remember nothing. Any thread."""
         if self.coordinator.world_size == 1:
             check_whole(state)
         io = self.options.io
-        plan = plan_save(
+        return plan_save(
             state,
             slab_bytes=io.slab_bytes,
             file_bytes=io.file_bytes,
             payload_alignment=self._payload_alignment,
         )
-        self._plan = (state.structure, plan)
-        return plan
 
     def screens(self, plan: SavePlan) -> list[FileScreen]:
         """Return what looks at each file of *plan* while it is written; nothing where nobody asked for that. On the loop."""

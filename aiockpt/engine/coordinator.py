@@ -87,6 +87,13 @@ class Coordinator(Protocol):
         """
         ...
 
+    def known_share(self, state: ShardedState) -> ShardedState | None:
+        """Return what this process writes of *state* where nobody has to be asked; None where they must plan it first.
+
+        Any thread.
+        """
+        ...
+
     def abort(self, save_round: SaveRound | None, error: BaseException) -> None:
         """Tell the others, in the background, why this process takes no part in a round."""
 
@@ -199,6 +206,10 @@ class Alone:
     def share(self, save_round: SaveRound | None, state: ShardedState) -> tuple[ShardedState, bool]:
         """Return all of *state*."""
         return state, False
+
+    def known_share(self, state: ShardedState) -> ShardedState | None:
+        """Return all of *state*."""
+        return state
 
     def abort(self, save_round: SaveRound | None, error: BaseException) -> None:
         """Nobody waits."""

@@ -25,6 +25,7 @@ from aiockpt.futures import SaveResult
 from aiockpt.pipeline.collect import Garbage, collect
 from aiockpt.pipeline.commit import Attempt, cast_vote, commit
 from aiockpt.pipeline.discover import StepEntry, look_at, newest_manifest
+from aiockpt.planning.write_plan import SavePlan
 from aiockpt.runtime.tasks import open_tasks
 
 logger = logging.getLogger("aiockpt")
@@ -107,14 +108,14 @@ def left_alone(engine: Engine, job: SaveJob, existing: SaveResult) -> SaveResult
     return msgspec.structs.replace(existing, seconds=engine.since_s(job.begun_ns))
 
 
-def records_bytes(job: SaveJob) -> int:
+def records_bytes(plan: SavePlan) -> int:
     """Return the room to keep in reserve for the records of a save: little for a small state."""
-    return min(MOST_RECORDS_BYTES, RECORDS_BYTES + RECORD_BYTES * len(job.plan.tensors))
+    return min(MOST_RECORDS_BYTES, RECORDS_BYTES + RECORD_BYTES * len(plan.tensors))
 
 
 async def check_space(place: Place, job: SaveJob) -> None:
     free = (await place.backend.space()).free_bytes
-    reserve = records_bytes(job)
+    reserve = records_bytes(job.plan)
     needed = job.plan.file_bytes + reserve
     if free is not None and free < needed:
         raise StorageFullError(

@@ -112,6 +112,10 @@ class RankCoordinator:
             return known, False
         return self._loop.submit(self.rounds.plan, save_round, state).result()
 
+    def known_share(self, state: ShardedState) -> ShardedState | None:
+        """Return this rank's share of *state* where all have planned it before."""
+        return self.rounds.known(state)
+
     def abort(self, save_round: SaveRound | None, error: BaseException) -> None:
         """Tell the other ranks, in the background, why this one takes no part in a round."""
         if save_round is not None:

@@ -1,229 +1,247 @@
-"""What will a save take? The state as it is now, what optimizers will add, and a short look at each place."""
+"""What will a save take? The state as it is now, what optimizers will add, and a short look at each place.
+
+The state is walked and planned as a save would, and neither copied nor written: bytes, files and windows are those of the
+plan itself. No other rank is asked anything, so that one alone may call (`aiockpt.sizing.share`).
+"""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 import torch
 
 from aiockpt.engine.context import Engine
 from aiockpt.engine.destination import Destination
-from aiockpt.engine.place import Place
-from aiockpt.errors import CheckpointError
-from aiockpt.format.dtypes import itemsize
-from aiockpt.options import MIB, Retention
+from aiockpt.engine.save import records_bytes
+from aiockpt.format.checksum import SUM_BYTES, block_count
+from aiockpt.options import MIB, Tier
+from aiockpt.planning.write_plan import REST, SavePlan
 from aiockpt.runtime.host_memory import available_bytes
 from aiockpt.runtime.limits import Limiter, run_blocking
-from aiockpt.sizing.to_come import StateToCome
+from aiockpt.sizing.last_saves import LastSaves
+from aiockpt.sizing.memory import copied_at_call_bytes, find_memory
+from aiockpt.sizing.places import PlaceEstimate, StepSizes, find_problems, look_at_places
+from aiockpt.sizing.share import find_share, whole_bytes
+from aiockpt.sizing.to_come import OptimizerToCome, StateToCome
 from aiockpt.state.shards import ShardedState
-from aiockpt.units import count, size, speed
+from aiockpt.units import count, size
 
-PROBE_BYTES = 64 * MIB
-MANY = 100
-"""Of steps a place that keeps all of them should have room for."""
-SAFE = 1.1
-"""A place has room for a run where it has so many times what the run will take."""
-
-
-class PlaceEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run takes of one of its places.
-
-    Attributes:
-        steps: that lie there at once, at most, by the rules of retention; one is being written among them. None: all.
-        bytes: of these; of one step where all are kept.
-        grows: in words, what the rules keep for ever beside that; may be empty.
-        free_bytes: None where the place does not say.
-        bytes_per_s: that this rank alone wrote in the probe; None without one.
-    """
-
-    url: str
-    steps: int | None
-    bytes: int
-    grows: str
-    free_bytes: int | None
-    bytes_per_s: float | None
+COPIED_BYTES = 32 * MIB
+RECORD_BYTES = 1 << 10
+"""What a receipt, or a manifest, has beside its tables."""
+REQUESTS = 24
+"""Beside those of data files: looks at the place, the records of a commit, and a step that retention deletes."""
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     """What a save of a state takes; ``print`` it.
 
     Attributes:
-        step_bytes: of a step in storage, of all ranks: parts that several hold once, as far as this rank's state names
-            them (other stages of a pipeline have more).
-        rank_bytes: that this rank copies.
-        to_come: what optimizers will add with their first step; counted in both.
-        files: data files of this rank, about.
-        memory_bytes: beside the state, of the staging pool of this process.
-        load_bytes: beside the state, of a load.
-        pause_s: that training is held by an eager save: one copy of *rank_bytes*, at the speed of a copy tried now.
-        durable_s: until this rank's even share is in the nearest durable place, at the speed of its probe; every rank that
-            shares the place's bandwidth makes it longer. None without a probe.
+        step_bytes: of the tensors of a step, of all ranks: parts that several hold once.
+        disk_bytes: of a step in storage, with headers, receipts and manifest.
+        rank_bytes: of the tensors that this rank copies and writes; *rank_file_bytes* of its data files.
+        held_bytes: that the state takes in the memory of this process, on host and devices.
+        to_come: what optimizers will add with their first step; counted in all of these.
+        files: data files of this rank.
+        requests: calls that a save of this rank makes to its place, at most, those of retention among them.
+        memory_bytes: of the host, beside the state, at the peak of a save.
+        pool_bytes: of these, the staging pool, which is kept from save to save.
+        load_bytes: of the host, beside the state, at the peak of a load, at most.
+        pause_s: that training is held by an eager save: as the last saves of this run were; without any, one copy of
+            *rank_bytes* at the speed of a copy of host memory tried now.
+        durable_s: from the call to the commit: as the last saves of this run were; without any, this rank's part at the
+            speed of the probe of the nearest durable place; every rank that shares its bandwidth makes it longer. None
+            without either.
         places: the nearest first.
+        assumptions: what of all this is supposed and not known.
         problems: what does not fit, with what to do.
     """
 
     step_bytes: int
+    disk_bytes: int
     rank_bytes: int
+    rank_file_bytes: int
+    held_bytes: int
     world_size: int
     to_come: tuple[StateToCome, ...]
     files: int
+    requests: int
     memory_bytes: int
+    pool_bytes: int
     load_bytes: int
     pause_s: float
     durable_s: float | None
     places: tuple[PlaceEstimate, ...]
+    assumptions: tuple[str, ...]
     problems: tuple[str, ...]
 
+    @property
+    def save_peak_ratio(self) -> float:
+        """The memory of this process at the peak of a save ÷ its state."""
+        return (self.held_bytes + self.memory_bytes) / max(self.held_bytes, 1)
+
+    @property
+    def load_peak_ratio(self) -> float:
+        """The same of a load, at most."""
+        return (self.held_bytes + self.load_bytes) / max(self.held_bytes, 1)
+
     def __str__(self) -> str:
-        here = f", {size(self.rank_bytes)} of them on this rank" if self.world_size > 1 else ""
+        here = f", {size(self.rank_bytes)} of them written by this rank" if self.world_size > 1 else ""
+        peaks = f"{self.save_peak_ratio:.2f} and {self.load_peak_ratio:.2f} × the state"
         lines = [
-            f"a step            {size(self.step_bytes)}{here}",
-            f"data files        {self.files} of this rank",
+            f"a step            {size(self.step_bytes)}{here}; {size(self.disk_bytes)} in storage",
+            f"data files        {self.files} of this rank, {count(self.requests, 'request')} at most",
             f"training is held  {self.pause_s * 1e3:.0f} ms by an eager save",
-            f"memory beside     {size(self.memory_bytes)} while saving, {size(self.load_bytes)} while loading",
+            f"memory beside     {size(self.memory_bytes)} while saving, {size(self.load_bytes)} while loading: {peaks}",
         ]
         if self.durable_s is not None:
             lines.append(f"durable after     {self.durable_s:.2f} s")
         for one in self.to_come:
             added = "is not known: estimate again after the first step" if one.rank_bytes is None else size(one.bytes)
             lines.append(f"to come           {one.name} makes its state with its first step: {added}")
-        return "\n".join([*lines, *map(_tell_place, self.places), *(f"problem: {one}" for one in self.problems)])
+        lines += map(str, self.places)
+        return "\n".join(
+            [*lines, *(f"supposed: {one}" for one in self.assumptions), *map(_tell_problem, self.problems)]
+        )
 
 
-def _tell_place(place: PlaceEstimate) -> str:
-    kept = "keeps every step"
-    if place.steps is not None:
-        kept = f"{count(place.steps, 'step')} at once, {size(place.bytes)}" + (place.grows and f", and {place.grows}")
-    free = "" if place.free_bytes is None else f"; {size(place.free_bytes)} are free"
-    fast = "" if place.bytes_per_s is None else f"; {speed(place.bytes_per_s)}"
-    return f"{place.url}: {kept}{free}{fast}"
+def _tell_problem(problem: str) -> str:
+    return f"problem: {problem}"
 
 
-async def estimate(
-    destination: Destination, walked: ShardedState, to_come: Sequence[StateToCome], probe_bytes: int
-) -> Estimate:
-    """Return what a save of a state that was walked takes. On the loop.
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be estimated.
 
-    Args:
+    Attributes:
+        walked: the state as it is now; *state* as the caller gave it.
+        coming: what is to come of its optimizers.
+        tiers: what was asked of each place.
         probe_bytes: written to each durable place, and removed; 0 for none.
     """
+
+    walked: ShardedState
+    state: Mapping[str, Any]
+    coming: Sequence[OptimizerToCome]
+    tiers: Sequence[Tier]
+    probe_bytes: int
+    last_saves: LastSaves
+
+
+async def estimate(destination: Destination, asked: Asked) -> Estimate:
+    """Return what a save takes. On the loop.
+
+    Raises:
+        UsageError: this process saves alone and has not all of each tensor.
+        StorageError: a place cannot be written to, where it is probed.
+    """
     engine = destination.engine
-    world_size = engine.coordinator.world_size
-    added = sum(one.rank_bytes or 0 for one in to_come)
-    rank_bytes = sum(shard.nbytes for shard in walked.tensors) + added
-    step_bytes = sum(math.prod(shard.shape) * itemsize(shard.dtype) for shard in walked.tensors)
-    step_bytes += sum(one.bytes for one in to_come)
-    copy_s = await run_blocking(Limiter("probe", 1), _time_copy, min(max(rank_bytes, 1), PROBE_BYTES))
-    memory_bytes, problems = _memory(engine, rank_bytes)
-    in_flight = engine.options.max_in_flight
-    places = [await _of_place(place, step_bytes, in_flight, probe_bytes) for place in destination.places]
-    problems += [problem for place in places for problem in _problems(place, step_bytes)]
-    durable = [
-        one.bytes_per_s
-        for one, place in zip(places, destination.places, strict=True)
-        if one.bytes_per_s and place.backend.traits.durable
-    ]
-    io = engine.options.io
+    coordinator, walked = engine.coordinator, asked.walked
+    coming = [shard for one in asked.coming for shard in one.shards]
+    share, supposed = await run_blocking(engine.state_work, find_share, coordinator, walked, coming)
+    plan = await run_blocking(engine.state_work, engine.make_plan, share)
+    told = tuple(one.told for one in asked.coming)
+    step_bytes = whole_bytes(walked.tensors) + sum(one.bytes for one in told)
+    each_bytes = _records_bytes(plan, share, engine.block_bytes)
+    others_bytes = plan.file_bytes - plan.tensor_bytes + each_bytes
+    disk_bytes = step_bytes + others_bytes * coordinator.world_size
+    sizes = StepSizes(
+        full=disk_bytes,
+        weights=_weights_bytes(plan, disk_bytes),
+        of_rank=plan.file_bytes,
+        reserve=records_bytes(plan),
+    )
+    to_spare = available_bytes()
+    lazily = copied_at_call_bytes(asked.state, walked.tensors) if engine.options.snapshot == "lazy" else 0
+    reads = destination.places[0].backend.traits.block_reads
+    memory, problems = find_memory(engine, plan, lazily, reads, to_spare)
+    places = await look_at_places(destination.places, asked.tiers, sizes, asked.probe_bytes)
+    problems += _host_problems(
+        destination, places, memory.save_bytes + sum(one.rank_bytes or 0 for one in told), to_spare
+    )
+    problems += [problem for place in places for problem in find_problems(place, sizes.reserve)]
     return Estimate(
         step_bytes=step_bytes,
-        rank_bytes=rank_bytes,
-        world_size=world_size,
-        to_come=tuple(to_come),
-        files=max(len(engine.plan(walked).files) + bool(added), math.ceil(rank_bytes / io.file_bytes)),
-        memory_bytes=memory_bytes,
-        load_bytes=io.read_bytes * destination.places[0].backend.traits.block_reads,
-        pause_s=rank_bytes / copy_s,
-        durable_s=step_bytes / world_size / durable[0] if durable else None,
+        disk_bytes=disk_bytes,
+        rank_bytes=plan.tensor_bytes,
+        rank_file_bytes=plan.file_bytes,
+        held_bytes=sum(shard.nbytes for shard in (*walked.tensors, *coming)),
+        world_size=coordinator.world_size,
+        to_come=told,
+        files=len(plan.files),
+        requests=plan.window_count + 2 * len(plan.files) + REQUESTS,
+        memory_bytes=memory.save_bytes,
+        pool_bytes=memory.pool_bytes,
+        load_bytes=memory.load_bytes,
+        pause_s=await _pause_s(plan.tensor_bytes, asked.last_saves),
+        durable_s=asked.last_saves.durable_s or _durable_s(destination, places),
         places=tuple(places),
+        assumptions=(*supposed, *_supposed_of(engine, told)),
         problems=tuple(problems),
     )
 
 
-def _memory(engine: Engine, rank_bytes: int) -> tuple[int, list[str]]:
-    """Return the bytes of the staging pool that a state gets, and what is wrong with that."""
-    io = engine.options.io
-    wanted = math.ceil(rank_bytes / io.slab_bytes) * io.slab_bytes
-    if io.pool_bytes is not None:
-        return min(wanted, io.pool_bytes), []
-    allowed = max(available_bytes() // 4 // io.slab_bytes, 1) * io.slab_bytes
-    if wanted <= allowed:
-        return wanted, []
-    return allowed, [
-        f"the staging pool gets {size(allowed)}, a quarter of the memory to spare, for {size(rank_bytes)}: a save "
-        "holds training until the rest is written. Free memory, give IO(pool_bytes=…), or save with snapshot='lazy'"
+def _host_problems(
+    destination: Destination, places: Sequence[PlaceEstimate], needed_bytes: int, to_spare: int
+) -> list[str]:
+    """Return that saves and memory tiers take more than this machine has to spare, if they do."""
+    traits = [place.backend.traits for place in destination.places]
+    tiers_bytes = sum(
+        place.kept.bytes for place, one in zip(places, traits, strict=True) if not one.durable and one.scope != "shared"
+    )
+    if needed_bytes + tiers_bytes <= to_spare:
+        return []
+    return [
+        f"this process will need {size(needed_bytes)} beside its state, and memory tiers {size(tiers_bytes)}; this machine "
+        f"has {size(to_spare)} to spare: give a smaller IO(pool_bytes=…), or keep fewer steps in memory"
     ]
 
 
-def _time_copy(byte_count: int) -> float:
+def _supposed_of(engine: Engine, told: Sequence[StateToCome]) -> list[str]:
+    known = [one.name for one in told if one.rank_bytes]
+    unknown = [one.name for one in told if one.rank_bytes is None]
+    words = []
+    if known:
+        words.append(f"{', '.join(known)}: every parameter with requires_grad gets a gradient in the first step")
+    if unknown:
+        words.append(f"{', '.join(unknown)}: nothing is counted of what its first step will make")
+    if engine.options.io.pool_bytes is None and engine.coordinator.world_size > 1:
+        words.append("the other ranks of this host have their pools already, or take theirs from the same memory")
+    return words
+
+
+def _records_bytes(plan: SavePlan, share: ShardedState, block_bytes: int) -> int:
+    """Return about what the records of a rank's part take: its receipt, and as much of the manifest."""
+    sums = sum(block_count(file.size, block_bytes) * SUM_BYTES * 4 // 3 for file in plan.files)
+    parts: tuple[object, ...] = (plan.tensors, share.values, share.per_rank, share.alias, share.left_out)
+    return 2 * (sum(len(msgspec.json.encode(part)) for part in parts) + sums + RECORD_BYTES)
+
+
+def _weights_bytes(plan: SavePlan, disk_bytes: int) -> int:
+    """Return what the weights of a step take, as this rank's files of them are to all of its files."""
+    rest = sum(file.size for file in plan.files if file.kind == REST)
+    return round(disk_bytes * (1 - rest / max(plan.file_bytes, 1)))
+
+
+def _durable_s(destination: Destination, places: Sequence[PlaceEstimate]) -> float | None:
+    """Return what a save takes by the probe of the nearest durable place."""
+    pairs = zip(places, destination.places, strict=True)
+    return next((one.arrives_s for one, place in pairs if place.backend.traits.durable), None)
+
+
+async def _pause_s(rank_bytes: int, last_saves: LastSaves) -> float:
+    if last_saves.pause_s is not None:
+        return last_saves.pause_s
+    tried = min(max(rank_bytes, 1), COPIED_BYTES)
+    return rank_bytes / await run_blocking(Limiter("probe", 1), time_copy, tried)
+
+
+def time_copy(byte_count: int) -> float:
     """Return the bytes per second of a copy into memory that was touched before."""
     source, target = torch.ones(byte_count, dtype=torch.uint8), torch.empty(byte_count, dtype=torch.uint8)
     target.copy_(source)
     begun_ns = time.perf_counter_ns()
     target.copy_(source)
     return byte_count / max(time.perf_counter_ns() - begun_ns, 1) * 1e9
-
-
-async def _of_place(place: Place, step_bytes: int, in_flight: int, probe_bytes: int) -> PlaceEstimate:
-    steps, grows = _kept(place.retention, in_flight)
-    free = None
-    with suppress(CheckpointError):  # it does not say
-        free = (await place.backend.space()).free_bytes
-    fast = await _probe(place, probe_bytes) if probe_bytes and place.backend.traits.durable else None
-    return PlaceEstimate(
-        url=place.backend.url,
-        steps=steps,
-        bytes=step_bytes * (steps or 1),
-        grows=grows,
-        free_bytes=free,
-        bytes_per_s=fast,
-    )
-
-
-def _kept(rules: Retention | None, in_flight: int) -> tuple[int | None, str]:
-    """Return how many steps lie in a place at once, and in words what is kept for ever beside them."""
-    if rules is None or rules.last is None:
-        return None, ""
-    steps = (
-        rules.last + (rules.best.count if rules.best else 0) + 1 + in_flight
-    )  # the newest verified one; those written
-    return steps, f"each multiple of {rules.every} for ever" if rules.every else ""
-
-
-async def _probe(place: Place, byte_count: int) -> float:
-    """Write a file, flush it, remove it; return its bytes per second.
-
-    Raises:
-        StorageError: the place cannot be written to: better known now.
-    """
-    backend, key = place.backend, f"probe-{place.engine.token(8)}"
-    data = memoryview(bytearray(byte_count))
-    begun_ns = time.perf_counter_ns()
-    upload = await backend.create(key, byte_count)
-    try:
-        unit = place.engine.options.io.slab_bytes
-        for offset in range(0, byte_count, unit):
-            await upload.write(offset, [data[offset : offset + unit]])
-        await upload.finish()
-        return byte_count / (time.perf_counter_ns() - begun_ns) * 1e9
-    except BaseException:
-        await upload.abort()
-        raise
-    finally:
-        await backend.delete([key])
-
-
-def _problems(place: PlaceEstimate, step_bytes: int) -> list[str]:
-    """Return what is too much for a place, with what to do."""
-    if place.free_bytes is None:
-        return []
-    room = f"{place.url} has {size(place.free_bytes)} free"
-    if place.steps is None and place.free_bytes < MANY * step_bytes:
-        return [f"{room}, keeps every step, and takes {place.free_bytes // step_bytes} of them: give Retention(last=…)"]
-    if place.steps is not None and place.free_bytes < SAFE * place.bytes:
-        many = count(place.steps, "step")
-        return [f"{room}, and {many} take {size(place.bytes)}: keep fewer, max_in_flight=1, or another place"]
-    return []

@@ -1,14 +1,14 @@
 """What will optimizers hold that have not stepped yet? Found by one step of each kind on tensors without memory.
 
 An optimizer makes its state with its first step. A second one of the same class and options steps once on tensors of the
-``meta`` device with the shapes and dtypes of the parameters, which takes no memory and touches nothing of the first.
+``meta`` device with the shapes and dtypes of the parameters, which takes no memory and touches nothing of the first. What
+that one holds then is described as shards, spread as the parameters are: a save of them can be planned like any other.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,11 +16,19 @@ import torch
 from torch.optim import Optimizer
 
 from aiockpt.adapters.selection import ALL, LeafChoice, Selection
+from aiockpt.adapters.tensors import dtype_code
 from aiockpt.format.names import join_name
+from aiockpt.sizing.share import whole_bytes
+from aiockpt.state.geometry import Box
+from aiockpt.state.shards import TensorShard
 from aiockpt.state.tree import Path
 
 _ONE_BY_ONE = {"foreach": False, "fused": False, "capturable": False}
 """Ways to compute that the ``meta`` device has not."""
+
+Kind = tuple[tuple[int, ...], torch.dtype]
+Slots = Sequence[tuple[str, tuple[int, ...], torch.dtype]]
+"""Key, shape and dtype of each tensor that a parameter has in an optimizer."""
 
 
 class StateToCome(msgspec.Struct, frozen=True):
@@ -37,55 +45,96 @@ class StateToCome(msgspec.Struct, frozen=True):
     bytes: int
 
 
-def find_state_to_come(state: Mapping[str, Any], selection: Selection = ALL) -> list[StateToCome]:
-    """Return what is to come of each optimizer of *state* that is saved and has parameters without state."""
+class OptimizerToCome(msgspec.Struct, frozen=True):
+    """What is to come of one optimizer; *shards* have no memory."""
+
+    told: StateToCome
+    shards: tuple[TensorShard, ...] = ()
+
+
+def find_state_to_come(
+    state: Mapping[str, Any], walked: Sequence[TensorShard], selection: Selection = ALL
+) -> list[OptimizerToCome]:
+    """Return what is to come of each optimizer of *state* that is saved and has parameters without state.
+
+    Args:
+        walked: the tensors of *state* as they are now, which say how parameters are spread over ranks.
+    """
     choice = LeafChoice(selection, state)
-    chosen = ((path, one) for path, one in _optimizers(state, ()) if choice.keeps_whole(path, one))
-    found = (_of_optimizer(join_name(path), optimizer) for path, optimizer in chosen)
+    spread = {_address(shard.data): shard for shard in walked}
+    chosen = ((path, one) for path, one in find_optimizers(state) if choice.keeps_whole(path, one))
+    found = (_of_optimizer(join_name(path), optimizer, spread) for path, optimizer in chosen)
     return [one for one in found if one is not None]
 
 
-def _optimizers(value: Any, path: Path) -> Iterator[tuple[Path, Optimizer]]:
+def find_optimizers(value: Any, path: Path = ()) -> Iterator[tuple[Path, Optimizer]]:
+    """Yield the optimizers in the containers of a state, with their paths."""
     if isinstance(value, Optimizer):
         yield path, value
     elif isinstance(value, Mapping):
         for key, below in value.items():
-            yield from _optimizers(below, (*path, str(key)))
+            yield from find_optimizers(below, (*path, str(key)))
     elif isinstance(value, list | tuple):
         for number, below in enumerate(value):
-            yield from _optimizers(below, (*path, str(number)))
+            yield from find_optimizers(below, (*path, str(number)))
 
 
-def _of_optimizer(name: str, optimizer: Optimizer) -> StateToCome | None:
-    rank_bytes = total = 0
-    fresh = False
+def _address(tensor: Any) -> tuple[int, tuple[int, ...]]:
+    return tensor.data_ptr(), tuple(tensor.shape)
+
+
+def _of_optimizer(
+    name: str, optimizer: Optimizer, spread: Mapping[tuple[int, tuple[int, ...]], TensorShard]
+) -> OptimizerToCome | None:
+    shards: list[TensorShard] = []
     for group in optimizer.param_groups:
-        new = [
-            parameter for parameter in group["params"] if parameter.requires_grad and not optimizer.state.get(parameter)
-        ]
-        fresh = fresh or bool(new)
-        kinds = Counter((tuple(_local(parameter).shape), parameter.dtype) for parameter in new)
-        made = _try(optimizer, group, list(kinds))
+        new = [parameter for parameter in group["params"] if _is_new(parameter, optimizer)]
+        kinds = list(dict.fromkeys((tuple(local_part(parameter).shape), parameter.dtype) for parameter in new))
+        made = _try(optimizer, group, kinds)
         if made is None:
-            return StateToCome(name, None, 0)
+            return OptimizerToCome(StateToCome(name, None, 0))
         for parameter in new:
-            local = _local(parameter)
-            size = made[tuple(local.shape), parameter.dtype]
-            rank_bytes += size
-            total += round(size * parameter.numel() / max(local.numel(), 1))
-    return StateToCome(name, rank_bytes, total) if fresh and rank_bytes else None
+            local = local_part(parameter)
+            known = spread.get(_address(local)) if local.data_ptr() else None
+            beside = known or _unnamed(parameter, local, len(shards))
+            shards += [_shard(name, beside, local, slot) for slot in made[tuple(local.shape), parameter.dtype]]
+    told = StateToCome(name, sum(shard.nbytes for shard in shards), whole_bytes(shards))
+    return OptimizerToCome(told, tuple(shards)) if shards else None
 
 
-def _local(parameter: Any) -> torch.Tensor:
+def _is_new(parameter: torch.Tensor, optimizer: Optimizer) -> bool:
+    """Say whether a parameter will get a state. One without elements on this rank may never get any."""
+    if not parameter.requires_grad or optimizer.state.get(parameter):
+        return False
+    return local_part(parameter).numel() > 0 or not optimizer.state
+
+
+def local_part(parameter: Any) -> torch.Tensor:
     """Return what this rank holds of a parameter."""
     local: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return local
 
 
-def _try(
-    optimizer: Optimizer, group: Mapping[str, Any], kinds: list[tuple[tuple[int, ...], torch.dtype]]
-) -> dict[tuple[tuple[int, ...], torch.dtype], int] | None:
-    """Return the bytes that a parameter of each kind will have in the optimizer; None where it cannot be tried."""
+def _unnamed(parameter: torch.Tensor, local: torch.Tensor, number: int) -> TensorShard:
+    """Return a flat stand-in for a parameter that is not saved, so that nothing says how it is spread."""
+    box = Box((0,), (local.numel(),))
+    return TensorShard(str(number), dtype_code(local.dtype), (parameter.numel(),), (box,), None)
+
+
+def _shard(
+    name: str, beside: TensorShard, local: torch.Tensor, slot: tuple[str, tuple[int, ...], torch.dtype]
+) -> TensorShard:
+    """Return one tensor of the state of a parameter: spread as it is where it has its shape, else whole on each rank."""
+    key, shape, dtype = slot
+    own_shape, boxes = beside.shape, beside.boxes
+    if shape != tuple(local.shape):
+        own_shape, boxes = shape, (Box.whole(shape),)
+    data = torch.empty(shape, dtype=dtype, device="meta")
+    return TensorShard(f"{name}.state.{beside.name}.{key}", dtype_code(dtype), own_shape, boxes, data)
+
+
+def _try(optimizer: Optimizer, group: Mapping[str, Any], kinds: Sequence[Kind]) -> dict[Kind, Slots] | None:
+    """Return what a parameter of each kind will have in the optimizer; None where it cannot be tried."""
     parameters = [torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for shape, dtype in kinds]
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
@@ -104,11 +153,9 @@ def _try(
         step(other)
     except Exception:  # noqa: BLE001  an optimizer of anybody's, which may need what is not there
         return None
-    return {
-        one: sum(_bytes(value) for value in other.state[parameter].values())
-        for one, parameter in zip(kinds, parameters, strict=True)
-    }
+    return {one: _slots(other.state[parameter]) for one, parameter in zip(kinds, parameters, strict=True)}
 
 
-def _bytes(value: Any) -> int:
-    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+def _slots(held: Mapping[Any, Any]) -> Slots:
+    tensors = ((key, value) for key, value in held.items() if isinstance(value, torch.Tensor))
+    return [(str(key), tuple(value.shape), value.dtype) for key, value in tensors]

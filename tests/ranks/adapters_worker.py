@@ -29,6 +29,7 @@ MODULES = (
     "optimizer_checks",
     "read_once_checks",
     "scenario_checks",
+    "sizing_checks",
 )
 """Where the checks are."""
 
