@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aiockpt")
 
 
+SCRATCH_READS = 4
+"""Scratch memory has room for so many times the reads that are under way at once: 256 MiB for a folder."""
+
+
 class LoadRequest(msgspec.Struct, frozen=True):
     """What a caller asked ``load`` for; the fields are those of `aiockpt.Checkpointer.load`."""
 
@@ -267,14 +271,19 @@ async def fill_tensors(place: Place, manifest: Manifest, wanted: Sequence[Tensor
     """Fill the tensors of *wanted* from the files of *manifest*, every block verified."""
     stages = place.engine.stages("load", manifest.step)
     with stages.time("plan"):
-        places = await run_blocking(place.engine.state_work, Places, manifest, wanted)
+        places = await run_blocking(place.engine.state_work, Places, manifest, wanted, scratch_limit_bytes(place))
     tally = Tally()
     fetcher = open_fetcher(place, manifest, places, tally)
-    for landings in places.plan.passes:
+    for number, landings in enumerate(places.plan.passes):
         await fetcher.fetch(landings)
-    with stages.time("scatter"):
-        await run_blocking(place.engine.state_work, places.settle)
+        with stages.time("scatter"):
+            await run_blocking(place.engine.state_work, places.settle, number)
     return Traffic(tally.bytes)
+
+
+def scratch_limit_bytes(place: Place) -> int:
+    """Return how much of a load may wait in scratch memory: so much that reads seldom wait for it to be used again."""
+    return SCRATCH_READS * place.backend.traits.block_reads * place.engine.options.io.read_bytes
 
 
 class Tally:

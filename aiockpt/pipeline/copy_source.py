@@ -18,7 +18,8 @@ from aiockpt.format.manifest import FileEntry, Manifest
 from aiockpt.options import Content
 from aiockpt.pipeline.discover import StepCopy
 from aiockpt.pipeline.fetch import BlockCheck
-from aiockpt.planning.read_plan import GAP, Landing, plan_reads
+from aiockpt.planning.passes import Landing
+from aiockpt.planning.read_plan import GAP, plan_reads
 from aiockpt.planning.weights import WeightsPlan, plan_weights
 from aiockpt.planning.write_plan import HEADER
 from aiockpt.runtime.limits import Limiter, run_blocking

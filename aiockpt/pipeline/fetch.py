@@ -26,7 +26,8 @@ from aiockpt.format.names import list_names
 from aiockpt.format.safetensors import MAX_HEADER_BYTES, decode_header
 from aiockpt.format.validate import check_header, pieces_by_file
 from aiockpt.pipeline.discover import StepCopy
-from aiockpt.planning.read_plan import GAP, Landing, plan_reads
+from aiockpt.planning.passes import Landing
+from aiockpt.planning.read_plan import GAP, plan_reads
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.stages import UNTOLD, Stages, StageTally
 from aiockpt.runtime.tasks import open_tasks

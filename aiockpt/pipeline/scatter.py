@@ -1,7 +1,8 @@
 """How do fetched bytes become live tensors? Mostly they are fetched straight into them; the rest is copied at the end.
 
 A target that is dense host memory is filled in place. One on a device, or strided, is fetched into a staging tensor and
-copied when all blocks are verified. Pieces that meet a target in short runs come through scratch memory.
+copied when all blocks are verified. Pieces that meet a target in short runs come through scratch memory, which may be
+limited: then the passes of a load use it one after the other.
 """
 
 from __future__ import annotations
@@ -22,17 +23,25 @@ class Places:
 
     Args:
         shards: what is wanted; ``data`` is the live tensor, filled in place.
+        scratch_limit_bytes: of scratch memory, unless one piece is larger. Each pass must be settled before the next
+            one is read then; without a limit all may be at once.
     """
 
-    def __init__(self, manifest: Manifest, shards: Sequence[TensorShard]) -> None:
+    def __init__(
+        self, manifest: Manifest, shards: Sequence[TensorShard], scratch_limit_bytes: int | None = None
+    ) -> None:
         self._live = [shard.data.detach() for shard in shards]
-        self._dense = [tensor if _fillable(tensor) else _staging(tensor) for tensor in self._live]
+        self._dense = [tensor if is_fillable(tensor) else _staging(tensor) for tensor in self._live]
         self._wanted: list[Wanted] = []
         self._parts: list[torch.Tensor] = []  # one 1-D tensor for each wanted box
         for shard, dense in zip(shards, self._dense, strict=True):
             self._add(shard, dense)
-        self.plan: LoadPlan = plan_load(manifest, self._wanted)
-        self._scratch = [torch.empty(size, dtype=torch.uint8) for size in self.plan.scratch_bytes]
+        self.plan: LoadPlan = plan_load(manifest, self._wanted, scratch_limit_bytes)
+        memory = torch.empty(self.plan.scratch_bytes, dtype=torch.uint8)
+        self._scratch = [memory[offset : offset + size] for offset, size in self.plan.scratch]
+        self._unplaced: dict[int, list[Scattered]] = {}
+        for piece in self.plan.scattered:
+            self._unplaced.setdefault(piece.pass_number, []).append(piece)
         self.memories = [byte_view(tensor) for tensor in (*self._parts, *self._scratch)]
 
     def _add(self, shard: TensorShard, dense: torch.Tensor) -> None:
@@ -43,10 +52,21 @@ class Places:
             self._parts.append(flat[start : start + box.volume])
             start += box.volume
 
-    def settle(self) -> None:
-        """Copy what could not be fetched into place. Runs on a worker thread, after all blocks were verified."""
-        for piece in self.plan.scattered:
-            self._place(piece)
+    def settle(self, pass_number: int | None = None) -> None:
+        """Copy what is not where it is wanted yet. Runs on a worker thread, after all blocks were verified.
+
+        Args:
+            pass_number: the pass that was read, whose part of the scratch memory becomes free; None: all of them were.
+        """
+        all_read = pass_number is None or pass_number == len(self.plan.passes) - 1
+        for number, pieces in self._unplaced.items():
+            if all_read or number == pass_number:
+                while pieces:
+                    self._place(pieces.pop())
+        if all_read:
+            self._copy_staged()
+
+    def _copy_staged(self) -> None:
         for live, dense in zip(self._live, self._dense, strict=True):
             if live is not dense:
                 live.copy_(dense)
@@ -66,7 +86,8 @@ def _slices(part: Box, whole: Box) -> tuple[slice, ...]:
     )
 
 
-def _fillable(tensor: torch.Tensor) -> bool:
+def is_fillable(tensor: torch.Tensor) -> bool:
+    """Say whether bytes can be read straight into *tensor*."""
     plain = not tensor.is_conj() and not tensor.is_neg()
     return tensor.device.type == "cpu" and tensor.is_contiguous() and plain
 

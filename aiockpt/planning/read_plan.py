@@ -6,8 +6,8 @@ row-major in files). No communication is needed: every rank plans its own reads 
 Guarantees:
 
 - Pure. Every wanted byte has exactly one landing, or the tensor is refused by name.
-- Landings of one pass do not overlap in the file, so a block is read once a pass; only a tensor that is wanted twice
-  needs a second pass.
+- Landings of one pass do not overlap in the file, so a block is read once a pass; only a tensor that is wanted twice,
+  or more scratch memory than there may be at once, needs another pass.
 - Whole blocks are read (so that each can be verified); what of them nobody wants is `LoadPlan.spare_bytes`.
 """
 
@@ -21,6 +21,7 @@ import msgspec
 from aiockpt.errors import StateMismatchError
 from aiockpt.format.dtypes import itemsize
 from aiockpt.format.manifest import Manifest, Piece, TensorEntry
+from aiockpt.planning.passes import Landing, lay_out_scratch, plan_passes
 from aiockpt.state.geometry import Box, copy_runs
 
 MIN_RUN_BYTES = 4096
@@ -37,15 +38,6 @@ class Wanted(msgspec.Struct, frozen=True):
     box: Box
 
 
-class Landing(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """File bytes [start, end) go to *target_offset* of memory number *target*."""
-
-    start: int
-    end: int
-    target: int
-    target_offset: int
-
-
 class Scattered(msgspec.Struct, frozen=True):
     """A piece that is read into scratch memory *scratch* (a landing target too) and then placed box by box.
 
@@ -53,12 +45,14 @@ class Scattered(msgspec.Struct, frozen=True):
         target: number of the wanted tensor.
         stored: the box that the scratch memory holds, row-major.
         overlap: the part of it that is wanted.
+        pass_number: of the pass that brings it.
     """
 
     scratch: int
     target: int
     stored: Box
     overlap: Box
+    pass_number: int
 
 
 class LoadPlan(msgspec.Struct, frozen=True):
@@ -67,13 +61,15 @@ class LoadPlan(msgspec.Struct, frozen=True):
     Attributes:
         passes: landings by file index, sorted by start, without overlaps; almost always one pass.
         scattered: what goes through scratch memory; target numbers from ``len(wanted)`` on are scratch memories.
-        scratch_bytes: the size of each scratch memory.
+        scratch: (offset, size) in bytes of each scratch memory in one memory of *scratch_bytes*. Where that was limited,
+            passes share it: what one has brought is placed before the next begins.
         wanted_bytes: bytes of all landings.
     """
 
     passes: tuple[Mapping[int, tuple[Landing, ...]], ...]
     scattered: tuple[Scattered, ...]
-    scratch_bytes: tuple[int, ...]
+    scratch: tuple[tuple[int, int], ...]
+    scratch_bytes: int
     wanted_bytes: int
 
 
@@ -81,15 +77,18 @@ _Overlap = tuple[Piece, Box, Box]
 """A piece, its box, and the part of it that is wanted."""
 
 
-def plan_load(manifest: Manifest, wanted: Sequence[Wanted]) -> LoadPlan:
+def plan_load(manifest: Manifest, wanted: Sequence[Wanted], scratch_limit_bytes: int | None = None) -> LoadPlan:
     """Return the reads that fill *wanted* from *manifest* (already validated).
+
+    Args:
+        scratch_limit_bytes: of scratch memory at once, unless one piece is larger; more of it takes more passes. None
+            holds all of it until the last pass is done.
 
     Raises:
         StateMismatchError: the pieces do not cover a wanted box; every such tensor is named.
     """
     landings: dict[int, list[Landing]] = {}
-    scattered: list[Scattered] = []
-    scratch_bytes: list[int] = []
+    strided: list[tuple[int, Box, Box]] = []
     uncovered: list[str] = []
     for number, want in enumerate(wanted):
         entry = manifest.tensors[want.name]
@@ -99,9 +98,8 @@ def plan_load(manifest: Manifest, wanted: Sequence[Wanted]) -> LoadPlan:
             runs = _direct_runs(entry, stored, want.box, overlap)
             into = landings.setdefault(piece.file, [])
             if runs is None:
-                scattered.append(Scattered(len(wanted) + len(scratch_bytes), number, stored, overlap))
-                into.append(Landing(piece.start, piece.end, len(wanted) + len(scratch_bytes), 0))
-                scratch_bytes.append(piece.end - piece.start)
+                into.append(Landing(piece.start, piece.end, len(wanted) + len(strided), 0))
+                strided.append((number, stored, overlap))
             else:
                 into.extend(
                     Landing(piece.start + low, piece.start + low + size, number, target) for low, target, size in runs
@@ -110,10 +108,15 @@ def plan_load(manifest: Manifest, wanted: Sequence[Wanted]) -> LoadPlan:
             uncovered.append(f"{want.name}: {found} of {want.box.volume} elements are stored")
     if uncovered:
         raise StateMismatchError(manifest.id, uncovered, "The checkpoint has gaps: load another step.")
+    passes = plan_passes(landings, len(wanted), scratch_limit_bytes)
+    laid = lay_out_scratch(passes, len(wanted), shared=scratch_limit_bytes is not None)
     return LoadPlan(
-        passes=tuple(_passes(landings)),
-        scattered=tuple(scattered),
-        scratch_bytes=tuple(scratch_bytes),
+        passes=tuple(passes),
+        scattered=tuple(
+            Scattered(len(wanted) + scratch, *what, laid[scratch].pass_number) for scratch, what in enumerate(strided)
+        ),
+        scratch=tuple((laid[scratch].offset, laid[scratch].size) for scratch in range(len(strided))),
+        scratch_bytes=max((one.offset + one.size for one in laid.values()), default=0),
         wanted_bytes=sum(landing.end - landing.start for some in landings.values() for landing in some),
     )
 
@@ -164,26 +167,6 @@ def _direct_runs(entry: TensorEntry, stored: Box, wanted: Box, overlap: Box) -> 
             return None
         runs.append((source * width, target * width, count * width))
     return runs
-
-
-def _passes(landings: Mapping[int, list[Landing]]) -> Iterator[dict[int, tuple[Landing, ...]]]:
-    """Sort the landings of each file; those that overlap an earlier one wait for the next pass."""
-    waiting = {file: sorted(some, key=lambda landing: landing.start) for file, some in landings.items()}
-    while waiting:
-        this_pass: dict[int, tuple[Landing, ...]] = {}
-        later: dict[int, list[Landing]] = {}
-        for file, some in waiting.items():
-            taken: list[Landing] = []
-            cursor = 0
-            for landing in some:
-                if landing.start >= cursor:
-                    taken.append(landing)
-                    cursor = landing.end
-                else:
-                    later.setdefault(file, []).append(landing)
-            this_pass[file] = tuple(taken)
-        yield this_pass
-        waiting = later
 
 
 class Segment(msgspec.Struct, frozen=True, gc=False, array_like=True):

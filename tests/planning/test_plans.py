@@ -14,7 +14,8 @@ from aiockpt.errors import StateMismatchError
 from aiockpt.format.manifest import Manifest, TensorEntry
 from aiockpt.format.safetensors import decode_header
 from aiockpt.format.validate import check_header
-from aiockpt.planning.read_plan import GAP, Landing, Wanted, plan_load, plan_reads
+from aiockpt.planning.passes import Landing
+from aiockpt.planning.read_plan import GAP, Wanted, plan_load, plan_reads
 from aiockpt.planning.write_plan import HEADER, PAGE_BYTES, SavePlan, plan_save
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import ShardedState, TensorShard, digest_structure
@@ -78,7 +79,7 @@ def fulfil(manifest: Manifest, files: list[bytes], wanted: list[Wanted], itemsiz
     """Do what fetch and place do, in memory; returns each wanted box, row-major."""
     plan = plan_load(manifest, wanted)
     memories = [bytearray(want.box.volume * itemsize) for want in wanted]
-    memories += [bytearray(size) for size in plan.scratch_bytes]
+    memories += [bytearray(size) for _, size in plan.scratch]
     for landings in plan.passes:
         for file, some in landings.items():
             for read in plan_reads(some, len(files[file]), **how):  # type: ignore[arg-type]

@@ -171,13 +171,21 @@ def save(
     return decode_manifest(encode_manifest(manifest)), images, held, parts
 
 
-def load(manifest: Manifest, images: Sequence[bytes], wanted: Sequence[Wanted]) -> Iterator[Array]:
+def load(
+    manifest: Manifest, images: Sequence[bytes], wanted: Sequence[Wanted], limit_bytes: int | None = None
+) -> Iterator[Array]:
     """Do what fetch and place do, in memory; yield each wanted box."""
-    plan = plan_load(manifest, wanted)
-    memories = [bytearray(want.box.volume * WIDTH) for want in wanted] + [
-        bytearray(size) for size in plan.scratch_bytes
+    plan = plan_load(manifest, wanted, limit_bytes)
+    largest = max((size for _, size in plan.scratch), default=0)
+    if limit_bytes is not None:
+        assert plan.scratch_bytes <= max(limit_bytes, largest + ALIGNMENT)
+    scratch = memoryview(bytearray(plan.scratch_bytes))
+    memories = [memoryview(bytearray(want.box.volume * WIDTH)) for want in wanted]
+    memories += [scratch[offset : offset + size] for offset, size in plan.scratch]
+    arrays = [
+        np.frombuffer(memory, np.int32).reshape(want.box.sizes) for memory, want in zip(memories, wanted, strict=False)
     ]
-    for landings in plan.passes:
+    for number, landings in enumerate(plan.passes):
         for file, some in landings.items():
             for read in plan_reads(
                 some, len(images[file]), block_bytes=SUM_BYTES, read_bytes=2 * SUM_BYTES, whole_blocks=True
@@ -188,13 +196,12 @@ def load(manifest: Manifest, images: Sequence[bytes], wanted: Sequence[Wanted]) 
                         to = segment.target_offset
                         memories[segment.target][to : to + segment.size] = images[file][cursor : cursor + segment.size]
                     cursor += segment.size
-    arrays = [
-        np.frombuffer(memory, np.int32).reshape(want.box.sizes) for memory, want in zip(memories, wanted, strict=False)
-    ]
-    for piece in plan.scattered:
-        source = np.frombuffer(memories[piece.scratch], np.int32).reshape(piece.stored.sizes)
-        into = arrays[piece.target]
-        into[_inside(piece.overlap, wanted[piece.target].box)] = source[_inside(piece.overlap, piece.stored)]
+        for piece in plan.scattered:
+            due = piece.pass_number == number if limit_bytes is not None else number == len(plan.passes) - 1
+            if due:
+                source = np.frombuffer(memories[piece.scratch], np.int32).reshape(piece.stored.sizes)
+                into = arrays[piece.target]
+                into[_inside(piece.overlap, wanted[piece.target].box)] = source[_inside(piece.overlap, piece.stored)]
     yield from arrays
 
 
@@ -203,11 +210,17 @@ def _inside(part: Box, whole: Box) -> tuple[slice, ...]:
     return cut(Box(offsets, part.sizes))
 
 
+ALIGNMENT = 64
+LIMITS = (None, 300)
+"""Bytes of scratch memory."""
+
+
 def check_loaded(tensors: Tensors, layout: Layout, manifest: Manifest, images: Sequence[bytes]) -> None:
     for rank in range(layout.world):
         wanted = [Wanted(name, box) for name, array in tensors.items() for box in layout.boxes(array.shape, rank)]
-        for want, found in zip(wanted, load(manifest, images, wanted), strict=True):
-            assert np.array_equal(found, tensors[want.name][cut(want.box)])
+        for limit_bytes in LIMITS:
+            for want, found in zip(wanted, load(manifest, images, wanted, limit_bytes), strict=True):
+                assert np.array_equal(found, tensors[want.name][cut(want.box)])
 
 
 def check_written_once(tensors: Tensors, manifest: Manifest, parts: Sequence[Sequence[Part]]) -> None:
