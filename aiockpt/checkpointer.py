@@ -67,7 +67,7 @@ from aiockpt.runtime.slabs import PoolStatistics
 from aiockpt.runtime.world import World
 from aiockpt.scrub.repair import Repaired
 from aiockpt.shutdown import Shutdown
-from aiockpt.sizing.estimate import Asked, Estimate, estimate
+from aiockpt.sizing.estimate import Estimate, EstimateRequest, estimate
 from aiockpt.sizing.last_saves import LastSaves
 from aiockpt.sizing.to_come import find_state_to_come
 from aiockpt.storage.backend import Backend
@@ -362,7 +362,7 @@ class Checkpointer:
                 "estimate", "probe_bytes", probe_bytes, "a number of bytes: 64 << 20 for 64 MiB, 0 for no probe"
             )
         walked = self._submitter.walk(state, self._selection)
-        asked = Asked(
+        asked = EstimateRequest(
             walked=walked,
             state=state,
             coming=find_state_to_come(state, walked.tensors, self._selection),

@@ -25,7 +25,7 @@ from urllib.parse import quote
 import msgspec
 
 from aiockpt.backends.local_handle import PAGE_BYTES, DirectMode, Handle
-from aiockpt.backends.local_reader import BouncePool, LocalReader, open_regular, stat_regular
+from aiockpt.backends.local_reader import BOUNCE_BYTES, BouncePool, LocalReader, open_regular, stat_regular
 from aiockpt.backends.local_tree import LEFTOVER_PREFIX, Tree, split_key
 from aiockpt.backends.local_upload import LocalUpload, write_all
 from aiockpt.errors import StorageError, UsageError, is_damage
@@ -97,6 +97,7 @@ class LocalBackend:
             alignment=1 if self._direct.works is False else PAGE_BYTES,
             block_writes=_BLOCK_WRITES,
             block_reads=_BLOCK_READS,
+            read_buffer_bytes=0 if self._direct.works is False else BOUNCE_BYTES,
         )
 
     async def put(self, key: str, data: bytes) -> None:

@@ -53,7 +53,7 @@ class MemoryBackend:
 
     @property
     def traits(self) -> Traits:
-        return Traits(scope="process", durable=False, block_writes=_COPIES, block_reads=_COPIES)
+        return Traits(scope="process", durable=False, block_writes=_COPIES, block_reads=_COPIES, read_buffer_bytes=0)
 
     async def put(self, key: str, data: bytes) -> None:
         self._objects[check_key(key)] = self._object(data)

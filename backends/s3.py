@@ -115,7 +115,13 @@ class S3Backend:
 
     @property
     def traits(self) -> Traits:
-        return Traits(scope="shared", durable=True, block_writes=self._concurrency, block_reads=self._concurrency)
+        return Traits(
+            scope="shared",
+            durable=True,
+            block_writes=self._concurrency,
+            block_reads=self._concurrency,
+            read_buffer_bytes=0,
+        )
 
     async def put(self, key: str, data: bytes) -> None:
         await self._creator.put(check_key(key), data)

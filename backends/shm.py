@@ -59,7 +59,13 @@ class ShmBackend:
     @property
     def traits(self) -> Traits:
         local = self._local.traits
-        return Traits(scope="node", durable=False, block_writes=local.block_writes, block_reads=local.block_reads)
+        return Traits(
+            scope="node",
+            durable=False,
+            block_writes=local.block_writes,
+            block_reads=local.block_reads,
+            read_buffer_bytes=local.read_buffer_bytes,
+        )
 
     async def put(self, key: str, data: bytes) -> None:
         await self._guard(check_key(key), make=True)

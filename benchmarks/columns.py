@@ -325,6 +325,15 @@ TABLES = (
         ("files written here", "files_written_count", "count"),
     ),
     _table(
+        "Peak of memory",
+        "peaks",
+        ("state", "state_bytes", "bytes"),
+        ("beyond it", "beyond_bytes", "bytes"),
+        ("peak ÷ state", "peak_ratio", "ratio"),
+        ("`estimate` said", "said_ratio", "ratio"),
+        ("said ÷ measured", "said_of_peak_ratio", "ratio"),
+    ),
+    _table(
         "A device",
         "device",
         ("one pinned copy", "pinned_copy_s", "both"),

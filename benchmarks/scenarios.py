@@ -259,6 +259,26 @@ _ALL = (
         needs="SeaweedFS",
     ),
     Scenario(
+        name="peaks",
+        question="How much memory do a save and a load take at their peak, and was that said before?",
+        measure="measure.peaks:peaks",
+        contenders=dict.fromkeys(
+            (
+                "save, eager",
+                "save, lazy",
+                "save, writer process",
+                "save, a pool of 64 MiB",
+                "load, in place",
+                "load, half of all columns",
+                "the same in reads of 1 MiB",
+            ),
+            _ours(),
+        ),
+        smoke_bytes=96 * MIB,
+        repetitions=1,
+        paired=True,
+    ),
+    Scenario(
         name="device",
         question="What does saving from a GPU take from training?",
         measure="measure.device:device",

@@ -22,7 +22,7 @@ from aiockpt.planning.write_plan import REST, SavePlan
 from aiockpt.runtime.host_memory import available_bytes
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.sizing.last_saves import LastSaves
-from aiockpt.sizing.memory import copied_at_call_bytes, find_memory
+from aiockpt.sizing.peaks import Needs, copied_at_call_bytes, find_memory, staged_bytes
 from aiockpt.sizing.places import PlaceEstimate, StepSizes, find_problems, look_at_places
 from aiockpt.sizing.share import find_share, whole_bytes
 from aiockpt.sizing.to_come import OptimizerToCome, StateToCome
@@ -49,7 +49,8 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
         requests: calls that a save of this rank makes to its place, at most, those of retention among them.
         memory_bytes: of the host, beside the state, at the peak of a save.
         pool_bytes: of these, the staging pool, which is kept from save to save.
-        load_bytes: of the host, beside the state, at the peak of a load, at most.
+        load_bytes: of the host, beside the state, at the peak of a load of what the same layout saved, at most.
+        other_layout_bytes: the same where another layout saved it, in parts that must be cut and copied.
         pause_s: that training is held by an eager save: as the last saves of this run were; without any, one copy of
             *rank_bytes* at the speed of a copy of host memory tried now.
         durable_s: from the call to the commit: as the last saves of this run were; without any, this rank's part at the
@@ -72,6 +73,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
     pool_bytes: int
     load_bytes: int
+    other_layout_bytes: int
     pause_s: float
     durable_s: float | None
     places: tuple[PlaceEstimate, ...]
@@ -85,7 +87,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def load_peak_ratio(self) -> float:
-        """The same of a load, at most."""
+        """The same of a load of what the same layout saved, at most."""
         return (self.held_bytes + self.load_bytes) / max(self.held_bytes, 1)
 
     def __str__(self) -> str:
@@ -96,6 +98,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
             f"data files        {self.files} of this rank, {count(self.requests, 'request')} at most",
             f"training is held  {self.pause_s * 1e3:.0f} ms by an eager save",
             f"memory beside     {size(self.memory_bytes)} while saving, {size(self.load_bytes)} while loading: {peaks}",
+            f"                  {size(self.other_layout_bytes)} at most, while loading what another layout saved",
         ]
         if self.durable_s is not None:
             lines.append(f"durable after     {self.durable_s:.2f} s")
@@ -112,7 +115,7 @@ def _tell_problem(problem: str) -> str:
     return f"problem: {problem}"
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class EstimateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be estimated.
 
     Attributes:
@@ -130,7 +133,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     last_saves: LastSaves
 
 
-async def estimate(destination: Destination, asked: Asked) -> Estimate:
+async def estimate(destination: Destination, asked: EstimateRequest) -> Estimate:
     """Return what a save takes. On the loop.
 
     Raises:
@@ -155,8 +158,13 @@ async def estimate(destination: Destination, asked: Asked) -> Estimate:
     )
     to_spare = available_bytes()
     lazily = copied_at_call_bytes(asked.state, walked.tensors) if engine.options.snapshot == "lazy" else 0
-    reads = destination.places[0].backend.traits.block_reads
-    memory, problems = find_memory(engine, plan, lazily, reads, to_spare)
+    needs = Needs(
+        copied_bytes=lazily,
+        staged_bytes=staged_bytes(walked.tensors) + sum(one.device_bytes for one in asked.coming),
+        step_bytes=step_bytes,
+        largest_bytes=max((whole_bytes([shard]) for shard in (*walked.tensors, *coming)), default=0),
+    )
+    memory, problems = find_memory(engine, plan, needs, destination.places[0], to_spare)
     places = await look_at_places(destination.places, asked.tiers, sizes, asked.probe_bytes)
     problems += _host_problems(
         destination, places, memory.save_bytes + sum(one.rank_bytes or 0 for one in told), to_spare
@@ -175,6 +183,7 @@ async def estimate(destination: Destination, asked: Asked) -> Estimate:
         memory_bytes=memory.save_bytes,
         pool_bytes=memory.pool_bytes,
         load_bytes=memory.load_bytes,
+        other_layout_bytes=memory.other_parts_bytes,
         pause_s=await _pause_s(plan.tensor_bytes, asked.last_saves),
         durable_s=asked.last_saves.durable_s or _durable_s(destination, places),
         places=tuple(places),

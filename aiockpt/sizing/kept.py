@@ -7,7 +7,7 @@ import msgspec
 from aiockpt.options import Retention
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
+class KeptSteps(msgspec.Struct, frozen=True, kw_only=True):
     """What lies in a place.
 
     Attributes:
@@ -23,7 +23,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     grows_every: int | None
 
 
-def kept(rules: Retention | None, in_flight: int, step_bytes: int, weight_bytes: int) -> Kept:
+def kept(rules: Retention | None, in_flight: int, step_bytes: int, weight_bytes: int) -> KeptSteps:
     """Return what *rules* leave of steps of *step_bytes*, *weight_bytes* of them weights.
 
     Beside those that the rules name there is the newest one that was verified, for as long as none that is named was, and
@@ -32,11 +32,11 @@ def kept(rules: Retention | None, in_flight: int, step_bytes: int, weight_bytes:
     rules = rules or Retention()
     older_bytes = step_bytes if rules.optimizer is None else weight_bytes
     if rules.last is None:
-        return Kept(steps=None, bytes=step_bytes, grows_bytes=older_bytes, grows_every=None)
+        return KeptSteps(steps=None, bytes=step_bytes, grows_bytes=older_bytes, grows_every=None)
     beside = 1 + in_flight
     named = rules.last + (rules.best.count if rules.best else 0)
     full = named if rules.optimizer is None else min(rules.optimizer, named)
-    return Kept(
+    return KeptSteps(
         steps=named + beside,
         bytes=(full + beside) * step_bytes + (named - full) * weight_bytes,
         grows_bytes=older_bytes if rules.every else 0,

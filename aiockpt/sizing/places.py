@@ -12,7 +12,7 @@ from aiockpt.engine.place import Place
 from aiockpt.errors import CheckpointError
 from aiockpt.format.names import parse_step
 from aiockpt.options import Tier
-from aiockpt.sizing.kept import Kept, kept
+from aiockpt.sizing.kept import KeptSteps, kept
 from aiockpt.units import count, size, speed
 
 MANY = 100
@@ -54,7 +54,7 @@ class PlaceEstimate(msgspec.Struct, frozen=True, kw_only=True):
     every: int | None
     step_bytes: int
     read_bytes: int
-    kept: Kept
+    kept: KeptSteps
     found_steps: int
     free_bytes: int | None
     bytes_per_s: float | None

@@ -46,10 +46,16 @@ class StateToCome(msgspec.Struct, frozen=True):
 
 
 class OptimizerToCome(msgspec.Struct, frozen=True):
-    """What is to come of one optimizer; *shards* have no memory."""
+    """What is to come of one optimizer.
+
+    Attributes:
+        shards: of it; they have no memory.
+        device_bytes: of them that will not be host memory.
+    """
 
     told: StateToCome
     shards: tuple[TensorShard, ...] = ()
+    device_bytes: int = 0
 
 
 def find_state_to_come(
@@ -87,6 +93,7 @@ def _of_optimizer(
     name: str, optimizer: Optimizer, spread: Mapping[tuple[int, tuple[int, ...]], TensorShard]
 ) -> OptimizerToCome | None:
     shards: list[TensorShard] = []
+    device_bytes = 0
     for group in optimizer.param_groups:
         new = [parameter for parameter in group["params"] if _is_new(parameter, optimizer)]
         kinds = list(dict.fromkeys((tuple(local_part(parameter).shape), parameter.dtype) for parameter in new))
@@ -97,9 +104,11 @@ def _of_optimizer(
             local = local_part(parameter)
             known = spread.get(_address(local)) if local.data_ptr() else None
             beside = known or _unnamed(parameter, local, len(shards))
-            shards += [_shard(name, beside, local, slot) for slot in made[tuple(local.shape), parameter.dtype]]
+            own = [_shard(name, beside, local, slot) for slot in made[tuple(local.shape), parameter.dtype]]
+            device_bytes += 0 if local.is_cpu else sum(shard.nbytes for shard in own)
+            shards += own
     told = StateToCome(name, sum(shard.nbytes for shard in shards), whole_bytes(shards))
-    return OptimizerToCome(told, tuple(shards)) if shards else None
+    return OptimizerToCome(told, tuple(shards), device_bytes) if shards else None
 
 
 def _is_new(parameter: torch.Tensor, optimizer: Optimizer) -> bool:

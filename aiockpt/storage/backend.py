@@ -39,6 +39,7 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
         alignment: bytes; ``Upload.write`` is fastest when offset, length and address are multiples of it.
         block_writes: how many ``Upload.write`` calls the place likes to have under way at once.
         block_reads: the same for ``Reader.read``.
+        read_buffer_bytes: the most memory that one read takes beside what it fills; None: as much as it fills.
     """
 
     scope: Scope
@@ -46,6 +47,7 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     alignment: int = 1
     block_writes: int = 4
     block_reads: int = 4
+    read_buffer_bytes: int | None = None
 
 
 class Stat(msgspec.Struct, frozen=True):

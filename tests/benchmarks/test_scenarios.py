@@ -25,7 +25,8 @@ from benchmarks.visit import Outcome, Turn, perform, resolve
 from tests.benchmarks.smoke import CHECKOUT, smoke
 from tests.servers.seaweed import find_weed
 
-HERE = ["every", "beside", "calls", "watching", "promotion", "device", "planning", "gathering", "exchanges", "cadence"]
+HERE = ["every", "beside", "calls", "watching", "promotion", "device", "peaks", "planning", "gathering"]
+HERE += ["exchanges", "cadence"]
 PLACES = ["none", "folder", "folder, no limit", "bucket", "bucket, no limit", "bucket, weights"]
 PLACES += ["SeaweedFS here"] if find_weed() else []
 
@@ -66,6 +67,17 @@ def test_what_is_measured_is_what_the_rows_say(here: tuple[report.Report, str]) 
     assert all(0 < row["beside_p50_s"].median <= row["beside_p99_s"].median for row in found.results["beside"].values())
     assert [row["pieces_count"].median for row in found.results["planning"].values()] == [20, 20, 80, 80]
     assert found.settings["every"] == {"batch": 4, "steps": 2}
+
+
+def test_saves_and_loads_take_the_memory_that_was_said(here: tuple[report.Report, str]) -> None:
+    found, _ = here
+    if "this system" in found.unavailable.get("load, in place", ""):
+        pytest.skip("the peak of a process cannot be measured here")
+    rows = found.results["peaks"]
+    assert list(rows) == list(SCENARIOS["peaks"].contenders)
+    said_of_peak = {name: row["said_of_peak_ratio"].median for name, row in rows.items()}
+    for name, ratio in said_of_peak.items():  # of loads the most is said: without O_DIRECT they take less
+        assert 0.95 < ratio < (1.1 if name.startswith("save") else 1.5), said_of_peak
 
 
 @pytest.mark.timeout(300)

@@ -14,6 +14,7 @@ from hypothesis import given
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
+from aiockpt.sizing.estimate import Estimate
 from aiockpt.sizing.to_come import find_state_to_come
 from aiockpt.storage.backend import Space
 from aiockpt.testing import states
@@ -276,3 +277,33 @@ def test_whatever_a_state_is_its_files_have_the_bytes_that_were_said(blueprint: 
             assert found.disk_bytes - found.rank_file_bytes == pytest.approx(
                 sum(record.stat().st_size for record in records), abs=2048
             )
+
+
+def test_what_a_lazy_save_copies_at_once_is_memory_beside_the_pool(tmp_path: Path) -> None:
+    state = make()
+    buffers = {"running": [torch.zeros(100_000), torch.zeros(50_000)]}
+    train(state)
+    with aiockpt.Checkpointer(tmp_path, io=SMALL, snapshot="lazy") as ckpt:
+        alone, more = (ckpt.estimate(one).result() for one in (state, state | buffers))
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        eager = ckpt.estimate(state | buffers).result()
+    assert beside_pool(more) - beside_pool(alone) == 600_000
+    assert 0 < beside_pool(alone) - beside_pool(eager) < 4000, "statistics of BatchNorm"
+
+
+def beside_pool(found: Estimate) -> int:
+    return found.memory_bytes - found.pool_bytes
+
+
+def test_a_load_takes_memory_for_what_cannot_be_read_into_place(tmp_path: Path) -> None:
+    dense = torch.zeros(1000, 1000)
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        into_place, staged = (ckpt.estimate({"x": one}).result() for one in (dense, dense.t()))
+    assert staged.load_bytes - into_place.load_bytes == dense.nbytes
+    assert into_place.other_layout_bytes - into_place.load_bytes >= dense.nbytes, "one piece may be all of it"
+    with aiockpt.Checkpointer("memory://sizing-load", io=SMALL) as ckpt:
+        straight = ckpt.estimate({"x": dense}).result()
+    assert straight.load_bytes < into_place.load_bytes, "the disk is read past the page cache"
+    full = aiockpt.IO(block_bytes=4096, read_bytes=65536, verify="full")
+    with aiockpt.Checkpointer("memory://sizing-load", io=full) as ckpt:
+        assert ckpt.estimate({"x": dense}).result().load_bytes > straight.load_bytes, "all is compared first"
