@@ -22,7 +22,6 @@ from aiockpt.adapters.rename import Renames, Rules
 from aiockpt.adapters.selection import Trainable, make_selection
 from aiockpt.cadence import Cadence
 from aiockpt.engine import maintenance
-from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import WARM_UP
 from aiockpt.engine.destination import Destination
 from aiockpt.engine.find import find_manifest
@@ -30,9 +29,9 @@ from aiockpt.engine.load import LoadRequest
 from aiockpt.engine.maintenance import Copied, Description, Pruned, StepInfo, Verified
 from aiockpt.engine.place import Place as EnginePlace
 from aiockpt.engine.read import read
-from aiockpt.engine.submit import SaveRequest, Submitter, check_step
+from aiockpt.engine.submit import SaveRequest, check_step
 from aiockpt.errors import BackgroundSaveError, UsageError
-from aiockpt.events import BackgroundTask, BarrierWaited, Observer
+from aiockpt.events import Observer
 from aiockpt.futures import Future, LoadFuture, LoadResult, SaveFuture
 from aiockpt.keywords import asks_what_was_meant, refuse_value
 from aiockpt.options import (
@@ -54,36 +53,21 @@ from aiockpt.options import (
 from aiockpt.outcomes import log_loaded
 from aiockpt.preemption import Preemption
 from aiockpt.preemption.policy import OnPreempt
-from aiockpt.prove.probe import find_probe
-from aiockpt.readers.hold import Hold, Holds
+from aiockpt.readers.hold import Hold
 from aiockpt.readers.step_watch import StepWatch
-from aiockpt.runtime.background import run_background
 from aiockpt.runtime.limits import LimiterStatistics, run_blocking
-from aiockpt.runtime.loop import LoopThread, refuse_in_event_loop, refuse_on_loop_thread, runs_event_loop
-from aiockpt.runtime.pending_copies import Mutating, PendingCopies
+from aiockpt.runtime.loop import refuse_in_event_loop, refuse_on_loop_thread, runs_event_loop
+from aiockpt.runtime.pending_copies import Mutating
 from aiockpt.runtime.promise import LoadPromise, Promise
 from aiockpt.runtime.ranks import Ranks, check_found, find_ranks
 from aiockpt.runtime.slabs import PoolStatistics
 from aiockpt.runtime.world import World
 from aiockpt.scrub.repair import Repaired
-from aiockpt.shutdown import Shutdown
 from aiockpt.sizing.estimate import Estimate, EstimateRequest, estimate
-from aiockpt.sizing.last_saves import LastSaves
 from aiockpt.sizing.to_come import find_state_to_come
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
-from aiockpt.wiring import (
-    find_peers,
-    make_coordinator,
-    make_destination,
-    make_interruption,
-    make_snapshotter,
-    opened,
-    share_memory,
-    start_interruption,
-    start_scrubber,
-    start_writer,
-)
+from aiockpt.wiring import WireRequest, wire
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -186,16 +170,15 @@ class Checkpointer:
         world: World | None = None,
     ) -> None:
         self._selection = make_selection(only, exclude)
-        every = Cadence.by_time(every) if isinstance(every, str) else every
-        self._cadence = every if isinstance(every, Cadence) else None
-        self._options = Options(
+        cadence = Cadence.by_time(every) if isinstance(every, str) else every if isinstance(every, Cadence) else None
+        options = Options(
             snapshot=snapshot,
             mutable=_as_names("mutable", mutable),
             immutable=_as_names("immutable", immutable),
             debug=debug,
             screen=screen,
             retention=retention,
-            every=None if isinstance(every, Cadence) else every,
+            every=None if isinstance(every, str | Cadence) else every,
             max_in_flight=max_in_flight,
             when_full=when_full,
             on_exists=on_exists,
@@ -204,62 +187,25 @@ class Checkpointer:
             io=io,
             deadlines=deadlines,
         )
-        if not isinstance(ranks, Ranks | None):
-            refuse_value("", "ranks", ranks, "aiockpt.Ranks(rank, world_size, store), or None for torch.distributed")
-        if not isinstance(world, World | None):
-            refuse_value(
-                "", "world", world, "an aiockpt.runtime.world.World, or None for this machine's files and clocks"
-            )
+        _check_outside(ranks, world)
         self._found_ranks = find_ranks() if ranks is None else None
-        ranks = ranks or self._found_ranks or Ranks()
-        peers = find_peers(load_group, ranks)
-        if not isinstance(observers, Sequence):
-            refuse_value("", "observers", observers, "a list of observers, with a method on_event(event) each")
-        for observer in observers:
-            if not callable(getattr(observer, "on_event", None)):
-                raise UsageError(f"observers: {observer!r} has no method on_event(event)")
-        observers = [*observers, *([] if self._cadence is None or self._cadence in observers else [self._cadence])]
-        self._interruption = make_interruption(on_preempt, world or World())
-        observers += self._interruption.observers
-        tiers = _as_tiers(url, retention)
-        self._probe = find_probe(self, ranks, tiers)
-        tiers, backends = self._probe.open_places(tiers, world or World(), by_url=worker == "process")
-        observers += self._probe.observers
-        self._tiers, self._last_saves = tiers, LastSaves()
-        memory = share_memory(tiers, backends, world) if worker == "process" else None
-        world = world or World()
-        self._loop = (world.make_loop or LoopThread)("aiockpt", self._drain_at_exit)
-        try:
-            coordinator = make_coordinator(ranks, peers, tiers, backends[0], self._loop, self._options, world)
-            heard = [*observers, self._last_saves]
-            self._engine = Engine(self._loop, self._options, heard, world, coordinator, memory=memory)
-            ends = [
-                run_background(self._loop, observer, self._engine.emit)
-                for observer in observers
-                if isinstance(observer, BackgroundTask)
-            ]
-            for cadence in (observer for observer in observers if isinstance(observer, Cadence)):
-                place = backends[0].url
-                ends.append(cadence.join(self._loop, ranks, place, world.clock, max_in_flight, deadlines.ranks_s))
-            self._destination = make_destination(self._engine, tiers, backends, working=memory is None)
-            if memory is not None:
-                self._destination = start_writer(self._destination, tiers, memory, ranks)
-            ends += [self._interruption.stop, self._tell_closing]
-            if observers:
-                self._loop.call_soon(self._engine.emit, opened(ranks, world, backends))
-            self._copies = PendingCopies(deadlines.slab_s, self._tell_waited)
-            snapshotter = make_snapshotter(self._engine, self._destination, self._copies)
-            self._submitter = Submitter(self._destination, self._copies, snapshotter)
-            self._unclaimed: list[LoadPromise[LoadResult | None]] = []
-            self._holds = Holds(self._loop, self._destination)
-            self._shutdown = Shutdown(self._engine, self._submitter, self._destination, self._copies, ends)
-            start_interruption(self._interruption, self._engine, self._destination, ranks)
-            self._stop_scrubbing = start_scrubber(scrub, self._engine, self._destination, ranks)
-        except BaseException:
-            self._loop.discard()
-            if memory is not None:
-                memory.close()
-            raise
+        request = WireRequest(
+            options=options,
+            tiers=_as_tiers(url, retention),
+            observers=[observer for observer in _as_observers(observers) if observer is not cadence],
+            cadence=cadence,
+            on_preempt=on_preempt,
+            scrub=scrub,
+            ranks=ranks or self._found_ranks or Ranks(),
+            load_group=load_group,
+            world=world,
+        )
+        parts = wire(request, self, self._drain_at_exit)
+        self._parts, self._options, self._cadence = parts, options, cadence
+        self._loop, self._engine, self._destination = parts.loop, parts.engine, parts.destination
+        self._copies, self._submitter = parts.copies, parts.submitter
+        self._probe, self._interruption = parts.probe, parts.interruption
+        self._unclaimed: list[LoadPromise[LoadResult | None]] = []
 
     # ------------------------------------------------------------------ save
 
@@ -366,9 +312,9 @@ class Checkpointer:
             walked=walked,
             state=state,
             coming=find_state_to_come(state, walked.tensors, self._selection),
-            tiers=self._tiers,
+            tiers=self._parts.tiers,
             probe_bytes=probe_bytes,
-            last_saves=self._last_saves,
+            last_saves=self._parts.last_saves,
         )
         return self._operation("estimate", estimate, self._destination, asked)
 
@@ -387,10 +333,6 @@ class Checkpointer:
         It begins when no snapshot is being copied; a save inside it is a `UsageError`.
         """
         return Mutating(self._copies)
-
-    def _tell_waited(self, step: int, seconds: float) -> None:
-        event = BarrierWaited(at_ns=self._engine.now_ns(), step=step, seconds=seconds)
-        self._loop.call_soon(self._engine.emit, event)
 
     # ------------------------------------------------------------------ load
 
@@ -584,7 +526,7 @@ class Checkpointer:
         No retention deletes it before the block ends, in this process or another: a lease lies beside it, which the holder
         renews. Whoever is killed holds it for six hours more, at most. ``async with`` in an event loop.
         """
-        return self._holds.make(_number(step))
+        return self._parts.holds.make(_number(step))
 
     def watch(self, name: str, *, every_s: float = 10.0, newest: bool = False, follow: bool = True) -> StepWatch:
         """Be handed each committed step once, the oldest first, and wait for more: ``for step in ckpt.watch("eval"): …``.
@@ -601,7 +543,9 @@ class Checkpointer:
         Raises: `UsageError` for a name or a time that cannot be meant; and while it is iterated
             StorageError: steps cannot be listed, or the note cannot be written.
         """
-        return StepWatch(self.run_on_destination, self._holds, name, every_s=every_s, newest=newest, follow=follow)
+        return StepWatch(
+            self.run_on_destination, self._parts.holds, name, every_s=every_s, newest=newest, follow=follow
+        )
 
     # ------------------------------------------------------------------ the policy form
 
@@ -660,7 +604,7 @@ class Checkpointer:
         """Block until every save in flight has ended; raise what went wrong."""
         self._check_call()
         refuse_in_event_loop("wait()", "await the futures that save() returned")
-        self._shutdown.wait()
+        self._parts.shutdown.wait()
         self._engine.failures.raise_all()
 
     def close(self) -> None:
@@ -671,28 +615,20 @@ class Checkpointer:
         if self._loop.usable:
             refuse_in_event_loop("close()", "write `await ckpt.aclose()`")
             self._probe.closing()
-            self._shut_down()
+            self._parts.shutdown.close()
         self._engine.failures.raise_all()
 
     async def aclose(self) -> None:
         """Wait until all is committed, release everything, and raise what went wrong, in an event loop. Idempotent."""
         if self._loop.usable:
             self._probe.closing()
-            await anyio.to_thread.run_sync(self._shut_down)
+            await anyio.to_thread.run_sync(self._parts.shutdown.close)
         self._engine.failures.raise_all()
-
-    def _shut_down(self) -> None:
-        try:
-            self._stop_scrubbing()
-            self._holds.release_all()
-            self._shutdown.close()
-        finally:
-            self._interruption.release()
 
     def _drain_at_exit(self) -> None:
         try:
             self._probe.closing()
-            self._shut_down()
+            self._parts.shutdown.close()
         finally:
             for future in self._engine.failures.take():
                 logger.error("%r: nobody waited for it, and the program ends", future)
@@ -729,10 +665,6 @@ class Checkpointer:
             error.add_note(str(failure))
 
     # ------------------------------------------------------------------ inside
-
-    def _tell_closing(self) -> None:
-        """Tell the other ranks, at the end of all that this one does, that it makes no more calls."""
-        self._engine.coordinator.depart("its Checkpointer was closed", failed=False)
 
     def _check_call(self) -> None:
         """Raise when this process may not use it, or when an earlier load was never waited for."""
@@ -793,6 +725,22 @@ def _as_tiers(url: Place | Sequence[Tier | Place], retention: Retention | None) 
     tiers = [place if isinstance(place, Tier) else Tier(place) for place in places]
     check_tiers(tiers)
     return [tier if tier.keep is not None else msgspec.structs.replace(tier, keep=retention) for tier in tiers]
+
+
+def _as_observers(observers: Sequence[Observer]) -> list[Observer]:
+    if not isinstance(observers, Sequence):
+        refuse_value("", "observers", observers, "a list of observers, with a method on_event(event) each")
+    for observer in observers:
+        if not callable(getattr(observer, "on_event", None)):
+            raise UsageError(f"observers: {observer!r} has no method on_event(event)")
+    return list(observers)
+
+
+def _check_outside(ranks: object, world: object) -> None:
+    if not isinstance(ranks, Ranks | None):
+        refuse_value("", "ranks", ranks, "aiockpt.Ranks(rank, world_size, store), or None for torch.distributed")
+    if not isinstance(world, World | None):
+        refuse_value("", "world", world, "an aiockpt.runtime.world.World, or None for this machine's files and clocks")
 
 
 def _as_names(option: str, names: Sequence[str]) -> tuple[str, ...]:

@@ -31,7 +31,9 @@ class Shutdown:
     """The end of one checkpointer. Blocking; never on its loop thread.
 
     Args:
+        before: called first, while everything still works.
         ends: called once, to end what observers do on the loop.
+        after: called last, whatever happened.
     """
 
     def __init__(
@@ -40,13 +42,16 @@ class Shutdown:
         submitter: Submitter,
         destination: Destination,
         copies: PendingCopies,
+        *,
+        before: Sequence[Callable[[], object]],
         ends: Sequence[Callable[[], object]],
+        after: Callable[[], object],
     ) -> None:
         self._engine = engine
         self._submitter = submitter
         self._destination = destination
         self._copies = copies
-        self._ends = ends
+        self._before, self._ends, self._after = before, ends, after
 
     def wait(self) -> None:
         """Wait until no save runs and none is being tidied up after.
@@ -65,6 +70,14 @@ class Shutdown:
         Raises:
             TimeoutError: as `wait`; what still ran was given up.
         """
+        try:
+            for begin in self._before:
+                begin()
+            self._end()
+        finally:
+            self._after()
+
+    def _end(self) -> None:
         patience_s = 0.0
         try:
             self.wait()

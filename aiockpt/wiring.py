@@ -1,6 +1,7 @@
 """Which of the core's parts and wings make one checkpointer? A wing is imported where it is used.
 
-The writer process puts its own parts together (`aiockpt.worker.root`).
+`wire` puts them together, in an order that matters: who agrees, where saves go, how they are copied, who watches, and what
+ends all that. The writer process puts its own parts together (`aiockpt.worker.root`).
 """
 
 from __future__ import annotations
@@ -8,23 +9,33 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from aiockpt.cadence import Cadence
+from aiockpt.call_probe import CallProbe, Unwatched
 from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import Alone, Coordinator
 from aiockpt.engine.destination import Destination, OnePlace
 from aiockpt.engine.place import Place
 from aiockpt.engine.snapshotter import ByCall, Eager
-from aiockpt.events import Opened
+from aiockpt.engine.submit import Submitter
+from aiockpt.events import BackgroundTask, BarrierWaited, Observer, Opened
 from aiockpt.interruption import Interruption, NeverInterrupted
 from aiockpt.lazy.snapshotter import LazySnapshotter
 from aiockpt.options import Options, Scrub, Tier, announced_end_s
 from aiockpt.pipeline.state_devices import StateDevices
+from aiockpt.prove.session import Closes, find_probe
+from aiockpt.readers.hold import Holds
 from aiockpt.redaction import redact
+from aiockpt.runtime.background import run_background
+from aiockpt.runtime.loop import LoopThread
 from aiockpt.runtime.notes import NoteBoard
 from aiockpt.runtime.pending_copies import PendingCopies
 from aiockpt.runtime.ranks import Ranks
 from aiockpt.runtime.world import Loop, World
+from aiockpt.shutdown import Shutdown
+from aiockpt.sizing.last_saves import LastSaves
 from aiockpt.storage.backend import Backend
 
 if TYPE_CHECKING:
@@ -33,6 +44,142 @@ if TYPE_CHECKING:
     from aiockpt.preemption.policy import OnPreempt, Preemption
     from aiockpt.ranks.peers import Peers
     from aiockpt.runtime.shared_memory import SharedMemory
+
+
+@dataclass(frozen=True, kw_only=True)
+class WireRequest:
+    """What a checkpointer is made for. `aiockpt.Checkpointer` explains each.
+
+    Attributes:
+        options, tiers: checked.
+        observers: without the *cadence*.
+        world: None for this machine's.
+    """
+
+    options: Options
+    tiers: Sequence[Tier]
+    observers: Sequence[Observer]
+    cadence: Cadence | None
+    on_preempt: OnPreempt | Preemption | None
+    scrub: Scrub | None
+    ranks: Ranks
+    load_group: torch.distributed.ProcessGroup | None
+    world: World | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembly:
+    """What a checkpointer is made of, at work.
+
+    Attributes:
+        probe: asked at each call; `aiockpt.prove` sees them there.
+        interruption: whether a call is the last one.
+        tiers: where saves really go.
+        shutdown: ends all of it.
+    """
+
+    probe: CallProbe
+    interruption: Interruption
+    tiers: Sequence[Tier]
+    loop: Loop
+    engine: Engine
+    destination: Destination
+    copies: PendingCopies
+    submitter: Submitter
+    holds: Holds
+    last_saves: LastSaves
+    shutdown: Shutdown
+
+
+def wire(request: WireRequest, checkpointer: Closes, at_exit: Callable[[], object]) -> Assembly:
+    """Make the parts of *checkpointer*, and start what works by itself.
+
+    Args:
+        at_exit: finishes the saves under way when the interpreter exits.
+
+    Raises:
+        UsageError: a place cannot be opened, ranks do not fit, or a cadence serves another checkpointer.
+    """
+    world = request.world or World()
+    peers = find_peers(request.load_group, request.ranks)
+    interruption = make_interruption(request.on_preempt, world)
+    by_process = request.options.worker == "process"
+    probe = find_probe(checkpointer, request.ranks, request.tiers) or Unwatched()
+    tiers, backends = probe.open_places(request.tiers, world, by_url=by_process)
+    memory = share_memory(tiers, backends, request.world) if by_process else None
+    loop = (world.make_loop or LoopThread)("aiockpt", at_exit)
+    try:
+        ranks, last_saves = request.ranks, LastSaves()
+        coordinator = make_coordinator(ranks, peers, tiers, backends[0], loop, request.options, world)
+        cadence = [] if request.cadence is None else [request.cadence]
+        observers = [*request.observers, *cadence, *interruption.observers, *probe.observers]
+        engine = Engine(loop, request.options, [*observers, last_saves], world, coordinator, memory=memory)
+        ends = start_observers(observers, engine, ranks, backends[0].url)
+        destination = make_destination(engine, tiers, backends, working=memory is None)
+        if memory is not None:
+            destination = start_writer(destination, tiers, memory, ranks)
+        if observers:
+            loop.call_soon(engine.emit, opened(ranks, world, backends))
+        copies = PendingCopies(request.options.deadlines.slab_s, _tell_waited(engine))
+        submitter = Submitter(destination, copies, make_snapshotter(engine, destination, copies))
+        holds = Holds(loop, destination)
+        start_interruption(interruption, engine, destination, ranks)
+        stop_scrubbing = start_scrubber(request.scrub, engine, destination, ranks)
+        shutdown = Shutdown(
+            engine,
+            submitter,
+            destination,
+            copies,
+            before=[stop_scrubbing, holds.release_all],
+            ends=[*ends, interruption.stop, _tell_leaving(coordinator)],
+            after=interruption.release,
+        )
+    except BaseException:
+        loop.discard()
+        if memory is not None:
+            memory.close()
+        raise
+    return Assembly(
+        probe=probe,
+        interruption=interruption,
+        tiers=tiers,
+        loop=loop,
+        engine=engine,
+        destination=destination,
+        copies=copies,
+        submitter=submitter,
+        holds=holds,
+        last_saves=last_saves,
+        shutdown=shutdown,
+    )
+
+
+def start_observers(
+    observers: Sequence[Observer], engine: Engine, ranks: Ranks, url: str
+) -> list[Callable[[], object]]:
+    """Start the tasks of observers, and have cadences serve the saves to *url*; return what ends each."""
+    options, clock = engine.options, engine.world.clock
+    tasks = [observer for observer in observers if isinstance(observer, BackgroundTask)]
+    ends: list[Callable[[], object]] = [run_background(engine.loop, observer, engine.emit) for observer in tasks]
+    limits = options.max_in_flight, options.deadlines.ranks_s
+    cadences = [observer for observer in observers if isinstance(observer, Cadence)]
+    ends += [cadence.join(engine.loop, ranks, url, clock, *limits) for cadence in cadences]
+    return ends
+
+
+def _tell_waited(engine: Engine) -> Callable[[int, float], None]:
+    """Return what tells that an optimizer waited so many seconds for the copy of a step."""
+
+    def tell(step: int, seconds: float) -> None:
+        event = BarrierWaited(at_ns=engine.now_ns(), step=step, seconds=seconds)
+        engine.loop.call_soon(engine.emit, event)
+
+    return tell
+
+
+def _tell_leaving(coordinator: Coordinator) -> Callable[[], None]:
+    """Return what tells the other ranks, at the end of all that this one does, that it makes no more calls."""
+    return lambda: coordinator.depart("its Checkpointer was closed", failed=False)
 
 
 def find_peers(load_group: torch.distributed.ProcessGroup | None, ranks: Ranks) -> Peers | None:

@@ -8,7 +8,7 @@ Importing this has no effect; docs/guide/prove.md is the page for users.
 
 from typing import TYPE_CHECKING
 
-from aiockpt.prove.probe import record
+from aiockpt.prove.session import record
 
 if TYPE_CHECKING:
     from aiockpt.prove.certificate import Certificate

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from aiockpt.errors import UsageError
-from aiockpt.prove import probe
 from aiockpt.prove.assignment import ProofJob, write_job
 from aiockpt.prove.recorder import Recorder, SimulatedKill
 from aiockpt.prove.records import AnyRecord
 from aiockpt.prove.script_process import TAIL_LINES
+from aiockpt.prove.session import Session, enter
 from aiockpt.prove.starts import Start
 from aiockpt.prove.training import Training
 
@@ -45,11 +45,11 @@ class InlineRunner:
         write_job(job)
         told: list[AnyRecord] = []
         recorder = Recorder(job, told.append, 0, 1, kill=lambda: None)
-        session = probe.Session(recorder, Training(recorder))
+        session = Session(recorder, Training(recorder))
         begun = time.monotonic()
         status: int | None = 0
         tail = ""
-        probe.enter(session)
+        enter(session)
         try:
             with _fresh_generators(), _quiet(recorder):
                 self._train()
@@ -60,7 +60,7 @@ class InlineRunner:
         finally:
             session.close()  # what is under way is committed, as at the end of a process
             recorder.retire()
-            probe.enter(None)
+            enter(None)
             session.training.close()
         return Start(
             name=name,

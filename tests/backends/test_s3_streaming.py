@@ -22,7 +22,7 @@ def seen(seaweed: Seaweed, s3_url: str, aws_environment: pytest.MonkeyPatch, tmp
     """A state of 16 pools, saved and loaded, as the benchmark does it with 4 GiB and 256 MiB."""
     aws_environment.setenv("AWS_ENDPOINT_URL", seaweed.endpoint_url)
     aws_environment.setenv("TMPDIR", str(tmp_path))
-    command = [sys.executable, "-m", "benchmarks", "run", "streaming", "--size", "512MiB", "--set", "pool=32MiB"]
+    command = [sys.executable, "-m", "benchmarks", "run", "streaming", "--size", "256MiB", "--set", "pool=16MiB"]
     command += [
         "--smoke",
         "--set",

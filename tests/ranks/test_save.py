@@ -187,7 +187,7 @@ def test_a_rank_that_lost_its_storage_before_its_vote_tells_the_others_without_i
 def test_ranks_that_count_themselves_differently_are_told(tmp_path: Path) -> None:
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
     with Crew(2, tmp_path, on_error=lambda future: None) as crew:
-        crew.checkpointers[1]._shutdown.close()
+        crew.checkpointers[1]._parts.shutdown.close()
         crew.checkpointers = [
             aiockpt.Checkpointer(tmp_path, ranks=aiockpt.Ranks(rank, world, store), deadlines=QUICK)
             for rank, world in ((0, 2), (1, 3))

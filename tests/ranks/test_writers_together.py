@@ -53,10 +53,10 @@ def save_on_all(crew: Crew, step: int) -> None:
 def test_writers_and_threads_save_together(tmp_path: Path) -> None:
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
     with Crew(3, tmp_path, worker="process") as crew:
-        crew.checkpointers[1]._shutdown.close()
+        crew.checkpointers[1]._parts.shutdown.close()
         for rank, worker in ((0, "process"), (1, "thread"), (2, "process")):
             if rank != 1:
-                crew.checkpointers[rank]._shutdown.close()
+                crew.checkpointers[rank]._parts.shutdown.close()
             crew.checkpointers[rank] = aiockpt.Checkpointer(
                 tmp_path,
                 ranks=aiockpt.Ranks(rank, 3, store),

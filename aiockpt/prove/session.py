@@ -1,0 +1,106 @@
+"""Is this process being proved? Then it has a session: who records, and which checkpointers it has made.
+
+`find_probe` is asked for each ``Checkpointer`` when it is made. It answers with nothing unless the environment names a job,
+or a function of this process is being proved.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from aiockpt.call_probe import CallProbe
+from aiockpt.prove.assignment import VARIABLE
+
+if TYPE_CHECKING:
+    from aiockpt.options import Tier
+    from aiockpt.prove.recorder import Recorder
+    from aiockpt.prove.training import Training
+    from aiockpt.runtime.ranks import Ranks
+
+
+class Closes(Protocol):
+    """A checkpointer, as far as a session is concerned."""
+
+    def close(self) -> None: ...
+
+
+class Session:
+    """The recorder of this process, and what it watches."""
+
+    def __init__(self, recorder: Recorder, training: Training) -> None:
+        self.recorder = recorder
+        self.training = training
+        self._checkpointers: list[weakref.ref[Closes]] = []
+
+    def add(self, checkpointer: Closes) -> None:
+        """Hear of a checkpointer of this run."""
+        self._checkpointers.append(weakref.ref(checkpointer))
+
+    def close(self) -> None:
+        """End the checkpointers that a simulated kill has left."""
+        for reference in self._checkpointers:
+            checkpointer = reference()
+            if checkpointer is not None:
+                with suppress(Exception):  # what its saves came to is the run's own matter
+                    checkpointer.close()
+
+
+_session: Session | None = None
+
+
+def enter(session: Session | None) -> None:
+    """Make *session* that of this process; None ends it."""
+    global _session
+    _session = session
+
+
+def record(name: str, value: object) -> None:
+    """Have `aiockpt prove` compare *value*, called *name*, with that of the run that is never stopped; else do nothing.
+
+    Args:
+        value: a number, a tensor, or anything with a ``repr`` that is the same for equal values.
+    """
+    if _session is not None:
+        from aiockpt.prove import records
+        from aiockpt.prove.digests import text_of
+
+        _session.recorder.check()
+        _session.recorder.write(records.Told, name=name, value=text_of(value))
+
+
+def find_probe(checkpointer: Closes, ranks: Ranks, tiers: Sequence[Tier]) -> CallProbe | None:
+    """Return what sees the calls of a *checkpointer* of this process; None outside of `aiockpt prove`.
+
+    None, too, for one whose places are to be left as they are.
+    """
+    if _session is None and VARIABLE in os.environ:
+        enter(_open_session(ranks))
+    if _session is None:
+        return None
+    from aiockpt.prove.scratch import url_of
+    from aiockpt.prove.watched_calls import WatchedCalls
+
+    urls = [url_of(tier.url) for tier in tiers]
+    if set(urls) <= set(_session.recorder.job.as_is):
+        return None
+    _session.add(checkpointer)
+    return WatchedCalls(_session.recorder, _session.training, ranks, urls)
+
+
+def _open_session(ranks: Ranks) -> Session | None:
+    from aiockpt.prove.assignment import read_job
+    from aiockpt.prove.recorder import FileWriter, Recorder, kill_this_process
+    from aiockpt.prove.training import Training
+
+    job = read_job()
+    if job is None:
+        return None
+    folder = Path(job.folder)
+    write, kill = FileWriter(folder, ranks.rank), kill_this_process(folder)
+    recorder = Recorder(job, write, ranks.rank, ranks.world_size, kill)
+    return Session(recorder, Training(recorder))
