@@ -9,9 +9,8 @@ Guarantees:
   a memory tier holds what its rules keep and what is being copied, never more, also after the end.
 - At the end a tier is waited for while something moves there, and left when nothing has for `STALLED_S`: one warning names
   the steps that it lacks.
-- Every rank copies the files it wrote; rank 0 copies what the others leave, and commits (`aiockpt.pipeline.copy`).
-- A store that is lost, with a trainer whose writer process goes on, ends no copy: rank 0 needs no note, and the others look
-  for what it commits.
+
+How the ranks make one copy together is in `aiockpt.tiers.joint_copy`.
 """
 
 from __future__ import annotations
@@ -31,23 +30,19 @@ from aiockpt.engine.place import Place
 from aiockpt.errors import (
     CheckpointError,
     CorruptionError,
-    RankFailedError,
     SaveSkippedError,
     StorageTimeoutError,
     UsageError,
 )
 from aiockpt.events import Promoted, PromotionFailed
-from aiockpt.format.manifest import FileEntry
 from aiockpt.futures import SaveResult
 from aiockpt.options import Tier
-from aiockpt.pipeline.copy import Windows, copied_files, copy_files, copy_step
-from aiockpt.pipeline.copy_source import CopySource, open_copy_source
 from aiockpt.pipeline.discover import StepCopy, find_copy
-from aiockpt.pipeline.manifests import read_manifest
 from aiockpt.runtime.limits import Pace
-from aiockpt.runtime.progress import note_progress, told_of_progress
+from aiockpt.runtime.progress import told_of_progress
 from aiockpt.runtime.promise import Promise
 from aiockpt.tiers.catch_up import find_missing_step
+from aiockpt.tiers.joint_copy import JointCopy, Promotion
 
 logger = logging.getLogger("aiockpt")
 
@@ -56,52 +51,8 @@ STALLED_S = 5.0
 """Without anything moving, after the last save, before a tier is left."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 60.0
 """Between tries."""
-PATIENCE_S = 60.0
-"""How long rank 0 waits for a file of another rank since the last one came, before it copies that itself."""
-LOOK_S = 0.1
 _HOPELESS = (CorruptionError, SaveSkippedError, UsageError)
 """What another try would meet again."""
-
-
-class Promotion:
-    """One step on its way up.
-
-    Attributes:
-        step: its number.
-        copies: where it is in full already, by number of the tier.
-        result: of the save.
-        begun_ns: when it was committed in the first tier.
-        alone: whether rank 0 copies all of it, because the others do not know of it.
-    """
-
-    def __init__(self, result: SaveResult, copies: dict[int, StepCopy], begun_ns: int, alone: bool = False) -> None:
-        self.step = result.step
-        self.result = result
-        self.copies = copies
-        self.begun_ns = begun_ns
-        self.alone = alone
-
-    @property
-    def attempt(self) -> str:
-        """The attempt, which has the same name in every tier that has it in full."""
-        return next(iter(self.copies.values())).manifest.attempt
-
-    @property
-    def age(self) -> int:
-        """The logical clock of the save: the newer, the higher."""
-        return next(iter(self.copies.values())).manifest.sequence
-
-    def sources(self) -> list[StepCopy]:
-        """Return the copies, the nearest first."""
-        return [self.copies[number] for number in sorted(self.copies)]
-
-
-class Arrived(msgspec.Struct, frozen=True):
-    """Rank 0's note: the generation that a step has in a tier, or why it is not there (*final*: and will not be)."""
-
-    generation: int = 0
-    failure: str | None = None
-    final: bool = False
 
 
 class _Waiting(msgspec.Struct):
@@ -117,6 +68,9 @@ class Promoter:
 
     Args:
         destination: all tiers; those that have a step keep it while it waits here.
+
+    Attributes:
+        joint_copy: makes one copy, with the other ranks.
     """
 
     def __init__(self, tier: Tier, place: Place, destination: Destination) -> None:
@@ -124,8 +78,7 @@ class Promoter:
         self.tier = tier
         self.place = place
         self.engine = place.engine
-        # Its own: a tier that is stalled holds all of them.
-        self._windows = Windows(place.backend.traits.block_writes + 1, place.engine.options.io.read_bytes)
+        self.joint_copy = JointCopy(tier, place)
         self._destination = destination
         self._capped = Pace(tier.bandwidth, place.engine.world.clock)
         self._waiting: list[_Waiting] = []
@@ -135,7 +88,6 @@ class Promoter:
         self._ended = anyio.Event()
         self._working: anyio.CancelScope | None = None
         self._moved_ns = 0
-        self._notes: list[str] = []
 
     @property
     def url(self) -> str:
@@ -340,7 +292,7 @@ class Promoter:
             anyio.move_on_after(max(deadline_s, 1.0)),
             self.engine.stages("copy", promotion.step).time("copy", self.url),
         ):
-            copied = await self._take_with_others(promotion, pace)
+            copied = await self.joint_copy.make(promotion, pace)
         if copied is None:
             raise StorageTimeoutError(
                 f"{self.url}: step {promotion.step} did not get there within {self.tier.deadline:g} s"
@@ -363,100 +315,6 @@ class Promoter:
         )
         return result
 
-    async def _take_with_others(self, promotion: Promotion, pace: Pace) -> StepCopy:
-        engine, ranks = self.engine, self.engine.coordinator
-        io = engine.options.io
-        source = await open_copy_source(
-            promotion.sources(),
-            self.tier.content,
-            window_bytes=self._windows.window_bytes,
-            file_bytes=io.file_bytes,
-        )
-        if ranks.world_size == 1 or promotion.alone:
-            return await self._copy_all(source, pace)
-
-        def own(file: FileEntry) -> bool:
-            return file.rank % ranks.world_size == ranks.rank
-
-        await copy_files(source, self.place.backend, engine.world, windows=self._windows, pace=pace, only=own)
-        if ranks.rank != 0:
-            return await self._hear(promotion)
-        try:
-            await self._wait_for_files(source)
-            copied = await self._copy_all(source, pace)
-        except CheckpointError as error:
-            await self._tell_ranks(promotion, Arrived(failure=f"{type(error).__name__}: {error}"))
-            raise
-        await self._tell_ranks(promotion, Arrived(copied.manifest.generation))
-        return copied
-
-    async def _hear(self, promotion: Promotion) -> StepCopy:
-        """Wait for rank 0 to commit: for its note, or for what it commits."""
-        engine, pause_s = self.engine, min(PATIENCE_S, self.tier.deadline)
-
-        async def find() -> StepCopy | None:
-            manifest = await find_copy(self.place.backend, promotion.result.id, promotion.attempt)
-            note_progress(pause_s)  # rank 0 leaves a tier where nothing moves, and says so
-            return None if manifest is None else StepCopy(self.place.backend, manifest)
-
-        note_progress(pause_s)
-        said = await engine.coordinator.hear(
-            engine,
-            self._note(promotion.result.id, promotion.attempt),
-            Arrived,
-            f"step {promotion.step} in {self.url}",
-            find,
-            pause_s=pause_s,
-            deadline_s=self.tier.deadline,
-        )
-        if isinstance(said, StepCopy):
-            return said
-        if said.final:
-            raise SaveSkippedError(f"{self.url}: rank 0 gave step {promotion.step} up: {said.failure}")
-        if said.failure is not None:
-            raise RankFailedError(f"{self.url}: rank 0 could not commit step {promotion.step}: {said.failure}", [0])
-        return StepCopy(
-            self.place.backend, await read_manifest(self.place.backend, promotion.result.id, said.generation)
-        )
-
-    async def _tell_ranks(self, promotion: Promotion, note: Arrived) -> None:
-        if self.engine.coordinator.rank == 0 and not promotion.alone:
-            await self._tell(self._note(promotion.result.id, promotion.attempt), note)
-
-    async def tell_lost(self, step_id: str, attempt: str, error: Exception) -> None:
-        """Have the other ranks not wait for a copy that rank 0's writer process took with it; the next one makes it."""
-        note = Arrived(failure=str(error), final=True)
-        with suppress(CheckpointError), anyio.move_on_after(PATIENCE_S):  # the other tiers are told of after this one
-            manifest = await find_copy(self.place.backend, step_id, attempt)
-            note = note if manifest is None else Arrived(manifest.generation)
-        await self._tell(self._note(step_id, attempt), note)
-
-    async def _tell(self, key: str, note: Arrived) -> None:
-        """Leave rank 0's note, and remove those that nobody waits for any more. What is there is there without it."""
-        if key not in self._notes:
-            self._notes.append(key)
-        outdated, self._notes = self._notes[: -2 * (MOST_WAITING + 1)], self._notes[-2 * (MOST_WAITING + 1) :]
-        await self.engine.coordinator.tell(key, note, outdated)
-
-    def _note(self, step_id: str, attempt: str) -> str:
-        return f"tier/{self.number}/{step_id}/{attempt}"
-
-    async def _copy_all(self, source: CopySource, pace: Pace) -> StepCopy:
-        engine = self.engine
-        manifest = await copy_step(source, self.place.backend, engine.world, windows=self._windows, pace=pace)
-        return StepCopy(self.place.backend, manifest)
-
-    async def _wait_for_files(self, source: CopySource) -> None:
-        """Wait until the other ranks have copied theirs, or until nothing came for a while."""
-        seen, changed_ns = -1, self.engine.now_ns()
-        while seen < len(source.files) and self.engine.since_s(changed_ns) < PATIENCE_S:
-            found = len(await copied_files(self.place.backend, source))
-            if found > seen:
-                seen, changed_ns = found, self.engine.now_ns()
-                note_progress()
-            elif seen < len(source.files):
-                await anyio.sleep(LOOK_S)
-
     async def _give_up(self, index: int, error: Exception, *, logged: bool = False) -> None:
         left = self._leave(index)
         self._tell_failure(left.promotion, error, final=True, logged=logged)
@@ -465,7 +323,7 @@ class Promoter:
             self._call(self.tier.on_error, error)
         elif self.tier.on_error == "raise":
             self.engine.tell_given_up(left.promotion.step, error)
-        await self._tell_ranks(left.promotion, Arrived(failure=str(error), final=True))
+        await self.joint_copy.tell_given_up(left.promotion, error)
         await self._thin_memory(left)
 
     def _call(self, on_error: Callable[[BaseException], object], error: Exception) -> None:

@@ -37,7 +37,8 @@ from aiockpt.runtime.limits import Pace
 from aiockpt.runtime.promise import Promise, SavePromise
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend
-from aiockpt.tiers.promotion import Promoter, Promotion
+from aiockpt.tiers.joint_copy import Promotion
+from aiockpt.tiers.promotion import Promoter
 from aiockpt.tiers.query import query_tiers
 
 logger = logging.getLogger("aiockpt")
@@ -128,7 +129,7 @@ class Tiers:
         coordinator = self.engine.coordinator
         if coordinator.world_size > 1 and coordinator.rank == 0:
             for number in numbers:
-                await self._promoters[number].tell_lost(step_id(step), nonce, error)
+                await self._promoters[number].joint_copy.tell_lost(step_id(step), nonce, error)
 
     def places_for(self, step: int) -> Sequence[Place]:
         """Return the tiers that a save may be written to, the nearest first; of one that must not wait the fastest."""

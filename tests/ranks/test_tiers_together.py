@@ -78,7 +78,7 @@ def test_rank_0_waits_for_a_rank_that_copies_later(tmp_path: Path) -> None:
 
 
 def test_rank_0_copies_what_another_rank_could_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aiockpt.tiers.promotion.PATIENCE_S", 0.5)
+    monkeypatch.setattr("aiockpt.tiers.joint_copy.PATIENCE_S", 0.5)
 
     def tiers(rank: int) -> list[Any]:
         broken = [Fault(do="fail", verb="create", match="*", times=None)] if rank == 1 else []
