@@ -10,7 +10,7 @@ import torch
 from torch.nn.parameter import is_lazy as is_uninitialized
 
 from aiockpt.adapters.local_shards import FlatRange, LocalShards
-from aiockpt.adapters.tensors import dtype_code, empty_like, is_fillable, local_tensors
+from aiockpt.adapters.tensors import dtype_code, empty_like, is_fillable, is_lazy, local_tensors
 from aiockpt.errors import kind_in_words
 from aiockpt.format.dtypes import torch_name
 
@@ -28,8 +28,8 @@ def misfit(own_dtype: torch.dtype, held: LocalShards, dtype: str, shape: tuple[i
         return f"shape {held.shape} in the state, {shape} in the checkpoint"
     if dtype_code(own_dtype) != dtype:
         return f"{own_dtype} in the state, torch.{torch_name(dtype)} in the checkpoint"
-    if not all(is_fillable(piece.local) for piece in held.pieces):
-        return "its elements share memory or are lazily conjugated; give a plain copy (clone())"
+    if any(is_lazy(piece.local) for piece in held.pieces):
+        return "it is lazily conjugated or negated; give a plain copy (resolve_conj(), resolve_neg())"
     return None
 
 

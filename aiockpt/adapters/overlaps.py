@@ -1,8 +1,9 @@
 """Do tensors of a state that are filled share a part of their memory? Then what one gets must be what the other gets.
 
-(Views of one buffer that lie across each other, a tensor beside its transpose or beside another view of its bytes.)
-Which of them was filled last would decide. So each is read into memory of its own first, and they are put in place
-together: where the checkpoint has the same values for what they share, as it has when they were saved so, else not.
+(Views of one buffer that lie across each other, a tensor beside its transpose or beside another view of its bytes, and
+one whose own elements share memory: after `expand`, `unfold`, `as_strided`.) Which element was filled last would decide.
+So each is read into memory of its own first, and they are put in place together: where the checkpoint has the same
+values for what they share, as it has when they were saved so, else not.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import torch
 
+from aiockpt.adapters.tensors import has_memory_of_its_own
 from aiockpt.errors import StateMismatchError
 from aiockpt.state.shards import TensorShard
 
@@ -53,7 +55,10 @@ def _putting(cluster: list[Apart], where: str) -> Callable[[], None]:
 
 
 def _clusters(wanted: Sequence[TensorShard]) -> Iterator[list[int]]:
-    """Yield the numbers of those whose memory overlaps, by the addresses between their first and last bytes."""
+    """Yield the numbers of those whose memory overlaps, by the addresses between their first and last bytes.
+
+    One by itself, where its own elements share memory.
+    """
     spans = sorted(
         (str(shard.data.device), *_span(shard.data), number)
         for number, shard in enumerate(wanted)
@@ -63,13 +68,17 @@ def _clusters(wanted: Sequence[TensorShard]) -> Iterator[list[int]]:
     place, reach = "", 0
     for device, start, end, number in spans:
         if device != place or start >= reach:
-            if len(cluster) > 1:
+            if _share(cluster, wanted):
                 yield cluster
             cluster, place, reach = [], device, end
         cluster.append(number)
         reach = max(reach, end)
-    if len(cluster) > 1:
+    if _share(cluster, wanted):
         yield cluster
+
+
+def _share(cluster: list[int], wanted: Sequence[TensorShard]) -> bool:
+    return len(cluster) > 1 or any(not has_memory_of_its_own(wanted[number].data) for number in cluster)
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -88,18 +97,21 @@ def _put_together(cluster: list[Apart], where: str) -> None:
     trial = torch.empty(max(end for _, end in spans) - base, dtype=torch.uint8, device=cluster[0].live.device)
     views = [_view_at(one.live, base, trial) for one in cluster]
     for view, one in zip(views, cluster, strict=True):
-        view.copy_(one.read)
+        _copy(one.read, view)
     for view, one in zip(views, cluster, strict=True):
         if not torch.equal(_bits(view), _bits(one.read)):
             others = ", ".join(other.name for other in cluster if other is not one)
-            raise StateMismatchError(
-                where,
-                [f"{one.name}: shares a part of its memory with {others}, and was saved with other values"],
-                _ADVICE,
-            )
+            shared = f"shares a part of its memory with {others}" if others else "its elements share memory"
+            raise StateMismatchError(where, [f"{one.name}: {shared}, and was saved with other values"], _ADVICE)
     for one in cluster:
         with torch.inference_mode(one.live.is_inference()), torch.no_grad():
-            one.live.copy_(one.read)
+            _copy(one.read, one.live)
+
+
+def _copy(source: torch.Tensor, into: torch.Tensor) -> None:
+    """Fill *into*; of elements that `expand` made of one, by the first: torch refuses to write to them all."""
+    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in into.stride())
+    into[once].copy_(source[once])
 
 
 def _view_at(tensor: torch.Tensor, base: int, memory: torch.Tensor) -> torch.Tensor:

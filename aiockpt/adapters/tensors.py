@@ -26,6 +26,7 @@ from aiockpt.adapters.local_shards import FlatRange, LocalPiece, LocalShards
 from aiockpt.adapters.sharded_tensors import empty_like_sharded_tensor, hold_sharded_tensor, is_sharded_tensor
 from aiockpt.errors import UsageError, kind_in_words
 from aiockpt.format.dtypes import from_torch_name
+from aiockpt.format.manifest import MAX_RANK
 from aiockpt.format.names import MAX_NAME_BYTES, join_name
 from aiockpt.state.geometry import Box
 from aiockpt.state.layout import axes_in_memory, fits_order
@@ -219,9 +220,21 @@ def _unsupported(tensor: torch.Tensor) -> str | None:
         from_torch_name(str(tensor.dtype))
     except UsageError as error:
         return str(error)
-    if tensor.numel() and not tensor.data_ptr():
-        return "its storage was freed; save while the data are there"
+    if tensor.dim() > MAX_RANK:
+        return f"a tensor of {tensor.dim()} axes, and at most {MAX_RANK} can be stored; save it in another shape"
+    if not _has_memory(tensor):
+        return (
+            "it has no memory: its storage was freed, or it stands for another tensor inside a transform or a trace; "
+            "save while and where the data are there"
+        )
     return None
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        return not tensor.numel() or tensor.data_ptr() != 0
+    except RuntimeError:  # torch.func wraps tensors while it transforms a function
+        return False
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -251,11 +264,21 @@ def memory_key(tensor: torch.Tensor) -> Hashable:
 
 
 def is_fillable(tensor: torch.Tensor) -> bool:
-    """Return whether each element lies in memory of its own (not so after `expand`), and is what is there."""
-    if is_lazy(tensor):
-        return False
-    steps = zip(tensor.stride(), tensor.shape, strict=True)
-    return tensor.is_contiguous() or not any(step == 0 and size > 1 for step, size in steps)
+    """Return whether each element lies in memory of its own, and is what is there."""
+    return not is_lazy(tensor) and has_memory_of_its_own(tensor)
+
+
+def has_memory_of_its_own(tensor: torch.Tensor) -> bool:
+    """Return whether no two elements share memory, as they do after `expand`; False also where it is hard to tell."""
+    if tensor.is_contiguous():
+        return True
+    reach = 0
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if step <= reach:
+                return False
+            reach += step * (size - 1)
+    return True
 
 
 def dtype_code(dtype: torch.dtype) -> str:

@@ -117,7 +117,7 @@ DTYPES = [
     torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64, torch.complex128,
     torch.float8_e4m3fn, torch.float8_e5m2,
 ]  # fmt: skip
-LAYOUTS = ("contiguous", "transposed", "strided", "offset", "channels last")
+LAYOUTS = ("contiguous", "transposed", "strided", "offset", "channels last", "expanded", "sliding windows")
 TIES = ("same", "view", "transpose")
 SHAPES = [(), (0,), (1,), (7,), (3, 4), (2, 0, 3), (5, 1), (2, 3, 4, 5), (33,)]
 MODULES: dict[str, Callable[[], torch.nn.Module]] = {
@@ -291,6 +291,10 @@ class _Builder:
             return self._filled(dtype, (*shape[:-1], 2 * shape[-1]))[..., ::2]
         if layout == "offset" and shape:
             return self._filled(dtype, (shape[0] + 2, *shape[1:]))[1 : shape[0] + 1]
+        if layout == "expanded" and shape:
+            return self._filled(dtype, (1, *shape[1:])).expand(shape)
+        if layout == "sliding windows" and len(shape) == 2:
+            return self._filled(dtype, (sum(shape),)).as_strided(shape, (1, 1))
         made = self._filled(dtype, shape)
         return (
             made.contiguous(memory_format=torch.channels_last)

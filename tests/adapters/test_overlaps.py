@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from aiockpt.adapters.overlaps import separate
+from aiockpt.adapters.tensors import has_memory_of_its_own
 from aiockpt.errors import StateMismatchError
 from aiockpt.state.shards import TensorShard
 from tests.adapters.test_nested_states import resume
@@ -76,3 +78,58 @@ def test_what_overlaps_is_read_on_its_own_device_whatever_the_default_is() -> No
         apart, _ = separate(shards, "step 1")
     assert [shard.data.device.type for shard in apart] == ["cpu", "cpu"]
     assert all(shard.data.untyped_storage().data_ptr() != base.data_ptr() for shard in apart)
+
+
+WITHIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "expanded": lambda base: base[:3, None].expand(3, 4),
+    "expanded twice": lambda base: base[:1, None, None].expand(2, 3, 2),
+    "sliding windows": lambda base: base.unfold(0, 4, 1),
+    "across itself": lambda base: base.as_strided((4, 3), (2, 1)),
+    "columns first": lambda base: base.as_strided((3, 4), (1, 2)),
+    "three axes": lambda base: base.as_strided((2, 2, 2), (3, 4, 1)),
+    "a part of another": lambda base: base.as_strided((2, 3), (1, 1)),
+}
+"""Tensors whose own elements share memory."""
+
+
+@pytest.mark.parametrize("kind", WITHIN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+def test_a_tensor_whose_elements_share_memory_comes_back_as_it_was_saved(kind: str, dtype: torch.dtype) -> None:
+    source, base = torch.arange(12.0).to(dtype), torch.zeros(12, dtype=dtype)
+    found = WITHIN[kind](base)
+    result = resume({"a": WITHIN[kind](source)}, {"a": found})
+    assert result.differences == ()
+    assert torch.equal(found, WITHIN[kind](source))
+
+
+@pytest.mark.parametrize("kind", WITHIN)
+def test_a_tensor_whose_elements_share_memory_takes_no_other_values(kind: str) -> None:
+    base = torch.zeros(12)
+    found = WITHIN[kind](base)
+    with pytest.raises(StateMismatchError, match=r"(?s)a: its elements share memory, .*partly overwritten"):
+        resume({"a": torch.arange(1.0, found.numel() + 1).view(found.shape)}, {"a": found})
+    assert base.tolist() == [0] * 12
+
+
+def test_a_module_with_an_expanded_buffer_comes_back() -> None:
+    def module(value: float) -> torch.nn.Module:
+        made = torch.nn.Linear(1, 1)
+        made.register_buffer("mask", torch.full((1, 4), value).expand(3, 4))
+        return made
+
+    found = module(0.0)
+    resume({"m": module(2.0)}, {"m": found})
+    assert torch.equal(found.get_buffer("mask"), torch.full((3, 4), 2.0))
+
+
+def test_whether_elements_share_memory_is_told_from_strides() -> None:
+    """It says no only where it is so, and yes for every view that slices, transposes and steps make of a tensor."""
+    dice = random.Random(0)
+    base = torch.arange(5000)
+    for _ in range(3000):
+        shape = [dice.randrange(1, 5) for _ in range(dice.randrange(4))]
+        view = base.as_strided(shape, [dice.randrange(25) for _ in shape])
+        if has_memory_of_its_own(view):
+            assert view.unique().numel() == view.numel(), view.stride()
+        real = torch.arange(64).view(4, 4, 4).permute(dice.sample(range(3), 3))
+        assert has_memory_of_its_own(real[:: dice.randrange(1, 4), dice.randrange(4) :, :: dice.randrange(1, 4)])

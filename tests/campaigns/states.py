@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 import aiockpt
+from aiockpt.adapters.tensors import has_memory_of_its_own
 from aiockpt.errors import StateMismatchError
 from aiockpt.options import Snapshot
 from aiockpt.testing.state_model import at, facts_of, first_difference, identities, layout_of, ties_of
@@ -98,7 +99,8 @@ def same_structure(saved: Saved, dice: random.Random) -> None:
 def _was_replaced_by_right(saved: Saved, here: dict[str, Any], path: tuple[Any, ...]) -> bool:
     """Say whether a load may replace the object at *path* of the fresh state *here*: its item is of another kind there.
 
-    Items of sequences are data: what was saved at that place may be of another kind, shape or dtype, or not be there.
+    Items of sequences are data: what was saved at that place may be of another kind, shape or dtype, or not be there,
+    and a tensor whose elements share memory gets a plain one in its place.
     """
     stored: Any = saved.state
     for key in path:
@@ -106,9 +108,13 @@ def _was_replaced_by_right(saved: Saved, here: dict[str, Any], path: tuple[Any, 
         if in_sequence and key >= len(stored):
             return True
         stored, here = stored[key], here[key]
-        if in_sequence and _kind(stored) != _kind(here):
+        if in_sequence and (_kind(stored) != _kind(here) or _shares_with_itself(here)):
             return True
     return isinstance(here, np.ndarray) and _kind(stored) != _kind(here)
+
+
+def _shares_with_itself(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not has_memory_of_its_own(value)
 
 
 def _kind(value: Any) -> Any:
