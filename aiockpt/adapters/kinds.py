@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from aiockpt.adapters.loader import Loader
 from aiockpt.adapters.rng import PerRank
+from aiockpt.state.tree import MAX_DEPTH
 
 Kind = Literal["module", "optimizer", "loader", "per_rank", "stateful", "tensor", "container", "value"]
 
@@ -64,14 +65,15 @@ def members(container: Any) -> Iterable[tuple[Any, Any]]:
     return container.items() if isinstance(container, Mapping) else enumerate(container)
 
 
-def _is_walked(container: Any, seen: set[tuple[int, bool]], *, named: bool = True) -> bool:
+def _is_walked(container: Any, seen: set[tuple[int, bool]], *, named: bool = True, depth: int = 0) -> bool:
     """Return whether a dict, list or tuple is a container.
 
     Args:
         seen: what was looked into already.
         named: whether all that it lies in are dicts with text keys, so that a tensor in it has a name of its own.
+        depth: how many containers it lies in. What lies too deep is a value, and refused as that.
     """
-    if (id(container), named) in seen:
+    if (id(container), named) in seen or depth > MAX_DEPTH:
         return False
     seen.add((id(container), named))
     is_dict = type(container) in _DICTS
@@ -81,7 +83,7 @@ def _is_walked(container: Any, seen: set[tuple[int, bool]], *, named: bool = Tru
         return False
     named = named and is_dict and all(type(key) is str for key in container)
     return any(
-        _is_walked(value, seen, named=named) if type(value) in _CONTAINERS else _counts(value, named)
+        _is_walked(value, seen, named=named, depth=depth + 1) if type(value) in _CONTAINERS else _counts(value, named)
         for value in values
         if type(value) in classes
     )

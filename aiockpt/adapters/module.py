@@ -35,6 +35,7 @@ EXTRA = "_extra_state"
 METADATA = "metadata"
 """Member of a module's node: what its own ``load_state_dict()`` is told of the versions that were saved."""
 PLAIN_VERSION = {"version": 1}
+MAX_MODULES_DEPTH = 256
 _CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
 _FSDP1_WRAPPED = "_fsdp_wrapped_module"
 Slices = Callable[[torch.Tensor], FlatRange | None]
@@ -71,6 +72,8 @@ def walk_parts(
 ) -> Iterator[tuple[Path, nn.Module, bool]]:
     """Yield each module below *module* and itself, with its path and whether it is direct; nothing below one that is not."""
     module = unwrap(module)
+    if len(path) > MAX_MODULES_DEPTH:
+        refuse(path[:8], f"modules nested deeper than {MAX_MODULES_DEPTH} levels (does one contain itself?)")
     direct = is_direct(module)
     yield path, module, direct
     if direct:

@@ -30,8 +30,9 @@ from aiockpt.engine.coordinator import SaveRound
 from aiockpt.engine.destination import Destination
 from aiockpt.engine.job import SaveCall, SaveJob
 from aiockpt.engine.snapshotter import CaptureRequest, Snapshotter
-from aiockpt.errors import CheckpointError, SaveSkippedError, UsageError
+from aiockpt.errors import CheckpointError, ManifestError, SaveSkippedError, UsageError
 from aiockpt.events import SaveSkipped
+from aiockpt.format.document import check_tree
 from aiockpt.futures import SaveFuture
 from aiockpt.options import Snapshot, check_choice
 from aiockpt.outcomes import log_saved
@@ -299,10 +300,13 @@ def check_step(step: object) -> int:
     """
     if not isinstance(step, bool | np.bool_) and getattr(step, "dtype", None) is not torch.bool:
         with suppress(TypeError, ValueError, RuntimeError):
-            if (number := operator.index(step)) >= 0:  # type: ignore[arg-type]
+            if 0 <= (number := operator.index(step)) < 2**63:  # type: ignore[arg-type]
                 return int(number)
-    given = repr(step) if isinstance(step, int | float | str | np.generic) else f"a {type(step).__name__}"
-    raise UsageError(f"step={given}: give an int of 0 or more")
+    if isinstance(step, int) and step.bit_length() > 64:
+        given = f"an integer of {step.bit_length()} bits"
+    else:
+        given = repr(step) if isinstance(step, int | float | str | np.generic) else f"a {type(step).__name__}"
+    raise UsageError(f"step={given}: give an int of 0 or more, below 2**63")
 
 
 def _was_done_by_others(error: BaseException) -> bool:
@@ -327,6 +331,8 @@ def _plain_number(value: float | torch.Tensor) -> float:
 
 def _plain_json(user: object) -> object:
     try:
-        return msgspec.json.decode(msgspec.json.encode(user))
-    except (TypeError, ValueError, msgspec.MsgspecError) as error:
+        encoded = msgspec.json.encode(user)
+        check_tree(encoded, "it")
+        return msgspec.json.decode(encoded)
+    except (TypeError, ValueError, RecursionError, msgspec.MsgspecError, ManifestError) as error:
         raise UsageError(f"user={type(user)}: give what JSON can hold ({error})") from error

@@ -464,6 +464,18 @@ def test_a_state_that_contains_itself_is_refused() -> None:
             StateWalker().walk(state)
 
 
+def test_what_is_nested_beyond_all_limits_is_refused() -> None:
+    plain: list[Any] = []
+    holding: Any = [torch.nn.ReLU()]
+    for _ in range(5000):
+        plain, holding = [plain], [holding]
+    cyclic, leaf = torch.nn.Module(), torch.nn.Module()
+    cyclic.child, cyclic.other, leaf.parent = leaf, leaf, cyclic
+    for state in ({"a": plain}, {"a": {"b": holding}}, {"m": cyclic}, {"m": [cyclic, 1]}):
+        with pytest.raises(UnsupportedStateError, match="nested deeper"):
+            StateWalker().walk(state)
+
+
 def test_two_leaves_of_one_name_are_refused() -> None:
     with pytest.raises(UnsupportedStateError, match="same name"):
         StateWalker().walk({"a": per_rank(torch.ones(1)), "a@rank0": torch.ones(1)})

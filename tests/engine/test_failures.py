@@ -154,7 +154,7 @@ def test_a_step_that_is_no_number_is_refused(step: object, run: Run) -> None:
 
 def test_a_state_in_the_place_of_the_step_is_refused_and_not_printed(run: Run) -> None:
     with aiockpt.Checkpointer(MemoryBackend("swapped")) as ckpt:
-        with pytest.raises(aiockpt.UsageError, match=r"^step=a dict: give an int of 0 or more$"):
+        with pytest.raises(aiockpt.UsageError, match=r"^step=a dict: give an int of 0 or more, below 2\*\*63$"):
             ckpt.save(run.state, 1)  # type: ignore[arg-type]
         newest: Any = "newest"
         calls: list[Callable[[], object]] = [
@@ -206,8 +206,12 @@ def test_metrics_and_user_data_that_json_cannot_hold_are_refused(run: Run) -> No
             ckpt.save(1, run.state, metrics={"loss": torch.ones(2)})
         with pytest.raises(aiockpt.UsageError, match="metrics"):
             ckpt.save(1, run.state, metrics=[0.5])  # type: ignore[arg-type]
-        with pytest.raises(aiockpt.UsageError, match="user"):
-            ckpt.save(1, run.state, user=object())
+        deep: list[Any] = []
+        for _ in range(5000):
+            deep = [deep]
+        for user in (object(), "x" * (17 << 20), [0] * 1_000_001, deep):
+            with pytest.raises(aiockpt.UsageError, match="user"):
+                ckpt.save(1, run.state, user=user)
         assert not ckpt.statistics().saves_in_flight
 
 

@@ -221,7 +221,7 @@ def test_whatever_counts_as_an_integer_numbers_a_step(step: Any) -> None:
         assert ckpt.latest().result(30) is None
 
 
-NO_STEPS = [True, np.True_, torch.tensor(True), 3.0, np.float64(3), torch.tensor(3.0), torch.ones(2), -1, "3"]
+NO_STEPS = [True, np.True_, torch.tensor(True), 3.0, np.float64(3), torch.tensor(3.0), torch.ones(2), -1, 2**63, "3"]
 
 
 @pytest.mark.parametrize("step", NO_STEPS)
