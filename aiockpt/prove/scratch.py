@@ -21,6 +21,7 @@ from aiockpt.prove.recorder import Recorder
 from aiockpt.redaction import redact
 from aiockpt.storage.backend import Backend, Traits
 from aiockpt.storage.forwarding import BackendCall, Forwarding
+from aiockpt.storage.open import at_home
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 
@@ -30,7 +31,7 @@ def url_of(where: str | os.PathLike[str] | Backend) -> str:
     if not isinstance(where, str | os.PathLike):
         return where.url
     text = os.fspath(where)
-    return text if _SCHEME.match(text) else "file://" + quote(os.path.abspath(text))
+    return text if _SCHEME.match(text) else "file://" + quote(os.path.abspath(at_home(text)))
 
 
 def scratch_of(place: Path, url: str) -> Path:

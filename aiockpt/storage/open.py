@@ -61,8 +61,10 @@ def open_backend(where: str | os.PathLike[str] | Backend, *, world: World | None
     hide(text)  # before anything can fail: an error quotes what it met
     if not text:
         raise UsageError("the empty string names no place; give a path or a URL")
+    if "\0" in text:
+        raise UsageError(f"{text!r} holds a NUL character, which no place has in its name; give a path or a URL")
     if (url := _URL.fullmatch(text)) is None:
-        return _open_local(text, world)
+        return _open_local(at_home(text), world)
     scheme = url[1].lower()
     if not url[2]:
         raise UsageError(f"{text!r} is not a URL: write {scheme}://… (a pathlib.Path drops a slash; pass a str)")
@@ -79,6 +81,14 @@ def open_backend(where: str | os.PathLike[str] | Backend, *, world: World | None
         raise
     except Exception as error:  # noqa: BLE001  a backend of somebody else may raise anything
         raise UsageError(f"{text!r} cannot be opened: {error}") from redact_error(error)
+
+
+def at_home(path: str) -> str:
+    """Return a path with ``~`` or ``~user`` at its start as a shell would have it: else a folder called ``~`` is made."""
+    found = os.path.expanduser(path)
+    if path.startswith("~") and found == path:
+        raise UsageError(f"{path!r}: there is no such user; write './{path}' for a folder of that name")
+    return found
 
 
 def _open_local(path: str, world: World | None) -> Backend:

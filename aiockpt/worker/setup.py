@@ -12,6 +12,7 @@ from aiockpt.options import Options, Tier
 from aiockpt.runtime.ranks import Ranks
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend
+from aiockpt.storage.open import at_home
 from aiockpt.worker.messages import Setup, TierSetup
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
@@ -68,4 +69,4 @@ def _order(tier: Tier) -> TierSetup:
 
 def _absolute(place: str) -> str:
     """Return a place that means the same in another process, which may be started when this one has changed its folder."""
-    return place if _SCHEME.match(place) else os.path.abspath(place)
+    return place if _SCHEME.match(place) else os.path.abspath(at_home(place))

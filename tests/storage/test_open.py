@@ -32,6 +32,22 @@ def test_a_path_is_a_local_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert backend.url == f"file://{here}/run"
 
 
+def test_a_tilde_is_the_folder_of_its_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for where in ("~/run", Path("~/run")):
+        assert open_backend(where).url == f"file://{tmp_path}/run"
+    assert open_backend("./~/run").url == f"file://{tmp_path}/~/run"
+    with pytest.raises(UsageError, match=r"'~nobody-here/run': there is no such user; write './~nobody-here/run'"):
+        open_backend("~nobody-here/run")
+
+
+def test_a_nul_names_no_place() -> None:
+    for where in ("a\0b", "file:///a\0b", "memory://a\0b"):
+        with pytest.raises(UsageError, match="NUL"):
+            open_backend(where)
+
+
 def test_a_file_url_is_decoded() -> None:
     assert repr(open_backend("file:///with%20space")).startswith("<LocalBackend '/with space'")
 
