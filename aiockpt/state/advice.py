@@ -49,6 +49,10 @@ def advise(value: Any) -> str:
         return _of_generator("getstate()", "setstate()")
     if hasattr(value, "state_dict") or hasattr(value, "load_state_dict"):
         return "Objects need state_dict() and load_state_dict(), and a place in a dict, list or tuple of the state."
+    if cls.__module__ == "_io" and hasattr(value, "getvalue"):  # BytesIO, StringIO: no file, but its content
+        name = cls.__name__
+        line = f"aiockpt.register_codec('{name}', io.{name}, to_plain=io.{name}.getvalue, from_plain=io.{name})"
+        return f"Save its getvalue() in its place, or register the class before you save or load: {line}"
     if _lives_here_only(value):
         return "It lives in this process only: leave it out of the state, and make it anew when the program starts."
     return f"Leave it out, convert it to plain values, or register its class before you save or load: {_line(cls)}"
