@@ -15,7 +15,7 @@ from torch import nn
 from aiockpt.adapters.fsdp import FSDP, find_slices, show_shards
 from aiockpt.adapters.kinds import kind_of, members
 from aiockpt.adapters.local_shards import FlatRange
-from aiockpt.adapters.module import walk_modules
+from aiockpt.adapters.module import loads_directly, walk_modules, walk_parts
 from aiockpt.adapters.tensors import local_tensors, memory_key
 from aiockpt.errors import kind_in_words
 from aiockpt.state.tree import MAX_DEPTH, Path, refuse
@@ -30,6 +30,7 @@ class Index:
     Attributes:
         paths: of each parameter, buffer and bare tensor; the first path of a shared one, modules before bare leaves.
         slices: what a parameter that is a slice of a flat one has of the original.
+        holders: path of a parameter or tensor → path of the module or dict of the state that it is a part of, and that.
 
     Raises:
         UnsupportedStateError: *state* is not made of dicts with text as keys.
@@ -38,6 +39,7 @@ class Index:
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.paths: dict[int, Path] = {}
         self.slices: dict[int, FlatRange] = {}
+        self.holders: dict[Path, tuple[Path, nn.Module | Mapping[Any, Any]]] = {}
         if not isinstance(state, Mapping):
             refuse((), f"{kind_in_words(state)}; give a dict of what to save, by name")
         bare: dict[int, Path] = {}
@@ -62,6 +64,12 @@ class Index:
         """Return what *tensor* has of the original parameter; None when it is no slice."""
         return self.slices.get(id(tensor))
 
+    def loads_itself(self, parameter: torch.Tensor) -> bool:
+        """Return whether *parameter* is of a module that has a say in loading, and may take another shape from it."""
+        modules = {id(holder): holder for _, holder in self.holders.values() if isinstance(holder, nn.Module)}
+        parts = (part for module in modules.values() for part in walk_parts(module, (), loads_directly))
+        return any(parameter is one for _, member, direct in parts if not direct for one in member.parameters())
+
     def _enter(self, container: Any, path: Path, bare: dict[int, Path]) -> None:
         if len(path) > MAX_DEPTH:
             refuse(path[:8], f"nested deeper than {MAX_DEPTH} levels (does it contain itself?); flatten it")
@@ -72,6 +80,8 @@ class Index:
                 self._enter_module(value, (*path, key))
             elif kind == "tensor":
                 bare.setdefault(id(value), (*path, key))
+                if isinstance(container, Mapping):
+                    self.holders[*path, key] = path, container
                 self._bare.append((value, (*path, key)))
             elif kind == "container":
                 self._enter(value, (*path, key), bare)
@@ -85,6 +95,7 @@ class Index:
                 for name, tensor in mapping.items():
                     if tensor is not None:
                         self.paths.setdefault(id(tensor), (*member_path, name))
+                        self.holders[*member_path, name] = path, module
 
 
 def _memory_of(tensor: torch.Tensor) -> Hashable:

@@ -16,6 +16,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -75,6 +76,11 @@ class _SavedModule(msgspec.Struct, frozen=True):
     values: Mapping[str, Node]
     metadata: Mapping[str, Any] | None
 
+    def name_of(self, bare: str) -> str:
+        """Return what the leaf of this key of ``state_dict()`` is called in the checkpoint."""
+        parts = (self.keys.get(bare, bare),) if self.keys else bare.split(".")
+        return join_name((*split_name(self.name), *parts))
+
     def stored_name(self, path: Path, matcher: Matcher) -> str:
         """Return what the leaf at *path* of the state is called in the checkpoint."""
         key = self.keys.get(below(self.path, path)) if self.keys else None
@@ -108,6 +114,32 @@ def _bare_key(key: str, all_keys: Mapping[Any, Any]) -> str:
 
 def _is_wrapped(key: object) -> bool:
     return str(key).startswith((f"{_DATA_PARALLEL}.", f"_orig_mod.{_DATA_PARALLEL}."))
+
+
+class SavedNames:
+    """What parameters and tensors of a state are called in the checkpoint, however their modules were wrapped."""
+
+    def __init__(self, holders: Mapping[Path, tuple[Path, nn.Module | Mapping[Any, Any]]], matcher: Matcher) -> None:
+        self._holders = holders
+        self._matcher = matcher
+        self._sources: dict[Path, _SavedModule | None] = {}
+
+    def name_of(self, owner: Path) -> str:
+        """Return the name of the tensor at *owner* of the state."""
+        path, holder = self._holders.get(owner, ((), {}))
+        if path not in self._sources:
+            self._sources[path] = self._source(path, holder) if path else None
+        source = self._sources[path]
+        if source is None:
+            return self._matcher.stored_name(owner)
+        if isinstance(holder, nn.Module):
+            return source.stored_name(owner, self._matcher)
+        return source.name_of(_bare_key(str(owner[-1]), holder))
+
+    def _source(self, path: Path, holder: nn.Module | Mapping[Any, Any]) -> _SavedModule | None:
+        if isinstance(holder, nn.Module) or is_saved_module(holder, path, self._matcher):
+            return _open_source(path, self._matcher)
+        return None
 
 
 def load_module(module: nn.Module, path: Path, slices: Slices, matcher: Matcher) -> None:
@@ -309,22 +341,41 @@ def _takes_strict(module: nn.Module) -> bool:
 
 
 def load_saved_module(mapping: MutableMapping[str, Any], path: Path, matcher: Matcher, set_item: SetItem) -> None:
-    """Fill a ``module.state_dict()``, the dict at *path* of the state, from what was saved as a module.
+    """Fill a ``module.state_dict()``, the dict at *path* of the state, from what was saved so (`is_saved_module`).
 
     Args:
         set_item: sets one plain value of a dict, in place where it can.
     """
     matcher.claim(path)
-    node = matcher.find_tagged(path, "module") or {}
-    values, root = node.get("values", {}), split_name(matcher.stored_name(path))
+    source = _open_source(path, matcher)
+    values = source.values
     for key, value in mapping.items():
         leaf, bare = (*path, key), _bare_key(str(key), mapping)
+        name = source.name_of(bare)
         if bare in values and isinstance(value, torch.Tensor):
             load_composite(leaf, value, values[bare], matcher)
         elif bare in values and matcher.selects(leaf):
             decode = matcher.value(leaf, values[bare], value)
             matcher.later(lambda key=key, decode=decode: set_item(mapping, key, decode))  # type: ignore[misc]
         elif bare not in values and isinstance(value, torch.Tensor):
-            matcher.want(leaf, value, stored=join_name((*root, *bare.split("."))))
-        elif bare not in values and not matcher.stays(leaf, stored=join_name((*root, *bare.split(".")))):
+            matcher.want(leaf, value, stored=name)
+        elif bare not in values and not matcher.stays(leaf, stored=name):
             matcher.miss(leaf)
+        if bare in values and source.keys:
+            matcher.leave(name)
+
+
+def is_saved_module(mapping: Mapping[Any, Any], path: Path, matcher: Matcher) -> bool:
+    """Return whether the dict at *path* of the state was saved as a module, or as the dict of one wrapped otherwise.
+
+    (One of two ``state_dict()``s is of DDP or ``torch.compile``, the other is not: no key is in both, but for what
+    wrappers put into them.)
+    """
+    if matcher.find_tagged(path, "module") is not None:
+        return True
+    found = matcher.find(path)
+    saved = {} if found is None else members_of(found.node)
+    if not mapping or not saved or not all(type(key) is str for key in chain(mapping, saved)):
+        return False
+    bare = {_bare_key(key, mapping) for key in mapping}
+    return mapping.keys().isdisjoint(saved) and not bare.isdisjoint(_bare_key(key, saved) for key in saved)

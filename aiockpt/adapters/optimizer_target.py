@@ -19,13 +19,15 @@ from torch.optim import Optimizer
 from aiockpt.adapters.composite_target import ask_value
 from aiockpt.adapters.dtensors import as_dtensor, dtensor_placed, is_dtensor, local_of
 from aiockpt.adapters.index import Index
+from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.matcher import Matcher
+from aiockpt.adapters.module_target import SavedNames
 from aiockpt.adapters.optimizer import is_plain, name_members, state_path, view_plain
 from aiockpt.adapters.optimizer_forms import Id, SavedOptimizer, pair_up, read_form, tensor_names
 from aiockpt.adapters.optimizer_groups import agreed_values, class_misfit, groups_without_parameters
 from aiockpt.adapters.optimizer_parts import Form, Owner, form_of
 from aiockpt.adapters.stored import is_tensor_node
-from aiockpt.adapters.tensors import may_spread
+from aiockpt.adapters.tensors import facts_of, may_spread
 from aiockpt.adapters.zero import keeper_of
 from aiockpt.format.dtypes import torch_name
 from aiockpt.format.names import join_name, split_name
@@ -46,9 +48,8 @@ class OptimizerMatch:
         self.saved = saved
         self.matcher = matcher
         self.members = name_members(optimizer, path, index)
-        names = [
-            [".".join(map(str, split_name(matcher.stored_name(owner)))) for owner in some] for some in self.members
-        ]
+        self.names = SavedNames(index.holders, matcher)
+        names = [[".".join(map(str, split_name(self.names.name_of(owner)))) for owner in some] for some in self.members]
         ids = pair_up(names, saved)
         self.ids: dict[Path, Id] = {
             owner: ids[name]
@@ -164,18 +165,44 @@ def _want_states(match: OptimizerMatch) -> list[tuple[torch.Tensor, Thunks]]:
     for group, owners in zip(match.optimizer.param_groups, match.members, strict=True):
         for parameter, owner in zip(group["params"], owners, strict=True):
             if owner not in match.ids:
-                name = match.matcher.stored_name(owner)
+                name = match.names.name_of(owner)
                 why = f"the optimizer of the checkpoint has no parameter {name}"
                 match.matcher.miss((*match.path, "state", *owner), why)
                 continue
             flat = match.index.slice_of(parameter)
-            if id(parameter) not in kept or (flat is not None and flat.start == flat.end):
-                # What is here stays as it is: no step ever reaches it.
-                for name in tensor_names(match.saved.state.get(match.ids[owner], {})):
-                    match.matcher.leave(name)
+            if (problem := _parameter_misfit(match, owner, parameter, flat)) is not None:
+                match.matcher.problem(join_name((*match.path, "state", *owner)), problem)
+                _leave_state(match, owner)
+            elif id(parameter) not in kept or (flat is not None and flat.start == flat.end):
+                _leave_state(match, owner)  # what is here stays as it is: no step ever reaches it
             else:
                 found.append((parameter, _want_state(match, owner, Owner(parameter, flat), group)))
     return found
+
+
+def _leave_state(match: OptimizerMatch, owner: Path) -> None:
+    for name in tensor_names(match.saved.state.get(match.ids[owner], {})):
+        match.matcher.leave(name)
+
+
+def _parameter_misfit(
+    match: OptimizerMatch, owner: Path, parameter: torch.Tensor, flat: FlatRange | None
+) -> str | None:
+    """Return in words why state that belongs to another parameter than the one here would be taken; None where not.
+
+    A parameter that does not fit stays as it is. With moments of the one that was saved the next step would fail, or
+    move it by what another tensor has learnt. (Of a parameter that is not asked for, the dtype may be another one.)
+    """
+    if not match.saved.state.get(match.ids[owner]) or not match.matcher.touches((*match.path, "state", *owner)):
+        return None
+    here, there = facts_of(parameter, flat), match.matcher.stored.facts(match.names.name_of(owner))
+    if here is None or there is None or here == there or match.index.loads_itself(parameter):
+        return None
+    if here[1] != there[1]:
+        return f"of a parameter of shape {here[1]} in the state, of {there[1]} in the checkpoint"
+    if match.matcher.selects(owner):
+        return f"of a parameter of torch.{torch_name(here[0])} in the state, torch.{torch_name(there[0])} in the checkpoint"
+    return None
 
 
 def _counts(match: OptimizerMatch) -> str:
@@ -196,7 +223,7 @@ def _want_state(match: OptimizerMatch, path: Path, owner: Owner, group: Mapping[
             continue
         if is_tensor_node(node):
             like = device_for(owner.parameter, key, group)
-            beside = matcher.stored_name(path)
+            beside = match.names.name_of(path)
             tensor = _want_tensor(match, owner, match.ids[path], key, node["name"], place, live.get(key), like, beside)
             thunks[key] = _returning(tensor)
         else:

@@ -20,7 +20,7 @@ from aiockpt.adapters.leaves import read_plain_leaf
 from aiockpt.adapters.load_target import LoadTarget
 from aiockpt.adapters.loader import Loader
 from aiockpt.adapters.matcher import Matcher
-from aiockpt.adapters.module_target import load_module, load_saved_module
+from aiockpt.adapters.module_target import is_saved_module, load_module, load_saved_module
 from aiockpt.adapters.optimizer_dicts import node_for
 from aiockpt.adapters.optimizer_forms import pairs_of, read_node
 from aiockpt.adapters.optimizer_target import load_optimizer
@@ -264,7 +264,7 @@ def _load_saved_object(container: Any, key: Any, path: Path, matcher: Matcher) -
     here = container[key]
     if type(here) not in (dict, OrderedDict):
         return False
-    if matcher.find_tagged(path, "module") is not None:
+    if is_saved_module(here, path, matcher):
         load_saved_module(here, path, matcher, set_part)
         return True
     node = node_for(here, path, matcher)

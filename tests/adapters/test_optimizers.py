@@ -486,3 +486,50 @@ def test_groups_without_parameters_get_their_settings_back(save: Any) -> None:
     assert [(group["lr"], group["weight_decay"]) for group in found["optimizer"].param_groups] == [
         (group["lr"], group["weight_decay"]) for group in state["optimizer"].param_groups
     ]
+
+
+@pytest.mark.parametrize("there", ["object", "dict"])
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+@pytest.mark.parametrize("now", [lambda: nn.Linear(3, 2), lambda: nn.Linear(2, 2, dtype=torch.bfloat16)])
+def test_state_of_a_parameter_that_does_not_fit_is_not_taken(
+    save: Any, now: Callable[[], nn.Module], first: str, there: str
+) -> None:
+    """Else the next step fails, or goes by what another tensor has learnt."""
+    source, target = nn.Linear(2, 2), now()
+    optimizers = [torch.optim.AdamW(module.parameters(), foreach=False) for module in (source, target)]
+    for module, optimizer in zip((source, target), optimizers, strict=True):
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    state: dict[str, Any] = {"model": source, "optimizer": optimizers[0]}
+    saved = save(state if there == "object" else {key: one.state_dict() for key, one in state.items()})
+    found: dict[str, Any] = {"model": target, "optimizer": optimizers[1]}
+    if first == "optimizer":
+        found = dict(reversed(found.items()))
+    kept = {id(parameter): dict(state) for parameter, state in optimizers[1].state.items()}
+    with pytest.raises(StateMismatchError, match=r"optimizer\.state\.model\.weight: of a parameter of "):
+        saved.load(found)
+    problems = saved.load(found, strict=False).problems
+    assert any(problem.startswith("optimizer.state.model.weight: of a parameter of ") for problem in problems)
+    for one, values in optimizers[1].state.items():
+        if one.shape != (2,) or one.dtype != torch.float32:  # the bias fits where the model is float32
+            assert all(values[key] is value for key, value in kept[id(one)].items())
+    optimizers[1].step()
+
+
+def test_state_of_a_parameter_that_loads_itself_in_another_shape_is_taken(save: Any) -> None:
+    class Bank(nn.Module):
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            self.rows = nn.Parameter(torch.arange(float(size)))
+
+        def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+            self.rows.data = torch.zeros_like(state_dict[f"{prefix}rows"])
+            super()._load_from_state_dict(state_dict, prefix, *args)
+
+    (source, one), (target, other) = ((bank, torch.optim.Adam(bank.parameters())) for bank in (Bank(5), Bank(2)))
+    source.rows.grad = torch.ones(5)
+    one.step()
+    save({"model": source, "optimizer": one}).load({"model": target, "optimizer": other})
+    assert torch.equal(target.rows, source.rows)
+    assert torch.equal(other.state[target.rows]["exp_avg"], one.state[source.rows]["exp_avg"])
