@@ -667,10 +667,13 @@ class Checkpointer:
     # ------------------------------------------------------------------ inside
 
     def _check_call(self) -> None:
-        """Raise when this process may not use it, or when an earlier load was never waited for."""
+        """Raise when this process may not use it, or when an earlier load was never waited for.
+
+        What another thread asked for may be waited for in a moment, or be so now; that is for its own next call.
+        """
         self._loop.check()
-        forgotten = [future for future in self._unclaimed if not future.waited_for]
-        self._unclaimed = []
+        forgotten = [load for load in self._unclaimed if load.is_left]
+        self._unclaimed = [load for load in self._unclaimed if not load.waited_for and load not in forgotten]
         if forgotten:
             load = LoadFuture(forgotten[0])
             if load.cancelled():

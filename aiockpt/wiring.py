@@ -29,7 +29,7 @@ from aiockpt.prove.session import Closes, find_probe
 from aiockpt.readers.hold import Holds
 from aiockpt.redaction import redact
 from aiockpt.runtime.background import run_background
-from aiockpt.runtime.loop import LoopThread
+from aiockpt.runtime.loop import LoopThread, made_for_the_loop
 from aiockpt.runtime.notes import NoteBoard
 from aiockpt.runtime.pending_copies import PendingCopies
 from aiockpt.runtime.ranks import Ranks
@@ -91,6 +91,7 @@ class Assembly:
     shutdown: Shutdown
 
 
+@made_for_the_loop()
 def wire(request: WireRequest, checkpointer: Closes, at_exit: Callable[[], object]) -> Assembly:
     """Make the parts of *checkpointer*, and start what works by itself.
 

@@ -38,7 +38,7 @@ from aiockpt.options import Snapshot, check_choice
 from aiockpt.outcomes import log_saved
 from aiockpt.runtime.host_memory import available_bytes
 from aiockpt.runtime.limits import Limiter, run_blocking
-from aiockpt.runtime.loop import Mutex
+from aiockpt.runtime.loop import Mutex, made_for_the_loop
 from aiockpt.runtime.pending_copies import PendingCopies
 from aiockpt.runtime.promise import Promise, SavePromise
 from aiockpt.runtime.tasks import open_tasks
@@ -204,7 +204,8 @@ class Submitter:
 
     def _begin(self, job: SaveJob) -> None:
         """Plan this save and have it run; from here on it tells the other ranks itself what goes wrong."""
-        job.prepare()
+        with made_for_the_loop():
+            job.prepare()
         self._destination.announce(job)
         self._engine.pool.fit(job.plan.window_count, available_bytes)
         job.begun = True

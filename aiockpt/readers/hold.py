@@ -23,7 +23,7 @@ from aiockpt.errors import StepNotFoundError, UsageError
 from aiockpt.futures import Future
 from aiockpt.pipeline.collect import LEASE_S
 from aiockpt.pipeline.discover import find_copy
-from aiockpt.runtime.loop import refuse_in_event_loop
+from aiockpt.runtime.loop import made_for_the_loop, refuse_in_event_loop
 from aiockpt.runtime.promise import Promise
 from aiockpt.runtime.world import Loop
 
@@ -77,7 +77,8 @@ class Hold:
         self._what = "hold of the newest step" if step is None else f"hold of step {step}"
         self._who = who
         self._keeping: Promise[None] | None = None
-        self._over = anyio.Event()
+        with made_for_the_loop():
+            self._over = anyio.Event()
 
     def __enter__(self) -> HeldStep:
         refuse_in_event_loop("a plain `with` block", "write `async with`")
@@ -129,7 +130,8 @@ class Hold:
                 self._holds.active.discard(self)
 
         self._holds.active.add(self)
-        self._over = anyio.Event()
+        with made_for_the_loop():
+            self._over = anyio.Event()
         self._keeping = Promise(f"end of the {self._what}")
         self._keeping.follow(self._holds.loop.submit(keep))
         return Future(held)

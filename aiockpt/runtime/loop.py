@@ -19,11 +19,12 @@ import concurrent.futures
 import concurrent.futures.thread
 import contextvars
 import os
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TypeVar, TypeVarTuple
 
 import anyio
@@ -177,6 +178,26 @@ def runs_event_loop() -> bool:
     except RuntimeError:  # anyio.NoEventLoopError where anyio has it
         return False
     return True
+
+
+@contextmanager
+def made_for_the_loop() -> Iterator[None]:
+    """Have locks and events of anyio that are made in the block, or the function it decorates, work on a loop thread.
+
+    anyio makes them for the kind of event loop that the thread runs which makes them: in a program of trio they would
+    be trio's, which nothing on our loop can wait for.
+    """
+    sniffio = sys.modules.get("sniffio")  # how trio says that it runs
+    if sniffio is None:
+        yield
+        return
+    runs, sniffio.thread_local.name = sniffio.thread_local.name, None
+    token = sniffio.current_async_library_cvar.set(None)
+    try:
+        yield
+    finally:
+        sniffio.thread_local.name = runs
+        sniffio.current_async_library_cvar.reset(token)
 
 
 class _Loop(asyncio.SelectorEventLoop):

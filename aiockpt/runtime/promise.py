@@ -13,7 +13,7 @@ import asyncio
 import concurrent.futures
 from collections.abc import Callable
 from contextlib import suppress
-from threading import Lock
+from threading import Lock, current_thread
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import anyio
@@ -245,9 +245,15 @@ class LoadPromise(Promise[T]):
         self.agree: Callable[[Exception | None], Promise[None]] | None = None
         self.waited_for = False
         self.refused = False
+        self._asker = current_thread()
         self._finished: T | None = None
         self._agreed: Promise[None] | None = None
         self._finishing = Lock()
+
+    @property
+    def is_left(self) -> bool:
+        """Whether nobody has waited for it, though it was this thread that asked, or one that has ended."""
+        return not self.waited_for and (self._asker is current_thread() or not self._asker.is_alive())
 
     def finish(self) -> Promise[None] | None:
         """Fill the objects, once, on the thread of whoever waits first.

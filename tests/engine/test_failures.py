@@ -423,3 +423,33 @@ def test_an_error_is_told_though_the_snapshot_was_waited_for(run: Run) -> None:
 def test_an_observer_that_cannot_be_told_anything_is_refused() -> None:
     with pytest.raises(aiockpt.UsageError, match="on_event"):
         aiockpt.Checkpointer("memory://", observers=[print])  # type: ignore[list-item]
+
+
+def test_a_load_that_another_thread_waits_for_is_no_error_here(backend: Backend, run: Run) -> None:
+    with aiockpt.Checkpointer(backend, io=SMALL) as ckpt:
+        ckpt.save(1, run.state).result(30)
+        asked, may_wait, found = threading.Event(), threading.Event(), []
+
+        def load() -> None:
+            future = ckpt.load({"model": torch.nn.Linear(2, 2)}, strict=False)
+            asked.set()
+            may_wait.wait(30)
+            found.append(future.result(30))
+
+        thread = threading.Thread(target=load)
+        thread.start()
+        assert asked.wait(30)
+        ckpt.save(2, run.state).result(30)
+        may_wait.set()
+        thread.join(30)
+        assert found[0] is not None
+
+
+def test_a_load_that_a_thread_never_waited_for_is_an_error_once_it_has_ended(backend: Backend, run: Run) -> None:
+    with aiockpt.Checkpointer(backend, io=SMALL) as ckpt:
+        ckpt.save(1, run.state).result(30)
+        thread = threading.Thread(target=ckpt.load, args=(run.state,))
+        thread.start()
+        thread.join(30)
+        with pytest.raises(aiockpt.UsageError, match="never waited for"):
+            ckpt.save(2, run.state)

@@ -54,7 +54,9 @@ class Crew:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.on_all(lambda rank, checkpointer: checkpointer._parts.shutdown.close() if checkpointer._loop.usable else None)
+        self.on_all(
+            lambda rank, checkpointer: checkpointer._parts.shutdown.close() if checkpointer._loop.usable else None
+        )
 
     def on_all(self, work: Callable[[int, aiockpt.Checkpointer], T]) -> list[T]:
         """Run *work* on every rank at once; return what each returned, or raise what the lowest rank raised."""
