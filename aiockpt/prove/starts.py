@@ -87,9 +87,15 @@ def read_start_ranks(folder: Path) -> dict[int, list[AnyRecord]]:
 
 
 def keyed(records: Sequence[AnyRecord]) -> Iterator[tuple[Key, AnyRecord]]:
-    """Yield what can be compared with another start's records, each with the key of its twin there."""
+    """Yield what can be compared with another start's records, each with the key of its twin there.
+
+    Of several checkpointers that a start closes the last one is its end: a resume may open some more, to look and to load.
+    """
     met = Counter[Key]()
+    ends = [record for record in records if isinstance(record, Ended)]
     for record in records:
+        if isinstance(record, Ended) and record is not ends[-1]:
+            continue
         if isinstance(record, Loaded) and record.step is not None:
             met.clear()
         if isinstance(record, Stepped | Labelled | Told | Ended):

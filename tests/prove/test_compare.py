@@ -81,6 +81,14 @@ def test_a_start_that_takes_no_step_has_no_weights_to_compare_at_its_end() -> No
     assert "weights" in other.row
 
 
+def test_of_several_checkpointers_that_are_closed_the_last_one_is_the_end() -> None:
+    """A resume may open one to look for a step, and one to load it."""
+    end = [ended(3, {"g0.p0": "w2"})]
+    assert first([ended(0, {}), ended(0, {}), loaded(1), ended(1, {}), *REST, *end], to_the_end=True, end=end) is None
+    found = first([loaded(1), *REST, ended(3, {"g0.p0": "other"})], to_the_end=True, end=end)
+    assert found is not None
+
+
 def test_a_look_at_other_data_before_the_first_step_after_a_resume_is_none() -> None:
     peeking = stepped(1, 1, ["a look", "batch 1 1"])
     assert first([loaded(1), peeking, *REST[1:]], to_the_end=True) is None
