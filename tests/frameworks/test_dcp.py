@@ -29,6 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
     pytest.mark.filterwarnings("ignore:TypedStorage:UserWarning"),
 ]
+CHECKOUT = Path(__file__).parents[2]
 RANKS = Path(__file__).with_name("dcp_ranks.py")
 CHECKS = [
     name.id
@@ -138,6 +139,23 @@ def test_the_state_is_filled_in_place(tmp_path: Path) -> None:
     target = torch.zeros(3)
     dcp.load({"x": target}, storage_reader=AiockptReader(tmp_path))
     assert torch.equal(target, torch.ones(3))
+
+
+def test_a_none_takes_the_place_of_what_is_here(tmp_path: Path) -> None:
+    dcp.save({"x": None, "y": [None, 1]}, storage_writer=AiockptWriter(tmp_path))
+    found = {"x": 5, "y": [6, 7]}
+    dcp.load(found, storage_reader=AiockptReader(tmp_path))
+    assert found == {"x": None, "y": [None, 1]}
+
+
+def test_killed_and_resumed_it_is_the_run_that_was_never_stopped(tmp_path: Path) -> None:
+    prove = [str(Path(sys.executable).with_name("aiockpt")), "prove", "--kills", "1", "--seed", "3", "--"]
+    script = [sys.executable, "-m", "tests.frameworks.dcp_script"]
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*prove, *script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert "certified: killed once" in done.stdout, done.stdout + done.stderr
 
 
 def test_an_asynchronous_save(tmp_path: Path) -> None:

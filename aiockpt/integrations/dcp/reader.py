@@ -46,6 +46,7 @@ class _Offer(NamedTuple):
     metadata: Metadata
     paths: dict[str, Parts]
     pickled: frozenset[str]
+    nones: frozenset[str]
 
 
 class AiockptReader(StorageReader):
@@ -207,8 +208,10 @@ class _Fetch:
                 live.detach().copy_(target)
             self._planner.commit_tensor(item, live)
         for item in self._values:
-            value = state[item.storage_index.fqn]
-            is_raw = item.storage_index.fqn in self._found.pickled
+            name = item.storage_index.fqn
+            value, is_raw = state[name], name in self._found.pickled
+            if value is None and name not in self._found.nones:
+                continue  # in the control of `aiockpt prove` nothing is loaded
             self._planner.load_bytes(item, io.BytesIO(value) if is_raw else pickled(value))
 
 
@@ -222,10 +225,13 @@ def offer(description: Description, place: str) -> _Offer:
         note = ItemNote({".".join(map(str, path)): list(path) for path in there})
     paths = {name: tuple(path) for name, path in note.paths.items()}
     held: dict[str, Any] = {}
+    nones: set[str] = set()
     for name, path in paths.items():
         facts, found = tensors.get(join_name(path)), find_node(description.values, path)
         if facts is None or (found is not None and not is_tensor_node(found.node)):
             held[name] = BytesStorageMetadata()
+            if found is not None and found.node is None:
+                nones.add(name)
         else:
             held[name] = _one_chunk(*facts)
     metadata = Metadata(
@@ -233,7 +239,7 @@ def offer(description: Description, place: str) -> _Offer:
         planner_data=paths if note.flattened else None,
         storage_meta=StorageMeta(checkpoint_id=place),
     )
-    return _Offer(description.info.step, metadata, paths, frozenset(note.pickled))
+    return _Offer(description.info.step, metadata, paths, frozenset(note.pickled), frozenset(nones))
 
 
 def _one_chunk(dtype: str, shape: tuple[int, ...]) -> TensorStorageMetadata:
