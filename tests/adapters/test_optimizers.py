@@ -523,9 +523,9 @@ def test_state_of_a_parameter_that_loads_itself_in_another_shape_is_taken(save: 
             super().__init__()
             self.rows = nn.Parameter(torch.arange(float(size)))
 
-        def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **named: Any) -> None:
             self.rows.data = torch.zeros_like(state_dict[f"{prefix}rows"])
-            super()._load_from_state_dict(state_dict, prefix, *args)
+            super()._load_from_state_dict(state_dict, prefix, *args, **named)
 
     (source, one), (target, other) = ((bank, torch.optim.Adam(bank.parameters())) for bank in (Bank(5), Bank(2)))
     source.rows.grad = torch.ones(5)

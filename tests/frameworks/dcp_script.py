@@ -94,7 +94,7 @@ def main() -> None:
         dist.init_process_group("gloo")
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     else:
-        dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # pyright: ignore[reportPrivateImportUsage]
     run = Application(model)
     run.state_dict()  # makes the optimizer's state by a step with a rate of 0, which a load does, too
     writer = AiockptWriter(PLACE)

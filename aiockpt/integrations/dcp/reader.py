@@ -209,9 +209,9 @@ class _Fetch:
             self._planner.commit_tensor(item, live)
         for item in self._values:
             name = item.storage_index.fqn
-            value, is_raw = state[name], name in self._found.pickled
-            if value is None and name not in self._found.nones:
+            if state[name] is None and name not in self._found.nones:
                 continue  # in the control of `aiockpt prove` nothing is loaded
+            value, is_raw = state[name], name in self._found.pickled
             self._planner.load_bytes(item, io.BytesIO(value) if is_raw else pickled(value))
 
 
