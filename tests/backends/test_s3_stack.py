@@ -44,6 +44,8 @@ ELEMENTS = 17 << 18
 """Of float32: two parts and a short one."""
 SOON = RetryPolicy(attempts=12, first_wait_s=0.01, throttled_first_wait_s=0.01, longest_wait_s=0.2)
 STALL_S = 1.0
+PATIENT_S = 30.0
+"""Until a request that does not move is given up, where none hangs: machines that are busy stand still for seconds."""
 
 
 class Job:
@@ -52,16 +54,24 @@ class Job:
     Attributes:
         s3: the store, as the job sees it.
         watch: what observers were told.
+        policy: of its retries.
+        stall_s: until it gives up a request that does not move.
     """
 
-    def __init__(self, url: str, proxy: Proxy, policy: RetryPolicy = SOON) -> None:
+    def __init__(self, url: str, proxy: Proxy) -> None:
         self.proxy = proxy
         self.url = url
         self.watch = Watch()
-        self.policy = policy
+        self.policy = SOON
+        self.stall_s = PATIENT_S
+
+    def misbehave(self, fault: Fault) -> None:
+        """Have the proxy do that; of what hangs, or comes late, the job soon gives up."""
+        self.proxy.misbehave(fault)
+        self.stall_s = STALL_S if fault.do in ("hang", "delay") else PATIENT_S
 
     def open(self) -> aiockpt.Checkpointer:
-        s3 = S3Backend(self.url, endpoint_url=self.proxy.endpoint_url, part_bytes=PART_BYTES, stall_s=STALL_S)
+        s3 = S3Backend(self.url, endpoint_url=self.proxy.endpoint_url, part_bytes=PART_BYTES, stall_s=self.stall_s)
         io = aiockpt.IO(slab_bytes=PART_BYTES, read_bytes=PART_BYTES)
         backend = Retrying(s3, self.policy)
         return aiockpt.Checkpointer(backend, io=io, observers=[self.watch], on_error=lambda _: None)
@@ -138,7 +148,7 @@ PASSING: list[tuple[Action, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("do", "where"), PASSING, ids=lambda part: str(part) if isinstance(part, str) else None)
 async def test_what_passes_while_a_step_is_saved_is_not_noticed(job: Job, do: Action, where: dict[str, Any]) -> None:
-    job.proxy.misbehave(Fault(do=do, **where))
+    job.misbehave(Fault(do=do, **where))
     await job.save(2)
     assert job.proxy.met, "the fault never came"
     assert await job.look() == (2, 0)
@@ -159,7 +169,7 @@ async def test_what_passes_while_a_step_is_saved_is_not_noticed(job: Job, do: Ac
 )
 async def test_what_passes_while_a_step_is_loaded_is_not_noticed(job: Job, do: Action, where: dict[str, Any]) -> None:
     for at in (1, 2, 4):
-        job.proxy.misbehave(Fault(do=do, method="GET", at=at, **where))
+        job.misbehave(Fault(do=do, method="GET", at=at, **where))
         assert await job.load() == 1
         assert job.proxy.met or at > 1, "the fault never came"
 
@@ -198,9 +208,10 @@ async def test_what_lasts_fails_the_save_cleanly_and_the_next_one_works(
     job: Job, fault: Fault, kind: type[CheckpointError]
 ) -> None:
     job.policy = RetryPolicy(attempts=3, first_wait_s=0.01, throttled_first_wait_s=0.01)
-    job.proxy.misbehave(fault)
+    job.misbehave(fault)
     with pytest.raises(kind):
         await job.save(2)
+    job.policy, job.stall_s = SOON, PATIENT_S
     assert (await job.look())[0] == 1
     assert await job.load() == 1
     await job.save(2)
