@@ -286,6 +286,7 @@ class Checkpointer:
     def warm_up(self, state: State) -> Future[None]:
         """Make the first save as cheap as the later ones: plan it, and fault the staging pool in, in the background."""
         self._check_call_of_ranks()
+        self._submitter.refuse_inside_save("warm_up()")
         walked, save_round = self._submitter.walk(state, self._selection), self._engine.coordinator.next_round(WARM_UP)
         return self._operation(
             "warm_up", run_blocking, self._engine.state_work, self._submitter.warm_up, walked, save_round
@@ -377,6 +378,7 @@ class Checkpointer:
         """
         step = _number(step)
         self._loop.check()
+        self._submitter.refuse_inside_save("load()")
         refused = [earlier for earlier in self._unclaimed if earlier.refused]
         self._unclaimed = [earlier for earlier in self._unclaimed if not earlier.refused]
         self._check_call_of_ranks()
@@ -603,6 +605,7 @@ class Checkpointer:
     def wait(self) -> None:
         """Block until every save in flight has ended; raise what went wrong."""
         self._check_call()
+        self._submitter.refuse_inside_save("wait()")
         refuse_in_event_loop("wait()", "await the futures that save() returned")
         self._parts.shutdown.wait()
         self._engine.failures.raise_all()
@@ -613,6 +616,7 @@ class Checkpointer:
         Interrupted meanwhile (Ctrl-C), it gives up what is not committed, and is done in seconds.
         """
         if self._loop.usable:
+            self._submitter.refuse_inside_save("close()")
             refuse_in_event_loop("close()", "write `await ckpt.aclose()`")
             self._probe.closing()
             self._parts.shutdown.close()

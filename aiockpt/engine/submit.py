@@ -18,6 +18,7 @@ import logging
 import operator
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from threading import get_ident
 from typing import Any
 
 import msgspec
@@ -74,7 +75,7 @@ class Submitter:
         self._snapshotter = snapshotter
         self._walker = StateWalker(rank=engine.coordinator.rank, alone=engine.coordinator.world_size == 1)
         self._calls = Mutex()  # around what a call finds out of the state and of other saves; never around a wait
-        self._calling = False
+        self._saving: set[int] = set()  # the threads that are inside `submit`
         self._saves: list[SavePromise] = []
         self._copying = Limiter("snapshot", 1)
         self._last_copy: Promise[None] | None = None
@@ -87,20 +88,32 @@ class Submitter:
     def submit(self, request: SaveRequest) -> SaveFuture:
         """Start a save, or skip it where the policy says so. Raises as `aiockpt.Checkpointer.save`."""
         begun_ns = self._engine.now_ns()
-        with self._calls:
-            if self._calling:
-                raise UsageError("save() inside save(), from a signal handler: set a flag there, and save in the loop")
-            self._calling = True
-            try:
+        self.refuse_inside_save("save()")
+        thread = get_ident()
+        try:
+            self._saving.add(thread)
+            with self._calls:
                 entered = self._enter(begun_ns, request)
-            finally:
-                self._calling = False
-        if isinstance(entered, SaveFuture):
-            return entered
-        job, before = entered
-        if before is not None:
-            self._copy_here(job, before)
-        return job.future
+            if isinstance(entered, SaveFuture):
+                return entered
+            job, before = entered
+            if before is not None:
+                self._copy_here(job, before)
+            return job.future
+        finally:
+            self._saving.discard(thread)
+
+    def refuse_inside_save(self, what: str) -> None:
+        """Raise where this thread is inside `submit` already: *what* would read half a state, or wait for itself.
+
+        Raises:
+            UsageError: a signal handler calls, or a method of the state that is being saved.
+        """
+        if get_ident() in self._saving:
+            raise UsageError(
+                f"{what} inside save(), from a signal handler or a method of the state: set a flag there, and call it "
+                "in the loop"
+            )
 
     def _enter(self, begun_ns: int, request: SaveRequest) -> SaveFuture | tuple[SaveJob, Sequence[Promise[Any]] | None]:
         """Capture the state, or skip the save. Return what its copy must wait for, where the caller is to make it."""

@@ -201,19 +201,3 @@ def test_what_would_wait_for_itself_in_a_callback_is_refused(tmp_path: Path, cal
         second.result(SOON_S)
     assert len(refused) == 1
     assert "aiockpt's own thread" in str(refused[0])
-
-
-def test_a_signal_handler_that_saves_inside_a_save_is_refused_and_blocks_nobody(tmp_path: Path) -> None:
-    class Interrupted:
-        """A part of the state that is read when the signal comes."""
-
-        def state_dict(self) -> dict[str, Any]:
-            with pytest.raises(UsageError, match="signal handler"):
-                ckpt.save(1, {"x": 1})
-            return {"x": 1}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
-        ckpt.save(0, {"part": Interrupted()}).result(SOON_S)
-        ckpt.save(2, {"x": 1}).result(SOON_S)

@@ -1,0 +1,140 @@
+"""A signal handler runs in the middle of a save: what it calls there is refused, or works; nothing waits for itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.backends.local import LocalBackend
+from aiockpt.errors import UsageError
+from tests.gates import Gate
+from tests.small_run import SMALL
+
+pytestmark = pytest.mark.timeout(60)
+SOON_S = 30.0
+Call = Callable[[aiockpt.Checkpointer], object]
+
+REFUSED: dict[str, Call] = {
+    "save": lambda ckpt: ckpt.save(7, {"x": 1}),
+    "step": lambda ckpt: ckpt.step(8, {"x": 1}),
+    "load": lambda ckpt: ckpt.load({"x": 1}),
+    "resume": lambda ckpt: ckpt.resume({"x": 1}),
+    "wait": lambda ckpt: ckpt.wait(),
+    "close": lambda ckpt: ckpt.close(),
+    "warm_up": lambda ckpt: ckpt.warm_up({"x": 1}),
+}
+
+
+class Handler:
+    """What a program does at SIGUSR1: *call*."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.ckpt: aiockpt.Checkpointer | None = None
+        self.refused: list[UsageError] = []
+
+    def __call__(self, number: int, frame: object) -> None:
+        assert self.ckpt is not None
+        try:
+            self.call(self.ckpt)
+        except UsageError as error:
+            self.refused.append(error)
+
+
+@pytest.fixture
+def install() -> Iterator[Callable[[Call], Handler]]:
+    before = signal.getsignal(signal.SIGUSR1)
+
+    def install(call: Call) -> Handler:
+        handler = Handler(call)
+        signal.signal(signal.SIGUSR1, handler)
+        return handler
+
+    yield install
+    signal.signal(signal.SIGUSR1, before)
+
+
+class ToldMeanwhile:
+    """A part of the state; the signal comes while it is read."""
+
+    def state_dict(self) -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return {"x": torch.arange(4)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_handler_calls_while_the_state_is_read_is_refused(
+    tmp_path: Path, name: str, install: Callable[[Call], Handler]
+) -> None:
+    handler = install(REFUSED[name])
+    with aiockpt.Checkpointer(tmp_path, io=SMALL, every=1) as ckpt:
+        handler.ckpt = ckpt
+        ckpt.save(0, {"part": ToldMeanwhile()}).result(SOON_S)
+        assert len(handler.refused) == 1
+        assert "inside save(), from a signal handler" in str(handler.refused[0])
+        ckpt.save(1, {"x": 1}).result(SOON_S)
+        assert [info.step for info in ckpt.steps().result(SOON_S)] == [1, 0]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_handler_calls_while_a_save_waits_for_another_is_refused(
+    tmp_path: Path, name: str, install: Callable[[Call], Handler]
+) -> None:
+    handler, gate = install(REFUSED[name]), Gate(LocalBackend(str(tmp_path)), "put_new", "*")
+    with aiockpt.Checkpointer(gate, io=SMALL, every=1, max_in_flight=1) as ckpt:
+        handler.ckpt = ckpt
+        ckpt.save(0, {"x": torch.arange(4)})
+        assert gate.reached.wait(SOON_S)
+        telling = threading.Timer(0.3, _tell_and_open, (threading.get_ident(), gate, handler))
+        telling.start()
+        ckpt.save(1, {"x": torch.arange(4)}).result(SOON_S)
+        telling.join()
+        assert len(handler.refused) == 1
+        assert [info.step for info in ckpt.steps().result(SOON_S)] == [1, 0]
+
+
+def _tell_and_open(thread: int, gate: Gate, handler: Handler) -> None:
+    """Send the signal, and let the first save end once its handler is done, or hangs."""
+    signal.pthread_kill(thread, signal.SIGUSR1)
+    for _ in range(50):
+        if handler.refused:
+            break
+        threading.Event().wait(0.05)
+    gate.open_up()
+
+
+def test_what_a_handler_asks_for_without_waiting_for_the_save_is_answered(
+    tmp_path: Path, install: Callable[[Call], Handler]
+) -> None:
+    answers: list[object] = []
+    handler = install(lambda ckpt: answers.append(ckpt.latest().result(SOON_S)))
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        handler.ckpt = ckpt
+        ckpt.save(0, {"x": 1}).result(SOON_S)
+        ckpt.save(1, {"part": ToldMeanwhile()}).result(SOON_S)
+    assert answers == [0]
+
+
+def test_other_threads_save_while_one_saves(tmp_path: Path) -> None:
+    gate = Gate(LocalBackend(str(tmp_path)), "put_new", "*")
+    with aiockpt.Checkpointer(gate, io=SMALL, max_in_flight=1) as ckpt:
+        ckpt.save(0, {"x": 1})
+        assert gate.reached.wait(SOON_S)
+        threads = [threading.Thread(target=ckpt.save, args=(step, {"x": step})) for step in (1, 2)]
+        for thread in threads:
+            thread.start()
+        gate.open_up()
+        for thread in threads:
+            thread.join(SOON_S)
+        ckpt.wait()
+        assert {info.step for info in ckpt.steps().result(SOON_S)} == {0, 1, 2}
