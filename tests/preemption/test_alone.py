@@ -332,6 +332,24 @@ def test_of_two_durable_tiers_the_last_step_goes_to_the_one_that_was_faster(
             assert ckpt.latest().result() == step
 
 
+def test_a_step_that_is_flushed_from_memory_passes_over_a_durable_tier_whose_rule_does_not_take_it(
+    tmp_path: Path, state: dict[str, Any]
+) -> None:
+    rarely, slow = tmp_path / "rarely", LocalBackend(tmp_path / "slow", world=World(files=SlowFiles()))
+    tiers = [aiockpt.Tier("memory://flushed"), aiockpt.Tier(rarely, every=10), aiockpt.Tier(slow)]
+    flushes = aiockpt.Preemption(recent_s=1000)
+    with aiockpt.Checkpointer(tiers, on_preempt=flushes, io=SMALL) as ckpt:
+        save = ckpt.save(7, state)
+        tell()
+        with pytest.raises(aiockpt.Preempted, match="step 7 is flushed and committed") as ended:
+            reach(ckpt, 8, state)
+        assert save.result().url == slow.url
+    assert (ended.value.step, ended.value.code) == (7, 75)
+    for place, steps_there in ((rarely, []), (tmp_path / "slow", [7])):
+        with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+            assert [info.step for info in ckpt.steps().result()] == steps_there
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [({"signals": ("TERM",)}, "SIGTERM"), ({"grace_s": 0}, "grace_s"), ({"ends_at": "noon"}, "seconds since 1970")],
