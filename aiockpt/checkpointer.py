@@ -31,7 +31,7 @@ from aiockpt.engine.place import Place as EnginePlace
 from aiockpt.engine.read import read
 from aiockpt.engine.submit import SaveRequest, check_step
 from aiockpt.errors import BackgroundSaveError, UsageError
-from aiockpt.events import Observer
+from aiockpt.events import Observer, StatisticsReader
 from aiockpt.futures import Future, LoadFuture, LoadResult, SaveFuture
 from aiockpt.keywords import asks_what_was_meant, refuse_value
 from aiockpt.options import (
@@ -206,6 +206,9 @@ class Checkpointer:
         self._copies, self._submitter = parts.copies, parts.submitter
         self._probe, self._interruption = parts.probe, parts.interruption
         self._unclaimed: list[LoadPromise[LoadResult | None]] = []
+        for observer in request.observers:
+            if isinstance(observer, StatisticsReader):
+                observer.read_statistics(self.statistics)
 
     # ------------------------------------------------------------------ save
 

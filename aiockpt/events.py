@@ -8,9 +8,12 @@ do beside that, such as writing a file, is a `BackgroundTask`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import msgspec
+
+if TYPE_CHECKING:
+    from aiockpt.checkpointer import Statistics
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -144,11 +147,16 @@ class StepSkipped(Event, frozen=True, tag=True):
 
 
 class Loaded(Event, frozen=True, tag=True):
-    """The state was filled: *bytes* of tensors, *read_bytes* from storage, in *seconds*."""
+    """The state was filled: *bytes* of tensors, *read_bytes* from storage, in *seconds*.
+
+    Attributes:
+        saved_ns: when the step was saved, by the wall clock of who saved it; 0 where that is not known.
+    """
 
     bytes: int
     read_bytes: int
     seconds: float
+    saved_ns: int = 0
 
 
 class StepDeleted(Event, frozen=True, tag=True):
@@ -182,6 +190,12 @@ class StepDamaged(Event, frozen=True, tag=True):
 
     url: str
     problem: str
+
+
+class PromotionQueued(Event, frozen=True, tag=True):
+    """The step waits to be copied to the tier *url*; `Promoted` ends that, or a final `PromotionFailed`."""
+
+    url: str
 
 
 class Promoted(Event, frozen=True, tag=True):
@@ -256,3 +270,11 @@ class EventSource(Protocol):
 
     def tell_through(self, emit: Callable[[Event], object]) -> None:
         """Take what shows an event to all observers, to be called on the loop thread; before the first event."""
+
+
+@runtime_checkable
+class StatisticsReader(Observer, Protocol):
+    """An observer that wants to know what a checkpointer uses at this instant, too."""
+
+    def read_statistics(self, statistics: Callable[[], Statistics]) -> None:
+        """Take `aiockpt.Checkpointer.statistics`, which any thread may call; when the checkpointer is made."""

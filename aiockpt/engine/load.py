@@ -256,6 +256,7 @@ def finish(
             bytes=result.bytes,
             read_bytes=result.read_bytes,
             seconds=result.seconds,
+            saved_ns=manifest.created_ns,
         )
     )
     return Filled(result, target)

@@ -1,14 +1,18 @@
 """What does a dashboard want to know of a run? The events of a checkpointer as metrics of Prometheus, or as scalars by step.
 
 `Metrics` counts into a registry of ``prometheus_client``, which serves it (``start_http_server(9464, addr="127.0.0.1")``) or
-pushes it. `Scalars` hands numbers with their step to a function: TensorBoard, W&B and MLflow have one each.
+pushes it. What is true of an instant only (memory in use, what waits, ages) is looked up when somebody asks the registry, on
+that one's thread. `Scalars` hands numbers with their step to a function: TensorBoard, W&B and MLflow have one each.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
+import time
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -24,6 +28,7 @@ from aiockpt.events import (
     Opened,
     Promoted,
     PromotionFailed,
+    PromotionQueued,
     SaveFailed,
     SaveSkipped,
     SaveStarted,
@@ -31,9 +36,12 @@ from aiockpt.events import (
     StageEnded,
     StorageRetried,
 )
+from aiockpt.monitor.run_time import RunTime
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
+
+    from aiockpt.checkpointer import Statistics
 
 logger = logging.getLogger("aiockpt")
 
@@ -74,18 +82,58 @@ class Metrics:
         places = ["url", "outcome"]
         self._copies = count("aiockpt_copies", "Copies to farther places, by how they ended.", places, registry=to)
         self._lag = gauge("aiockpt_copy_lag_seconds", "Of the last copy, from its commit on.", ["url"], registry=to)
-        self._opened: Opened | None = None
+        self._loaded = count("aiockpt_loaded_bytes", "Bytes of the tensors that loads filled.", registry=to)
+        self._over_read = gauge("aiockpt_load_read_ratio", "Bytes read over bytes filled, last load.", registry=to)
+        self._waiting = gauge("aiockpt_copies_waiting", "Steps a farther place still lacks.", ["url"], registry=to)
+        self._behind = gauge("aiockpt_copies_waiting_seconds", "The oldest of them waits.", ["url"], registry=to)
+        self._queues: dict[str, dict[int, int]] = defaultdict(dict)
+        """URL → step that waits to be copied there → since when, monotonic."""
+        self._time = RunTime()
+        for name, what, of_time in (
+            ("aiockpt_effective_ratio", "Of the time since what was loaded was saved: trained.", RunTime.effective),
+            ("aiockpt_lost_seconds", "From when what was loaded was saved to this start.", RunTime.lost_s),
+            ("aiockpt_at_risk_seconds", "Work that a crash would lose now.", RunTime.at_risk_s),
+        ):
+            gauge(name, what, registry=to).set_function(partial(self._now, of_time))
+        self._use = {
+            "pool": gauge("aiockpt_pool_bytes", "Of the staging pool.", ["state"], registry=to),
+            "pool_waiting": gauge("aiockpt_pool_waiting", "Copies that wait for staging memory.", registry=to),
+            "writes": gauge("aiockpt_writes", "Calls that write blocks.", ["state"], registry=to),
+        }
         self._take = self._table()
+
+    def read_statistics(self, statistics: Callable[[], Statistics]) -> None:
+        """Look at *statistics* whenever the registry is asked, as long as the checkpointer is there."""
+        read = weakref.WeakMethod(statistics)
+
+        def use(of: Callable[[Statistics], float]) -> Callable[[], float]:
+            def now() -> float:
+                found = read()
+                return 0.0 if found is None else of(found())
+
+            return now
+
+        pool, writes = self._use["pool"], self._use["writes"]
+        pool.labels("used").set_function(use(lambda now: now.pool.used_slabs * now.pool.slab_bytes))
+        pool.labels("allocated").set_function(use(lambda now: now.pool.allocated_bytes))
+        pool.labels("limit").set_function(use(lambda now: now.pool.ceiling_bytes))
+        self._use["pool_waiting"].set_function(use(lambda now: now.pool.waiting))
+        writes.labels("running").set_function(use(lambda now: sum(one.running for one in now.limiters)))
+        writes.labels("waiting").set_function(use(lambda now: sum(one.waiting for one in now.limiters)))
+        writes.labels("limit").set_function(use(lambda now: sum(one.limit for one in now.limiters)))
+
+    def _now(self, of_time: Callable[[RunTime, int], float]) -> float:
+        return of_time(self._time, time.monotonic_ns())
 
     def on_event(self, event: Event) -> None:
         """Count *event*."""
+        self._time.hear(event)
         take = self._take.get(type(event))
         if take is not None:
             take(event)
 
     def _table(self) -> dict[type[Event], Callable[[Any], object]]:
         return {
-            Opened: lambda opened: setattr(self, "_opened", opened),
             SaveStarted: lambda _: self._in_flight.inc(),
             SnapshotTaken: lambda taken: self._pause.observe(taken.pause_s),
             BarrierWaited: lambda waited: self._barrier.observe(waited.seconds),
@@ -97,27 +145,47 @@ class Metrics:
             Loaded: self._take_loaded,
             StorageRetried: lambda retried: self._retries.labels(retried.verb).inc(),
             Promoted: self._take_promoted,
-            PromotionFailed: lambda failed: self._copies.labels(failed.url, "failed").inc(),
+            PromotionQueued: self._take_queued,
+            PromotionFailed: self._take_not_promoted,
         }
 
     def _take_committed(self, event: Committed) -> None:
         self._end("committed")
         self._durable.observe(event.seconds)
         self._step.set(event.step)
-        if self._opened is not None:
-            self._at.set((self._opened.time_ns + event.at_ns - self._opened.at_ns) / 1e9)
+        self._at.set(self._time.wall_s(event.at_ns))
 
     def _take_loaded(self, event: Loaded) -> None:
         self._loads.inc()
         self._read.inc(event.read_bytes)
+        self._loaded.inc(event.bytes)
+        if event.bytes:
+            self._over_read.set(event.read_bytes / event.bytes)
 
     def _take_promoted(self, event: Promoted) -> None:
         self._copies.labels(event.url, "committed").inc()
         self._lag.labels(event.url).set(event.seconds)
+        self._queues[event.url].pop(event.step, None)
+
+    def _take_queued(self, event: PromotionQueued) -> None:
+        queue = self._queues[event.url]
+        queue[event.step] = event.at_ns
+        self._waiting.labels(event.url).set_function(lambda: len(queue))
+        self._behind.labels(event.url).set_function(lambda: _age_s(queue))
+
+    def _take_not_promoted(self, event: PromotionFailed) -> None:
+        self._copies.labels(event.url, "failed").inc()
+        if event.final:
+            self._queues[event.url].pop(event.step, None)
 
     def _end(self, outcome: str) -> None:
         self._saves.labels(outcome).inc()
         self._in_flight.dec()
+
+
+def _age_s(queue: Mapping[int, int]) -> float:
+    """Return how long the oldest in *queue* has waited; 0 where nothing waits. Any thread."""
+    return max(((time.monotonic_ns() - since_ns) / 1e9 for since_ns in list(queue.values())), default=0.0)
 
 
 class Scalars:

@@ -34,7 +34,7 @@ from aiockpt.errors import (
     StorageTimeoutError,
     UsageError,
 )
-from aiockpt.events import Promoted, PromotionFailed
+from aiockpt.events import Promoted, PromotionFailed, PromotionQueued
 from aiockpt.futures import SaveResult
 from aiockpt.options import Tier
 from aiockpt.pipeline.discover import StepCopy, find_copy
@@ -119,6 +119,8 @@ class Promoter:
         self._waiting[1:] = sorted(
             self._waiting[1:], key=lambda waiting: waiting.promotion.age
         )  # saves may end in any order
+        engine = self.engine
+        engine.emit(PromotionQueued(at_ns=engine.now_ns(), step=promotion.step, url=self.url))
         self._changed.set()
         if len(self._waiting) > MOST_WAITING + 1:  # the first is at work
             slow = SaveSkippedError(

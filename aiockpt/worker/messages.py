@@ -143,6 +143,7 @@ AnyEvent = (
     | events.StepDeleted
     | events.GarbageDeleted
     | events.RolledForward
+    | events.PromotionQueued
     | events.Promoted
     | events.PromotionFailed
     | events.StorageRetried

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import os
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,11 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt import events
+from aiockpt.backends.local import LocalBackend
 from aiockpt.monitor import Metrics, Scalars
+from aiockpt.monitor.run_time import RunTime
+from aiockpt.runtime.world import OsFiles, World
 
 prometheus: Any = pytest.importorskip("prometheus_client")
 STATE: dict[str, Any] = {"x": torch.arange(1000.0)}
@@ -41,6 +48,124 @@ def test_saves_loads_stages_and_copies_are_counted(tmp_path: Path) -> None:
     assert read("aiockpt_copies_total", {"url": far, "outcome": "committed"}) == 2
     assert read("aiockpt_copy_lag_seconds", {"url": far}) > 0
     assert b"aiockpt_saves_total" in prometheus.generate_latest(registry)
+
+
+def test_what_loads_read_is_compared_with_what_they_filled(tmp_path: Path) -> None:
+    registry = prometheus.CollectorRegistry()
+    with aiockpt.Checkpointer(tmp_path, observers=[Metrics(registry)]) as ckpt:
+        ckpt.save(1, STATE).result(30)
+        loaded = ckpt.load(STATE).result(30)
+    assert loaded is not None
+    assert registry.get_sample_value("aiockpt_loaded_bytes_total") == loaded.bytes == 4000
+    assert registry.get_sample_value("aiockpt_load_read_ratio") == loaded.read_bytes / 4000
+
+
+def test_memory_and_writes_are_looked_up_as_long_as_the_checkpointer_is_there(tmp_path: Path) -> None:
+    registry = prometheus.CollectorRegistry()
+    read = registry.get_sample_value
+    ckpt = aiockpt.Checkpointer(tmp_path, observers=[Metrics(registry)])
+    with ckpt:
+        ckpt.save(1, STATE).result(30)
+        now = ckpt.statistics()
+        assert read("aiockpt_pool_bytes", {"state": "limit"}) == now.pool.ceiling_bytes > 0
+        assert read("aiockpt_pool_bytes", {"state": "allocated"}) == now.pool.allocated_bytes > 0
+        assert read("aiockpt_pool_bytes", {"state": "used"}) == read("aiockpt_pool_waiting") == 0
+        assert read("aiockpt_writes", {"state": "limit"}) == now.limiters[0].limit > 0
+        assert read("aiockpt_writes", {"state": "running"}) == read("aiockpt_writes", {"state": "waiting"}) == 0
+    del ckpt
+    gc.collect()
+    assert read("aiockpt_pool_bytes", {"state": "limit"}) == 0
+
+
+def test_memory_in_use_is_seen_while_a_save_writes(tmp_path: Path) -> None:
+    registry = prometheus.CollectorRegistry()
+    used: list[tuple[float, float]] = []
+
+    class Files(OsFiles):
+        def pwrite(self, fd: int, data: Any, offset: int) -> int:  # type: ignore[override]
+            used.append(
+                (
+                    registry.get_sample_value("aiockpt_pool_bytes", {"state": "used"}),
+                    registry.get_sample_value("aiockpt_writes", {"state": "running"}),
+                )
+            )
+            return os.pwrite(fd, data, offset)
+
+    backend = LocalBackend(tmp_path, world=World(files=Files()))
+    with aiockpt.Checkpointer(backend, observers=[Metrics(registry)]) as ckpt:
+        ckpt.save(1, STATE).result(30)
+    assert any(memory > 0 and running == 1 for memory, running in used)
+
+
+def test_what_waits_for_a_farther_place_is_counted_until_it_is_there_or_given_up() -> None:
+    registry = prometheus.CollectorRegistry()
+    metrics, read, far = Metrics(registry), registry.get_sample_value, {"url": "s3://far"}
+    began_ns = time.monotonic_ns() - 60 * 10**9
+    for step in (1, 2, 3):
+        metrics.on_event(events.PromotionQueued(at_ns=began_ns, step=step, url="s3://far"))
+    metrics.on_event(events.PromotionFailed(at_ns=0, step=1, url="s3://far", error="away", final=False))
+    assert read("aiockpt_copies_waiting", far) == 3
+    assert 60 <= read("aiockpt_copies_waiting_seconds", far) < 600
+    metrics.on_event(events.Promoted(at_ns=0, step=1, url="s3://far", bytes=1, seconds=61.0))
+    metrics.on_event(events.PromotionFailed(at_ns=0, step=2, url="s3://far", error="away", final=True))
+    assert read("aiockpt_copies_waiting", far) == 1
+    metrics.on_event(events.Promoted(at_ns=0, step=3, url="s3://far", bytes=1, seconds=61.0))
+    assert read("aiockpt_copies_waiting", far) == read("aiockpt_copies_waiting_seconds", far) == 0
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_each_copy_is_queued_before_it_is_made(tmp_path: Path, worker: Any) -> None:
+    told: list[events.Event] = []
+
+    class Sees:
+        def on_event(self, event: events.Event) -> None:
+            if isinstance(event, events.PromotionQueued | events.Promoted):
+                told.append(event)
+
+    tiers = [aiockpt.Tier(tmp_path / "near"), aiockpt.Tier(tmp_path / "far", every=2)]
+    with aiockpt.Checkpointer(tiers, observers=[Sees()], worker=worker) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, STATE).result(60)
+    far = f"file://{tmp_path / 'far'}"
+    assert [(type(one), one.step, getattr(one, "url", "")) for one in told] == [
+        (events.PromotionQueued, 2, far),
+        (events.Promoted, 2, far),
+    ]
+
+
+def test_what_a_restart_lost_and_what_was_trained_since_are_told(tmp_path: Path) -> None:
+    first, second = prometheus.CollectorRegistry(), prometheus.CollectorRegistry()
+    with aiockpt.Checkpointer(tmp_path, observers=[Metrics(first)]) as ckpt:
+        assert ckpt.resume(STATE) == 0
+        time.sleep(0.05)
+        assert first.get_sample_value("aiockpt_at_risk_seconds") >= 0.05, "nothing is durable yet"
+        ckpt.save(1, STATE).result(30)
+        ckpt.load(STATE).result(30)
+        assert first.get_sample_value("aiockpt_lost_seconds") == 0, "going back is no restart"
+    time.sleep(0.3)
+    with aiockpt.Checkpointer(tmp_path, observers=[Metrics(second)]) as ckpt:
+        before_s = time.monotonic()
+        assert ckpt.resume(STATE) == 2
+        lost_s = second.get_sample_value("aiockpt_lost_seconds")
+        assert 0.3 <= lost_s < 30
+        time.sleep(0.1)
+        effective = second.get_sample_value("aiockpt_effective_ratio")
+        assert 0 < effective < 0.1 + (time.monotonic() - before_s) / lost_s
+        assert 0.1 <= second.get_sample_value("aiockpt_at_risk_seconds") <= time.monotonic() - before_s
+
+
+def test_time_that_training_was_held_is_not_trained() -> None:
+    time_of = RunTime()
+    told = {"time_ns": 100 * 10**9, "pid": 1, "host": "h", "rank": 0, "world_size": 1, "urls": ()}
+    time_of.hear(events.Opened(at_ns=0, **told))
+    time_of.hear(events.Loaded(at_ns=0, step=1, bytes=1, read_bytes=1, seconds=2.0, saved_ns=90 * 10**9))
+    time_of.hear(events.SnapshotTaken(at_ns=0, step=2, bytes=1, pause_s=1.0, copy_s=1.0))
+    time_of.hear(events.BarrierWaited(at_ns=0, step=2, seconds=2.0))
+    time_of.hear(events.Committed(at_ns=15 * 10**9, step=2, bytes=1, seconds=3.0, generation=1))
+    assert time_of.lost_s(0) == 10
+    assert time_of.effective(20 * 10**9) == pytest.approx((20 - 2 - 1 - 2) / (20 + 10))
+    assert time_of.at_risk_s(20 * 10**9) == pytest.approx(8)
+    assert time_of.wall_s(20 * 10**9) == pytest.approx(120)
 
 
 def test_a_failed_save_is_counted_and_in_flight_no_more(tmp_path: Path) -> None:
