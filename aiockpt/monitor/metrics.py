@@ -25,7 +25,6 @@ from aiockpt.events import (
     Committed,
     Event,
     Loaded,
-    Opened,
     Promoted,
     PromotionFailed,
     PromotionQueued,
