@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import anyio
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -10,14 +12,18 @@ from rich.table import Table
 from rich.text import Text
 
 from aiockpt.cli import show
+from aiockpt.errors import CheckpointError
 from aiockpt.monitor.live_job import JobNow, JobWatch, RankNow
 from aiockpt.monitor.peer_times import explain
 from aiockpt.runtime.notes import name_ranks
 from aiockpt.storage.backend import Backend
 
-HEADER_LINES = 10
+TABLE_LINES = 2
+"""Around the ranks: the names of the columns, and how many are not shown."""
 MOST_ROWS = 24
 """Ranks that are shown: drawing is most of what a look costs, and who waits the longest is above."""
+UNANSWERED_S = 5.0
+"""So long a look may take before that is told."""
 MOST_SLOW = 3
 """Stragglers that are told, the slowest: one disk shows in several stages."""
 _SHOWN_RANKS = 12
@@ -32,33 +38,86 @@ async def look_once(root: str, backend: Backend, as_json: bool) -> None:
     show.json_or(as_json, job, lambda: show.out.print(view(root, job, height=1000)))
 
 
+class _Looks:
+    """Looks at the job again and again, and goes on where storage fails, or hangs, for a while.
+
+    Attributes:
+        job: as it was when storage answered last, at the second *answered_s* of the monotonic clock.
+        trouble: why the last look failed; empty where it did not.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._watch = JobWatch(backend)
+        self.job: JobNow | None = None
+        self.answered_s = time.monotonic()
+        self.trouble = ""
+
+    async def look(self) -> None:
+        """Look once.
+
+        Raises:
+            CheckpointError: storage cannot be asked.
+        """
+        self.job = await self._watch.look()
+        self.answered_s, self.trouble = time.monotonic(), ""
+
+    async def go_on(self, every_s: float) -> None:
+        """Look every *every_s* seconds until the job has ended."""
+        while self.job is None or not self.job.ended:
+            await anyio.sleep(every_s)
+            try:
+                await self.look()
+            except (CheckpointError, OSError) as error:
+                self.trouble = str(error)
+
+    def unanswered(self, every_s: float) -> str:
+        """Return in words what storage has left unanswered for so long that what is shown is old; empty where nothing."""
+        silent_s = time.monotonic() - self.answered_s
+        if not self.trouble and silent_s < every_s + UNANSWERED_S:
+            return ""
+        return (
+            f"storage has not answered for {_time(silent_s)}, and what is shown is so old: {self.trouble or 'it hangs'}"
+        )
+
+
 async def follow(root: str, backend: Backend, every_s: float) -> None:
-    """Show how the job is, every *every_s* seconds, until the task is cancelled or the job has ended."""
-    watch = JobWatch(backend)
+    """Show how the job is, every *every_s* seconds, until the task is cancelled or the job has ended.
+
+    Raises:
+        CheckpointError: storage fails at the first look. Later that is shown, and looked again.
+    """
+    looks = _Looks(backend)
     try:
+        await looks.look()
         with Live(console=show.out, screen=True, auto_refresh=False) as live:
-            while True:
-                job = await watch.look()
-                live.update(view(root, job, show.out.height), refresh=True)
-                if job is not None and job.ended:
-                    break
-                await anyio.sleep(every_s)
-        show.out.print(view(root, job, show.out.height))
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(looks.go_on, every_s)
+                while looks.job is None or not looks.job.ended:
+                    live.update(view(root, looks.job, show.out.height, looks.unanswered(every_s)), refresh=True)
+                    await anyio.sleep(every_s)
+        show.out.print(view(root, looks.job, show.out.height))
     finally:
         with anyio.CancelScope(shield=True):
             await backend.close()
 
 
-def view(root: str, job: JobNow | None, height: int) -> RenderableType:
-    """Return *job* as lines and a table that fit into *height* lines."""
+def view(root: str, job: JobNow | None, height: int, trouble: str = "") -> RenderableType:
+    """Return *job* as lines and a table that fit into *height* lines.
+
+    Args:
+        trouble: why it is not known how the job is now.
+    """
+    if job is None and trouble:
+        return Group(_line(f"[bold]{escape(root)}[/]"), _line(f"[bold red]{escape(trouble)}[/]"))
     if job is None:
         return Text.from_markup(
             f"[bold]{escape(root)}[/]   no rank has said anything yet: "
             + escape("Checkpointer(…, observers=[aiockpt.monitor.Heartbeat()])")
         )
     rows = sorted(job.ranks, key=_urgency)
-    shown = rows[: max(1, min(MOST_ROWS, height - HEADER_LINES))]
-    parts: list[RenderableType] = [_line(line) for line in _header(root, job)]
+    parts: list[RenderableType] = [_line(f"[bold red]{escape(trouble)}[/]")] if trouble else []
+    parts += [_line(line) for line in _header(root, job)]
+    shown = rows[: max(1, min(MOST_ROWS, height - len(parts) - TABLE_LINES))]
     parts.append(_table(shown))
     if len(rows) > len(shown):
         parts.append(_line(f"[dim]{show.count(len(rows) - len(shown), 'rank')} more, which wait less[/]"))

@@ -8,7 +8,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from aiockpt.cli import show
-from aiockpt.monitor.findings import Finding, Level
+from aiockpt.monitor.findings import Finding, Level, unread_traces
+from aiockpt.monitor.run_log import RunLog
 from aiockpt.monitor.spans import WHOLE
 from aiockpt.monitor.summary import Summary
 
@@ -38,7 +39,7 @@ def show_findings(page: str, found: Summary, problems: Sequence[Finding]) -> Non
         show.say("[green]well[/]     no failure, no slow rank, nothing lost")
 
 
-def show_summary(root: str, found: Summary, unread: int) -> None:
+def show_summary(root: str, found: Summary, run: RunLog) -> None:
     """Print a summary; what is wrong comes first."""
     lasted, begun = seconds(found.ended_s - found.begun_s), show.moment(int(found.begun_s * 1e9))
     show.title(root, f"{show.count(found.ranks, 'rank')} on {show.count(found.hosts, 'host')}, {lasted} from {begun}")
@@ -49,8 +50,8 @@ def show_summary(root: str, found: Summary, unread: int) -> None:
     show.say(f"pause       {seconds(found.pauses_s[0])}, at most {seconds(found.pauses_s[1])}")
     show.say(f"durable     {seconds(found.durable_s[0])} after the call, at most {seconds(found.durable_s[1])}")
     show.say(f"effective   {found.effective:.1%} of the time trained: not paused, lost or down (ETTR)")
-    if unread:
-        show.say(f"[dim]{show.count(unread, 'line')} could not be read: of killed processes, or of a newer aiockpt[/]")
+    for problem in unread_traces(run):
+        show.say(f"[{_TONES[problem.level]}]{escape(problem.what)} {escape(problem.advice)}[/]")
     show.say("")
     show.out.print(_table(found))
 

@@ -37,7 +37,7 @@ def align_clocks(run: RunLog) -> RunLog:
         for place in places:
             shift_ns = _shift(first, _seen(run.processes[place]))
             processes[place] = msgspec.structs.replace(run.processes[place], shift_ns=shift_ns)
-    return RunLog(processes, run.unread)
+    return msgspec.structs.replace(run, processes=processes)
 
 
 def _seen(process: ProcessLog) -> _Seen:

@@ -20,6 +20,7 @@ from aiockpt.monitor.save_points import SavePoint, usual_interval_s
 from aiockpt.monitor.stragglers import Straggler, slow_steps
 from aiockpt.monitor.summary import FailedStep, Summary
 from aiockpt.runtime.notes import name_ranks
+from aiockpt.units import count
 
 Level = Literal["bad", "warning", "note"]
 """Work is in danger; saves are slower or work was lost; worth a look."""
@@ -65,6 +66,7 @@ def find_problems(run: RunLog, summary: Summary, points: Sequence[SavePoint]) ->
         *_restarts(summary),
         *_retries(run),
         *_held(summary, points),
+        *unread_traces(run),
     ]
     return sorted(some, key=lambda one: _ORDER[one.level])
 
@@ -75,6 +77,23 @@ def seconds(value: float) -> str:
         if value >= 2 * length_s:
             return f"{value / length_s:.3g} {unit}"
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def unread_traces(run: RunLog) -> Iterator[Finding]:
+    """Tell of traces that could not be read, in whole or in part: what these ranks did is not known."""
+    if run.missing:
+        names = list_names(tuple(one.name for one in run.missing))
+        yield Finding(
+            level="warning",
+            what=f"{count(len(run.missing), 'trace')} could not be read: {names}.",
+            advice=f"What these ranks told is missing here. {run.missing[0].why}.",
+        )
+    if run.unread:
+        yield Finding(
+            level="note",
+            what=f"{count(run.unread, 'line')} of the traces could not be read.",
+            advice="A process that is killed leaves half a line, and a newer aiockpt may tell what this one does not know.",
+        )
 
 
 def _failures(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
@@ -257,11 +276,11 @@ def _restarts(summary: Summary) -> Iterator[Finding]:
         return
     last = summary.restarts[-1]
     lost_s, down_s = (sum(getattr(one, name) for one in summary.restarts) for name in ("lost_s", "down_s"))
-    count = "once" if len(summary.restarts) == 1 else f"{len(summary.restarts)} times"
+    often = "once" if len(summary.restarts) == 1 else f"{len(summary.restarts)} times"
     resumed = "from nothing" if last.resumed_from is None else f"from step {last.resumed_from}"
     yield Finding(
         level="warning",
-        what=f"The run was begun anew {count}: {seconds(lost_s)} of work lost, {seconds(down_s)} down.",
+        what=f"The run was begun anew {often}: {seconds(lost_s)} of work lost, {seconds(down_s)} down.",
         advice=f"The last time it went on {resumed}.",
         since_s=summary.restarts[0].at_s,
     )

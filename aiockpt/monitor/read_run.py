@@ -1,68 +1,168 @@
-"""Reads what all processes of a run told: the files of `aiockpt.monitor.trace`, of all ranks and starts, as one."""
+"""Reads what all processes of a run told: the files of `aiockpt.monitor.trace`, of all ranks and starts, as one.
+
+Guarantee: whatever is in the files, the rest of them is read. Lines that are no event are counted, and so are those that
+nobody can place because the line before them that says which process it was is bad; files that cannot be read are named.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from functools import reduce
+from collections.abc import Callable, Iterable
+from functools import partial, reduce
 from operator import or_
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
+import anyio
 import msgspec
 
 from aiockpt import events
-from aiockpt.errors import UsageError
+from aiockpt.errors import CheckpointError, UsageError
 from aiockpt.events import Event, Opened
 from aiockpt.monitor.clocks import align_clocks
-from aiockpt.monitor.run_log import ProcessLog, RunLog
+from aiockpt.monitor.run_log import ProcessLog, RunLog, UnreadFile
 from aiockpt.monitor.trace import FOLDER
+from aiockpt.redaction import redact
+from aiockpt.storage.backend import Backend
+from aiockpt.storage.open import open_backend
+from aiockpt.units import count
 
 _kinds = [kind for kind in Event.__subclasses__() if kind.__module__ == events.__name__]
+_times = {kind: tuple(one.name for one in msgspec.structs.fields(kind) if one.type is float) for kind in _kinds}
 _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(reduce(or_, _kinds))
 
+ENDING = ".jsonl"
+READS = 16
+"""Objects that are read at once."""
+LATEST_NS, LATEST_S, MOST_RANKS = 2**62, 2**32, 1_000_000
+"""What is more is damage, and so is what is below 0."""
 
-def read_run(path: str | os.PathLike[str]) -> RunLog:
-    """Return what is told in *path*: a file of a `TraceFile`, a folder with some, or the folder of a run.
+Trace = tuple[str, Callable[[], bytes]]
+"""The name of a file, and what reads it."""
+
+
+def read_run(where: str | os.PathLike[str]) -> RunLog:
+    """Return what is told in *where*: a file of a `TraceFile`, a folder with some, or the folder of a run; path or URL.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is none, or none from which anything can be read.
+        StorageError: the storage of a URL does not answer.
     """
-    files = list(_files(Path(path)))
-    if not files:
+    given = os.fspath(where)
+    scheme, has_scheme, rest = given.partition("://")
+    if has_scheme and scheme != "file":
+        traces = anyio.run(_fetch, given)
+    else:
+        traces = list(_files(Path(unquote(rest) if has_scheme else given)))
+    if not traces:
         raise UsageError(
-            f"{os.fspath(path)}: no trace of a run here. Have it written: "
-            "Checkpointer(…, observers=[aiockpt.monitor.TraceFile()])"
+            f"{redact(given)}: no trace of a run here. Have it written: "
+            "Checkpointer(…, observers=[aiockpt.monitor.TraceFile()]), which writes to folders, not into buckets"
         )
     processes: list[ProcessLog] = []
     unread = 0
-    for file in files:
-        told, missed = _read(file)
+    missing: list[UnreadFile] = []
+    for name, read in traces:
+        try:
+            data = read()
+        except (OSError, CheckpointError) as error:
+            missing.append(UnreadFile(name, str(error)))
+            continue
+        told, missed = _decode(data.split(b"\n"))
         processes += told
         unread += missed
-    return align_clocks(RunLog(sorted(processes, key=lambda one: one.opened.time_ns), unread))
+    if not processes:
+        why = "; ".join(f"{one.name}: {one.why}" for one in missing[:3])
+        raise UsageError(
+            f"{redact(given)}: nothing can be read from {count(len(traces), 'trace')} here: "
+            + (why or "no line says which process it is of")
+        )
+    return align_clocks(RunLog(sorted(processes, key=lambda one: one.opened.time_ns), unread, tuple(missing)))
 
 
-def _files(path: Path) -> Iterator[Path]:
+def _files(path: Path) -> Iterable[Trace]:
     if path.is_file():
-        yield path
-        return
+        return [(path.name, path.read_bytes)]
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
-    yield from sorted(folder.glob("*.jsonl"))
+    return [(file.name, file.read_bytes) for file in sorted(folder.glob(f"*{ENDING}"))]
 
 
-def _read(file: Path) -> tuple[list[ProcessLog], int]:
+async def _fetch(url: str) -> list[Trace]:
+    """Return the traces below *url*, read; those that could not be raise when they are asked for."""
+    root, _, name = url.rpartition("/")
+    backend = open_backend(root if name.endswith(ENDING) else url)
+    found: dict[str, Callable[[], bytes]] = {}
+    limit = anyio.CapacityLimiter(READS)
+
+    async def fetch(key: str) -> None:
+        async with limit:
+            try:
+                data = await _read_object(backend, key)
+            except CheckpointError as error:
+                found[key] = partial(_fail, error)
+            else:
+                found[key] = lambda: data
+
+    try:
+        keys = [name] if name.endswith(ENDING) else await _list(backend)
+        async with anyio.create_task_group() as tasks:
+            for key in keys:
+                tasks.start_soon(fetch, key)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await backend.close()
+    return [(key.rpartition("/")[2], found[key]) for key in keys]
+
+
+async def _list(backend: Backend) -> list[str]:
+    for prefix in (FOLDER, ""):
+        keys = [stat.key for stat in (await backend.list(prefix)).objects if stat.key.endswith(ENDING)]
+        if keys:
+            return keys
+    return []
+
+
+async def _read_object(backend: Backend, key: str) -> bytes:
+    reader = await backend.open(key)
+    try:
+        data = bytearray(reader.size)
+        if data:
+            await reader.read(0, [memoryview(data)])
+        return bytes(data)
+    finally:
+        await reader.close()
+
+
+def _fail(error: CheckpointError) -> bytes:
+    raise error
+
+
+def _decode(lines: Iterable[bytes]) -> tuple[list[ProcessLog], int]:
     processes: list[ProcessLog] = []
     unread = 0
-    with file.open("rb") as lines:
-        for line in lines:
-            try:
-                event = _decoder.decode(line)
-            except msgspec.DecodeError:
-                unread += 1
-                continue
-            if isinstance(event, Opened):
-                processes.append(ProcessLog(event, []))
-            elif processes:
-                processes[-1].events.append(event)
+    for line in lines:
+        if not line:
+            continue
+        try:
+            event = _decoder.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            event = None
+        if event is None or not _is_sound(event):
+            unread += 1
+        elif isinstance(event, Opened):
+            processes.append(ProcessLog(event, []))
+        elif processes:
+            processes[-1].events.append(event)
+        else:
+            unread += 1
     return processes, unread
+
+
+def _is_sound(event: Event) -> bool:
+    """Say whether the numbers of *event* can be meant: a flipped bit makes years of them that no calendar has."""
+    if not 0 <= event.at_ns < LATEST_NS:
+        return False
+    if isinstance(event, Opened):
+        return 0 <= event.time_ns < LATEST_NS and 0 <= event.rank < event.world_size <= MOST_RANKS
+    return all(0 <= getattr(event, name) < LATEST_S for name in _times[type(event)])

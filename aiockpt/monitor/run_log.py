@@ -45,15 +45,24 @@ class ProcessLog(msgspec.Struct, frozen=True):
         return self.wall_s(max((event.at_ns for event in self.events), default=self.opened.at_ns))
 
 
+class UnreadFile(msgspec.Struct, frozen=True):
+    """A trace that could not be read, and why."""
+
+    name: str
+    why: str
+
+
 class RunLog(msgspec.Struct, frozen=True):
-    """All processes of a run, in the order in which they began.
+    """All processes of a run, in the order in which they began; one at least.
 
     Attributes:
-        unread: lines that are no event: the half lines of killed processes, and those of a newer aiockpt.
+        unread: lines that are no event: the half lines of killed processes, those of a newer aiockpt, and damage.
+        missing: files that could not be read.
     """
 
     processes: list[ProcessLog]
     unread: int = 0
+    missing: tuple[UnreadFile, ...] = ()
 
     def told(self, kind: type[E]) -> Iterator[tuple[ProcessLog, E]]:
         """Yield the events of a kind, each with the process that told it."""

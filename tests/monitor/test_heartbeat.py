@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import pty
 import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 from pathlib import Path
@@ -370,6 +373,64 @@ def test_in_a_terminal_it_goes_on_until_the_job_has_ended_or_somebody_ends_it(tm
                 _read_until(mine, b"\x1b[?1049l")
             assert process.wait(60) == 0
         os.close(mine)
+
+
+FAILING = """
+import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)
+from pathlib import Path
+from aiockpt.backends.local import LocalBackend
+from aiockpt.cli.main import main
+from aiockpt.errors import StorageError
+import aiockpt.cli.live_view, anyio
+aiockpt.cli.live_view.UNANSWERED_S = 0.1
+lists, flag = LocalBackend.list, Path(sys.argv.pop())
+
+
+async def fail(self, prefix):
+    if flag.exists():
+        if flag.read_text() == "hangs":
+            while flag.exists():
+                await anyio.sleep(0.01)
+        raise StorageError("mount is away", key=prefix)
+    return await lists(self, prefix)
+
+
+LocalBackend.list = fail
+main()
+"""
+
+
+@pytest.mark.timeout(100)
+def test_in_a_terminal_it_outlives_storage_that_fails_or_hangs_and_says_so_meanwhile(tmp_path: Path) -> None:
+    run, flag = tmp_path / "run", tmp_path / "flag"
+    write(run, beat_of(0, world_size=1))
+    command = [sys.executable, "-c", FAILING, "top", str(run), "--every", "0.1", str(flag)]
+    mine, theirs = pty.openpty()
+    fcntl.ioctl(mine, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 160, 0, 0))
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        _read_until(mine, b"1 of 1 rank heard")
+        for how, told in (("fails", b"mount is away"), ("hangs", b"it hangs")):
+            flag.write_text(how)
+            seen = _read_until(mine, told)
+            assert b"storage has not answered for" in seen
+            flag.unlink()
+            _read_until(mine, b"\x1b[H\x1b[1m1 of 1 rank")  # the first line is the job again
+        write(run, beat_of(0, world_size=1, ended=True, number=2))
+        _read_until(mine, b"\x1b[?1049l")
+        assert process.wait(60) == 0
+    os.close(mine)
+
+
+def test_storage_that_fails_at_the_first_look_is_an_error(tmp_path: Path) -> None:
+    run, flag = tmp_path / "run", tmp_path / "flag"
+    write(run, beat_of(0, world_size=1))
+    flag.write_text("fails")
+    command = [sys.executable, "-c", FAILING, "top", str(run), "--once", str(flag)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 3
+    assert "mount is away" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def _read_until(terminal: int, wanted: bytes) -> bytes:

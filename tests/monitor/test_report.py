@@ -8,17 +8,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import anyio
 import pytest
 import torch
 from typer.testing import CliRunner
 
 import aiockpt
+from aiockpt.backends.memory import MemoryBackend
 from aiockpt.cli.main import app
 from aiockpt.errors import UsageError
 from aiockpt.monitor import TraceFile
 from aiockpt.monitor.read_run import read_run
 from aiockpt.monitor.spans import BLOCKS, WHOLE, TimeSpan, spans
 from aiockpt.monitor.summary import Summary, summarize
+from tests.monitor.synthetic_run import SyntheticRun
 
 SCRIPT = """
 import os, signal, sys, time, torch, aiockpt
@@ -34,7 +37,7 @@ with aiockpt.Checkpointer(sys.argv[1], every=2, observers=[TraceFile()]) as ckpt
 """
 
 
-def summary_of(path: Path) -> Summary:
+def summary_of(path: Path | str) -> Summary:
     told = read_run(path)
     return summarize(told, spans(told))
 
@@ -158,3 +161,102 @@ def test_half_a_line_and_unknown_events_are_counted(run: Path, tmp_path: Path) -
 def test_without_a_trace_it_says_how_to_have_one(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="TraceFile"):
         read_run(tmp_path)
+
+
+# ---------------------------------------------------------------------- damage
+
+
+def spoilt(folder: Path, name: str, data: bytes) -> Path:
+    """Write a run of four ranks, one of whose traces is *data*."""
+    SyntheticRun(saves=4, mesh={"dp": 4}).write(folder)
+    (folder / name).write_bytes(data)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\xff\xfe\x00",
+        b"[" * 100_000,
+        b'{"type":"Committed","at_ns":-1,"step":1,"bytes":1,"seconds":1.0,"generation":1}',
+        b'{"type":"Committed","at_ns":1,"step":1,"bytes":1,"seconds":1e300,"generation":1}',
+        b'{"type":"Committed","at_ns":1,"step":1,"bytes":1,"seconds":-1.0,"generation":1}',
+        b'{"type":"Opened","at_ns":1,"time_ns":9000000000000000000,"pid":1,"host":"h","rank":0,"world_size":1,"urls":[]}',
+        b'{"type":"Opened","at_ns":1,"time_ns":1,"pid":1,"host":"h","rank":4,"world_size":4,"urls":[]}',
+        b'{"type":"Opened","at_ns":1,"time_ns":1,"pid":1,"host":"h","rank":0,"world_size":9000000000,"urls":[]}',
+    ],
+)
+def test_a_line_that_no_process_can_have_told_is_counted_and_changes_nothing(tmp_path: Path, line: bytes) -> None:
+    whole = SyntheticRun(saves=4, mesh={"dp": 4})
+    whole.write(tmp_path / "whole")
+    trace = (tmp_path / "whole" / "rank-00002.jsonl").read_bytes()
+    run = spoilt(tmp_path / "run", "rank-00002.jsonl", trace + line + b"\n")
+    assert read_run(run).unread == 1
+    assert summary_of(run) == summary_of(tmp_path / "whole")
+    done = CliRunner().invoke(app, ["report", str(run), "--text"])
+    assert done.exit_code == 0, done.output
+    assert "1 line of the traces could not be read" in done.output
+
+
+def test_lines_before_the_one_that_says_whose_they_are_are_counted(tmp_path: Path) -> None:
+    SyntheticRun(saves=4, mesh={"dp": 4}).write(tmp_path)
+    trace = tmp_path / "rank-00002.jsonl"
+    _, _, rest = trace.read_bytes().partition(b"\n")
+    trace.write_bytes(rest)
+    told = read_run(tmp_path)
+    assert told.unread == rest.count(b"\n")
+    assert [one.opened.rank for one in told.processes] == [0, 1, 3]
+    done = CliRunner().invoke(app, ["report", str(tmp_path), "--out", str(tmp_path / "page.html")])
+    assert "There is no trace of rank 2" in done.output
+
+
+def test_a_trace_that_cannot_be_read_is_named_beside_what_the_others_tell(tmp_path: Path) -> None:
+    run = spoilt(tmp_path, "rank-00002.jsonl", b"")
+    (run / "rank-00002.jsonl").unlink()
+    (run / "rank-00002.jsonl").mkdir()  # permissions are nothing to the superuser
+    assert [one.name for one in read_run(run).missing] == ["rank-00002.jsonl"]
+    for asked in (["--text"], ["--out", str(tmp_path / "page.html")]):
+        done = CliRunner().invoke(app, ["report", str(run), *asked])
+        assert done.exit_code == 0, done.output
+        assert "1 trace could not be read: rank-00002.jsonl. What these ranks told is missing here" in done.output
+        assert "Is a directory" in done.output
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00\x01\n\n", b'{"type":"Comm'])
+def test_where_nothing_can_be_read_the_command_says_so_and_why(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "trace.jsonl").write_bytes(data)
+    command = [sys.executable, "-c", "from aiockpt.cli.main import main; main()", "report", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert "nothing can be read from 1 trace here: no line says" in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+
+
+# ---------------------------------------------------------------------- addresses
+
+
+def test_the_run_may_be_given_as_a_file_url(tmp_path: Path) -> None:
+    run = tmp_path / "a run"
+    SyntheticRun(saves=4, mesh={"dp": 4}).write(run / "monitor")
+    for where in (f"file://{tmp_path}/a%20run", (run / "monitor" / "rank-00001.jsonl").as_uri()):
+        assert summary_of(where).committed == (0 if where.endswith("l") else 4)
+    done = CliRunner().invoke(app, ["report", run.as_uri(), "--text"])
+    assert done.exit_code == 0, done.output
+
+
+def test_traces_that_were_brought_to_another_storage_are_read_there(tmp_path: Path) -> None:
+    SyntheticRun(saves=4, mesh={"dp": 4}).write(tmp_path)
+
+    files = {file.name: file.read_bytes() for file in tmp_path.iterdir()} | {"rank-00004.jsonl": b""}
+
+    async def bring() -> None:
+        for name, data in files.items():
+            await MemoryBackend("traced-run").put(f"monitor/{name}", data)
+            await MemoryBackend("traces").put(name, data)
+
+    anyio.run(bring)
+    for where in ("memory://traced-run", "memory://traces"):
+        assert summary_of(where) == summary_of(tmp_path)
+    assert [one.opened.rank for one in read_run("memory://traces/rank-00003.jsonl").processes] == [3]
+    with pytest.raises(UsageError, match="no trace of a run here"):
+        read_run("memory://elsewhere")

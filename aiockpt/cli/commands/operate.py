@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @app.command("report")
 def report(
     run: Annotated[
-        Path, typer.Argument(help="The folder of a run, a folder of traces, or one trace.", show_default=False)
+        str, typer.Argument(help="The folder of a run, a folder of traces, or one trace; or a URL.", show_default=False)
     ],
     out: Annotated[
         Path | None, typer.Option(help="Where to write the page; report.html when left out.", metavar="FILE")
@@ -42,6 +42,7 @@ def report(
     from aiockpt.monitor.save_points import save_points
     from aiockpt.monitor.spans import spans
     from aiockpt.monitor.summary import summarize
+    from aiockpt.redaction import redact
 
     told = read_run(run)
     timeline = spans(told)
@@ -49,14 +50,14 @@ def report(
     if chrome is not None:
         write_chrome_trace(timeline, chrome)
     if text or chrome is not None or as_json:
-        show.json_or(as_json, found, lambda: show_summary(str(run), found, told.unread))
+        show.json_or(as_json, found, lambda: show_summary(redact(run), found, told))
     if out is not None or not (text or chrome is not None or as_json):
         from aiockpt.monitor.html.html_report import gather, write_html_report
 
         points = save_points(told)
         problems = find_problems(told, found, points)
         page = Path("report.html") if out is None else out
-        name = str(run if run.name else run.absolute())
+        name = run if "://" in run or Path(run).name else str(Path(run).absolute())
         write_html_report(
             gather(
                 name,
@@ -65,7 +66,7 @@ def report(
                 found,
                 points,
                 problems,
-                _sizes([run, *told.folders()] if run.is_dir() else told.folders()),
+                _sizes([*([run] if "://" in run or Path(run).is_dir() else []), *map(str, told.folders())]),
             ),
             page,
         )
@@ -132,15 +133,15 @@ def watch(
         raise typer.Exit(DAMAGED)
 
 
-def _sizes(roots: list[Path]) -> SizeMap | None:
+def _sizes(roots: list[str]) -> SizeMap | None:
     """Return what the newest step below the first of *roots* that has one consists of."""
     from aiockpt.errors import CheckpointError
     from aiockpt.monitor.html.size_map import size_map
 
     for root in roots:
         try:
-            (step,) = chosen_steps(str(root), None, False, valid=True)
-            with open_checkpointer(str(root)) as ckpt:
+            (step,) = chosen_steps(root, None, False, valid=True)
+            with open_checkpointer(root) as ckpt:
                 seen = ckpt.describe(step).result()
         except (CheckpointError, OSError):
             continue

@@ -47,7 +47,6 @@ class ReportData(msgspec.Struct, frozen=True, kw_only=True):
         starts: when each start of the run began.
         stages: names that the timelines have numbers of.
         retries: when a call to storage was made again, its rank, and what it was.
-        unread: lines of the trace that could not be read.
     """
 
     name: str
@@ -62,7 +61,6 @@ class ReportData(msgspec.Struct, frozen=True, kw_only=True):
     timelines: list[TimelineSpans]
     sizes: SizeMap | None
     retries: list[tuple[float, int, str]]
-    unread: int
 
 
 def gather(
@@ -105,7 +103,6 @@ def gather(
             (one.wall_s(event.at_ns), one.opened.rank, f"{event.verb} {event.key}: {event.error}")
             for one, event in run.told(StorageRetried)
         ],
-        unread=run.unread,
     )
 
 

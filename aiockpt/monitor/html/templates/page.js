@@ -161,7 +161,6 @@ if (grids.length) {
   showControls();
 }
 listen();
-byId("foot").textContent = "Hosts are laid side by side by their wall clocks." +
-  (report.unread ? ` ${count(report.unread, "line")} of the trace could not be read: of killed processes, or of a newer aiockpt.` : "");
+byId("foot").textContent = "Hosts are laid side by side by their wall clocks, moved where their saves prove these wrong.";
 drawAll();
 requestAnimationFrame(() => setTimeout(() => { document.documentElement.dataset.readyMs = performance.now().toFixed(0); }));
