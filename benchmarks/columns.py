@@ -297,6 +297,18 @@ TABLES = (
         ("again, from the caches", "hook_again_s", "both"),
     ),
     _table(
+        "Watching a run",
+        "observing",
+        ("call: added (quartiles)", "call_added_s", "quartiles"),
+        ("processors: added (quartiles)", "cpu_added_s", "quartiles"),
+        ("durable after", "durable_s", "median"),
+        ("of that", "added_fraction", "percent"),
+        ("page built", "build_s", "median"),
+        ("page", "page_bytes", "bytes"),
+        ("drawn", "drawn_s", "median"),
+        ("of a core", "core_fraction", "percent"),
+    ),
+    _table(
         "Copies to farther tiers",
         "promotion",
         ("mean step slowed: median (all)", "slowed_fraction", "signed"),

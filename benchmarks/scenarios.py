@@ -220,6 +220,18 @@ _ALL = (
     _tensors("calls", "How long does the call of a lazy save hold training, by the number of tensors?"),
     _tensors("watching", "What does it cost to see changes of what is copied later?"),
     Scenario(
+        name="observing",
+        question="What does it cost to watch a run, and to look at it?",
+        measure="measure.observing:observing",
+        contenders={"aiockpt": _ours()},
+        size_bytes=64 * MIB,
+        smoke_bytes=MIB,
+        repetitions=200,
+        settings={"ranks": 1000, "saves": 100, "seconds": 30.0},
+        smoke={"ranks": 12, "saves": 3, "seconds": 1.0},
+        needs="prometheus_client plotly Chromium",
+    ),
+    Scenario(
         name="promotion",
         question="What does copying a checkpoint to a farther tier take from training?",
         measure="measure.promotion:promotion",

@@ -114,6 +114,11 @@ step p50 beside a lazy save; ≤ 1.03 × quiet; 1.03; beside/aiockpt lazy/slowed
 call of a lazy save, 1,000 tensors; ≤ 1 ms; 1e-3; calls/1,000 tensors/call_s;
 the note, 1,000 tensors; ≤ 0.2 ms; 0.2e-3; watching/1,000 tensors/note_s;
 at the next hook, 1,000 tensors; ≤ 0.1 ms; 0.1e-3; watching/1,000 tensors/hook_s;
+watching, of a save; ≤ 1 %; 0.01; observing/a save/added_fraction;
+watching, on the training thread; ≤ 20 µs; 20e-6; observing/a save/call_added_s;
+a report of 1,000 ranks × 100 saves, built; ≤ 20 s; 20; observing/a report/build_s;
+the same, drawn; ≤ 3 s; 3; observing/a report/drawn_s;
+`top` of 1,000 ranks, of a core; ≤ 2 %; 0.02; observing/top/core_fraction;
 mean step slowed, a folder; ≤ 3 %; 0.03; promotion/folder/slowed_fraction;
 mean step slowed, a bucket; ≤ 3 %; 0.03; promotion/bucket/slowed_fraction;
 """) + tuple(

@@ -23,6 +23,7 @@ from benchmarks.state import State
 from benchmarks.targets import MAIN, OTHERS
 from benchmarks.visit import Outcome, Turn, perform, resolve
 from tests.benchmarks.smoke import CHECKOUT, smoke
+from tests.servers.chromium import why_not
 from tests.servers.seaweed import find_weed
 
 HERE = ["every", "beside", "calls", "watching", "promotion", "device", "peaks", "planning", "gathering"]
@@ -281,6 +282,19 @@ def test_a_wrong_call_is_told_plainly(arguments: list[str], said: str) -> None:
     result = CliRunner().invoke(app, ["run", *arguments], env={"COLUMNS": "400", "NO_COLOR": "1", "TERM": "dumb"})
     assert result.exit_code == 2
     assert said in result.output
+
+
+@pytest.mark.timeout(200)
+def test_watching_a_run_is_measured_in_saves_the_report_and_top(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    pytest.importorskip("plotly")
+    found, printed = smoke(tmp_path / "smoke.json", "observing")
+    saves, page, top = (found.results["observing"][row] for row in ("a save", "a report", "top"))
+    assert len(saves["call_added_s"].samples) == len(saves["cpu_added_s"].samples) > 0
+    assert page["page_bytes"].median > 1 << 20
+    assert ("drawn_s" in page) == (why_not() is None)
+    assert 0 <= top["core_fraction"].median < 1
+    assert "watching, of a save" in printed
 
 
 def test_the_list_names_every_scenario_and_its_question() -> None:
