@@ -3,10 +3,11 @@
 *A save*: two checkpointers save one small state in turns, and one of them has the observers of the guide (`TraceFile`,
 `Heartbeat`, `Metrics`). What the process takes of the processors from the call until all is written, of all threads
 together, is compared pair by pair; a small state, so that copying and hashing the bytes, which vary by more, do not hide it.
-It is shown beside what a save of the given size takes until it is durable. *A report*: the command, from its start to the page, over the
-trace of a run that never was (`tests.monitor.synthetic_run`), and the page in a real browser, from the start of the
-navigation until all is drawn. *Top*: the command in a terminal of its own, while a fifth of all ranks say something new each
-second; what its process takes of one core.
+It is shown beside what a save of the given size takes until it is durable.
+
+*A report*: the command, from its start to the page, over the trace of a run that never was (`tests.monitor.synthetic_run`),
+and the page in a real browser, from the start of the navigation until all is drawn. *Top*: the command in a terminal of its
+own, while a fifth of all ranks say something new each second; what its process takes of one core.
 """
 
 from __future__ import annotations
