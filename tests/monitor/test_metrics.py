@@ -82,7 +82,7 @@ def test_memory_in_use_is_seen_while_a_save_writes(tmp_path: Path) -> None:
     used: list[tuple[float, float]] = []
 
     class Files(OsFiles):
-        def pwrite(self, fd: int, data: Any, offset: int) -> int:  # type: ignore[override]
+        def pwrite(self, fd: int, data: Any, offset: int) -> int:
             used.append(
                 (
                     registry.get_sample_value("aiockpt_pool_bytes", {"state": "used"}),
@@ -156,7 +156,7 @@ def test_what_a_restart_lost_and_what_was_trained_since_are_told(tmp_path: Path)
 
 def test_time_that_training_was_held_is_not_trained() -> None:
     time_of = RunTime()
-    told = {"time_ns": 100 * 10**9, "pid": 1, "host": "h", "rank": 0, "world_size": 1, "urls": ()}
+    told: dict[str, Any] = {"time_ns": 100 * 10**9, "pid": 1, "host": "h", "rank": 0, "world_size": 1, "urls": ()}
     time_of.hear(events.Opened(at_ns=0, **told))
     time_of.hear(events.Loaded(at_ns=0, step=1, bytes=1, read_bytes=1, seconds=2.0, saved_ns=90 * 10**9))
     time_of.hear(events.SnapshotTaken(at_ns=0, step=2, bytes=1, pause_s=1.0, copy_s=1.0))
