@@ -30,6 +30,7 @@ class Opened(Event, frozen=True, tag=True):
         time_ns: the wall clock at *at_ns*, so that the events of several processes can be laid side by side.
         urls: of its places, the nearest first, without credentials.
         mesh: the rank's coordinates in the named dimensions of a mesh, such as dp, tp and pp, where `TraceFile` was told.
+        process: random, the same for all checkpointers of a process: containers give the same *pid* again.
     """
 
     time_ns: int
@@ -39,6 +40,11 @@ class Opened(Event, frozen=True, tag=True):
     world_size: int
     urls: tuple[str, ...]
     mesh: dict[str, int] = {}
+    process: str = ""
+
+
+class Closed(Event, frozen=True, tag=True):
+    """The checkpointer was closed, also by an exception or at interpreter exit; its last event. Who is killed tells none."""
 
 
 class SaveStarted(Event, frozen=True, tag=True):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from aiockpt.engine.context import Engine
 from aiockpt.engine.destination import Destination
 from aiockpt.engine.submit import Submitter
+from aiockpt.events import Closed
 from aiockpt.futures import SaveFuture
 from aiockpt.runtime.pending_copies import PendingCopies
 
@@ -121,6 +122,8 @@ class Shutdown:
             in_order = patience_s > 0
         finally:
             closing.cancel()
+            engine = self._engine
+            engine.loop.call_soon(engine.emit, Closed(at_ns=engine.now_ns()))
             for end in self._ends:
                 end()
             self._engine.loop.close(cancel=not in_order)

@@ -7,9 +7,11 @@ ends all that. The writer process puts its own parts together (`aiockpt.worker.r
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from aiockpt.cadence import Cadence
@@ -279,7 +281,14 @@ def opened(ranks: Ranks, world: World, backends: Sequence[Backend]) -> Opened:
         rank=ranks.rank,
         world_size=ranks.world_size,
         urls=tuple(redact(backend.url) for backend in backends),
+        process=_process_token(os.getpid()),
     )
+
+
+@cache
+def _process_token(pid: int) -> str:
+    """Return what tells this process from all others, also from a later one with its *pid*; a forked child has its own."""
+    return secrets.token_hex(4)
 
 
 def make_interruption(on_preempt: OnPreempt | Preemption | None, world: World) -> Interruption:

@@ -150,7 +150,11 @@ def _header(root: str, job: JobNow) -> list[str]:
         f"in flight: {steps}   {show.speed(job.bytes_per_s)}   {show.count(job.failed, 'save')} failed, "
         f"{show.count(job.retried, 'call')} made again",
     ]
-    for ranks, what in ((job.silent, "silent"), (job.missing, "never heard of")):
+    for ranks, what in (
+        (job.doubled, "two processes speak in turns, so two jobs have one place"),
+        (job.silent, "silent"),
+        (job.missing, "never heard of"),
+    ):
         if ranks:
             lines.append(f"[bold red]{what}: {name_ranks(ranks, _SHOWN_RANKS)}[/]")
     lines += [f"[yellow]{escape(explain(one))}[/]" for one in job.slow[:MOST_SLOW]]

@@ -6,16 +6,17 @@ Times are fields of a finding and not in its words, so that each reader's clock 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import combinations
 from statistics import median
 from typing import Literal
 
 import msgspec
 
-from aiockpt.events import NotFiniteFound, StorageRetried
+from aiockpt.events import NotFiniteFound, SaveStarted, StorageRetried
 from aiockpt.format.names import list_names
-from aiockpt.monitor.run_log import RunLog
-from aiockpt.monitor.run_starts import start_numbers
+from aiockpt.monitor.run_log import ProcessLog, RunLog
+from aiockpt.monitor.run_starts import process_of, start_numbers
 from aiockpt.monitor.save_points import SavePoint, usual_interval_s
 from aiockpt.monitor.stragglers import Straggler, slow_steps
 from aiockpt.monitor.summary import FailedStep, Summary
@@ -30,6 +31,10 @@ LATE = 3.0
 """So many usual intervals without a durable step are too long."""
 MOST_RANKS = 5
 """That a sentence names."""
+LEAST_SILENCE_S, LONG_S = 60.0, 3600.0
+"""Without a word are told at the earliest; the second where nobody knows how often the run saves."""
+AT_ONCE_S = 5.0
+"""Of two processes; less is in doubt, for clocks differ."""
 PAUSED = 0.02
 """Of the time: a larger part in which training is held is told."""
 
@@ -53,12 +58,17 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     stage: str = ""
 
 
-def find_problems(run: RunLog, summary: Summary, points: Sequence[SavePoint]) -> list[Finding]:
-    """Return what is wrong with *run*, the worst first; nothing of a run in which all went well."""
+def find_problems(run: RunLog, summary: Summary, points: Sequence[SavePoint], now_s: float) -> list[Finding]:
+    """Return what is wrong with *run*, the worst first; nothing of a run in which all went well.
+
+    Args:
+        now_s: seconds since 1970, by the clock of whoever asks.
+    """
     some = [
+        *_two_jobs(run),
         *_overdue(summary, points),
         *_unfinished(run, points),
-        *_silent(run, points),
+        *_silent(run, points, now_s),
         *_slow_ranks(summary, points),
         *_slower(summary, points),
         *_failures(summary, points),
@@ -145,12 +155,42 @@ def _not_finite(run: RunLog, points: Sequence[SavePoint]) -> Iterator[Finding]:
     )
 
 
+def _two_jobs(run: RunLog) -> Iterator[Finding]:
+    """Tell of processes that saved at the same time as the same rank: each deletes and finishes what the other saves."""
+    lasted: dict[int, list[list[ProcessLog]]] = defaultdict(list)
+    by_process: dict[object, list[ProcessLog]] = defaultdict(list)
+    for log in run.processes:
+        if any(isinstance(event, SaveStarted) for event in log.events):
+            by_process[log.opened.rank, process_of(log)].append(log)
+    for (rank, _), logs in by_process.items():
+        lasted[rank].append(logs)
+    worst: tuple[float, int, float, list[ProcessLog], list[ProcessLog]] | None = None
+    for rank, some in lasted.items():
+        for before, after in combinations(some, 2):
+            begun_s = max(logs[0].wall_s(logs[0].opened.at_ns) for logs in (before, after))
+            both_s = min(max(log.last_s for log in logs) for logs in (before, after)) - begun_s
+            if both_s > AT_ONCE_S and (worst is None or both_s > worst[0]):
+                worst = both_s, rank, begun_s, before, after
+    if worst is not None:
+        both_s, rank, begun_s, *two = worst
+        who = " and ".join(f"process {logs[0].opened.pid} on {logs[0].opened.host}" for logs in two)
+        yield Finding(
+            level="bad",
+            what=f"Two jobs saved to one place at once for {seconds(both_s)}: {who}, both as rank {rank}.",
+            advice="Give each a place of its own. The figures below mix them.",
+            since_s=begun_s,
+            rank=rank,
+        )
+
+
 def _overdue(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
     usual_s = usual_interval_s(points)
     commits = [one for one in points if one.durable_s is not None]
-    if points and not commits:
+    if not points:
+        yield Finding(level="note", what="No save was made.", since_s=summary.begun_s)
+    elif not commits:
         yield Finding(level="bad", what="No step has become durable: a crash would lose all.", since_s=summary.begun_s)
-    elif commits and usual_s is not None:
+    elif usual_s is not None:
         last = max(commits, key=lambda one: one.ended_s)
         late_s = summary.ended_s - last.ended_s
         if late_s > LATE * usual_s:
@@ -188,11 +228,9 @@ def _unfinished(run: RunLog, points: Sequence[SavePoint]) -> Iterator[Finding]:
         )
 
 
-def _silent(run: RunLog, points: Sequence[SavePoint]) -> Iterator[Finding]:
+def _silent(run: RunLog, points: Sequence[SavePoint], now_s: float) -> Iterator[Finding]:
     usual_s = usual_interval_s(points)
-    numbers = start_numbers(run)
-    newest = max(numbers)
-    last_start = [one for one, number in zip(run.processes, numbers, strict=True) if number == newest]
+    last_start = _last_start(run)
     last: dict[int, float] = {}
     hosts: dict[int, str] = {}
     for process in last_start:
@@ -218,6 +256,41 @@ def _silent(run: RunLog, points: Sequence[SavePoint]) -> Iterator[Finding]:
             since_s=at_s,
             rank=quiet[0],
         )
+    yield from _fell_silent(last_start, usual_s, now_s, quiet)
+
+
+def _fell_silent(
+    last_start: Sequence[ProcessLog], usual_s: float | None, now_s: float, told: Collection[int]
+) -> Iterator[Finding]:
+    """Tell that ranks have told nothing for long, up to now, though nobody has closed their checkpointer.
+
+    Args:
+        told: ranks of which that is told already.
+    """
+    logs: dict[int, list[ProcessLog]] = defaultdict(list)
+    for log in last_start:
+        logs[log.opened.rank].append(log)
+    silent = {rank: max(log.last_s for log in some) for rank, some in logs.items() if not some[-1].closed}
+    ranks = sorted(silent.keys() - set(told))
+    if not ranks:
+        return
+    last_s = max(silent.values())
+    if now_s - last_s <= (max(LATE * usual_s, LEAST_SILENCE_S) if usual_s is not None else LONG_S):
+        return
+    whole = len(silent) == len(logs)
+    who = "The run has" if whole else f"The others have ended in order; {name_ranks(ranks, MOST_RANKS)} has"
+    yield Finding(
+        level="bad",
+        what=f"{who} told nothing for {seconds(now_s - last_s)}, and was not closed: it was killed, or hangs.",
+        advice=f"Look at {logs[ranks[0]][-1].opened.host}, and at its own log.",
+        since_s=last_s,
+        rank=None if whole else ranks[0],
+    )
+
+
+def _last_start(run: RunLog) -> list[ProcessLog]:
+    numbers = start_numbers(run)
+    return [one for one, number in zip(run.processes, numbers, strict=True) if number == max(numbers)]
 
 
 def _slow_ranks(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:

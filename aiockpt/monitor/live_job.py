@@ -7,6 +7,7 @@ they are all there is.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 
 import anyio
 import msgspec
@@ -54,6 +55,7 @@ class JobNow(msgspec.Struct, frozen=True, kw_only=True):
             work since then.
         in_flight: the steps that are being saved.
         slow: ranks that are slower than their peers, the slowest first.
+        doubled: ranks of which two processes speak in turns: two jobs have one place.
     """
 
     ranks: list[RankNow]
@@ -64,6 +66,7 @@ class JobNow(msgspec.Struct, frozen=True, kw_only=True):
     durable_s: float | None
     in_flight: list[int]
     slow: list[Straggler]
+    doubled: list[int]
     bytes_per_s: float
     failed: int
     retried: int
@@ -81,6 +84,9 @@ class JobWatch:
         self._backend = backend
         self._known: dict[str, tuple[Stat, Beat, float]] = {}
         """Key → what the listing said, the beat, and the second of our clock at which it was said."""
+        self._earlier: dict[int, set[tuple[str, int]]] = defaultdict(set)
+        """Rank → processes that spoke of it before another one did."""
+        self._doubled: set[int] = set()
 
     async def look(self) -> JobNow | None:
         """Read what has changed, and return how the job does; None where no rank has ever said anything."""
@@ -100,8 +106,18 @@ class JobWatch:
                 beat = msgspec.json.decode(await self._backend.get(stat.key, MAX_BYTES), type=Beat)
             except (ObjectNotFoundError, msgspec.MsgspecError):  # gone meanwhile, or of another version
                 return
-        silent_s = 0.0 if stat.key in self._known else max(time.time() - beat.time_s, 0.0)
+        if (before := self._known.get(stat.key)) is not None:
+            self._compare_tellers(before[1], beat)
+        silent_s = 0.0 if before is not None else max(time.time() - beat.time_s, 0.0)
         self._known[stat.key] = (stat, beat, time.monotonic() - silent_s)
+
+    def _compare_tellers(self, before: Beat, beat: Beat) -> None:
+        """Note where a process speaks again after another one did: a start that follows an earlier one does not."""
+        was, now = (before.host, before.pid), (beat.host, beat.pid)
+        if was != now:
+            self._earlier[beat.rank].add(was)
+            if now in self._earlier[beat.rank]:
+                self._doubled.add(beat.rank)
 
     def _sum_up(self) -> JobNow | None:
         now_s = time.monotonic()
@@ -121,7 +137,8 @@ class JobWatch:
             durable_s=None if last is None else (last.beat.durable_s or 0.0) + last.heard_s,
             in_flight=sorted({work.step for one in ranks for work in one.beat.pending if work.operation == "save"}),
             slow=[slow for one in ranks[:1] for slow in one.beat.slow],
-            bytes_per_s=sum(one.beat.bytes_per_s for one in ranks if not one.silent),
+            doubled=sorted(self._doubled),
+            bytes_per_s=sum(one.beat.bytes_per_s for one in ranks if not one.silent and not one.beat.ended),
             failed=max(one.beat.failed for one in ranks),
             retried=sum(one.beat.retried for one in ranks),
             ended=all(one.beat.ended for one in ranks),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -87,6 +87,8 @@ class Metrics:
         self._behind = gauge("aiockpt_copies_waiting_seconds", "The oldest of them waits.", ["url"], registry=to)
         self._queues: dict[str, dict[int, int]] = defaultdict(dict)
         """URL → step that waits to be copied there → since when, monotonic."""
+        self._begun: Counter[int] = Counter()
+        """Step → saves of it that are under way."""
         self._time = RunTime()
         for name, what, of_time in (
             ("aiockpt_effective_ratio", "Of the time since what was loaded was saved: trained.", RunTime.effective),
@@ -133,14 +135,14 @@ class Metrics:
 
     def _table(self) -> dict[type[Event], Callable[[Any], object]]:
         return {
-            SaveStarted: lambda _: self._in_flight.inc(),
+            SaveStarted: self._take_started,
             SnapshotTaken: lambda taken: self._pause.observe(taken.pause_s),
             BarrierWaited: lambda waited: self._barrier.observe(waited.seconds),
             BytesWritten: lambda written: self._written.inc(written.bytes),
             StageEnded: lambda ended: self._stage.labels(ended.operation, ended.stage).observe(ended.seconds),
             Committed: self._take_committed,
-            SaveFailed: lambda _: self._end("failed"),
-            SaveSkipped: lambda _: self._saves.labels("skipped").inc(),
+            SaveFailed: lambda failed: self._end(failed, "failed"),
+            SaveSkipped: lambda skipped: self._end(skipped, "skipped"),
             Loaded: self._take_loaded,
             StorageRetried: lambda retried: self._retries.labels(retried.verb).inc(),
             Promoted: self._take_promoted,
@@ -149,7 +151,7 @@ class Metrics:
         }
 
     def _take_committed(self, event: Committed) -> None:
-        self._end("committed")
+        self._end(event, "committed")
         self._durable.observe(event.seconds)
         self._step.set(event.step)
         self._at.set(self._time.wall_s(event.at_ns))
@@ -177,9 +179,17 @@ class Metrics:
         if event.final:
             self._queues[event.url].pop(event.step, None)
 
-    def _end(self, outcome: str) -> None:
+    def _take_started(self, event: SaveStarted) -> None:
+        self._begun[event.step] += 1
+        self._in_flight.inc()
+
+    def _end(self, event: Event, outcome: str) -> None:
+        """Count the end of a save; one that was skipped may have begun, where its step was committed already, or not."""
         self._saves.labels(outcome).inc()
-        self._in_flight.dec()
+        if self._begun[event.step]:
+            self._begun[event.step] -= 1
+            self._in_flight.dec()
+        self._begun += Counter()  # forgets those of which none is left
 
 
 def _age_s(queue: Mapping[int, int]) -> float:

@@ -139,7 +139,8 @@ def _fail(error: CheckpointError) -> bytes:
 
 
 def _decode(lines: Iterable[bytes]) -> tuple[list[ProcessLog], int]:
-    processes: list[ProcessLog] = []
+    processes: dict[tuple[object, ...], ProcessLog] = {}
+    current: ProcessLog | None = None
     unread = 0
     for line in lines:
         if not line:
@@ -151,12 +152,13 @@ def _decode(lines: Iterable[bytes]) -> tuple[list[ProcessLog], int]:
         if event is None or not _is_sound(event):
             unread += 1
         elif isinstance(event, Opened):
-            processes.append(ProcessLog(event, []))
-        elif processes:
-            processes[-1].events.append(event)
+            which = event.host, event.pid, event.process, event.rank, event.at_ns, event.time_ns
+            current = processes.setdefault(which, ProcessLog(event, []))
+        elif current is not None:
+            current.events.append(event)
         else:
             unread += 1
-    return processes, unread
+    return list(processes.values()), unread
 
 
 def _is_sound(event: Event) -> bool:

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from aiockpt.events import Event, Opened
+from aiockpt.events import Closed, Event, Opened
 
 E = TypeVar("E", bound=Event)
 
@@ -38,6 +38,11 @@ class ProcessLog(msgspec.Struct, frozen=True):
     def wall_s(self, at_ns: int) -> float:
         """Return the same in seconds."""
         return self.wall_ns(at_ns) / 1e9
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, and not killed."""
+        return any(isinstance(event, Closed) for event in self.events[-3:])
 
     @property
     def last_s(self) -> float:

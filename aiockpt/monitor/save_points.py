@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
@@ -101,14 +102,17 @@ _TOLD = (SaveStarted, SnapshotTaken, DataWritten, Committed, SaveFailed, SaveSki
 
 
 def save_points(run: RunLog) -> list[SavePoint]:
-    """Return the saves of *run* in the order in which they began."""
-    gathered: dict[tuple[int, int], _Gathered] = {}
+    """Return the saves of *run* in the order in which they began; a step that is saved again counts again."""
+    gathered: dict[tuple[int, int, int], _Gathered] = {}
+    times: Counter[tuple[int, int, int]] = Counter()
     for process, start in zip(run.processes, start_numbers(run), strict=True):
         rank = process.opened.rank
         for event in process.events:
             if isinstance(event, _TOLD):
-                gathered.setdefault((start, event.step), _Gathered()).take(event, rank, process)
-    points = [told.point(step, start) for (start, step), told in gathered.items() if told.begun]
+                times[rank, start, event.step] += isinstance(event, SaveStarted)
+                key = start, event.step, times[rank, start, event.step]
+                gathered.setdefault(key, _Gathered()).take(event, rank, process)
+    points = [told.point(step, start) for (start, step, _), told in gathered.items() if told.begun]
     return sorted(points, key=lambda one: one.begun_s)
 
 

@@ -11,14 +11,14 @@ import msgspec
 
 from aiockpt.events import Loaded, PromotionFailed, SaveFailed, SnapshotTaken, StorageRetried
 from aiockpt.monitor.run_log import ProcessLog, RunLog
-from aiockpt.monitor.run_starts import first_starts
+from aiockpt.monitor.run_starts import leading_logs
 from aiockpt.monitor.spans import WHOLE, TimeSpan
 from aiockpt.monitor.stage_times import stage_times
 from aiockpt.monitor.stragglers import Straggler, stragglers
 
 
 class StageFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What one stage took, over all ranks and steps, in seconds.
+    """What one stage took, over all ranks and steps, in seconds; a data file counts by itself, and what failed does not.
 
     Attributes:
         slowest_rank, slowest_step: where *most_s* was.
@@ -43,9 +43,11 @@ class Restart(msgspec.Struct, frozen=True, kw_only=True):
         resumed_from: the step that was loaded; None where nothing was.
         lost_s: from the call that saved that step to the last sign of life before: work that is done again.
         down_s: from that last sign to this start.
+        after_close: the process before was closed, and not killed.
     """
 
     at_s: float
+    after_close: bool
     world_size: int
     resumed_from: int | None
     lost_s: float
@@ -68,13 +70,13 @@ class FailedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """A run at a glance. Times are of rank 0 where nothing else is said.
+    """A run at a glance. Times are of the lowest rank that has a trace, where nothing else is said.
 
     Attributes:
         committed, failed: saves.
         pauses_s: how long calls of save held their caller, over all ranks: median and most.
         durable_s: from the call to the commit, median and most.
-        effective: productive time over all time (ETTR): what is not pause, lost work or down.
+        effective: productive time over all time (ETTR): not lost, down, loading, or held by a save or for an optimizer.
         retries: calls to storage that were made again.
     """
 
@@ -97,14 +99,17 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 def summarize(run: RunLog, found: Sequence[TimeSpan]) -> Summary:
     """Return what is to be known of *run*, of which *found* are the spans."""
-    whole = [span for span in found if span.rank == 0 and span.operation == "save" and span.stage == WHOLE]
+    lowest = min(process.opened.rank for process in run.processes)
+    whole = [span for span in found if span.rank == lowest and span.operation == "save" and span.stage == WHOLE]
     committed = [span for span in whole if not span.failed]
     begun_s = min(process.wall_s(process.opened.at_ns) for process in run.processes)
     ended_s = max(process.last_s for process in run.processes)
     pauses = [event.pause_s for _, event in run.told(SnapshotTaken)]
-    restarts = _restarts(first_starts(run), committed)
-    wasted_s = sum(one.lost_s + one.down_s for one in restarts)
-    wasted_s += sum(event.pause_s for one, event in run.told(SnapshotTaken) if one.opened.rank == 0)
+    restarts = _restarts(leading_logs(run), committed)
+    wasted_s = _covered_s(
+        [(one.at_s - one.down_s - one.lost_s, one.at_s) for one in restarts]
+        + [(span.begin_s, span.begin_s + span.seconds) for span in found if span.rank == lowest and _holds(span)]
+    )
     return Summary(
         begun_s=begun_s,
         ended_s=ended_s,
@@ -122,6 +127,20 @@ def summarize(run: RunLog, found: Sequence[TimeSpan]) -> Summary:
         stragglers=stragglers(stage_times(run, found)),
         failures=_failures(run),
     )
+
+
+def _covered_s(intervals: list[tuple[float, float]]) -> float:
+    """Return how long one of the intervals lasts or another: what was lost may have been held before."""
+    covered_s, until_s = 0.0, float("-inf")
+    for begin_s, end_s in sorted(intervals):
+        covered_s += max(end_s - max(begin_s, until_s), 0.0)
+        until_s = max(until_s, end_s)
+    return covered_s
+
+
+def _holds(span: TimeSpan) -> bool:
+    """Say whether training is held meanwhile."""
+    return span.stage in ("pause", "barrier") or (span.operation, span.stage) == ("load", WHOLE)
 
 
 def _failures(run: RunLog) -> list[FailedStep]:
@@ -144,7 +163,8 @@ def _median_and_most(values: list[float]) -> tuple[float, float]:
 def _figures(found: Sequence[TimeSpan]) -> list[StageFigures]:
     grouped: dict[tuple[str, str], list[TimeSpan]] = defaultdict(list)
     for span in found:
-        grouped[span.operation, span.stage].append(span)
+        if not span.failed:
+            grouped[span.operation, span.stage].append(span)
     figures = []
     for (operation, stage), some in grouped.items():
         slowest = max(some, key=lambda span: span.seconds)
@@ -165,21 +185,23 @@ def _figures(found: Sequence[TimeSpan]) -> list[StageFigures]:
     return sorted(figures, key=lambda one: (order[one.operation], one.stage != WHOLE, -one.median_s))
 
 
-def _restarts(firsts: list[ProcessLog], committed: list[TimeSpan]) -> list[Restart]:
-    """Return the starts after the first one, of which *firsts* are."""
+def _restarts(starts: list[list[ProcessLog]], committed: list[TimeSpan]) -> list[Restart]:
+    """Return the starts after the first one; of each what all checkpointers of one process told."""
     restarts = []
-    for before, after in pairwise(firsts):
-        at_s = after.wall_s(after.opened.at_ns)
-        loaded = next((event.step for event in after.events if isinstance(event, Loaded)), None)
+    for before, after in pairwise(starts):
+        opened = after[0].opened
+        at_s, last_s = after[0].wall_s(opened.at_ns), max(log.last_s for log in before)
+        loaded = next((event.step for log in after for event in log.events if isinstance(event, Loaded)), None)
         saved_s = [span.begin_s for span in committed if span.step == loaded and span.begin_s < at_s]
-        since_s = saved_s[-1] if saved_s else before.wall_s(before.opened.at_ns)
+        since_s = saved_s[-1] if saved_s else before[0].wall_s(before[0].opened.at_ns)
         restarts.append(
             Restart(
                 at_s=at_s,
-                world_size=after.opened.world_size,
+                after_close=before[-1].closed,
+                world_size=opened.world_size,
                 resumed_from=loaded,
-                lost_s=max(before.last_s - since_s, 0.0),
-                down_s=max(at_s - before.last_s, 0.0),
+                lost_s=max(last_s - since_s, 0.0),
+                down_s=max(at_s - last_s, 0.0),
             )
         )
     return restarts

@@ -6,6 +6,8 @@ Guarantees:
   what has come together, through aiofiles, on a worker thread.
 - When the checkpointer is closed, also at interpreter exit, the file ends with its last event, in whole lines. A process
   that is killed may leave half a line; the next one that appends begins a new line.
+- Where several processes append to one file, two jobs that were given one folder, the line that says who writes comes again
+  with what each appends after another one.
 - A file that cannot be written harms no save: that is logged, and no more events are kept.
 """
 
@@ -78,16 +80,19 @@ class TraceFile:
             return
         try:
             path = await anyio.to_thread.run_sync(self._place)
+            who = self._lines[0]
             async with aiofiles.open(path, "a+b") as file:
-                if await _ends_in_half_a_line(file):
-                    await file.write(b"\n")
+                end = await _begin(file)
                 while not self._ending or self._lines:
                     lines, self._lines = self._lines, []
-                    if lines:
-                        await file.write(b"".join(lines))
-                        await file.flush()
-                    else:
+                    if not lines:
                         await self._wait_for_news()
+                        continue
+                    if await file.seek(0, os.SEEK_END) != end:  # another process writes there, too
+                        lines.insert(0, who)
+                    await file.write(b"".join(lines))
+                    await file.flush()
+                    end = await file.tell()
         finally:
             self._given_up = not self._ending
             self._lines.clear()
@@ -132,10 +137,13 @@ def _coordinates(mesh: DeviceMesh | Mapping[str, int] | None) -> dict[str, int]:
     return dict(zip(mesh.mesh_dim_names, mesh.get_coordinate() or (), strict=False))
 
 
-async def _ends_in_half_a_line(file: AsyncBufferedReader) -> bool:
-    """Say whether whoever wrote last was killed in the middle of it."""
-    size = await file.seek(0, os.SEEK_END)
-    if not size:
-        return False
-    await file.seek(size - 1)
-    return await file.read(1) != b"\n"
+async def _begin(file: AsyncBufferedReader) -> int:
+    """End the half line that whoever wrote last was killed in, if any; return where the file ends."""
+    size: int = await file.seek(0, os.SEEK_END)
+    if size:
+        await file.seek(size - 1)
+        if await file.read(1) != b"\n":
+            await file.write(b"\n")
+            await file.flush()
+            return size + 1
+    return size

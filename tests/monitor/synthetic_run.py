@@ -41,6 +41,7 @@ class SyntheticRun(msgspec.Struct, frozen=True, kw_only=True):
         failing: numbers of saves that fail, on every rank.
         retried: numbers of saves in which rank 1 makes a call again.
         restart_after: the number of the save after which the run is killed, 90 s of work later, and goes on 60 s later.
+        killed: it was not closed.
         silent: ranks that tell nothing any more after save number *silent_after*.
     """
 
@@ -52,6 +53,7 @@ class SyntheticRun(msgspec.Struct, frozen=True, kw_only=True):
     failing: frozenset[int] = frozenset()
     retried: frozenset[int] = frozenset()
     restart_after: int | None = None
+    killed: bool = False
     silent: frozenset[int] = frozenset()
     silent_after: int = 0
     seed: int = 0
@@ -89,6 +91,8 @@ class SyntheticRun(msgspec.Struct, frozen=True, kw_only=True):
                 yield self._opened(rank, clock, start=1)
                 yield from _load(number * self.every, at_s, clock, rng)
             at_s += self.period_s
+        if not self.killed:
+            yield events.Closed(at_ns=clock.at_ns(at_s))
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return where *rank* stands in the mesh."""

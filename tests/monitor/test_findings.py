@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from aiockpt.events import Committed, Event, Opened, SaveStarted
+from aiockpt.events import BarrierWaited, Closed, Committed, Event, Loaded, Opened, SaveStarted
 from aiockpt.monitor.findings import Finding, find_problems, seconds
 from aiockpt.monitor.read_run import read_run
 from aiockpt.monitor.run_starts import first_starts, start_numbers
@@ -23,9 +23,11 @@ def drawn(**facts: Any) -> SyntheticRun:
     return SyntheticRun(**{"saves": 20, "mesh": {"dp": 6, "tp": 2}, **facts})
 
 
-def problems_in(folder: Path) -> list[Finding]:
+def problems_in(folder: Path, later_s: float = 0.0) -> list[Finding]:
+    """Return what is told of a run, so many seconds after its last word."""
     told = read_run(folder)
-    return find_problems(told, summarize(told, spans(told)), save_points(told))
+    summary = summarize(told, spans(told))
+    return find_problems(told, summary, save_points(told), summary.ended_s + later_s)
 
 
 def problems(folder: Path, run: SyntheticRun) -> list[Finding]:
@@ -80,7 +82,7 @@ def test_it_is_bad_when_nothing_has_become_durable_for_long(tmp_path: Path) -> N
     overdue, *_ = problems(tmp_path, drawn(failing=frozenset(range(15, 20))))
     assert overdue.level == "bad"
     assert "since step 1400" in overdue.what
-    assert "Nothing has become durable for 4.98 min" in overdue.what
+    assert "Nothing has become durable for 5.96 min" in overdue.what
     never, *_ = problems(tmp_path / "never", drawn(failing=frozenset(range(20))))
     assert never.what.startswith("No step has become durable")
 
@@ -216,3 +218,130 @@ def test_events_of_a_save_that_never_began_are_no_save(tmp_path: Path) -> None:
         )
     assert Committed.__name__ in (tmp_path / "rank-00000.jsonl").read_text()
     assert save_points(read_run(tmp_path)) == []
+
+
+# ---------------------------------------------------------------------- what lies
+
+
+def test_a_run_that_was_killed_or_hangs_is_told_when_it_has_been_silent_for_long_and_one_that_was_closed_is_not(
+    tmp_path: Path,
+) -> None:
+    drawn(killed=True).write(tmp_path)
+    assert problems_in(tmp_path, later_s=100) == [], "a save begins every minute"
+    (found,) = problems_in(tmp_path, later_s=3 * 3600)
+    assert found.level == "bad"
+    assert found.what == "The run has told nothing for 3 h, and was not closed: it was killed, or hangs."
+    drawn().write(tmp_path)
+    assert problems_in(tmp_path, later_s=3 * 3600) == []
+
+
+def test_of_a_run_that_has_saved_once_an_hour_of_silence_is_told(tmp_path: Path) -> None:
+    drawn(saves=1, killed=True).write(tmp_path)
+    assert problems_in(tmp_path, later_s=3000) == []
+    (found,) = problems_in(tmp_path, later_s=4000)
+    assert "told nothing for 66.7 min" in found.what
+
+
+def test_who_has_not_ended_while_the_others_have_is_named(tmp_path: Path) -> None:
+    drawn().write(tmp_path)
+    change_events(tmp_path / "rank-00009.jsonl", lambda event: None if event["type"] == "Closed" else event)
+    (found,) = problems_in(tmp_path, later_s=7200)
+    assert found.what.startswith("The others have ended in order; rank 9 has told nothing for 2.0")
+    assert "node-001" in found.advice
+
+
+def test_a_run_without_a_save_is_told_as_such(tmp_path: Path) -> None:
+    drawn(saves=0).write(tmp_path)
+    (found,) = problems_in(tmp_path)
+    assert (found.level, found.what) == ("note", "No save was made.")
+
+
+def test_two_jobs_in_one_place_are_told(tmp_path: Path) -> None:
+    drawn().write(tmp_path)
+    for rank in range(12):
+        file = tmp_path / f"rank-{rank:05}.jsonl"
+        other = tmp_path / "other.jsonl"
+        other.write_bytes(file.read_bytes())
+        change_events(other, lambda event: event | {"pid": 4242, "host": "elsewhere"} if "pid" in event else event)
+        file.write_bytes(file.read_bytes() + other.read_bytes())
+        other.unlink()
+    found = problems_in(tmp_path)[0]
+    assert found.level == "bad"
+    assert found.what.startswith(
+        "Two jobs saved to one place at once for 21 min: process 1000 on node-000 and process 4242"
+    )
+
+
+def test_a_reader_beside_the_run_is_no_second_job(tmp_path: Path) -> None:
+    drawn().write(tmp_path)
+    drawn(saves=0).write(tmp_path / "reader")
+    change_events(
+        tmp_path / "reader" / "rank-00000.jsonl", lambda event: event | {"pid": 9} if "pid" in event else event
+    )
+    with (tmp_path / "rank-00000.jsonl").open("ab") as file:
+        file.write((tmp_path / "reader" / "rank-00000.jsonl").read_bytes())
+    assert not [one for one in problems_in(tmp_path) if "Two jobs" in one.what]
+
+
+def test_a_start_with_the_same_process_number_is_told_apart_as_containers_have_it(tmp_path: Path) -> None:
+    drawn(restart_after=9).write(tmp_path)
+    for rank in range(12):
+        token = iter(("first", "second"))
+        change_events(
+            tmp_path / f"rank-{rank:05}.jsonl",
+            lambda event, token=token: event | {"pid": 7, "process": next(token)} if "pid" in event else event,  # type: ignore[misc]
+        )
+    assert [round(one.lost_s) for one in summarize(read_run(tmp_path), []).restarts] == [690]
+
+
+def test_what_a_second_checkpointer_of_the_process_told_last_is_the_last_sign_of_life(tmp_path: Path) -> None:
+    """The first one loads and is closed, the second saves for an hour, and a start follows a minute after its last word."""
+
+    def opened(time_s: float, pid: int) -> Opened:
+        at_ns = int(time_s * 1e9)
+        return Opened(at_ns=at_ns, time_ns=at_ns, pid=pid, host="h", rank=0, world_size=1, urls=())
+
+    told: list[Event] = [
+        opened(BEGUN_S, 7),
+        Closed(at_ns=int((BEGUN_S + 1) * 1e9)),
+        opened(BEGUN_S + 2, 7),
+        Committed(at_ns=int((BEGUN_S + 3600) * 1e9), step=5, bytes=1, seconds=2.0, generation=1),
+        opened(BEGUN_S + 3660, 8),
+        Loaded(at_ns=int((BEGUN_S + 3670) * 1e9), step=5, bytes=1, read_bytes=1, seconds=3.0),
+        BarrierWaited(at_ns=int((BEGUN_S + 3700) * 1e9), step=5, seconds=7.0),
+    ]
+    (tmp_path / "t.jsonl").write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in told))
+    run = read_run(tmp_path)
+    summary = summarize(run, spans(run))
+    (restart,) = summary.restarts
+    assert (restart.down_s, restart.lost_s, restart.after_close) == (pytest.approx(60), pytest.approx(2), False)
+    assert summary.effective == pytest.approx(1 - (60 + 2 + 3 + 7) / 3700)
+
+
+def test_a_step_that_is_saved_twice_in_one_start_counts_twice(tmp_path: Path) -> None:
+    drawn(saves=2).write(tmp_path)
+    for rank in range(12):
+        change_events(
+            tmp_path / f"rank-{rank:05}.jsonl",
+            lambda event: event | {"step": 0} if event.get("step") == 100 else event,
+        )
+    points = save_points(read_run(tmp_path))
+    assert [(one.step, one.ranks, one.open) for one in points] == [(0, 12, ()), (0, 12, ())]
+    assert points[1].begun_s - points[0].begun_s == pytest.approx(60, abs=1)
+
+
+def test_a_job_whose_lowest_rank_left_no_trace_has_its_saves(tmp_path: Path) -> None:
+    drawn().write(tmp_path)
+    (tmp_path / "rank-00000.jsonl").unlink()
+    run = read_run(tmp_path)
+    assert summarize(run, spans(run)).committed == 20
+    assert problems_in(tmp_path)[0].what.startswith("There is no trace of rank 0, of 12")
+
+
+def test_what_failed_is_no_time_of_a_stage(tmp_path: Path) -> None:
+    drawn(failing=frozenset({4})).write(tmp_path)
+    run = read_run(tmp_path)
+    failed = {(one.operation, one.stage) for one in spans(run) if one.failed}
+    assert failed
+    (whole,) = [one for one in summarize(run, spans(run)).stages if one.stage == "whole" and one.operation == "save"]
+    assert whole.count == 19 * 12

@@ -272,6 +272,28 @@ def test_it_fits_into_a_terminal_however_long_the_name_of_the_run_is(tmp_path: P
     assert len(captured.get().splitlines()) <= 16
 
 
+def test_two_jobs_that_speak_in_turns_are_told_and_a_start_that_follows_another_is_not(tmp_path: Path) -> None:
+    async def main() -> list[list[int]]:
+        watch, seen = JobWatch(LocalBackend(tmp_path)), []
+        for number, pid in enumerate((100, 200, 200, 100, 200), 1):
+            write(tmp_path, beat_of(0, world_size=1, pid=pid, number=number))
+            job = await watch.look()
+            assert job is not None
+            seen.append(job.doubled)
+        console = Console(width=160)
+        with console.capture() as captured:
+            console.print(view(str(tmp_path), job, height=40))
+        assert "two jobs have one place: rank 0" in captured.get()
+        return seen
+
+    assert anyio.run(main) == [[], [], [], [0], [0]]
+
+
+def test_what_a_rank_wrote_before_it_ended_is_no_speed_of_the_job(tmp_path: Path) -> None:
+    write(tmp_path, beat_of(0, world_size=2, bytes_per_s=5.0), beat_of(1, world_size=2, bytes_per_s=7.0, ended=True))
+    assert look(tmp_path).bytes_per_s == 5.0
+
+
 def test_a_beat_that_cannot_be_read_is_no_rank(tmp_path: Path) -> None:
     write(tmp_path, beat_of(0, world_size=2))
     (tmp_path / "monitor" / "beat-00001.json").write_text('{"number": "of another version"}')

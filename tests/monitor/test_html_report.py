@@ -43,7 +43,7 @@ def data_of(folder: Path) -> ReportData:
     told = read_run(folder)
     found = spans(told)
     summary, points = summarize(told, found), save_points(told)
-    return gather("a run", told, found, summary, points, find_problems(told, summary, points), None)
+    return gather("a run", told, found, summary, points, find_problems(told, summary, points, summary.ended_s), None)
 
 
 @pytest.fixture(scope="module")

@@ -168,6 +168,20 @@ def test_time_that_training_was_held_is_not_trained() -> None:
     assert time_of.wall_s(20 * 10**9) == pytest.approx(120)
 
 
+def test_saves_that_are_skipped_are_in_flight_no_more_whether_they_had_begun_or_not(tmp_path: Path) -> None:
+    registry = prometheus.CollectorRegistry()
+    read = registry.get_sample_value
+    with aiockpt.Checkpointer(tmp_path, on_exists="skip", observers=[Metrics(registry)]) as ckpt:
+        for _ in range(3):
+            ckpt.save(1, STATE).result(30)  # committed already, which is seen when it has begun
+        assert read("aiockpt_saves_total", {"outcome": "skipped"}) == 2
+        assert read("aiockpt_saves_in_flight") == 0
+    metrics = Metrics(second := prometheus.CollectorRegistry())
+    metrics.on_event(events.SaveStarted(at_ns=0, step=1, bytes=1, tensor_count=1))
+    metrics.on_event(events.SaveSkipped(at_ns=0, step=2, reason="two run"))  # never begun
+    assert second.get_sample_value("aiockpt_saves_in_flight") == 1
+
+
 def test_a_failed_save_is_counted_and_in_flight_no_more(tmp_path: Path) -> None:
     registry = prometheus.CollectorRegistry()
     (tmp_path / "file").write_text("in the way")

@@ -239,7 +239,7 @@ def test_the_run_may_be_given_as_a_file_url(tmp_path: Path) -> None:
     run = tmp_path / "a run"
     SyntheticRun(saves=4, mesh={"dp": 4}).write(run / "monitor")
     for where in (f"file://{tmp_path}/a%20run", (run / "monitor" / "rank-00001.jsonl").as_uri()):
-        assert summary_of(where).committed == (0 if where.endswith("l") else 4)
+        assert summary_of(where).committed == 4
     done = CliRunner().invoke(app, ["report", run.as_uri(), "--text"])
     assert done.exit_code == 0, done.output
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import subprocess
 import sys
@@ -17,8 +18,9 @@ import torch
 
 import aiockpt
 from aiockpt.errors import UsageError
-from aiockpt.events import BackgroundTask, BytesWritten, Observer
+from aiockpt.events import BackgroundTask, BytesWritten, Committed, Observer
 from aiockpt.monitor import TraceFile
+from aiockpt.monitor.read_run import read_run
 from tests.watch import Watch
 
 STATE: dict[str, Any] = {"x": torch.arange(1000)}
@@ -77,7 +79,7 @@ def test_the_lines_are_complete_when_the_program_ends_without_closing(tmp_path: 
         "ckpt.save(7, {'x': torch.arange(1000)})\n"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
-    assert lines(tmp_path / "trace.jsonl")[-1]["type"] == "Committed"
+    assert lines(tmp_path / "trace.jsonl")[-1]["type"] == "Closed"
 
 
 def test_a_trace_that_cannot_be_written_is_logged_and_harms_no_save(
@@ -158,7 +160,7 @@ def test_a_companion_that_does_not_end_is_cancelled(
 
 def test_without_a_name_it_is_beside_the_run_and_the_run_is_as_before(tmp_path: Path) -> None:
     save_once(tmp_path / "run", TraceFile())
-    assert lines(tmp_path / "run" / "monitor" / "rank-00000.jsonl")[-1]["type"] == "Committed"
+    assert lines(tmp_path / "run" / "monitor" / "rank-00000.jsonl")[-1]["type"] == "Closed"
     with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
         assert [info.step for info in ckpt.steps().result()] == [1]
         ckpt.verify().result()
@@ -202,3 +204,61 @@ def test_where_the_rank_stands_in_the_mesh_is_told_first(tmp_path: Path, mesh: A
 def test_a_mesh_without_names_is_refused() -> None:
     with pytest.raises(UsageError, match="mesh_dim_names"):
         TraceFile(mesh=Mesh(None, [0]))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+SAVES = """
+import sys, time, torch, aiockpt
+from aiockpt.monitor import TraceFile
+from aiockpt.monitor.read_run import read_run
+with aiockpt.Checkpointer(sys.argv[1], observers=[TraceFile(sys.argv[2])]) as ckpt:
+    print("ready", flush=True)
+    for step in range(int(sys.argv[3])):
+        sys.stdin.readline()
+        ckpt.save(step, {"x": torch.ones(1000)}).result()
+        print(step, flush=True)
+"""
+
+
+def test_of_two_jobs_that_write_to_one_file_in_turns_each_has_what_it_told(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with contextlib.ExitStack() as stack:
+        jobs = [
+            stack.enter_context(
+                subprocess.Popen([sys.executable, "-c", SAVES, str(tmp_path / name), str(trace), "3"], **pipes)
+            )
+            for name in ("one", "two")
+        ]
+        for said in ("ready", "0", "1", "2"):
+            for job in jobs:
+                if said != "ready":
+                    job.stdin.write("\n")
+                    job.stdin.flush()
+                assert job.stdout.readline().strip() == said
+                size = -1
+                while size != trace_size(trace):  # what it tells of this save is there
+                    size = trace_size(trace)
+                    time.sleep(0.1)
+        assert [job.wait(60) for job in jobs] == [0, 0]
+    told = read_run(trace)
+    assert len(told.processes) == 2
+    assert told.unread == 0
+    for log, job in zip(sorted(told.processes, key=lambda one: one.opened.pid), jobs, strict=True):
+        assert log.opened.pid == job.pid
+        assert [event.step for event in log.events if isinstance(event, Committed)] == [0, 1, 2]
+        assert log.closed
+
+
+def trace_size(trace: Path) -> int:
+    return trace.stat().st_size if trace.exists() else 0
+
+
+def test_the_last_line_says_that_it_was_closed_unless_it_was_killed(tmp_path: Path) -> None:
+    script = SAVES + "    if len(sys.argv) > 4: import os; os.kill(os.getpid(), 9)\n"
+    for how, status in (((), 0), (("killed",), -9)):
+        trace = tmp_path / f"trace{status}.jsonl"
+        command = [sys.executable, "-c", script, str(tmp_path / f"run{status}"), str(trace), "1", *how]
+        assert subprocess.run(command, input="\n", text=True, check=False, timeout=60).returncode == status
+        (log,) = read_run(trace).processes
+        assert log.closed == (not how)
+        assert log.opened.process != ""

@@ -253,7 +253,8 @@ def test_a_report_says_since_when(tmp_path: Path) -> None:
         for step in range(6):
             ckpt.save(step, BAD if step in (1, 4, 5) else good(step)).result()
     log = read_run(str(run))
-    (told,) = [one for one in find_problems(log, summarize(log, spans(log)), save_points(log)) if "NaN" in one.what]
+    summary = summarize(log, spans(log))
+    (told,) = [one for one in find_problems(log, summary, save_points(log), summary.ended_s) if "NaN" in one.what]
     assert (told.level, told.step) == ("bad", 4)
     assert told.what == "Numbers that are NaN or infinite were saved in w, in every step since step 4."
     assert told.advice == "Step 3 is the newest before that has none."

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -55,7 +56,7 @@ def report(
         from aiockpt.monitor.html.html_report import gather, write_html_report
 
         points = save_points(told)
-        problems = find_problems(told, found, points)
+        problems = find_problems(told, found, points, time.time())
         page = Path("report.html") if out is None else out
         name = run if "://" in run or Path(run).name else str(Path(run).absolute())
         write_html_report(
