@@ -3,7 +3,10 @@
 A stage of one step is compared over the ranks: how many times as long as the median of all of them a rank took. It is slow
 there where that is `FACTOR` or more. The steps from which on slow ones outnumber the others most are those since when it is
 slow; it is a straggler where they do so by `STEPS` at least, the median of them is `FACTOR` or more, and what it adds is
-`LEAST_S` or more: one outlier is nobody's property, and a small stage is of no matter. Waiting is what the others do. All
+`LEAST_S` or more: one outlier is nobody's property, and a small stage is of no matter. Where the other ranks are often slow
+in that stage, too, as on a machine with more ranks than cores, it takes more steps than `STEPS`: so many that a rank like
+them would come to it by chance in `CHANCE` of all runs. And what it takes longer there must show in all that it does itself:
+who makes up for it in other stages keeps nobody waiting. Waiting is what the others do. All
 that a rank does itself is compared in the same way, with `FACTOR_OF_ALL`, for such sums vary less; what is found there
 alone has the stage that adds most.
 
@@ -14,6 +17,8 @@ it is what the stage moves its bytes to.
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
@@ -28,6 +33,11 @@ FACTOR_OF_ALL = 1.2
 STEPS = 5
 LEAST_S = 0.02
 PART = 0.05
+CHANCE = 1e-3
+MOST_OFTEN = 0.45
+"""Who is slow as often as not has no peers."""
+STAGES = 10
+"""That are compared, about: each on each rank is a chance of its own."""
 RANKS = 3
 """With fewer there is no median to be far from."""
 _VICTIMS = {WHOLE, BLOCKS, "wait", "barrier", "pause", "exchange", "commit"}
@@ -38,6 +48,8 @@ _OWN: dict[Operation, tuple[str, ...]] = {
     "load": ("find", "match", "plan", "read", "scatter"),
 }
 """What a rank does itself, none a part of another."""
+_PARTS = ("flush", HASH)
+"""Of these."""
 STARVED = "too little processor time, or slow memory"
 _STORAGE = ("write", "flush", "read", "vote", "begin", "find")
 
@@ -66,16 +78,19 @@ class Straggler(msgspec.Struct, frozen=True, kw_only=True):
 
 def stragglers(times: StageTimes) -> list[Straggler]:
     """Return the stragglers of a run, the slowest first."""
+    own = {
+        operation: times.together([(operation, stage) for stage in stages], RANKS) for operation, stages in _OWN.items()
+    }
     slow = [
         one
         for key in times.stages()
         if key[1] not in _VICTIMS
         for one in _compare(key, times.steps(key, RANKS), FACTOR, times)
+        if not _made_up_for(one, own)
     ]
     known = {(one.rank, one.operation) for one in slow}
     for operation, stages in _OWN.items():
-        together = times.together([(operation, stage) for stage in stages], RANKS)
-        found = _compare((operation, ""), together, FACTOR_OF_ALL, times)
+        found = _compare((operation, ""), own[operation], FACTOR_OF_ALL, times)
         slow += [_with_stage(one, stages, times) for one in found if (one.rank, operation) not in known]
     return sorted(slow, key=lambda one: one.extra_s, reverse=True)
 
@@ -85,12 +100,16 @@ def _compare(
 ) -> Iterable[Straggler]:
     """Yield the ranks that are slow by a factor of *least* in what step → rank → seconds says."""
     usual = {step: median(ranks.values()) for step, ranks in compared.items()}
-    for rank in sorted({rank for ranks in compared.values() for rank in ranks}):
-        ratios = {
-            step: ranks[rank] / usual[step] if usual[step] else 1.0 for step, ranks in compared.items() if rank in ranks
-        }
+    by_rank: dict[int, dict[int, float]] = defaultdict(dict)
+    for step, ranks in compared.items():
+        for rank, took_s in ranks.items():
+            by_rank[rank][step] = took_s / usual[step] if usual[step] else 1.0
+    often = {rank: sum(ratio >= least for ratio in ratios.values()) for rank, ratios in by_rank.items()}
+    all_often, all_steps = sum(often.values()), sum(map(len, by_rank.values()))
+    for rank, ratios in sorted(by_rank.items()):
         steps_here = list(ratios)
-        slow = [steps_here[at] for at in slow_steps(list(ratios.values()), least)]
+        lead = least_lead(all_often - often[rank], all_steps - len(ratios), len(by_rank))
+        slow = [steps_here[at] for at in slow_steps(list(ratios.values()), least, lead)]
         if not slow:
             continue
         factor = median(ratios[step] for step in slow)
@@ -108,6 +127,18 @@ def _compare(
             since=slow[0],
             cause=_cause(key, rank, slow, extra_s, times),
         )
+
+
+def _made_up_for(found: Straggler, own: Mapping[Operation, Mapping[int, Mapping[int, float]]]) -> bool:
+    """Say whether a rank that is slow in a stage is not, by half of that at least, in all that it does itself."""
+    if found.stage not in _OWN.get(found.operation, ()) and found.stage not in _PARTS:
+        return False
+    extra = [
+        ranks[found.rank] - median(ranks.values())
+        for step, ranks in own[found.operation].items()
+        if step >= found.since and found.rank in ranks
+    ]
+    return bool(extra) and median(extra) < found.extra_s / 2
 
 
 def _with_stage(found: Straggler, stages: Iterable[str], times: StageTimes) -> Straggler:
@@ -148,12 +179,24 @@ def _lacks_processor(operation: Operation, rank: int, slow: Sequence[int], extra
     return own > FACTOR_OF_ALL * usual and own - usual >= PART * extra_s * len(kept)
 
 
-def slow_steps(ratios: Sequence[float], least: float = FACTOR) -> range:
-    """Return which of the steps, up to the last, slow ones outnumber the others in most; none where by less than `STEPS`."""
+def least_lead(slow: int, steps: int, ranks: int) -> int:
+    """Return by how many steps slow ones must outnumber the others on a rank, whose peers are *slow* in so many of *steps*.
+
+    The excess of slow steps over others is a random walk that goes up with the probability *q*; it ever gets as high as *n*
+    with the probability (q / (1 - q))ⁿ.
+    """
+    q = (slow + 1) / (steps + 2)
+    if q >= MOST_OFTEN:
+        return steps + 1
+    return max(STEPS, math.ceil(math.log(CHANCE / (ranks * STAGES)) / math.log(q / (1 - q))))
+
+
+def slow_steps(ratios: Sequence[float], least: float = FACTOR, lead_least: int = STEPS) -> range:
+    """Return which of the steps, up to the last, slow ones outnumber the others in most; none where by less than that."""
     lead = most = 0
     first = len(ratios)
     for at in reversed(range(len(ratios))):
         lead += 1 if ratios[at] >= least else -1
         if lead > most:
             most, first = lead, at
-    return range(first if most >= STEPS else len(ratios), len(ratios))
+    return range(first if most >= lead_least else len(ratios), len(ratios))

@@ -88,6 +88,40 @@ def test_one_hiccup_of_the_processor_beside_a_slow_disk_is_not_the_cause() -> No
     assert "disk" in slow.cause
 
 
+def test_where_the_others_are_often_slow_too_it_takes_more_steps_than_where_they_are_not() -> None:
+    """On a machine with more ranks than cores, five steps in a row are chance."""
+
+    def found(steps: int) -> list[int]:
+        some = [
+            written(rank, step, 0.1 + 0.3 * ((step + rank) % 4 == 0 or (rank == 2 and step >= 24 - steps)))
+            for rank in range(4)
+            for step in range(24)
+        ]
+        return [one.rank for one in stragglers(some)]
+
+    assert found(6) == []
+    assert found(14) == [2]
+
+
+def test_who_makes_up_in_other_stages_for_what_takes_it_longer_is_not_slow() -> None:
+    """A small file that is flushed may wait for the large ones of the others: first come, first served."""
+
+    def found(saved_s: float) -> list[str]:
+        some = [
+            written(rank, step, seconds, stage=stage)
+            for rank in range(4)
+            for step in range(10)
+            for stage, seconds in (
+                ("write", 0.5 - saved_s * (rank == 0)),
+                ("vote", 0.01 + 0.06 * (rank == 0)),
+            )
+        ]
+        return [one.stage for one in stragglers(some)]
+
+    assert found(saved_s=0.05) == []
+    assert found(saved_s=0.0) == ["vote"]
+
+
 def test_one_that_became_slow_late_in_a_long_run_is_named_with_that_step() -> None:
     odd = {0, 3}  # slow twice before, by chance
     slow = {rank: {*odd, *range(90, 100)} if rank == 2 else {7} for rank in range(4)}
