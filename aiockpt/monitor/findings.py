@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from itertools import combinations
 from statistics import median
 from typing import Literal
 
@@ -157,29 +156,25 @@ def _not_finite(run: RunLog, points: Sequence[SavePoint]) -> Iterator[Finding]:
 
 def _two_jobs(run: RunLog) -> Iterator[Finding]:
     """Tell of processes that saved at the same time as the same rank: each deletes and finishes what the other saves."""
-    lasted: dict[int, list[list[ProcessLog]]] = defaultdict(list)
-    by_process: dict[object, list[ProcessLog]] = defaultdict(list)
-    for log in run.processes:
-        if any(isinstance(event, SaveStarted) for event in log.events):
-            by_process[log.opened.rank, process_of(log)].append(log)
-    for (rank, _), logs in by_process.items():
-        lasted[rank].append(logs)
-    worst: tuple[float, int, float, list[ProcessLog], list[ProcessLog]] | None = None
-    for rank, some in lasted.items():
-        for before, after in combinations(some, 2):
-            begun_s = max(logs[0].wall_s(logs[0].opened.at_ns) for logs in (before, after))
-            both_s = min(max(log.last_s for log in logs) for logs in (before, after)) - begun_s
-            if both_s > AT_ONCE_S and (worst is None or both_s > worst[0]):
-                worst = both_s, rank, begun_s, before, after
-    if worst is not None:
-        both_s, rank, begun_s, *two = worst
-        who = " and ".join(f"process {logs[0].opened.pid} on {logs[0].opened.host}" for logs in two)
+    latest: dict[int, ProcessLog] = {}
+    found: list[tuple[float, ProcessLog, ProcessLog]] = []
+    for log in run.processes:  # in the order in which they began
+        if not any(isinstance(event, SaveStarted) for event in log.events):
+            continue
+        before = latest.setdefault(log.opened.rank, log)
+        if process_of(before) != process_of(log):
+            found.append((min(before.last_s, log.last_s) - log.wall_s(log.opened.at_ns), before, log))
+        if log.last_s > before.last_s:
+            latest[log.opened.rank] = log
+    both_s, before, after = max(found, key=lambda one: one[0], default=(0.0, run.processes[0], run.processes[0]))
+    if both_s > AT_ONCE_S:
+        who = " and ".join(f"process {one.opened.pid} on {one.opened.host}" for one in (before, after))
         yield Finding(
             level="bad",
-            what=f"Two jobs saved to one place at once for {seconds(both_s)}: {who}, both as rank {rank}.",
+            what=f"Two jobs saved to one place at once for {seconds(both_s)}: {who}, both as rank {after.opened.rank}.",
             advice="Give each a place of its own. The figures below mix them.",
-            since_s=begun_s,
-            rank=rank,
+            since_s=after.wall_s(after.opened.at_ns),
+            rank=after.opened.rank,
         )
 
 

@@ -78,7 +78,7 @@ class Straggler(msgspec.Struct, frozen=True, kw_only=True):
 
 def stragglers(times: StageTimes) -> list[Straggler]:
     """Return the stragglers of a run, the slowest first."""
-    own = {
+    own: dict[Operation, dict[int, dict[int, float]]] = {
         operation: times.together([(operation, stage) for stage in stages], RANKS) for operation, stages in _OWN.items()
     }
     slow = [

@@ -282,7 +282,7 @@ def test_two_jobs_that_speak_in_turns_are_told_and_a_start_that_follows_another_
             seen.append(job.doubled)
         console = Console(width=160)
         with console.capture() as captured:
-            console.print(view(str(tmp_path), job, height=40))
+            console.print(view(str(tmp_path), await watch.look(), height=40))
         assert "two jobs have one place: rank 0" in captured.get()
         return seen
 

@@ -231,6 +231,8 @@ def test_of_two_jobs_that_write_to_one_file_in_turns_each_has_what_it_told(tmp_p
         ]
         for said in ("ready", "0", "1", "2"):
             for job in jobs:
+                assert job.stdin is not None
+                assert job.stdout is not None
                 if said != "ready":
                     job.stdin.write("\n")
                     job.stdin.flush()
