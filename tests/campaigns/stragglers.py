@@ -61,7 +61,7 @@ class Plan:
         saves: how many are made; the last ten at least are slow.
         bytes_per_s: of a slow disk or line: what a rank writes in a save takes 0.2 to 0.7 s there.
         pause_s: what each flush takes longer, and each message of a slow line a quarter of it.
-        share: of the processor that is left.
+        share: of the processor that is left: four ranks on two busy cores have a quarter to a half each.
     """
 
     def __init__(self, seed: int, *, quiet: bool) -> None:
@@ -74,7 +74,7 @@ class Plan:
         self.on_s3 = self.trouble == "network" or (self.trouble == "quiet" and dice.random() < 0.3)
         self.bytes_per_s = self.own_bytes / dice.uniform(0.2, 0.7)
         self.pause_s = dice.uniform(0.02, 0.1)
-        self.share = dice.uniform(0.1, 0.3)
+        self.share = dice.uniform(0.05, 0.15)
         self.slow = [number >= self.since and dice.random() < self.often for number in range(self.saves)]
 
     @property
