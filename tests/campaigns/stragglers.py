@@ -58,7 +58,7 @@ class Plan:
 
     Attributes:
         rank: the slow one, *since* that save, in each save then with the probability *often*.
-        saves: how many are made; the last ten at least are slow.
+        saves: how many are made; the last fourteen at least are slow.
         bytes_per_s: of a slow disk or line: what a rank writes in a save takes 0.2 to 0.7 s there.
         pause_s: what each flush takes longer, and each message of a slow line a quarter of it.
         share: of the processor that is left: four ranks on two busy cores have a quarter to a half each.
@@ -68,8 +68,8 @@ class Plan:
         dice = random.Random(seed)
         self.trouble: Trouble = "quiet" if quiet else SLOW[seed % len(SLOW)]
         self.rank = dice.randrange(WORLD_SIZE)
-        self.saves = dice.randint(12, 16)
-        self.since = dice.randint(0, self.saves - 10)
+        self.saves = dice.randint(16, 20)
+        self.since = dice.randint(0, self.saves - 14)
         self.often = dice.choice((0.85, 1.0))
         self.on_s3 = self.trouble == "network" or (self.trouble == "quiet" and dice.random() < 0.3)
         self.bytes_per_s = self.own_bytes / dice.uniform(0.2, 0.7)
