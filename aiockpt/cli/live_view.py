@@ -14,7 +14,7 @@ from rich.text import Text
 from aiockpt.cli import show
 from aiockpt.errors import CheckpointError
 from aiockpt.monitor.live_job import JobNow, JobWatch, RankNow
-from aiockpt.monitor.peer_times import explain
+from aiockpt.monitor.stragglers import Straggler
 from aiockpt.runtime.notes import name_ranks
 from aiockpt.storage.backend import Backend
 
@@ -157,11 +157,19 @@ def _header(root: str, job: JobNow) -> list[str]:
     ):
         if ranks:
             lines.append(f"[bold red]{what}: {name_ranks(ranks, _SHOWN_RANKS)}[/]")
-    lines += [f"[yellow]{escape(explain(one))}[/]" for one in job.slow[:MOST_SLOW]]
+    lines += [f"[yellow]{escape(_slow(one))}[/]" for one in job.slow[:MOST_SLOW]]
     errors = {one.beat.last_error for one in job.ranks if one.beat.last_error}
     if errors:
         lines.append(f"[red]{escape(sorted(errors)[-1][:200])}[/]")
     return lines
+
+
+def _slow(one: Straggler) -> str:
+    """Return a straggler in so few words that the cause is on the screen."""
+    return (
+        f"rank {one.rank} ({one.host}) is slow: {one.stage} takes {one.factor:.1f} ×, {one.extra_s:.3g} s more each "
+        f"{one.operation} since step {one.since}; {one.cause}"
+    )
 
 
 def _table(ranks: list[RankNow]) -> Table:

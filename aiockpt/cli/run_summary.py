@@ -49,7 +49,7 @@ def show_summary(root: str, found: Summary, run: RunLog) -> None:
     show.say(f"saves       {found.committed} committed{last}, {found.failed} failed; {made_again} made again")
     show.say(f"pause       {seconds(found.pauses_s[0])}, at most {seconds(found.pauses_s[1])}")
     show.say(f"durable     {seconds(found.durable_s[0])} after the call, at most {seconds(found.durable_s[1])}")
-    show.say(f"effective   {found.effective:.1%} of the time trained: not paused, lost or down (ETTR)")
+    show.say(f"effective   {found.effective:.1%} of the time trained: not held, loading, lost or down (ETTR)")
     for problem in unread_traces(run):
         show.say(f"[{_TONES[problem.level]}]{escape(problem.what)} {escape(problem.advice)}[/]")
     show.say("")

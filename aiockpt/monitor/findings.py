@@ -360,9 +360,10 @@ def _retries(run: RunLog) -> Iterator[Finding]:
         (verb, _), *_ = Counter(event.verb for _, _, event in calls).most_common(1)
         (rank, many), *_ = Counter(rank for _, rank, _ in calls).most_common(1)
         last = max(calls, key=lambda call: call[0])
+        again = "1 call to storage was" if len(calls) == 1 else f"{len(calls)} calls to storage were"
         yield Finding(
             level="note",
-            what=f"{len(calls)} calls to storage were made again, most of them {verb}, {many} on rank {rank}.",
+            what=f"{again} made again, most of them {verb}, {many} on rank {rank}.",
             advice=f"The last error was {last[2].error}.",
             since_s=min(calls, key=lambda call: call[0])[0],
             rank=rank,

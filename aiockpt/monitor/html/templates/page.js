@@ -7,7 +7,8 @@ function showHead() {
   document.title = `${report.name} · aiockpt report`;
   byId("name").textContent = report.name;
   byId("about").textContent = `${count(summary.ranks, "rank")} on ${count(summary.hosts, "host")}, ${seconds(summary.ended_s - summary.begun_s)} ` +
-    `from ${moment(summary.begun_s)} to ${moment(summary.ended_s)}; this report is of ${moment(report.made_s)}`;
+    `from ${moment(summary.begun_s)} to ${moment(summary.ended_s)}; this report is of ${moment(report.made_s)}. ` +
+    `Clock: ${Intl.DateTimeFormat().resolvedOptions().timeZone}.`;
 }
 
 function showVerdict() {
@@ -48,7 +49,7 @@ function showTiles() {
     [seconds(summary.pauses_s[0]), `pause of training, at most ${seconds(summary.pauses_s[1])}`],
     [seconds(summary.durable_s[0]), `until durable, at most ${seconds(summary.durable_s[1])}`],
     [last ? speed(median(report.saves.filter((one) => one.durable_s).map((one) => one.bytes / one.durable_s))) : "–", last ? `bandwidth; ${size(last.bytes)} a save` : "bandwidth"],
-    [`${(100 * summary.effective).toFixed(1)} %`, "of the time trained: not paused, lost or down (ETTR)"],
+    [`${(100 * summary.effective).toFixed(1)} %`, "of the time trained: not held, loading, lost or down (ETTR)"],
     [`${summary.restarts.length}`, summary.restarts.length ? `restarts, ${seconds(summary.restarts.reduce((sum, one) => sum + one.lost_s, 0))} of work lost` : "restarts"],
     [`${summary.retries}`, "calls to storage made again"],
   ];
