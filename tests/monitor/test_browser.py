@@ -197,6 +197,22 @@ def test_a_finding_shows_where_it_is(browser: Browser) -> None:
     assert browser.text("#rank-caption").startswith("flush of rank 42")
 
 
+def test_figures_stay_in_their_boxes_when_the_window_is_resized(browser: Browser) -> None:
+    lowest = """
+        return [...document.querySelectorAll(".js-plotly-plot")].filter((one) =>
+            one.querySelector(".main-svg").getBoundingClientRect().bottom > one.getBoundingClientRect().bottom + 1
+        ).map((one) => one.id)
+    """
+    width = "return document.getElementById('history').querySelector('.main-svg').getBoundingClientRect().width"
+    before = browser.run(width)
+    browser.driver.set_window_size(1100, 1400)
+    try:
+        until(lambda: browser.run(width) < before, "figures are as wide as their boxes", timeout_s=20)
+        assert browser.run(lowest) == []
+    finally:
+        browser.driver.set_window_size(1400, 1000)
+
+
 def test_in_the_dark_it_is_dark(browser: Browser) -> None:
     ground = "return getComputedStyle(document.body).backgroundColor"
     before = browser.run(ground)

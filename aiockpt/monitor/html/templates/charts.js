@@ -2,6 +2,7 @@
 
 const draw = (id, traces, layout, clicked) => {
   const target = byId(id);
+  target.style.height = `${layout.height}px`; // else it collapses when the window is resized
   Plotly.react(target, traces, layout, { responsive: true, displayModeBar: false });
   if (clicked && !target.dataset.clicks) {
     target.dataset.clicks = "true";
