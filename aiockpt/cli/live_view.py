@@ -188,7 +188,7 @@ def _table(ranks: list[RankNow]) -> Table:
             doing,
             "" if work is None else _time(work.for_s + one.heard_s),
             f"{show.size(work.done_bytes)} of {show.size(work.bytes)}" if work is not None and work.bytes else "",
-            show.speed(beat.bytes_per_s) if beat.bytes_per_s else "",
+            show.speed(beat.bytes_per_s) if beat.bytes_per_s and not beat.ended else "",
             "" if beat.durable_step is None else str(beat.durable_step),
             f"[bold red]{_time(one.heard_s)} ago[/]" if one.silent else f"{_time(one.heard_s)} ago",
         )
