@@ -9,6 +9,7 @@ with messages. Where the wall clocks agree with both they are right, or as good 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 
 import msgspec
 
@@ -18,7 +19,7 @@ from aiockpt.monitor.run_starts import start_numbers
 
 
 class _Seen(msgspec.Struct):
-    """When one process voted for, wrote, or heard of a commit, by step, in nanoseconds of its own wall clock."""
+    """When one rank voted for, wrote, or heard of a commit, by step, in nanoseconds of its own wall clock."""
 
     voted: dict[int, int]
     begun: dict[int, int]
@@ -28,22 +29,23 @@ class _Seen(msgspec.Struct):
 
 def align_clocks(run: RunLog) -> RunLog:
     """Return *run* with the clocks of each start's ranks laid on that of its first rank, where they contradict its saves."""
-    by_start: dict[int, list[int]] = defaultdict(list)
+    by_start: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for place, number in enumerate(start_numbers(run) if run.processes else []):
-        by_start[number].append(place)
+        by_start[number][run.processes[place].opened.rank].append(place)
     processes = list(run.processes)
-    for places in by_start.values():
-        first = _seen(min((run.processes[place] for place in places), key=lambda one: one.opened.rank))
-        for place in places:
-            shift_ns = _shift(first, _seen(run.processes[place]))
-            processes[place] = msgspec.structs.replace(run.processes[place], shift_ns=shift_ns)
+    for ranks in by_start.values():
+        seen = {rank: _seen(run.processes[place] for place in places) for rank, places in ranks.items()}
+        for rank, places in ranks.items():
+            shift_ns = _shift(seen[min(seen)], seen[rank])
+            for place in places:
+                processes[place] = msgspec.structs.replace(run.processes[place], shift_ns=shift_ns)
     return msgspec.structs.replace(run, processes=processes)
 
 
-def _seen(process: ProcessLog) -> _Seen:
+def _seen(logs: Iterable[ProcessLog]) -> _Seen:
+    """Return what one rank saw, through all checkpointers that it had in one start."""
     seen = _Seen({}, {}, {}, {})
-    for event in process.events:
-        at_ns = process.wall_ns(event.at_ns)
+    for at_ns, event in ((log.wall_ns(event.at_ns), event) for log in logs for event in log.events):
         match event:
             case StageEnded(operation="save", stage="vote", failed=False):
                 seen.voted[event.step] = at_ns

@@ -101,6 +101,14 @@ def test_each_start_is_laid_on_its_own_first_rank() -> None:
     assert abs(two + 5) < 0.03
 
 
+def test_a_rank_that_had_several_checkpointers_is_laid_by_the_saves_of_all_of_them() -> None:
+    saves = [save(10.0 * number) for number in range(1, 4)]
+    readers = [told(rank, [], skew) for rank, skew in ((0, 0.0), (1, 2.0))]  # they load, and are closed
+    _, reader, _, trainer = shifts(*readers, told(0, saves, 0), told(1, saves, 2.0))
+    assert abs(reader + 2) < 0.03
+    assert reader == trainer
+
+
 def test_what_is_read_is_aligned(tmp_path: Path) -> None:
     saves = [save(10.0 * number) for number in range(1, 4)]
     for process in (told(0, saves, 0), told(1, saves, 30.0)):
