@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
@@ -98,20 +98,25 @@ class _Gathered:
         )
 
 
-_TOLD = (SaveStarted, SnapshotTaken, DataWritten, Committed, SaveFailed, SaveSkipped)
+_TOLD = {SaveStarted, SnapshotTaken, DataWritten, Committed, SaveFailed, SaveSkipped}
 
 
 def save_points(run: RunLog) -> list[SavePoint]:
     """Return the saves of *run* in the order in which they began; a step that is saved again counts again."""
     gathered: dict[tuple[int, int, int], _Gathered] = {}
-    times: Counter[tuple[int, int, int]] = Counter()
+    often: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
     for process, start in zip(run.processes, start_numbers(run), strict=True):
         rank = process.opened.rank
+        times = often[rank, start]
         for event in process.events:
-            if isinstance(event, _TOLD):
-                times[rank, start, event.step] += isinstance(event, SaveStarted)
-                key = start, event.step, times[rank, start, event.step]
-                gathered.setdefault(key, _Gathered()).take(event, rank, process)
+            if type(event) in _TOLD:
+                if type(event) is SaveStarted:
+                    times[event.step] += 1
+                key = start, event.step, times[event.step]
+                told = gathered.get(key)
+                if told is None:
+                    told = gathered[key] = _Gathered()
+                told.take(event, rank, process)
     points = [told.point(step, start) for (start, step, _), told in gathered.items() if told.begun]
     return sorted(points, key=lambda one: one.begun_s)
 

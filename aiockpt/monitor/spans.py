@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from operator import attrgetter
 
 import msgspec
 
@@ -28,7 +28,7 @@ BLOCKS = "blocks"
 """The stage of a group of blocks, a part of "write"."""
 
 
-class TimeSpan(msgspec.Struct, frozen=True, kw_only=True):
+class TimeSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Something that took a while on one rank.
 
     Attributes:
@@ -56,7 +56,8 @@ class TimeSpan(msgspec.Struct, frozen=True, kw_only=True):
 def spans(run: RunLog) -> list[TimeSpan]:
     """Return the spans of a run in the order in which they began."""
     found = [span for number, process in enumerate(run.processes) for span in _of_process(number, process)]
-    return sorted(found, key=lambda span: span.begin_s)
+    found.sort(key=attrgetter("begin_s"))
+    return found
 
 
 def spans_of(opened: Opened, event: Event) -> list[TimeSpan]:
@@ -65,43 +66,54 @@ def spans_of(opened: Opened, event: Event) -> list[TimeSpan]:
 
 
 def _of_process(number: int, process: ProcessLog) -> Iterator[TimeSpan]:
+    rank, host = process.opened.rank, process.opened.host
+    wall_ns = process.wall_ns(0)
     for event in process.events:
-        for operation, stage, seconds, ended_s, facts in _of_event(event, process.wall_s(event.at_ns)):
+        for operation, stage, seconds, ended_s, key, size, hash_s, failed in _of_event(
+            event, (wall_ns + event.at_ns) / 1e9
+        ):
             yield TimeSpan(
                 process=number,
-                rank=process.opened.rank,
-                host=process.opened.host,
+                rank=rank,
+                host=host,
                 step=event.step,
                 operation=operation,
                 stage=stage,
                 begin_s=ended_s - seconds,
                 seconds=seconds,
-                **facts,
+                key=key,
+                bytes=size,
+                hash_s=hash_s,
+                failed=failed,
             )
 
 
-_Found = tuple[Operation, str, float, float, dict[str, Any]]
+_Found = tuple[Operation, str, float, float, str, int, float, bool]
+"""Operation, stage, seconds, when it ended, key, bytes, seconds hashed, and whether it failed."""
 
 
-def _of_event(event: Event, at_s: float) -> Iterator[_Found]:
+def _of_event(event: Event, at_s: float) -> tuple[_Found, ...]:
     match event:
         case StageEnded():
-            facts: dict[str, Any] = {"key": event.key, "bytes": event.bytes, "hash_s": event.hash_s}
-            yield event.operation, event.stage, event.seconds, at_s, {**facts, "failed": event.failed}
+            moved = event.key, event.bytes, event.hash_s, event.failed
+            return ((event.operation, event.stage, event.seconds, at_s, *moved),)
         case BytesWritten(seconds=seconds) if seconds:
-            yield "save", BLOCKS, seconds, at_s, {"key": event.key, "bytes": event.bytes}
+            return (("save", BLOCKS, seconds, at_s, event.key, event.bytes, 0.0, False),)
         case SnapshotTaken():
-            yield "save", "snapshot", event.copy_s, at_s, {"bytes": event.bytes, "key": event.snapshot}
-            yield "save", "pause", event.pause_s, at_s - max(event.copy_s - event.pause_s, 0.0), {}
+            returned_s = at_s - max(event.copy_s - event.pause_s, 0.0)
+            return (
+                ("save", "snapshot", event.copy_s, at_s, event.snapshot, event.bytes, 0.0, False),
+                ("save", "pause", event.pause_s, returned_s, "", 0, 0.0, False),
+            )
         case BarrierWaited():
-            yield "save", "barrier", event.seconds, at_s, {}
+            return (("save", "barrier", event.seconds, at_s, "", 0, 0.0, False),)
         case Committed():
-            yield "save", WHOLE, event.seconds, at_s, {"bytes": event.bytes}
+            return (("save", WHOLE, event.seconds, at_s, "", event.bytes, 0.0, False),)
         case SaveFailed():
-            yield "save", WHOLE, event.seconds, at_s, {"failed": True, "key": event.error}
+            return (("save", WHOLE, event.seconds, at_s, event.error, 0, 0.0, True),)
         case Loaded():
-            yield "load", WHOLE, event.seconds, at_s, {"bytes": event.read_bytes}
+            return (("load", WHOLE, event.seconds, at_s, "", event.read_bytes, 0.0, False),)
         case Promoted():
-            yield "copy", WHOLE, event.seconds, at_s, {"bytes": event.bytes, "key": event.url}
+            return (("copy", WHOLE, event.seconds, at_s, event.url, event.bytes, 0.0, False),)
         case _:
-            pass
+            return ()
