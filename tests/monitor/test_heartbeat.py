@@ -15,6 +15,8 @@ import sys
 import termios
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -429,7 +431,7 @@ def test_in_a_terminal_it_outlives_storage_that_fails_or_hangs_and_says_so_meanw
     command = [sys.executable, "-c", FAILING, "top", str(run), "--every", "0.1", str(flag)]
     mine, theirs = pty.openpty()
     fcntl.ioctl(mine, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 160, 0, 0))
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as process, _killed(process):
         os.close(theirs)
         _read_until(mine, b"1 of 1 rank heard")
         for how, told in (("fails", b"mount is away"), ("hangs", b"it hangs")):
@@ -453,6 +455,15 @@ def test_storage_that_fails_at_the_first_look_is_an_error(tmp_path: Path) -> Non
     assert done.returncode == 3
     assert "mount is away" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@contextmanager
+def _killed(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Leave no process behind, whatever a test does not find."""
+    try:
+        yield
+    finally:
+        process.kill()
 
 
 def _read_until(terminal: int, wanted: bytes) -> bytes:

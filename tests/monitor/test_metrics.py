@@ -154,6 +154,17 @@ def test_what_a_restart_lost_and_what_was_trained_since_are_told(tmp_path: Path)
         assert 0.1 <= second.get_sample_value("aiockpt_at_risk_seconds") <= time.monotonic() - before_s
 
 
+def test_a_step_of_an_earlier_start_that_is_loaded_after_a_save_is_no_restart(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, STATE).result(30)
+    time.sleep(0.05)
+    registry = prometheus.CollectorRegistry()
+    with aiockpt.Checkpointer(tmp_path, observers=[Metrics(registry)]) as ckpt:
+        ckpt.save(2, STATE).result(30)
+        ckpt.load(STATE, 1).result(30)
+    assert registry.get_sample_value("aiockpt_lost_seconds") == 0
+
+
 def test_time_that_training_was_held_is_not_trained() -> None:
     time_of = RunTime()
     told: dict[str, Any] = {"time_ns": 100 * 10**9, "pid": 1, "host": "h", "rank": 0, "world_size": 1, "urls": ()}
