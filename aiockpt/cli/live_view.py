@@ -22,6 +22,8 @@ TABLE_LINES = 2
 """Around the ranks: the names of the columns, and how many are not shown."""
 MOST_ROWS = 24
 """Ranks that are shown: drawing is most of what a look costs, and who waits the longest is above."""
+MOST_OF_A_CORE = 0.02
+"""That looking and drawing take."""
 UNANSWERED_S = 5.0
 """So long a look may take before that is told."""
 MOST_SLOW = 3
@@ -44,10 +46,12 @@ class _Looks:
     Attributes:
         job: as it was when storage answered last, at the second *answered_s* of the monotonic clock.
         trouble: why the last look failed; empty where it did not.
+        pause_s: until the next one: what was asked for, or more where many ranks would take more than `MOST_OF_A_CORE`.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, every_s: float) -> None:
         self._watch = JobWatch(backend)
+        self._every_s = self.pause_s = every_s
         self.job: JobNow | None = None
         self.answered_s = time.monotonic()
         self.trouble = ""
@@ -61,19 +65,21 @@ class _Looks:
         self.job = await self._watch.look()
         self.answered_s, self.trouble = time.monotonic(), ""
 
-    async def go_on(self, every_s: float) -> None:
-        """Look every *every_s* seconds until the job has ended."""
+    async def go_on(self) -> None:
+        """Look again and again until the job has ended."""
         while self.job is None or not self.job.ended:
-            await anyio.sleep(every_s)
+            busy_s = time.process_time()
+            await anyio.sleep(self.pause_s)  # what was seen is drawn meanwhile
             try:
                 await self.look()
             except (CheckpointError, OSError) as error:
                 self.trouble = str(error)
+            self.pause_s = max(self._every_s, (time.process_time() - busy_s) / MOST_OF_A_CORE)
 
-    def unanswered(self, every_s: float) -> str:
+    def unanswered(self) -> str:
         """Return in words what storage has left unanswered for so long that what is shown is old; empty where nothing."""
         silent_s = time.monotonic() - self.answered_s
-        if not self.trouble and silent_s < every_s + UNANSWERED_S:
+        if not self.trouble and silent_s < self.pause_s + UNANSWERED_S:
             return ""
         return (
             f"storage has not answered for {_time(silent_s)}, and what is shown is so old: {self.trouble or 'it hangs'}"
@@ -83,17 +89,23 @@ class _Looks:
 async def follow(root: str, backend: Backend, every_s: float) -> None:
     """Show how the job is, every *every_s* seconds, until the task is cancelled or the job has ended.
 
+    A screen is drawn when there is something new to see.
+
     Raises:
         CheckpointError: storage fails at the first look. Later that is shown, and looked again.
     """
-    looks = _Looks(backend)
+    looks = _Looks(backend, every_s)
+    drawn: tuple[JobNow | None, str] | None = None
     try:
         await looks.look()
         with Live(console=show.out, screen=True, auto_refresh=False) as live:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(looks.go_on, every_s)
+                tasks.start_soon(looks.go_on)
                 while looks.job is None or not looks.job.ended:
-                    live.update(view(root, looks.job, show.out.height, looks.unanswered(every_s)), refresh=True)
+                    job, trouble = looks.job, looks.unanswered()
+                    if drawn is None or job is not drawn[0] or trouble != drawn[1]:
+                        live.update(view(root, job, show.out.height, trouble), refresh=True)
+                        drawn = job, trouble
                     await anyio.sleep(every_s)
         show.out.print(view(root, looks.job, show.out.height))
     finally:

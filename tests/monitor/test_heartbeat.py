@@ -30,7 +30,7 @@ from typer.testing import CliRunner
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.cli.live_view import view
+from aiockpt.cli.live_view import follow, view
 from aiockpt.cli.main import app
 from aiockpt.errors import StorageError
 from aiockpt.events import (
@@ -48,7 +48,7 @@ from aiockpt.monitor import Heartbeat, live_job
 from aiockpt.monitor.heartbeat import Beat
 from aiockpt.monitor.live_job import JobNow, JobWatch
 from aiockpt.monitor.under_way import PendingWork, UnderWay
-from aiockpt.storage.backend import Backend
+from aiockpt.storage.backend import Backend, Listing
 from tests.watch import until
 
 STATE: dict[str, Any] = {"x": torch.arange(1000)}
@@ -444,6 +444,28 @@ def test_in_a_terminal_it_outlives_storage_that_fails_or_hangs_and_says_so_meanw
         _read_until(mine, b"\x1b[?1049l")
         assert process.wait(60) == 0
     os.close(mine)
+
+
+@pytest.mark.timeout(100)
+def test_of_many_ranks_it_looks_as_often_as_a_small_part_of_a_core_allows(tmp_path: Path) -> None:
+    write(tmp_path, *(beat_of(rank, world_size=300) for rank in range(300)))
+
+    class Counting(LocalBackend):
+        looks = 0
+
+        async def list(self, prefix: str) -> Listing:
+            self.looks += 1
+            write(tmp_path, *(beat_of(rank, world_size=300, number=self.looks + 1) for rank in range(300)))
+            return await super().list(prefix)
+
+    backend = Counting(tmp_path)
+
+    async def main() -> None:
+        with anyio.move_on_after(3):
+            await follow("run", backend, 0.01)
+
+    anyio.run(main)
+    assert 1 < backend.looks < 10
 
 
 def test_storage_that_fails_at_the_first_look_is_an_error(tmp_path: Path) -> None:
