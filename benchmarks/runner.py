@@ -200,7 +200,7 @@ def _in_subprocess(visit: list[Turn], folder: Path) -> Outcome:
     order.write_bytes(msgspec.json.encode(visit))
     environment = {
         **os.environ,
-        "PYTHONPATH": str(CHECKOUT),
+        "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(CHECKOUT)]).lstrip(os.pathsep),
         "GLOO_SOCKET_IFNAME": "lo",
         "MASTER_ADDR": "127.0.0.1",
     }

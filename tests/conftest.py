@@ -15,6 +15,7 @@ import os
 from collections import Counter
 from collections.abc import Generator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -27,6 +28,12 @@ pytest_plugins = ["tests.checkpointers"]
 if find_spec("botocore"):  # the environments of `tests/real/run` have no S3 client
     pytest_plugins += ["tests.servers.s3_fixtures"]  # one server for all folders
 
+# Programs that tests start run this checkout, and torch without its compiler, which makes starting one half as dear.
+# Frameworks are tried with all of torch.
+ROOT = Path(__file__).parents[1]
+_paths = [str(ROOT)] if "AIOCKPT_FRAMEWORK" in os.environ else [str(ROOT / "tests" / "light_torch"), str(ROOT)]
+_given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*_paths, *filter(None, _given)]))
 # Workers of `pytest -n` are told the width of the runner's terminal; what is tested prints as wide as into a pipe.
 os.environ.pop("COLUMNS", None)
 for _name in PROFILES:

@@ -49,7 +49,7 @@ class Job:
             port = probe.getsockname()[1]
         environment = {
             **os.environ,
-            "PYTHONPATH": str(CHECKOUT),
+            "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(CHECKOUT)]).lstrip(os.pathsep),
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
             "MASTER_ADDR": "127.0.0.1",

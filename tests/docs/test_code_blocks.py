@@ -187,7 +187,6 @@ def test_the_whole_program_of_the_guide_to_ranks_runs_as_it_stands(folder: Path)
 def run_under_torchrun(folder: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environment.get('PYTHONPATH', '')}"
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=150, check=False
     )
@@ -229,7 +228,6 @@ if __name__ == "__main__":
 def proofs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Scope:
     """Return what the guide to proofs defines, beside a script that trains."""
     (folder / "train.py").write_text(SCRIPT)
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     scope: Scope = {"__name__": "train"}
     exec(SCRIPT, scope)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import aiockpt
 from aiockpt.examples.child import Job, Told
 from aiockpt.examples.demo import EXACT, FAILED, DemoOptions, check_uncommitted, choose_doomed_save, run_demo
 from aiockpt.examples.gpt import GPTSize
@@ -65,9 +63,8 @@ def test_a_demo_that_is_told_to_end_leaves_no_folder_and_no_process(
     tmp_path: Path, number: signal.Signals, option: list[str]
 ) -> None:
     command = [sys.executable, "-m", "aiockpt.cli.main", "demo", *option]
-    environment = os.environ | {"PYTHONPATH": str(Path(aiockpt.__file__).parents[1])}
     with subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+        command, cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         assert "A byte-level GPT" in process.stdout.readline()  # a process of its own is started next

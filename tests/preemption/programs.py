@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
 WAIT_S = 60.0
 
 TRAIN = """
@@ -101,13 +100,12 @@ def start_ranks(folder: Path, script: str, world_size: int) -> list[Program]:
 def start(folder: Path, script: str, environment: Mapping[str, str] | None = None, log_name: str = "log") -> Program:
     """Run `TRAIN` and *script*, whose steps go to ``folder/run``."""
     log = folder / log_name
-    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     with log.open("w") as errors:
         process = subprocess.Popen(
             [sys.executable, "-c", TRAIN + script, str(folder / "run")],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env={**os.environ, "PYTHONPATH": path, **(environment or {})},
+            env={**os.environ, **(environment or {})},
         )
     return Program(process, log)

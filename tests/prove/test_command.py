@@ -15,14 +15,13 @@ import pytest
 
 from aiockpt.prove.assignment import VARIABLE
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 SCRIPT = [sys.executable, "-m", "tests.prove.scripts"]
 
 
 def prove(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command in *folder*, as a user would."""
     environment = {
-        **os.environ, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "100",
+        **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "100",
         "TMPDIR": scratch(folder),
     }  # fmt: skip
     return subprocess.run(
@@ -92,7 +91,7 @@ def test_a_proof_that_is_ended_by_a_signal_takes_all_that_it_started_along(
 ) -> None:
     script = "import os, time; open('began', 'w').close(); time.sleep(90)"
     command = [sys.executable, "-m", "aiockpt.cli.main", "prove", "--", sys.executable, "-c", script]
-    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "TMPDIR": scratch(tmp_path)}
+    environment = {**os.environ, "TMPDIR": scratch(tmp_path)}
     with subprocess.Popen(command, cwd=tmp_path, env=environment) as running:
         while not (tmp_path / "began").exists():
             assert running.poll() is None
