@@ -18,7 +18,6 @@ import logging
 import operator
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from threading import get_ident
 from typing import Any
 
 import msgspec
@@ -39,7 +38,7 @@ from aiockpt.options import Snapshot, check_choice
 from aiockpt.outcomes import log_saved
 from aiockpt.runtime.host_memory import available_bytes
 from aiockpt.runtime.limits import Limiter, run_blocking
-from aiockpt.runtime.loop import Mutex, made_for_the_loop
+from aiockpt.runtime.loop import Mutex, made_for_the_loop, thread_id
 from aiockpt.runtime.pending_copies import PendingCopies
 from aiockpt.runtime.promise import Promise, SavePromise
 from aiockpt.runtime.tasks import open_tasks
@@ -89,7 +88,7 @@ class Submitter:
         """Start a save, or skip it where the policy says so. Raises as `aiockpt.Checkpointer.save`."""
         begun_ns = self._engine.now_ns()
         self.refuse_inside_save("save()")
-        thread = get_ident()
+        thread = thread_id()
         try:
             self._saving.add(thread)
             with self._calls:
@@ -109,7 +108,7 @@ class Submitter:
         Raises:
             UsageError: a signal handler calls, or a method of the state that is being saved.
         """
-        if get_ident() in self._saving:
+        if thread_id() in self._saving:
             raise UsageError(
                 f"{what} inside save(), from a signal handler or a method of the state: set a flag there, and call it "
                 "in the loop"

@@ -29,10 +29,10 @@ from aiockpt.preemption.decision import EndAgreement, EndDecision, Notice
 from aiockpt.preemption.last_call import PreemptedCall
 from aiockpt.preemption.policy import Preempted, Preemption
 from aiockpt.preemption.recent_saves import RecentSaves
-from aiockpt.runtime.loop import Mutex
+from aiockpt.runtime.loop import Mutex, thread_id
 from aiockpt.runtime.promise import Promise
 from aiockpt.runtime.tasks import open_tasks
-from aiockpt.runtime.wakeup import SignalWatch, thread_id, watch_signals
+from aiockpt.runtime.wakeup import SignalWatch, watch_signals
 
 logger = logging.getLogger("aiockpt")
 

@@ -45,6 +45,11 @@ FIRST_WORKERS = 2
 """Those that are there from the beginning: a save that nobody waited for is finished by them while the interpreter exits."""
 
 
+def thread_id() -> int:
+    """Return what tells this thread from the others."""
+    return threading.get_ident()
+
+
 class LoopThread:
     """One event loop on a background thread, and the worker threads of its blocking calls.
 

@@ -38,11 +38,6 @@ def on_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def thread_id() -> int:
-    """Return what tells this thread from the others."""
-    return threading.get_ident()
-
-
 def watch_signals(numbers: Iterable[int], told: Told) -> SignalWatch:
     """Have *told* called for each signal of these *numbers*, until the watch is closed.
 
