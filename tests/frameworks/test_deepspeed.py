@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
 import importlib
 import inspect
@@ -492,16 +493,55 @@ def test_state_that_is_not_spread_as_the_partition_is_refused(place: Path) -> No
         job.engine.save_checkpoint("x")
 
 
-def test_values_that_differ_within_a_partition_are_refused(place: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            lambda state: state.update(step=torch.tensor(9.0)),
+            r"'step' is 1.0 for embed\.weight and 9.0 for first\.weight",
+        ),
+        (
+            lambda state: state.update(exp_avg=state["exp_avg"].double()),
+            r"'exp_avg' is torch\.float32 for embed\.weight and torch\.float64 for first\.weight",
+        ),
+        (
+            lambda state: state.update(exp_avg=torch.zeros(3)),
+            r"'exp_avg' has the shape \(3,\)",
+        ),
+        (
+            lambda state: state.update(exp_avg=torch.tensor(3.0)),
+            r"'exp_avg' has the shape \(\)",
+        ),
+        (
+            lambda state: state.update(more=torch.zeros(7, 5)),
+            r"'more' is there for first\.weight and not for embed\.weight",
+        ),
+        (lambda state: state.pop("exp_avg"), r"'exp_avg' is there for embed\.weight and not for first\.weight"),
+    ],
+    ids=["values", "dtypes", "shapes", "scalars", "one more", "one less"],
+)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_differs_within_a_partition_is_refused_before_anything_is_filled(
+    place: Path, change: Callable[[Any], Any], says: str, stage: int
+) -> None:
     module = Net()
     optimizer = torch.optim.AdamW(groups_of(module), lr=0.3)
     module(torch.arange(8)).sum().backward()
     optimizer.step()
-    optimizer.state[module.first.weight]["step"].fill_(9)
+    change(optimizer.state[module.first.weight])
     with aiockpt.Checkpointer(place, ranks=aiockpt.Ranks()) as ckpt:
         ckpt.save(4, {"model": module, "optimizer": optimizer})
-    with pytest.raises(aiockpt.UsageError, match=r"optimizer state 'step' is .* ZeRO has one value for both"):
-        loaded(place, Job(2))
+    job = Job(stage, seed=8)
+    job.step(0)
+
+    def everything() -> tuple[dict[str, torch.Tensor], Any]:
+        return job.weights(), copy.deepcopy([*job.engine.optimizer.optimizer.state.values()])
+
+    weights, inner = everything()
+    with pytest.raises(aiockpt.StateMismatchError, match=f"optimizer state {says}.*ZeRO has one for both"):
+        loaded(place, job)
+    same(everything()[0], weights)
+    assert str(everything()[1]) == str(inner)
 
 
 # ---------------------------------------------------------------------- kills, the page, and what is relied on

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -206,7 +207,7 @@ class _AttachedEngine:
             asked = StateToLoad(engine, saved)
             asked.ask_weights()
             if optimizer:
-                asked.ask_optimizer()
+                asked.ask_optimizer(partial(self._read_scalars, step))
             state = asked.state | (self._progress_of(saved, scheduler=scheduler) if progress else {})
             self._ckpt.load(state, step, strict=True if strict else {MODEL: False}).result()
             asked.finish()
@@ -217,6 +218,15 @@ class _AttachedEngine:
             set_progress(engine, state[PROGRESS])
         loaded: dict[str, Any] | None = state[OF_RANK].value if OF_RANK in state else state.get(CLIENT, {})
         return loaded
+
+    def _read_scalars(self, step: int, names: list[str]) -> dict[str, Any]:
+        """Return scalars of a step by the names of their tensors; rank 0 reads them for all."""
+
+        def read() -> dict[str, Any]:
+            reading = {name: self._ckpt.read(step, name) for name in names}
+            return {name: future.result().item() for name, future in reading.items()}
+
+        return ask_first_rank(read) if names else {}
 
     def _progress_of(self, saved: aiockpt.Description, *, scheduler: bool) -> dict[str, Any]:
         """Return what to load besides weights and optimizer."""

@@ -16,6 +16,7 @@ from aiockpt.adapters.stored import is_tensor_node
 from aiockpt.format.dtypes import torch_name
 from aiockpt.format.names import split_name
 from aiockpt.integrations.deepspeed.named_state import MODEL, OPTIMIZER, group_settings, module_leaves
+from aiockpt.integrations.deepspeed.partition_fit import PartitionFit, different_values, fit_partition
 from aiockpt.integrations.deepspeed.partitions import (
     FlatPartition,
     find_partitions,
@@ -90,11 +91,15 @@ class StateToLoad:
 
     # ------------------------------------------------------------------ the optimizer
 
-    def ask_optimizer(self) -> None:
-        """Ask for the optimizer.
+    def ask_optimizer(self, read: Callable[[list[str]], dict[str, Any]]) -> None:
+        """Ask for the optimizer. Every rank finds the same, and raises the same, before any of them loads.
+
+        Args:
+            read: returns scalars of the step, by the names of their tensors, on all ranks the same.
 
         Raises:
-            StateMismatchError: the step has none, or not of all parameters.
+            StateMismatchError: the step has none, or not of all parameters, or of those of a partition what does not go
+                into one.
         """
         if not self._partitions:
             return
@@ -107,39 +112,63 @@ class StateToLoad:
             for group in groups:
                 found += agreed_values(saved, [ids[name] for name in group["params"]], str)[1]
         if saved is None or found:
-            raise aiockpt.StateMismatchError(
-                self._saved.info.id, found, "load_checkpoint(…, load_optimizer_states=False) begins with a new one."
-            )
+            raise self._mismatch(found)
+        parts = [
+            (part, {one.name: entry for one in part.slices if (entry := saved.state.get(ids[one.name]))})
+            for part in self._partitions
+        ]
+        fits = self._fit_partitions(parts, read)
         state: dict[str, Any] = {}
-        for part in self._partitions:
-            states = {one.name: saved.state[ids[one.name]] for one in part.slices if ids[one.name] in saved.state}
-            made = self._make_state(part, states)
+        for (part, states), fit in zip(parts, fits, strict=True):
+            made = self._make_state(part, fit)
             for one in part.slices:
                 if one.name in states:
                     state[one.name] = {
-                        key: None if tensor is None else part.part_of(tensor, one)
-                        for key, tensor in made.items()
-                        if key in states[one.name]
+                        key: None if tensor is None else part.part_of(tensor, one) for key, tensor in made.items()
                     }
             self._after.append(partial(self._set_state, part, made))
         self.state[OPTIMIZER] = {"state": state, "param_groups": groups}
         self._after.append(self._set_groups)
 
-    def _make_state(self, part: FlatPartition, states: dict[str, Any]) -> dict[Any, torch.Tensor | None]:
+    def _mismatch(self, problems: list[str]) -> aiockpt.StateMismatchError:
+        return aiockpt.StateMismatchError(
+            self._saved.info.id, problems, "load_checkpoint(…, load_optimizer_states=False) begins with a new one."
+        )
+
+    def _find_tensor(self, node: Any) -> aiockpt.TensorInfo | None:
+        return self._tensors.get(_path_of(node["name"])) if is_tensor_node(node) else None
+
+    def _fit_partitions(
+        self, parts: list[tuple[FlatPartition, dict[str, Any]]], read: Callable[[list[str]], dict[str, Any]]
+    ) -> list[PartitionFit]:
+        fits = [
+            fit_partition(states, {one.name: one.shape for one in part.slices}, self._find_tensor)
+            for part, states in parts
+        ]
+        problems = [problem for fit in fits for problem in fit.problems]
+        if problems:
+            raise self._mismatch(problems)
+        nodes = [
+            (key, {name: entry[key] for name, entry in states.items()})
+            for (_, states), fit in zip(parts, fits, strict=True)
+            for key in fit.single
+        ]
+        # Partitions of one parameter have nothing to agree on, as without ZeRO.
+        several = [(key, by_name) for key, by_name in nodes if len(by_name) > 1]
+        infos = [self._find_tensor(node) for _, by_name in several for node in by_name.values()]
+        values = read(sorted({info.name for info in infos if info is not None}))
+        problems = [
+            problem for key, by_name in several for problem in different_values(key, by_name, values, self._find_tensor)
+        ]
+        if problems:
+            raise self._mismatch(problems)
+        return fits
+
+    def _make_state(self, part: FlatPartition, fit: PartitionFit) -> dict[Any, torch.Tensor | None]:
         """Return what the optimizer is to have of a partition: tensors that lie as it does, and None for single values."""
         live = inner_optimizer(self._engine).state.get(part.key, {})
-        shapes = {one.name: one.shape for one in part.slices}
-        made: dict[Any, torch.Tensor | None] = {}
-        for key in dict.fromkeys(key for entry in states.values() for key in entry):
-            infos = {
-                name: self._tensors.get(_path_of(entry[key]["name"])) if is_tensor_node(entry[key]) else None
-                for name, entry in states.items()
-                if key in entry
-            }
-            if key == "step" or not all(info and tuple(info.shape) == shapes[name] for name, info in infos.items()):
-                made[key] = None
-                continue
-            dtype = getattr(torch, torch_name(next(info.dtype for info in infos.values() if info)))
+        made: dict[Any, torch.Tensor | None] = dict.fromkeys(fit.single)
+        for key, dtype in fit.spread.items():
             there = live.get(key)
             fits = isinstance(there, torch.Tensor) and (there.shape, there.dtype) == (part.key.shape, dtype)
             made[key] = there if fits else torch.zeros_like(part.key, dtype=dtype, requires_grad=False)
@@ -155,7 +184,7 @@ class StateToLoad:
         for key, tensor in made.items():
             if tensor is None:
                 values = {one.name: state[one.name][key] for one in part.slices if key in state.get(one.name, {})}
-                entry[key] = _single(key, values, before.get(key))
+                entry[key] = _single(values, before.get(key))
                 continue
             entry[key] = tensor
             for one in part.slices:
@@ -184,14 +213,9 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source)
 
 
-def _single(key: Any, values: dict[str, Any], before: Any) -> Any:
+def _single(values: dict[str, Any], before: Any) -> Any:
     """Return the value that all parameters of a partition have, as the optimizer has it already."""
-    (first, value), *others = values.items()
-    for name, other in others:
-        if not torch.equal(torch.as_tensor(other), torch.as_tensor(value)):
-            raise aiockpt.UsageError(
-                f"optimizer state {key!r} is {value} for {first} and {other} for {name}: ZeRO has one value for both"
-            )
+    value = next(iter(values.values()))
     if isinstance(before, torch.Tensor):
         return before.copy_(value)
     return value.clone() if isinstance(value, torch.Tensor) else value
