@@ -50,6 +50,7 @@ class ReplicaCheckpointer:
         self, manager: Any, place: str, *, replica: str, loader: Any = None, every: int, **options: Any
     ) -> None:
         self._manager, self._loader, self._every = manager, loader, every
+        self._position = f"loader of {replica}"
         self._shared = aiockpt.Checkpointer(place, **options)
         self._own = aiockpt.Checkpointer(f"{place.rstrip('/')}-replica-{replica}", **options)
         self._saved: int | None = None
@@ -57,15 +58,19 @@ class ReplicaCheckpointer:
     def resume(self, state: Mapping[str, Any]) -> int:
         """Load the newest checkpoint into *state* and the manager, and this group's position at that step into its loader.
 
-        A group that had no position at that step takes its newest one before it, or begins its data anew. Returns the
-        number of steps that are done; 0 when there is no checkpoint. What the living groups have trained since comes from
-        them, at the first step.
+        The group that wrote the model wrote its position with it, so that a job of one group finds both or neither. Another
+        one that had no position at that step takes its newest one before it, or begins its data anew. Returns the number of
+        steps that are done; 0 when there is no checkpoint. What the living groups have trained since comes from them, at
+        the first step.
         """
         loaded = self._shared.load(self._with_manager(state)).result()
         if loaded is None:
             return 0
         self._saved = loaded.step
-        if self._loader is not None:
+        described: Any = self._shared.describe(loaded.step).result()
+        if self._loader is not None and self._position in {*described.values, *described.per_rank}:
+            self._shared.load({self._position: self._loader}, loaded.step).result()
+        elif self._loader is not None:
             steps = [info.step for info in self._own.steps().result() if info.step <= loaded.step]
             if steps:
                 self._own.load({"loader": self._loader}, max(steps)).result()
@@ -87,7 +92,8 @@ class ReplicaCheckpointer:
             self._own.save(step, {"loader": self._loader})
         if self._manager.participating_rank() != 0:
             return None
-        return self._shared.save(step, self._with_manager(state))
+        position = {} if self._loader is None else {self._position: self._loader}
+        return self._shared.save(step, self._with_manager(state) | position)
 
     def _with_manager(self, state: Mapping[str, Any]) -> dict[str, Any]:
         return {**state, MANAGER: self._manager}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -179,5 +180,38 @@ def test_its_page_runs_as_it_stands(tmp_path: Path, lighthouse: Any, monkeypatch
     run_page("frameworks/torchft.md", scope)
     assert steps_in("runs/ft") == [2, 4, 6]
     scope["manager"].shutdown()
-    with ReplicaCheckpointer(scope["manager"], "runs/ft", replica="0", loader=scope["loader"], every=2) as ckpt:
-        assert ckpt.resume({"model": model, "optimizer": optimizer}) == 6
+
+    def next_samples(replica: str) -> torch.Tensor:
+        fresh = aiockpt.ShardedSampler(60, batch_size=3, rank=0, size=1)
+        loader = aiockpt.Loader(torch.utils.data.DataLoader(dataset, batch_sampler=fresh))
+        with ReplicaCheckpointer(scope["manager"], "runs/ft", replica=replica, loader=loader, every=2) as ckpt:
+            assert ckpt.resume({"model": model, "optimizer": optimizer}) == 6
+        (samples,) = next(iter(loader))
+        return samples  # type: ignore[no-any-return]
+
+    expected = next_samples("0")
+    assert not torch.equal(next_samples("1"), expected)  # begins its data anew
+    # A kill can leave the newest position behind the newest step: the group that wrote the step has its own in there.
+    shutil.rmtree("runs/ft-replica-0/step-00000006")
+    assert torch.equal(next_samples("0"), expected)
+
+
+def test_killed_and_resumed_it_is_the_run_that_was_never_stopped(tmp_path: Path) -> None:
+    prove = [
+        str(Path(sys.executable).with_name("aiockpt")),
+        "prove",
+        "--kills",
+        "2",
+        "--seed",
+        "7",
+        "--json",
+        "proof.json",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    script = [sys.executable, "-m", "tests.frameworks.torchft_script"]
+    done = subprocess.run(
+        [*prove, "--", *script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = (tmp_path / "proof.json").read_text()
+    assert all(name in rows for name in ("exp_avg_sq", "loader", "schedule", "rng torch"))
