@@ -16,6 +16,7 @@ from safetensors.torch import save_model as save_by_safetensors
 
 import aiockpt
 from aiockpt.adapters.rename import Rules
+from aiockpt.convert import to_hugging_face
 from aiockpt.errors import StateMismatchError, UnsupportedStateError, UsageError
 from aiockpt.format.dtypes import CODES, is_native, torch_name
 from tests.convert.small_models import (
@@ -145,6 +146,42 @@ def test_floating_point_is_rounded_as_torch_rounds_it_and_the_rest_stays(
     with aiockpt.Checkpointer(tmp_path / "back", io=SMALL) as ckpt:
         found = ckpt.read(0, "model.embed.weight").result(DEADLINE_S)
     assert same_bits(found, Tied(seed=1).embed.weight.to(kind).to(torch.float32))
+
+
+EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
+
+
+class Quantized(torch.nn.Module):
+    """Weights of eight bits, each with a scale that is a scalar, and scalars of other dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for dtype in EIGHT_BITS:
+            name = str(dtype).removeprefix("torch.")
+            weight = torch.randn(6, 4, generator=torch.Generator().manual_seed(3)).to(dtype)
+            self.register_parameter(name, torch.nn.Parameter(weight, requires_grad=False))
+            self.register_buffer(f"{name}_zero", torch.tensor(1.5).to(dtype))
+            self.register_buffer(f"{name}_scale", torch.tensor(0.1))
+        for dtype in (torch.bfloat16, torch.int64, torch.bool):
+            self.register_buffer(f"one_{dtype}".replace(".", "_"), torch.tensor(1, dtype=dtype))
+
+
+@pytest.mark.parametrize("options", [{}, {"link": True}, {"dtype": "bfloat16"}], ids=["written", "linked", "rounded"])
+def test_weights_of_eight_bits_and_scalars_keep_their_dtypes_and_shapes(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    model = Quantized()
+    with aiockpt.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(1, {"model": model}).result(DEADLINE_S)
+        to_hugging_face(ckpt, tmp_path / "out", prefix="model", **options).result(DEADLINE_S)
+    found = load_folder(tmp_path / "out")
+    for name, tensor in model.state_dict().items():
+        rounded = options.get("dtype") and tensor.dtype == torch.float32
+        assert found[name].shape == tensor.shape, name
+        assert same_bits(found[name], tensor.bfloat16() if rounded else tensor), name
+    take_in(tmp_path / "back", tmp_path / "out")
+    with aiockpt.Checkpointer(tmp_path / "back") as ckpt:
+        assert all(same_bits(ckpt.read(0, f"model.{name}").result(DEADLINE_S), found[name]) for name in found)
 
 
 @pytest.mark.parametrize("way", ["out", "in"])
