@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,61 @@ def test_two_ranks_go_on_as_the_same_run(tmp_path: Path) -> None:
     prove = [str(Path(sys.executable).with_name("aiockpt")), "prove", "--kills", "2", "--seed", "1", "--"]
     out = run([*prove, *torchrun, str(SCRIPT), str(tmp_path / "out")])
     assert "certified: killed twice" in out
+
+
+ON_A_NODE = """
+import json, sys
+from tests.frameworks.hf_script import make
+from aiockpt.errors import UsageError
+from aiockpt.integrations.huggingface import attach
+
+folder, place, settings = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+trainer = make(folder, **settings)
+attach(trainer, place, resume=True)
+try:
+    trainer.train()
+except UsageError as error:
+    print(error)
+else:
+    print([entry["step"] for entry in trainer.state.log_history], float(sum(p.sum() for p in trainer.model.parameters())))
+"""
+
+
+def on_two_nodes(root: Path, **settings: Any) -> list[str]:
+    """Run a script on two nodes of a rank each, with a folder each and one place; return what each has printed last."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    processes = []
+    for rank in ("0", "1"):
+        own = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(HERE.parents[1])}
+        command = [sys.executable, "-c", ON_A_NODE, str(root / rank), str(root / "place"), json.dumps(settings)]
+        processes.append(
+            subprocess.Popen(command, env={**os.environ, **own, **shared}, stdout=subprocess.PIPE, text=True)
+        )
+    return [process.communicate(timeout=300)[0].strip().splitlines()[-1] for process in processes]
+
+
+def test_nodes_that_see_no_common_folder_have_one_each(tmp_path: Path) -> None:
+    settings = {"save_on_each_node": True, "save_total_limit": 2, "gradient_accumulation_steps": 1}
+    on_two_nodes(tmp_path, max_steps=8, **settings)
+    for rank in ("0", "1"):
+        assert folders(tmp_path / rank) == ["checkpoint-6", "checkpoint-8"]
+    first, second = on_two_nodes(tmp_path, max_steps=11, **settings)
+    assert first == second
+    assert json.loads(first.partition("]")[0] + "]")[:11] == [*range(1, 12)]  # what was logged before is known again
+    for rank in ("0", "1"):
+        assert folders(tmp_path / rank) == ["checkpoint-11", "checkpoint-9"]
+    with aiockpt.Checkpointer(tmp_path / "place") as ckpt:
+        assert [info.step for info in ckpt.steps().result()] == [11, 9]
+
+
+def test_nodes_that_do_not_see_the_folder_are_told_so(tmp_path: Path) -> None:
+    on_two_nodes(tmp_path, max_steps=3)
+    for said in on_two_nodes(tmp_path, max_steps=6):
+        assert said.startswith(f"rank 1: checkpoint-3 is not in {tmp_path}")
+        assert "save_on_each_node=True" in said
 
 
 def test_folders_appear_for_what_is_committed_and_are_kept_as_the_trainer_keeps_them(tmp_path: Path) -> None:

@@ -49,7 +49,8 @@ class _Conversion(NamedTuple):
 
 
 class CheckpointFolders:
-    """The folders of one Trainer. Its first process makes them; the calls do nothing in the others.
+    """The folders of one Trainer. Its first process makes them, and with ``save_on_each_node`` that of each node; the calls
+    do nothing in the others.
 
     Args:
         safetensors: whether weights are put into them.
@@ -138,6 +139,21 @@ class CheckpointFolders:
             _write(folder / STATE, values.get("trainer") or self._state_at(step))
             self._mark(folder, step)
 
+    def check_seen(self, step: int) -> None:
+        """Raise on all ranks unless each sees the folder of a step. Every rank calls it.
+
+        Raises:
+            UsageError: says which ranks do not.
+        """
+        args = self._trainer.args
+        seen: list[bool] = import_module("accelerate.utils").gather_object([is_ours(self.path(step))])
+        if not all(seen):
+            blind = ", ".join(str(rank) for rank, sees in enumerate(seen) if not sees)
+            raise UsageError(
+                f"rank {blind}: {PREFIX}{step} is not in {args.output_dir}; give an output_dir that all nodes see, or "
+                "TrainingArguments(save_on_each_node=True) and a place that all nodes see: attach(trainer, place)"
+            )
+
     def of_the_trainer(self) -> tuple[Path, int] | None:
         """Return the newest folder that the Trainer wrote itself, with the time in ns; None where there is none."""
         states = [
@@ -175,7 +191,7 @@ class CheckpointFolders:
         kept = {*steps[-1:], *([step_of(best)] if best and step_of(best) in steps else [])}
         others = [step for step in steps if step not in kept]
         for step in others[: max(len(steps) - max(args.save_total_limit, len(kept)), 0)]:
-            self._ckpt.delete(step).result()
+            self._ckpt.delete(step).result()  # each node does, with its folder: gone already is fine
             shutil.rmtree(self.path(step), ignore_errors=True)
 
     def _staged(self, step: int) -> Path:

@@ -132,6 +132,8 @@ class _Attached:
         for step in reversed(steps):
             self._folders.restore(step)
         self._trainer.accelerator.wait_for_everyone()
+        if steps:
+            self._folders.check_seen(steps[0])
         return steps
 
     # ------------------------------------------------------------------ saving
@@ -148,7 +150,8 @@ class _Attached:
         if best and (best == step or self._folders.path(best).exists()):
             trainer.state.best_model_checkpoint = str(self._folders.path(best))
         state = self._model() if trainer.args.save_only_model else self._state()
-        if (text := self._folders.stage(step)) is not None:
+        text = self._folders.stage(step)
+        if trainer.args.process_index == 0:
             state["trainer"] = text
         self._folders.publish()
         self._folders.rotate()
