@@ -116,6 +116,18 @@ def test_a_save_before_the_first_step_is_loaded_as_one(place: Path, stage: int) 
     assert other.steps(5, 6, 7) == straight
 
 
+def test_parameters_that_zero_keeps_whole_are_whole_after_a_load(place: Path) -> None:
+    saved(place, Job(3), 0)
+    other = Job(3, seed=8)
+    other.step(0)
+    whole = {name: one.shape for name, one in other.engine.module.named_parameters()}
+    assert whole["first.weight"] == (7, 5)  # below stage3_param_persistence_threshold
+    loaded(place, other)
+    assert {name: one.shape for name, one in other.engine.module.named_parameters()} == whole
+    with aiockpt.Checkpointer(place, ranks=aiockpt.Ranks()) as ckpt:
+        assert torch.equal(other.engine.module.first.weight, ckpt.read(None, "model.first.weight").result())
+
+
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_another_optimizer_keeps_what_it_has(place: Path, stage: int) -> None:
     straight = saved(place, Job(stage, sgd=True), 0, 1)
