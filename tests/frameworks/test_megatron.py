@@ -515,6 +515,30 @@ def test_settings_of_megatron_bridge_are_heeded(places: Path) -> None:
 
 
 @pytest.mark.usefixtures("microbatches")
+def test_a_resumed_run_of_megatron_bridge_keeps_its_rule_until_it_ends(places: Path) -> None:
+    def kept() -> list[str]:
+        return sorted(path.name.removeprefix("step-0000000") for path in Path("runs").glob("step-*"))
+
+    def go_on(run: BridgeRun, *steps: int) -> None:
+        for step in steps:
+            run.train(step)
+            run.save()
+        run.manager.finalize_async_saves(state=run.state, terminate=True)
+
+    first = BridgeRun(most_recent_k=2)
+    assert first.load() == (0, 0)  # looks into the place before anything is saved
+    go_on(first, 1, 2, 3)
+    assert kept() == ["2", "3"]
+    second = BridgeRun(seed=8, most_recent_k=1)
+    assert second.load() == (3, 3000)
+    go_on(second, 4)
+    assert kept() == ["4"]
+    assert first.load() == (4, 4000)
+    go_on(first, 5, 6, 7)
+    assert kept() == ["6", "7"]
+
+
+@pytest.mark.usefixtures("microbatches")
 def test_what_a_checkpoint_of_megatron_bridge_lacks_is_told(places: Path) -> None:
     run = BridgeRun(save_optim=False, save_rng=False)
     run.train(1)
