@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 
 from aiockpt.adapters.local_shards import LocalPiece, LocalShards
-from aiockpt.state.geometry import Box, Run, boxes_follow, chunk_runs, runs_to_boxes
+from aiockpt.adapters.ragged import ragged_range
+from aiockpt.state.geometry import Box, Run, boxes_follow, chunk_runs, flat_range_boxes, runs_to_boxes
 from aiockpt.state.layout import strides_in_order
 from aiockpt.state.tree import Path, refuse
 
@@ -51,6 +52,15 @@ def hold_dtensor(tensor: DTensor, path: Path) -> LocalShards:
         UnsupportedStateError: a placement is Partial or unknown, or the local tensor has not the shape it should have.
     """
     shape, local = tuple(tensor.shape), local_of(tensor)
+    ragged = ragged_range(tensor._spec, path)
+    if ragged is not None:
+        if local.numel() != ragged.end - ragged.start or not local.is_contiguous():
+            refuse(
+                path,
+                f"a DTensor of shape {shape} placed as {tensor.placements} whose local tensor has shape "
+                f"{tuple(local.shape)}, not {ragged.end - ragged.start} elements one behind another",
+            )
+        return ragged.hold(local.view(-1))
     axes = _held_runs(tensor._spec, path)
     held = tuple(sum(size for _, size in runs) for runs in axes) if axes is not None else (0,)
     if 0 in held and not local.numel():
@@ -74,6 +84,9 @@ def boxes_of(tensor: DTensor, path: Path) -> tuple[Box, ...]:
     Raises:
         UnsupportedStateError: as for `hold_dtensor`.
     """
+    ragged = ragged_range(tensor._spec, path)
+    if ragged is not None:
+        return tuple(flat_range_boxes(ragged.shape, ragged.start, ragged.end))
     axes = _held_runs(tensor._spec, path)
     return () if axes is None or not all(axes) else tuple(box for box, _ in runs_to_boxes(axes))
 

@@ -27,6 +27,7 @@ MODULES = (
     "mesh_checks",
     "odd_checks",
     "optimizer_checks",
+    "ragged_checks",
     "read_once_checks",
     "scenario_checks",
     "sizing_checks",
