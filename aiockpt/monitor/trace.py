@@ -3,7 +3,7 @@
 Guarantees:
 
 - The engine never waits for the file: an event is encoded and queued (about a microsecond), and a task of its own writes
-  what has come together, through aiofiles, on a worker thread.
+  what has come together within `GATHER_S`, through aiofiles, on a worker thread. A process that is killed loses that much.
 - When the checkpointer is closed, also at interpreter exit, the file ends with its last event, in whole lines. A process
   that is killed may leave half a line; the next one that appends begins a new line.
 - Where several processes append to one file, two jobs that were given one folder, the line that says who writes comes again
@@ -22,7 +22,7 @@ import aiofiles
 import anyio
 import anyio.to_thread
 import msgspec
-from aiofiles.threadpool.binary import AsyncBufferedReader
+from aiofiles.threadpool.binary import AsyncFileIO
 
 from aiockpt.errors import UsageError
 from aiockpt.events import Event, Opened
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 FOLDER = "monitor"
 """Beside the steps of a run."""
+GATHER_S = 0.05
+"""From an event until it is written, with those that came meanwhile: a save has some fourteen within a moment, and a visit to
+the file takes two calls on a worker, which cost more than all lines."""
 
 
 class TraceFile:
@@ -57,6 +60,7 @@ class TraceFile:
         self._lines: list[bytes] = []
         self._opened: Opened | None = None
         self._news: anyio.Event | None = None
+        self._end: anyio.Event | None = None
         self._ending = self._given_up = False
 
     def on_event(self, event: Event) -> None:
@@ -75,24 +79,25 @@ class TraceFile:
             OSError: the file cannot be written; what comes after that is dropped.
         """
         self._ending = False
+        self._end = anyio.Event()
         await self._wait_for_news()
         if not self._lines:
             return
         try:
             path = await anyio.to_thread.run_sync(self._place)
             who = self._lines[0]
-            async with aiofiles.open(path, "a+b") as file:
+            async with aiofiles.open(path, "a+b", buffering=0) as file:
                 end = await _begin(file)
                 while not self._ending or self._lines:
+                    await self._wait_for_news()
+                    with anyio.move_on_after(GATHER_S):
+                        await self._end.wait()
                     lines, self._lines = self._lines, []
                     if not lines:
-                        await self._wait_for_news()
                         continue
-                    if await file.seek(0, os.SEEK_END) != end:  # another process writes there, too
+                    if (size := await file.seek(0, os.SEEK_END)) != end:  # another process writes there, too
                         lines.insert(0, who)
-                    await file.write(b"".join(lines))
-                    await file.flush()
-                    end = await file.tell()
+                    end = size + await _write(file, b"".join(lines))
         finally:
             self._given_up = not self._ending
             self._lines.clear()
@@ -100,6 +105,8 @@ class TraceFile:
     async def aclose(self) -> None:
         """Let `run` end when all is written."""
         self._ending = True
+        if self._end is not None:
+            self._end.set()
         self._wake()
 
     def _place(self) -> str:
@@ -137,13 +144,19 @@ def _coordinates(mesh: DeviceMesh | Mapping[str, int] | None) -> dict[str, int]:
     return dict(zip(mesh.mesh_dim_names, mesh.get_coordinate() or (), strict=False))
 
 
-async def _begin(file: AsyncBufferedReader) -> int:
+async def _write(file: AsyncFileIO, data: bytes) -> int:
+    """Append all of *data*, which a file that is not buffered may take in parts; return its size."""
+    left = memoryview(data)
+    while left:
+        left = left[await file.write(left) :]
+    return len(data)
+
+
+async def _begin(file: AsyncFileIO) -> int:
     """End the half line that whoever wrote last was killed in, if any; return where the file ends."""
     size: int = await file.seek(0, os.SEEK_END)
     if size:
         await file.seek(size - 1)
         if await file.read(1) != b"\n":
-            await file.write(b"\n")
-            await file.flush()
-            return size + 1
+            return size + await _write(file, b"\n")
     return size
