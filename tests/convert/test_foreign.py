@@ -122,12 +122,19 @@ def test_live_objects_and_steps_get_what_was_saved(kind: str, tmp_path: Path) ->
         assert_same(found_optimizer.state_dict(), optimizer.state_dict())
 
 
-def test_a_file_of_lightnings_form_fills_a_module_of_another_key(tmp_path: Path) -> None:
-    model, _ = trained(0)
-    torch.save({"state_dict": nn.ModuleDict({"net": model}).state_dict(), "epoch": 3}, tmp_path / "last.ckpt")
-    found, _ = trained(1)
-    load(open_checkpoint(tmp_path / "last.ckpt"), {"model": nn.ModuleDict({"net": found})}, map={"model": "state_dict"})
+def test_a_file_of_lightnings_form_fills_a_module_and_an_optimizer_of_other_keys(tmp_path: Path) -> None:
+    model, optimizer = trained(0)
+    weights = nn.ModuleDict({"net": model}).state_dict()
+    kept = {"state_dict": weights, "optimizer_states": [optimizer.state_dict()], "epoch": 3}
+    torch.save(kept, tmp_path / "last.ckpt")
+    found, found_optimizer = trained(1)
+    load(
+        open_checkpoint(tmp_path / "last.ckpt"),
+        {"model": nn.ModuleDict({"net": found}), "optimizer": found_optimizer},
+        map={"model": "state_dict", "optimizer": "optimizer_states[0]"},
+    )
     assert_same(found.state_dict(), model.state_dict())
+    assert_same(found_optimizer.state_dict(), optimizer.state_dict())
 
 
 def test_what_does_not_fit_is_named_and_overwrites_nothing(tmp_path: Path) -> None:
