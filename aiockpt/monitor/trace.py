@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 FOLDER = "monitor"
 """Beside the steps of a run."""
 GATHER_S = 0.05
-"""From an event until it is written, with those that came meanwhile: a save has some fourteen within a moment, and a visit to
+"""From an event until it is written, with those that came meanwhile: a save has some fourteen in a moment, and a visit to
 the file takes two calls on a worker, which cost more than all lines."""
 
 
