@@ -3,7 +3,8 @@
 Guarantees:
 
 - The engine never waits for the file: an event is encoded and queued (about a microsecond), and a task of its own writes
-  what has come together within `GATHER_S`, through aiofiles, on a worker thread. A process that is killed loses that much.
+  what has come together, through aiofiles, on a worker thread, at most every `GATHER_S`. A process that is killed loses no
+  more than that.
 - When the checkpointer is closed, also at interpreter exit, the file ends with its last event, in whole lines. A process
   that is killed may leave half a line; the next one that appends begins a new line.
 - Where several processes append to one file, two jobs that were given one folder, the line that says who writes comes again
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 FOLDER = "monitor"
 """Beside the steps of a run."""
 GATHER_S = 0.05
-"""From an event until it is written, with those that came meanwhile: a save has some fourteen in a moment, and a visit to
-the file takes two calls on a worker, which cost more than all lines."""
+"""Between two visits to the file: a save has some fourteen events in a moment, and each visit is two calls on a worker, which
+cost more than all lines."""
 
 
 class TraceFile:
@@ -89,15 +90,15 @@ class TraceFile:
             async with aiofiles.open(path, "a+b", buffering=0) as file:
                 end = await _begin(file)
                 while not self._ending or self._lines:
-                    await self._wait_for_news()
-                    with anyio.move_on_after(GATHER_S):
-                        await self._end.wait()
                     lines, self._lines = self._lines, []
                     if not lines:
+                        await self._wait_for_news()
                         continue
                     if (size := await file.seek(0, os.SEEK_END)) != end:  # another process writes there, too
                         lines.insert(0, who)
                     end = size + await _write(file, b"".join(lines))
+                    with anyio.move_on_after(GATHER_S):
+                        await self._end.wait()
         finally:
             self._given_up = not self._ending
             self._lines.clear()
