@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 FOLDER = "monitor"
 """Beside the steps of a run."""
 GATHER_S = 0.05
-"""Between two visits to the file: a save has some fourteen events in a moment, and each visit is two calls on a worker, which
-cost more than all lines."""
+"""Between two visits to the file: a save has some fourteen events in a moment, and the two calls on a worker that a visit
+takes cost more than all lines."""
 
 
 class TraceFile:
