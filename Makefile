@@ -10,13 +10,13 @@
 #   TORCH_INDEX=URL      where to get torch from. On Linux the default index serves a build with several GB of CUDA
 #                        packages; the address of the CPU builds is what the "Get started" page of PyTorch shows for
 #                        Pip and CPU. constraints.txt pins the version either way.
-#   JOBS=3               how many tests run at once; they measure no time, so that none of them minds
+#   JOBS=4               how many tests run at once; they measure no time, so that none of them minds
 #   ARGS="…"             more arguments for the command, for example make demo ARGS=--async
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
-JOBS ?= 3
+JOBS ?= 4
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check

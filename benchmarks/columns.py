@@ -307,6 +307,7 @@ TABLES = (
         ("page", "page_bytes", "bytes"),
         ("drawn", "drawn_s", "median"),
         ("of a core", "core_fraction", "percent"),
+        ("pictures apart", "apart_s", "median"),
     ),
     _table(
         "Copies to farther tiers",

@@ -119,6 +119,7 @@ watching, on the training thread; ≤ 20 µs; 20e-6; observing/a save/call_added
 a report of 1,000 ranks × 100 saves, built; ≤ 20 s; 20; observing/a report/build_s;
 the same, drawn; ≤ 3 s; 3; observing/a report/drawn_s;
 `top` of 1,000 ranks, of a core; ≤ 2 %; 0.02; observing/top/core_fraction;
+its pictures apart; ≤ 1.1 s; 1.1; observing/top/apart_s;
 mean step slowed, a folder; ≤ 3 %; 0.03; promotion/folder/slowed_fraction;
 mean step slowed, a bucket; ≤ 3 %; 0.03; promotion/bucket/slowed_fraction;
 """) + tuple(

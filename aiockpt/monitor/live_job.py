@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 
 import anyio
 import msgspec
@@ -19,6 +20,7 @@ from aiockpt.monitor.trace import FOLDER
 from aiockpt.monitor.under_way import PendingWork
 from aiockpt.storage.backend import Backend, Stat
 
+_decoder = msgspec.json.Decoder(Beat)
 MISSED = 3
 """Beats in a row that a rank that is well does not miss."""
 GRACE_S = 2.0
@@ -94,18 +96,22 @@ class JobWatch:
         there = {stat.key: stat for stat in listing.objects if stat.key.startswith(f"{FOLDER}/{BEGINS}")}
         self._known = {key: known for key, known in self._known.items() if key in there}
         changed = [stat for key, stat in there.items() if key not in self._known or self._known[key][0] != stat]
-        limit = anyio.CapacityLimiter(READS)
+        left = iter(changed)
         async with anyio.create_task_group() as tasks:
-            for stat in changed:
-                tasks.start_soon(self._read, stat, limit)
+            for _ in changed[:READS]:
+                tasks.start_soon(self._read_all, left)
         return self._sum_up()
 
-    async def _read(self, stat: Stat, limit: anyio.CapacityLimiter) -> None:
-        async with limit:
-            try:
-                beat = msgspec.json.decode(await self._backend.get(stat.key, MAX_BYTES), type=Beat)
-            except (ObjectNotFoundError, msgspec.MsgspecError):  # gone meanwhile, or of another version
-                return
+    async def _read_all(self, stats: Iterator[Stat]) -> None:
+        """Read what is left of *stats*, of which other tasks take, too."""
+        for stat in stats:
+            await self._read(stat)
+
+    async def _read(self, stat: Stat) -> None:
+        try:
+            beat = _decoder.decode(await self._backend.get(stat.key, MAX_BYTES))
+        except (ObjectNotFoundError, msgspec.MsgspecError):  # gone meanwhile, or of another version
+            return
         if (before := self._known.get(stat.key)) is not None:
             self._compare_tellers(before[1], beat)
         silent_s = 0.0 if before is not None else max(time.time() - beat.time_s, 0.0)

@@ -47,7 +47,7 @@ class ProcessLog(msgspec.Struct, frozen=True):
     @property
     def last_s(self) -> float:
         """When it told something for the last time."""
-        return self.wall_s(max((event.at_ns for event in self.events), default=self.opened.at_ns))
+        return self.wall_s(max([event.at_ns for event in self.events], default=self.opened.at_ns))
 
 
 class UnreadFile(msgspec.Struct, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import attrgetter
 from statistics import median
 
 import msgspec
@@ -167,18 +168,18 @@ def _figures(found: Sequence[TimeSpan]) -> list[StageFigures]:
             grouped[span.operation, span.stage].append(span)
     figures = []
     for (operation, stage), some in grouped.items():
-        slowest = max(some, key=lambda span: span.seconds)
-        moving = [span for span in some if span.bytes and span.seconds]
+        slowest = max(some, key=attrgetter("seconds"))
+        speeds = [span.bytes / span.seconds for span in some if span.bytes and span.seconds]
         figures.append(
             StageFigures(
                 operation=operation,
                 stage=stage,
                 count=len(some),
-                median_s=median(span.seconds for span in some),
+                median_s=median([span.seconds for span in some]),
                 most_s=slowest.seconds,
                 slowest_rank=slowest.rank,
                 slowest_step=slowest.step,
-                bytes_per_s=median(span.bytes / span.seconds for span in moving) if moving else 0.0,
+                bytes_per_s=median(speeds) if speeds else 0.0,
             )
         )
     order = {"save": 0, "load": 1, "copy": 2}

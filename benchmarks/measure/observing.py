@@ -7,7 +7,7 @@ It is shown beside what a save of the given size takes until it is durable.
 
 *A report*: the command, from its start to the page, over the trace of a run that never was (`tests.monitor.synthetic_run`),
 and the page in a real browser, from the start of the navigation until all is drawn. *Top*: the command in a terminal of its
-own, while a fifth of all ranks say something new each second; what its process takes of one core.
+own, while a fifth of all ranks say something new each second; what its process takes of one core, and how often it draws.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -42,6 +43,8 @@ SETTLE_S = 0.01
 WARM_UP = 3
 OPENINGS = 5
 BEAT_EVERY_S = 5.0
+DRAWN = b"\x1b[H"
+"""What a terminal is told before each picture: to go to its upper left corner."""
 BEGIN_S = 3.0
 """For ``top`` to be started and to have read all once."""
 
@@ -140,12 +143,16 @@ def _top(turn: Turn, folder: Path) -> Samples:
     (job / "monitor").mkdir(parents=True)
     for rank in range(ranks):
         _write_beat(job, rank, ranks, number=1)
-    with _beating(job, ranks), _in_terminal("top", str(job)) as process:
+    with _beating(job, ranks), _in_terminal("top", str(job)) as (process, drawn):
         time.sleep(BEGIN_S)
-        begun_s, busy_s = time.perf_counter(), _busy_s(process.pid)
+        begun_s, busy_s, already = time.perf_counter(), _busy_s(process.pid), len(drawn)
         time.sleep(seconds)
         taken_s, lasted_s = _busy_s(process.pid) - busy_s, time.perf_counter() - begun_s
-    return {"core_fraction": [taken_s / lasted_s]}
+        pictures = drawn[already:]
+    return {
+        "core_fraction": [taken_s / lasted_s],
+        "apart_s": [after_s - before_s for before_s, after_s in pairwise(pictures)] or [lasted_s],
+    }
 
 
 def _write_beat(job: Path, rank: int, ranks: int, number: int) -> None:
@@ -182,16 +189,17 @@ def _beating(job: Path, ranks: int) -> Iterator[None]:
 
 
 @contextmanager
-def _in_terminal(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run the command at a terminal that is read by somebody."""
+def _in_terminal(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], list[float]]]:
+    """Run the command at a terminal that is read by somebody; the list grows by a second for each picture that it draws."""
     mine, theirs = pty.openpty()
     command = [sys.executable, "-m", "aiockpt.cli.main", *arguments]
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as process:
         os.close(theirs)
-        reader = threading.Thread(target=_read_all, args=(mine,))
+        drawn: list[float] = []
+        reader = threading.Thread(target=_read_all, args=(mine, drawn))
         reader.start()
         try:
-            yield process
+            yield process, drawn
         finally:
             process.kill()
             process.wait()
@@ -199,13 +207,15 @@ def _in_terminal(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
             os.close(mine)
 
 
-def _read_all(terminal: int) -> None:
+def _read_all(terminal: int, drawn: list[float]) -> None:
     while True:
         try:
-            if not os.read(terminal, 1 << 16):
-                return
+            said = os.read(terminal, 1 << 16)
         except OSError:  # the other end is closed
             return
+        if not said:
+            return
+        drawn += [time.perf_counter()] * said.count(DRAWN)
 
 
 def _busy_s(pid: int) -> float:
