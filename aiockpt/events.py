@@ -48,10 +48,11 @@ class Closed(Event, frozen=True, tag=True):
 
 
 class SaveStarted(Event, frozen=True, tag=True):
-    """``save()`` was called and registered; *bytes* of tensors (without file headers) in *tensor_count* tensors."""
+    """``save()`` was called *seconds* ago, and is registered; *bytes* in *tensor_count* tensors, without file headers."""
 
     bytes: int
     tensor_count: int
+    seconds: float = 0.0
 
 
 class SnapshotTaken(Event, frozen=True, tag=True):
@@ -116,6 +117,7 @@ class StageEnded(Event, frozen=True, tag=True):
         bytes: that it moved.
         hash_s: that worker threads hashed, all of them in sum.
         failed: whether it ended with an error.
+        error: that error's repr, or that it was given up because something else failed.
     """
 
     operation: Operation
@@ -125,6 +127,7 @@ class StageEnded(Event, frozen=True, tag=True):
     bytes: int = 0
     hash_s: float = 0.0
     failed: bool = False
+    error: str = ""
 
 
 class NotFiniteFound(Event, frozen=True, tag=True):

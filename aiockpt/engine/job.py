@@ -185,15 +185,16 @@ class SaveJob:
         return self._guard.took_whole
 
     def _taken(self, copied_from_ns: int) -> SnapshotTaken:
+        now_ns = self._engine.now_ns()
         return SnapshotTaken(
-            at_ns=self._engine.now_ns(),
+            at_ns=now_ns,
             step=self.step,
             bytes=self.plan.tensor_bytes,
             snapshot=self.snapshot,
-            pause_s=self._engine.since_s(self.begun_ns) if self._pause_s is None else self._pause_s,
+            pause_s=(now_ns - self.begun_ns) / 1e9 if self._pause_s is None else self._pause_s,
             copied_at_call_bytes=self._capture.copied_at_call_bytes,
             reason=self._capture.reason,
-            copy_s=self._engine.since_s(copied_from_ns),
+            copy_s=(now_ns - copied_from_ns) / 1e9,
         )
 
     def _hand_over(self, window: Window, slab: Slab) -> None:

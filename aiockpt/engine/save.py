@@ -55,9 +55,15 @@ async def save(place: Place, job: SaveJob) -> SaveResult:
 
 def emit_start(engine: Engine, job: SaveJob) -> None:
     """Tell observers what is saved."""
-    plan = job.plan
+    plan, now_ns = job.plan, engine.now_ns()
     engine.emit(
-        SaveStarted(at_ns=engine.now_ns(), step=job.step, bytes=plan.tensor_bytes, tensor_count=len(plan.tensors))
+        SaveStarted(
+            at_ns=now_ns,
+            step=job.step,
+            bytes=plan.tensor_bytes,
+            tensor_count=len(plan.tensors),
+            seconds=(now_ns - job.begun_ns) / 1e9,
+        )
     )
     job.stages.tell()
 

@@ -1,7 +1,8 @@
 """How do saves and loads look beside all else that is traced? As spans of OpenTelemetry, through its API alone.
 
-Whoever runs the program chooses where they go (the SDK and its exporters). A save is a span from its call to its commit, its
-stages are children; so it is with a load, which is a span as soon as its first stage has ended.
+Whoever runs the program chooses where they go (the SDK and its exporters). A save is a span from its call to its commit, a
+load one from when a step is looked for until the state is filled, a copy one from when it is queued, or begins, until it is
+there; their stages are children. A load that passes over a damaged step has one span for each step that it tried.
 """
 
 from __future__ import annotations
@@ -9,17 +10,36 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from aiockpt.errors import UsageError
-from aiockpt.events import Committed, Event, Loaded, Opened, Operation, SaveFailed, SaveSkipped, SaveStarted
+from aiockpt.events import (
+    Closed,
+    Committed,
+    Event,
+    Loaded,
+    Opened,
+    Operation,
+    Promoted,
+    PromotionFailed,
+    PromotionQueued,
+    SaveFailed,
+    SaveSkipped,
+    SaveStarted,
+    StageEnded,
+)
 from aiockpt.monitor.spans import WHOLE, TimeSpan, spans_of
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
+_Which = tuple[Operation, int, str]
+"""Operation, step, and for a copy the URL of where it goes."""
+
 
 class OpenTelemetry:
     """Makes spans of what happens; give one to each checkpointer's ``observers``.
 
-    Each has the attributes ``aiockpt.step``, ``aiockpt.rank``, and where they apply ``aiockpt.bytes`` and ``aiockpt.key``.
+    Each has the attributes ``aiockpt.step``, ``aiockpt.rank``, ``aiockpt.host``, and where they apply ``aiockpt.bytes``,
+    ``aiockpt.key`` (the data file, or how a snapshot was taken) and ``aiockpt.url`` (where a save or a copy goes). What
+    failed has the status ERROR and says why. A save or a load that is called inside a span of the program is its child.
 
     Args:
         tracer: None is the one called ``"aiockpt"`` of the global provider.
@@ -36,7 +56,11 @@ class OpenTelemetry:
         self._trace = trace
         self._tracer = trace.get_tracer("aiockpt") if tracer is None else tracer
         self._opened: Opened | None = None
-        self._whole: dict[tuple[Operation, int], Span] = {}
+        self._whole: dict[_Which, Span] = {}
+        self._over: dict[Operation, tuple[_Which, Span]] = {}
+        """The last of each that is over: the other files of a load that has failed in one end after it."""
+        self._early: list[tuple[TimeSpan, str]] = []
+        """Of saves that have not begun: a small state may be copied before the loop comes to its save."""
 
     def on_event(self, event: Event) -> None:
         """Make a span, where *event* ends something."""
@@ -45,21 +69,38 @@ class OpenTelemetry:
         if self._opened is None:
             return
         if isinstance(event, SaveStarted):
-            self._begin("save", event.step, self._wall_ns(event.at_ns), {"aiockpt.bytes": event.bytes})
+            begun_ns = self._wall_ns(event.at_ns) - round(event.seconds * 1e9)
+            more = {"aiockpt.bytes": event.bytes, "aiockpt.url": self._opened.urls[0]}
+            self._begin(("save", event.step, ""), begun_ns, more)
+            early, self._early = self._early, []
+            for found, error in early:
+                self._add(found, error)
+        elif isinstance(event, PromotionQueued):
+            self._begin(("copy", event.step, event.url), self._wall_ns(event.at_ns), {"aiockpt.url": event.url})
         for found in spans_of(self._opened, event):
             if found.stage != WHOLE:
-                self._add(found)
-            elif found.operation == "copy":
-                self._span(found, f"aiockpt.{found.operation}", None)
+                self._add(found, event.error if isinstance(event, StageEnded) else "")
+        self._end_whole(event)
+
+    def _end_whole(self, event: Event) -> None:
+        """End the span of an operation that is over with *event*."""
         match event:
             case Committed():
-                self._end("save", event)
+                self._end(("save", event.step, ""), event)
             case SaveFailed():
-                self._end("save", event, event.error)
+                self._end(("save", event.step, ""), event, event.error)
             case SaveSkipped():
-                self._end("save", event, event.reason)
+                self._end(("save", event.step, ""), event, event.reason)
             case Loaded():
-                self._end("load", event)
+                more = {"aiockpt.bytes": event.bytes, "aiockpt.read_bytes": event.read_bytes}
+                self._end(("load", event.step, ""), event, more=more)
+            case Promoted():
+                self._end(("copy", event.step, event.url), event, more={"aiockpt.bytes": event.bytes})
+            case PromotionFailed(final=True):
+                self._end(("copy", event.step, event.url), event, event.error)
+            case Closed():
+                for which in list(self._whole):
+                    self._end(which, event, "the checkpointer was closed before its end was told")
 
     def _wall_ns(self, at_ns: int) -> int:
         assert self._opened is not None
@@ -67,44 +108,56 @@ class OpenTelemetry:
 
     def _attributes(self, step: int, more: dict[str, Any]) -> dict[str, Any]:
         assert self._opened is not None
-        return {"aiockpt.step": step, "aiockpt.rank": self._opened.rank, **more}
+        who = {"aiockpt.rank": self._opened.rank, "aiockpt.host": self._opened.host}
+        return {"aiockpt.step": step, **who, **more}
 
-    def _begin(self, operation: Operation, step: int, at_ns: int, more: dict[str, Any]) -> Span:
+    def _begin(self, which: _Which, at_ns: int, more: dict[str, Any]) -> Span:
+        operation, step, _ = which
         span = self._tracer.start_span(
             f"aiockpt.{operation}", start_time=at_ns, attributes=self._attributes(step, more)
         )
-        self._whole[operation, step] = span
+        self._whole[which] = span
         return span
 
-    def _end(self, operation: Operation, event: Event, problem: str = "") -> None:
-        span = self._whole.pop((operation, event.step), None)
+    def _end(self, which: _Which, event: Event, problem: str = "", more: dict[str, Any] | None = None) -> None:
+        span = self._whole.pop(which, None)
+        if which[0] == "save":
+            self._early = [one for one in self._early if one[0].step != event.step]
         if span is not None:
+            self._over[which[0]] = which, span
+            span.set_attributes(more or {})
             if problem:
                 span.set_status(self._trace.StatusCode.ERROR, problem)
             span.end(self._wall_ns(event.at_ns))
 
-    def _add(self, found: TimeSpan) -> None:
+    def _add(self, found: TimeSpan, error: str) -> None:
         """Make the span of a stage, below that of what it belongs to."""
-        whole = self._whole.get((found.operation, found.step))
-        if whole is None and found.operation == "load":
-            whole = self._begin("load", found.step, round(found.begin_s * 1e9), {})
-        self._span(found, f"aiockpt.{found.operation}.{found.stage}", whole)
-        if found.failed and found.operation == "load" and whole is not None:
-            self._whole.pop((found.operation, found.step), None)
-            whole.set_status(self._trace.StatusCode.ERROR, f"{found.stage} failed")
+        which = found.operation, found.step, found.key if found.operation == "copy" else ""
+        whole = self._whole.get(which)
+        if whole is None and found.stage != "find" and (over := self._over.get(found.operation)) and over[0] == which:
+            whole = over[1]
+        if whole is None and found.operation == "save":
+            self._early.append((found, error))
+            return
+        if whole is None:  # a copy that a save waits for is in no queue
+            whole = self._begin(which, round(found.begin_s * 1e9), {"aiockpt.url": found.key} if found.key else {})
+        self._span(found, whole, error)
+        if found.failed and found.operation == "load" and self._whole.pop(which, None) is not None:
+            self._over["load"] = which, whole
+            whole.set_status(self._trace.StatusCode.ERROR, f"{found.stage} failed: {error}")
             whole.end(round((found.begin_s + found.seconds) * 1e9))
 
-    def _span(self, found: TimeSpan, name: str, whole: Span | None) -> None:
+    def _span(self, found: TimeSpan, whole: Span, error: str) -> None:
         more: dict[str, Any] = {"aiockpt.bytes": found.bytes} if found.bytes else {}
         more |= {"aiockpt.key": found.key} if found.key else {}
         span = self._tracer.start_span(
-            name,
-            context=None if whole is None else self._trace.set_span_in_context(whole),
+            f"aiockpt.{found.operation}.{found.stage}",
+            context=self._trace.set_span_in_context(whole),
             start_time=round(found.begin_s * 1e9),
             attributes=self._attributes(found.step, more),
         )
         if found.failed:
-            span.set_status(self._trace.StatusCode.ERROR)
+            span.set_status(self._trace.StatusCode.ERROR, error)
         span.end(round((found.begin_s + found.seconds) * 1e9))
 
     def __repr__(self) -> str:

@@ -5,6 +5,7 @@ An operation has one `Stages`. Nothing waits for a device, and a stage costs two
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,20 +54,21 @@ class Stages:
             key: the data file or the place; empty for all of the step.
             size: the bytes that it moves, where they are known before.
         """
-        begun_ns, told, failed = self.now_ns(), StageTally(size), True
+        begun_ns, told = self.now_ns(), StageTally(size)
         try:
             yield told
-            failed = False
-        finally:
-            self._emit(self._ended(stage, begun_ns, key, told, failed=failed))
+        except BaseException as error:
+            self._emit(self._ended(stage, begun_ns, key, told, error=error))
+            raise
+        self._emit(self._ended(stage, begun_ns, key, told))
 
     def note(self, stage: str, begun_ns: int, ended_ns: int | None = None) -> None:
         """Note, on any thread, that a stage has ended, now for None; observers hear of it from the next `tell`."""
-        self._untold.append(self._ended(stage, begun_ns, "", StageTally(), failed=False, now_ns=ended_ns))
+        self._untold.append(self._ended(stage, begun_ns, "", StageTally(), now_ns=ended_ns))
 
     def ended(self, stage: str, begun_ns: int) -> None:
         """Tell of a stage that ends now. On the loop thread."""
-        self._emit(self._ended(stage, begun_ns, "", StageTally(), failed=False))
+        self._emit(self._ended(stage, begun_ns, "", StageTally()))
 
     def wrote(self, key: str, size: int, begun_ns: int) -> None:
         """Tell of bytes that have reached the storage. On the loop thread."""
@@ -81,7 +83,14 @@ class Stages:
             self._emit(ended)
 
     def _ended(
-        self, stage: str, begun_ns: int, key: str, told: StageTally, *, failed: bool, now_ns: int | None = None
+        self,
+        stage: str,
+        begun_ns: int,
+        key: str,
+        told: StageTally,
+        *,
+        error: BaseException | None = None,
+        now_ns: int | None = None,
     ) -> StageEnded:
         now_ns = self.now_ns() if now_ns is None else now_ns
         return StageEnded(
@@ -93,8 +102,15 @@ class Stages:
             key=key,
             bytes=told.bytes,
             hash_s=told.hash_ns / 1e9,
-            failed=failed,
+            failed=error is not None,
+            error=_in_words(error),
         )
+
+
+def _in_words(error: BaseException | None) -> str:
+    if error is None:
+        return ""
+    return "given up, for something else failed" if isinstance(error, asyncio.CancelledError) else repr(error)
 
 
 UNTOLD = Stages(lambda _: None, time.monotonic_ns, "load", -1)

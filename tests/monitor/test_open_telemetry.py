@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,13 @@ from opentelemetry.trace import StatusCode
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.errors import StorageError
+from aiockpt.events import Closed, Opened, SaveStarted, SnapshotTaken
 from aiockpt.monitor import OpenTelemetry
 from tests.small_run import SMALL
 
 STATE: dict[str, Any] = {"x": torch.arange(1000)}
+MICROSECONDS = 1000
+"""What the seconds of an event, as a float since 1970, are rounded by, in nanoseconds."""
 
 
 class Traced:
@@ -32,7 +37,11 @@ class Traced:
         self._exporter = InMemorySpanExporter()
         provider = TracerProvider()
         provider.add_span_processor(SimpleSpanProcessor(self._exporter))
-        self.observer = OpenTelemetry(provider.get_tracer("test"))
+        self.tracer = provider.get_tracer("test")
+        self.observer = OpenTelemetry(self.tracer)
+
+    def finished(self) -> Sequence[ReadableSpan]:
+        return self._exporter.get_finished_spans()
 
     def named(self, name: str) -> list[ReadableSpan]:
         return [span for span in self._exporter.get_finished_spans() if span.name == name]
@@ -46,6 +55,10 @@ class Traced:
         parent = whole.context.span_id
         spans = self._exporter.get_finished_spans()
         return {span.name for span in spans if span.parent is not None and span.parent.span_id == parent}
+
+
+def size_of_data(run: Path) -> int:
+    return sum(data.stat().st_size for data in run.glob("step-*/a-*/d/*"))
 
 
 def attributes(span: ReadableSpan) -> dict[str, Any]:
@@ -71,6 +84,40 @@ def test_a_save_and_a_load_are_spans_with_their_stages_below_them(tmp_path: Path
         assert began_ns <= span.start_time <= span.end_time <= ended_ns
         assert span.status.status_code is StatusCode.UNSET
     assert "0 under way" in repr(traced.observer)
+    for span in traced.finished():
+        assert attributes(span)["aiockpt.host"] == socket.gethostname()
+    assert attributes(save)["aiockpt.url"] == f"file://{tmp_path}"
+    assert attributes(load) | {"aiockpt.bytes": 8000, "aiockpt.read_bytes": size_of_data(tmp_path)} == attributes(load)
+
+
+def test_a_whole_begins_before_its_stages_and_ends_after_them(tmp_path: Path) -> None:
+    traced = Traced()
+    tiers = [aiockpt.Tier(tmp_path / "near"), aiockpt.Tier(tmp_path / "far")]
+    with aiockpt.Checkpointer(tiers, io=SMALL, observers=[traced.observer]) as ckpt:
+        for step in range(5):  # a small state is copied before or after its save begins on the loop
+            ckpt.save(step, STATE).committed(tmp_path / "far").result()
+        ckpt.load(STATE).result()
+    wholes = {span.context.span_id: span for span in traced.finished() if span.context and span.name.count(".") == 1}
+    stages = [span for span in traced.finished() if span.name.count(".") > 1]
+    assert len(wholes) == 5 + 5 + 1
+    for stage in stages:
+        assert stage.parent is not None, stage.name
+        whole = wholes[stage.parent.span_id]
+        assert stage.name.startswith(whole.name)
+        assert attributes(stage)["aiockpt.step"] == attributes(whole)["aiockpt.step"]
+        assert stage.start_time is not None
+        assert whole.start_time is not None
+        assert whole.start_time <= stage.start_time + MICROSECONDS, stage.name
+
+
+def test_a_save_is_a_child_of_the_span_that_the_program_is_in(tmp_path: Path) -> None:
+    traced = Traced()
+    with (
+        aiockpt.Checkpointer(tmp_path, io=SMALL, observers=[traced.observer]) as ckpt,
+        traced.tracer.start_as_current_span("train"),
+    ):
+        ckpt.save(1, STATE).result()
+    assert "aiockpt.save" in traced.below(traced.one("train"))
 
 
 class Full(LocalBackend):
@@ -85,10 +132,10 @@ def test_what_failed_or_was_not_made_is_an_error(tmp_path: Path) -> None:
         pytest.raises(StorageError),
     ):
         ckpt.save(1, STATE).result()
-    save = traced.one("aiockpt.save")
-    assert save.status.status_code is StatusCode.ERROR
-    assert "no space left" in str(save.status.description)
-    assert traced.named("aiockpt.save.write")[0].status.status_code is StatusCode.ERROR
+    save, write = traced.one("aiockpt.save"), traced.named("aiockpt.save.write")[0]
+    for span in (save, write):
+        assert span.status.status_code is StatusCode.ERROR
+        assert "no space left" in str(span.status.description)
     assert "0 under way" in repr(traced.observer)
 
 
@@ -103,8 +150,43 @@ def test_a_load_that_fails_ends_with_its_stage(tmp_path: Path) -> None:
         pytest.raises(aiockpt.CheckpointError),
     ):
         ckpt.load(STATE, 1).result()
-    assert traced.one("aiockpt.load").status.status_code is StatusCode.ERROR
+    load = traced.one("aiockpt.load")
+    assert load.status.status_code is StatusCode.ERROR
+    assert "read failed: CorruptionError" in str(load.status.description)
     assert "0 under way" in repr(traced.observer)
+
+
+def test_a_load_that_fails_in_one_file_is_one_span_and_the_next_step_another(tmp_path: Path) -> None:
+    traced = Traced()
+    two_files = {"x": torch.arange(1000), "model": torch.nn.Linear(8, 8)}
+    with aiockpt.Checkpointer(tmp_path, io=SMALL, observers=[traced.observer]) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, two_files).result()
+        for data in tmp_path.glob("step-00000002/a-*/d/*"):
+            data.write_bytes(data.read_bytes()[:-1] + b"\xff")
+        assert ckpt.resume(two_files) == 2
+    damaged, whole = traced.named("aiockpt.load")
+    assert (damaged.status.status_code, whole.status.status_code) == (StatusCode.ERROR, StatusCode.UNSET)
+    assert [attributes(span)["aiockpt.step"] for span in (damaged, whole)] == [2, 1]
+
+
+def test_a_snapshot_that_is_told_before_its_save_is_below_it() -> None:
+    traced = Traced()
+    opened = Opened(at_ns=0, time_ns=0, pid=1, host="a", rank=0, world_size=1, urls=("file:///r",))
+    copied = SnapshotTaken(at_ns=4, step=1, bytes=8, pause_s=2e-9, copy_s=1e-9)
+    for event in (opened, copied, SaveStarted(at_ns=5, step=1, bytes=8, tensor_count=1, seconds=3e-9), Closed(at_ns=9)):
+        traced.observer.on_event(event)
+    assert traced.below(traced.one("aiockpt.save")) == {"aiockpt.save.pause", "aiockpt.save.snapshot"}
+
+
+def test_what_is_under_way_when_the_checkpointer_is_closed_is_told_as_an_error() -> None:
+    traced = Traced()
+    opened = Opened(at_ns=0, time_ns=0, pid=1, host="a", rank=0, world_size=1, urls=("file:///r",))
+    for event in (opened, SaveStarted(at_ns=5, step=1, bytes=8, tensor_count=1, seconds=2e-9), Closed(at_ns=9)):
+        traced.observer.on_event(event)
+    save = traced.one("aiockpt.save")
+    assert (save.start_time, save.end_time) == (3, 9)
+    assert save.status.status_code is StatusCode.ERROR
 
 
 def test_a_copy_to_another_tier_is_a_span_of_its_own(tmp_path: Path) -> None:
@@ -112,7 +194,20 @@ def test_a_copy_to_another_tier_is_a_span_of_its_own(tmp_path: Path) -> None:
     tiers = [aiockpt.Tier("memory://otel"), aiockpt.Tier(tmp_path)]
     with aiockpt.Checkpointer(tiers, io=SMALL, observers=[traced.observer]) as ckpt:
         ckpt.save(1, STATE).committed(tmp_path).result()
-    assert attributes(traced.one("aiockpt.copy"))["aiockpt.key"] == f"file://{tmp_path}"
+    copy = traced.one("aiockpt.copy")
+    assert attributes(copy)["aiockpt.url"] == f"file://{tmp_path}"
+    assert traced.below(copy) == {"aiockpt.copy.copy"}
+
+
+def test_a_copy_that_is_given_up_says_why(tmp_path: Path) -> None:
+    traced = Traced()
+    (tmp_path / "file").touch()
+    far = aiockpt.Tier(tmp_path / "file" / "far", deadline=0.01)
+    with aiockpt.Checkpointer([aiockpt.Tier(tmp_path / "near"), far], io=SMALL, observers=[traced.observer]) as ckpt:
+        ckpt.save(1, STATE).result()
+    copy = traced.one("aiockpt.copy")
+    assert copy.status.status_code is StatusCode.ERROR
+    assert "is a file" in str(copy.status.description)
 
 
 async def test_the_global_provider_is_taken_where_none_is_named(tmp_path: Path) -> None:
