@@ -6,6 +6,7 @@ It runs on the engine's loop, so that an answer also says that this loop is aliv
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,9 @@ from aiockpt.monitor.under_way import PendingWork, UnderWay, describe
 if TYPE_CHECKING:
     from aiohttp import web
     from prometheus_client import CollectorRegistry
+
+
+logger = logging.getLogger("aiockpt")
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +102,7 @@ class Endpoint:
         """Serve until `aclose`.
 
         Raises:
-            OSError: the port is taken.
+            UsageError: it cannot listen there; the port may be taken.
         """
         from aiohttp import web
 
@@ -109,8 +113,15 @@ class Endpoint:
         runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:
-            await web.TCPSite(runner, self._host, self.port).start()
+            try:
+                await web.TCPSite(runner, self._host, self.port).start()
+            except OSError as error:
+                raise UsageError(
+                    f"{error.strerror}. Each rank of a host needs a port of its own, Endpoint(9464 + local_rank); "
+                    "Endpoint(0) takes one that is free"
+                ) from error
             self.port = runner.addresses[0][1]
+            logger.info("health and metrics of this rank: http://%s:%d", self._host, self.port)
             await self._ending.wait()
         finally:
             with anyio.CancelScope(shield=True):

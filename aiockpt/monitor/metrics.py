@@ -25,6 +25,7 @@ from aiockpt.events import (
     Committed,
     Event,
     Loaded,
+    NotFiniteFound,
     Promoted,
     PromotionFailed,
     PromotionQueued,
@@ -33,6 +34,8 @@ from aiockpt.events import (
     SaveStarted,
     SnapshotTaken,
     StageEnded,
+    StepDamaged,
+    StepRepaired,
     StorageRetried,
 )
 from aiockpt.monitor.run_time import RunTime
@@ -55,7 +58,7 @@ class Metrics:
         registry: of ``prometheus_client``; None is its default one, which takes the metrics of one checkpointer.
 
     Raises:
-        UsageError: ``prometheus_client`` is not installed.
+        UsageError: ``prometheus_client`` is not installed, or the registry has another one's metrics.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
@@ -65,7 +68,14 @@ class Metrics:
             raise UsageError("Metrics() needs prometheus_client: pip install prometheus-client") from error
         to = prometheus.REGISTRY if registry is None else registry
         count, gauge, times = prometheus.Counter, prometheus.Gauge, prometheus.Histogram
-        self._saves = count("aiockpt_saves", "Saves, by how they ended.", ["outcome"], registry=to)
+        try:
+            self._saves = count("aiockpt_saves", "Saves, by how they ended.", ["outcome"], registry=to)
+        except ValueError as error:
+            raise UsageError(
+                "Metrics(): this registry has the metrics of another checkpointer already. Give that one's Metrics to the "
+                "next one, too, when it is closed; or take a registry of its own, Metrics(CollectorRegistry()), which "
+                "Endpoint(registry=…) serves"
+            ) from error
         self._loads = count("aiockpt_loads", "Loads that filled a state.", registry=to)
         self._in_flight = gauge("aiockpt_saves_in_flight", "Saves that have begun and not ended.", registry=to)
         self._pause = times("aiockpt_pause_seconds", "A call of save held its caller.", registry=to, buckets=SECONDS)
@@ -77,6 +87,8 @@ class Metrics:
         self._read = count("aiockpt_read_bytes", "Bytes that loads read from storage.", registry=to)
         self._step = gauge("aiockpt_durable_step", "The last step that was committed.", registry=to)
         self._at = gauge("aiockpt_durable_timestamp_seconds", "When that was, since 1970.", registry=to)
+        self._not_finite = count("aiockpt_saves_not_finite", "Saves with NaN or infinite numbers.", registry=to)
+        self._scrubbed = count("aiockpt_scrub_found", "Damaged steps, by what came of them.", ["outcome"], registry=to)
         self._retries = count("aiockpt_storage_retries", "Calls to storage made again.", ["verb"], registry=to)
         places = ["url", "outcome"]
         self._copies = count("aiockpt_copies", "Copies to farther places, by how they ended.", places, registry=to)
@@ -144,6 +156,9 @@ class Metrics:
             SaveFailed: lambda failed: self._end(failed, "failed"),
             SaveSkipped: lambda skipped: self._end(skipped, "skipped"),
             Loaded: self._take_loaded,
+            NotFiniteFound: lambda found: self._not_finite.inc(),
+            StepRepaired: lambda repaired: self._scrubbed.labels("repaired").inc(),
+            StepDamaged: lambda damaged: self._scrubbed.labels("left").inc(),
             StorageRetried: lambda retried: self._retries.labels(retried.verb).inc(),
             Promoted: self._take_promoted,
             PromotionQueued: self._take_queued,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from aiockpt.errors import CheckpointError
 from aiockpt.events import BackgroundTask, Event, EventSource
 from aiockpt.runtime.world import Loop
 
@@ -26,7 +27,10 @@ def run_background(loop: Loop, observer: BackgroundTask, emit: Callable[[Event],
 
     def tell(_: object) -> None:
         if not running.cancelled() and (error := running.exception()) is not None:
-            logger.error("observer %r stopped working", observer, exc_info=error)
+            if isinstance(error, CheckpointError):  # said in words
+                logger.error("observer %r stopped working: %s", observer, error)
+            else:
+                logger.error("observer %r stopped working", observer, exc_info=error)
 
     def end() -> None:
         try:

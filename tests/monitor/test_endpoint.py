@@ -115,7 +115,16 @@ def test_a_port_that_is_taken_harms_no_save(tmp_path: Path, caplog: pytest.LogCa
         with aiockpt.Checkpointer(tmp_path / "2", io=SMALL, observers=[Endpoint(first.port)]) as ckpt:
             ckpt.save(1, STATE).result()
             until(lambda: "stopped working" in caplog.text, "it is told")
-    assert "address already in use" in caplog.text
+    (told,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "address already in use. Each rank of a host needs a port of its own" in told.getMessage()
+    assert not told.exc_info
+
+
+def test_the_log_says_where_it_listens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    endpoint = Endpoint(0)
+    with caplog.at_level("INFO", "aiockpt"), aiockpt.Checkpointer(tmp_path, io=SMALL, observers=[endpoint]):
+        until(lambda: "health and metrics of this rank" in caplog.text, "it listens")
+    assert f"http://127.0.0.1:{endpoint.port}" in caplog.text
 
 
 @pytest.mark.parametrize("given", [{"port": -1}, {"port": "http"}, {"overdue_s": 0}])

@@ -50,6 +50,31 @@ def test_saves_loads_stages_and_copies_are_counted(tmp_path: Path) -> None:
     assert b"aiockpt_saves_total" in prometheus.generate_latest(registry)
 
 
+def test_a_registry_takes_the_metrics_of_one_checkpointer_at_a_time(tmp_path: Path) -> None:
+    registry = prometheus.CollectorRegistry()
+    metrics = Metrics(registry)
+    for name in ("first", "second"):
+        with aiockpt.Checkpointer(tmp_path / name, observers=[metrics]) as ckpt:
+            ckpt.save(1, STATE).result(30)
+    assert registry.get_sample_value("aiockpt_saves_total", {"outcome": "committed"}) == 2
+    with pytest.raises(aiockpt.UsageError, match="has the metrics of another checkpointer already"):
+        Metrics(registry)
+
+
+def test_numbers_that_are_not_finite_and_what_a_scrub_finds_are_counted(tmp_path: Path) -> None:
+    registry = prometheus.CollectorRegistry()
+    metrics = Metrics(registry)
+    with aiockpt.Checkpointer(tmp_path, observers=[metrics], screen="finite") as ckpt:
+        for step, value in ((1, 0.0), (2, float("nan")), (3, float("inf"))):
+            ckpt.save(step, {"x": torch.full((4,), value)}).result(30)
+    metrics.on_event(events.StepRepaired(at_ns=1, step=1, url="file:///r", keys=("d",), bytes=4))
+    metrics.on_event(events.StepDamaged(at_ns=2, step=2, url="file:///r", problem="no copy"))
+    read = registry.get_sample_value
+    assert read("aiockpt_saves_not_finite_total") == 2
+    assert read("aiockpt_scrub_found_total", {"outcome": "repaired"}) == 1
+    assert read("aiockpt_scrub_found_total", {"outcome": "left"}) == 1
+
+
 def test_what_loads_read_is_compared_with_what_they_filled(tmp_path: Path) -> None:
     registry = prometheus.CollectorRegistry()
     with aiockpt.Checkpointer(tmp_path, observers=[Metrics(registry)]) as ckpt:
