@@ -11,7 +11,7 @@ from aiockpt.adapters.stored import Stored
 from aiockpt.cli.leaf_values import read_values, shorten
 from aiockpt.cli.show import ago, columns, count, moment, natural_order, out, say, size, title
 from aiockpt.engine.maintenance import Description, TensorInfo
-from aiockpt.format.names import split_name
+from aiockpt.format.names import list_names, split_name
 
 ROWS = 60
 """Without --all deeper levels are folded, and longer lists of values cut, to about a screen or two."""
@@ -88,6 +88,9 @@ def _show_head(root: str, seen: Description) -> None:
     facts.append("verified" if info.verified else "not verified yet")
     title(f"{root} {info.id}", " · ".join(facts))
     say(f"[dim]{moment(info.created_ns)}, {ago(info.created_ns)}{f', from {info.parent}' if info.parent else ''}[/]")
+    if seen.not_finite:
+        names = list_names([f"{name} ({many:,})" for name, many in seen.not_finite.items()])
+        say(f"[bold red]NaN or infinite[/]  numbers in {escape(names)}")
     if info.metrics:
         say("   ".join(f"{escape(name)} [bold]{value}[/]" for name, value in info.metrics.items()))
     if seen.user is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,8 @@ class Description(msgspec.Struct, frozen=True):
     Attributes:
         alias: names that share the memory of another tensor.
         left_out: names that were not saved because the caller said so; of tensors with dtype code and shape, else None.
+        not_finite: tensors with numbers that are NaN or infinite, and how many, where somebody has looked
+            (``screen="finite"``; `StepInfo.finite` says whether).
         values: the plain values as they are written (docs/format.md#values); ``per_rank`` those of each rank.
     """
 
@@ -76,6 +79,7 @@ class Description(msgspec.Struct, frozen=True):
     per_rank: dict[str, object]
     user: object
     left_out: Mapping[str, tuple[str, tuple[int, ...]] | None] = {}
+    not_finite: Mapping[str, int] = {}
 
 
 class Verified(msgspec.Struct, frozen=True):
@@ -177,7 +181,16 @@ async def describe(destination: Destination, step: int | None) -> Description:
         per_rank=manifest.state.get("per_rank", {}),
         user=manifest.user,
         left_out=manifest.left_out or {},
+        not_finite=_count_not_finite(manifest),
     )
+
+
+def _count_not_finite(manifest: Manifest) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    for file in manifest.files:
+        if file.not_finite is not msgspec.UNSET:
+            counts.update(file.not_finite)
+    return dict(counts)
 
 
 async def verify(

@@ -9,8 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import aiockpt
+from aiockpt.cli.main import app
 from aiockpt.errors import ManifestError
 from aiockpt.events import NotFiniteFound
 from aiockpt.format.dtypes import from_torch_name
@@ -96,6 +98,16 @@ def test_nobody_looks_who_was_not_asked_to(tmp_path: Path) -> None:
     assert manifest_of(tmp_path, 1).finite is msgspec.UNSET
     with pytest.raises(aiockpt.UsageError, match=r"screen='nan'.*'finite'"):
         aiockpt.Checkpointer(tmp_path, screen="nan")  # type: ignore[arg-type]
+
+
+def test_a_description_says_how_many_are_in_which_tensor(tmp_path: Path) -> None:
+    save(tmp_path, 1, {"w": torch.tensor([NAN, 1, INF]), "long": torch.full((30_000,), NAN), "well": torch.ones(3)})
+    with aiockpt.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.describe(1).result().not_finite == {"w": 2, "long": 30_000}
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path)], terminal_width=200).output
+    assert "NaN or infinite  numbers in" in shown
+    assert "w (2)" in shown
+    assert "long (30,000)" in shown
 
 
 def good(step: int) -> dict[str, Any]:
