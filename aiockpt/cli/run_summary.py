@@ -8,8 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from aiockpt.cli import show
-from aiockpt.monitor.findings import Finding, Level, unread_traces
-from aiockpt.monitor.run_log import RunLog
+from aiockpt.monitor.findings import Finding, Level
 from aiockpt.monitor.spans import WHOLE
 from aiockpt.monitor.summary import Summary
 
@@ -28,32 +27,37 @@ def seconds(value: float) -> str:
 def show_findings(page: str, found: Summary, problems: Sequence[Finding]) -> None:
     """Print where the page is, and what is wrong."""
     show.title(page, f"{show.count(found.committed, 'save')} committed on {show.count(found.ranks, 'rank')}")
-    for problem in problems[:MOST_FINDINGS]:
-        since = "" if problem.since_s is None else f" [dim]since {show.moment(int(problem.since_s * 1e9))}[/]"
-        show.say(
-            f"[{_TONES[problem.level]}]{problem.level:8}[/] {escape(problem.what)} {escape(problem.advice)}{since}"
-        )
+    _show_problems(problems[:MOST_FINDINGS])
     if len(problems) > MOST_FINDINGS:
         show.say(f"[dim]{len(problems) - MOST_FINDINGS} more are on the page[/]")
+
+
+def _show_problems(problems: Sequence[Finding]) -> None:
+    for problem in problems:
+        since = "" if problem.since_s is None else f" [dim]since {show.moment(int(problem.since_s * 1e9))}[/]"
+        advice = f" {escape(problem.advice)}" if problem.advice else ""
+        show.say(f"[{_TONES[problem.level]}]{problem.level:8}[/] {escape(problem.what)}{advice}{since}")
     if not problems:
         show.say("[green]well[/]     no failure, no slow rank, nothing lost")
 
 
-def show_summary(root: str, found: Summary, run: RunLog) -> None:
+def show_summary(root: str, found: Summary, problems: Sequence[Finding]) -> None:
     """Print a summary; what is wrong comes first."""
     lasted, begun = seconds(found.ended_s - found.begun_s), show.moment(int(found.begun_s * 1e9))
     show.title(root, f"{show.count(found.ranks, 'rank')} on {show.count(found.hosts, 'host')}, {lasted} from {begun}")
+    _show_problems(problems)
     _show_trouble(found)
     last = "" if found.last_step is None else f", the last of step {found.last_step}"
     made_again = show.count(found.retries, "call")
     show.say(f"saves       {found.committed} committed{last}, {found.failed} failed; {made_again} made again")
-    show.say(f"pause       {seconds(found.pauses_s[0])}, at most {seconds(found.pauses_s[1])}")
-    show.say(f"durable     {seconds(found.durable_s[0])} after the call, at most {seconds(found.durable_s[1])}")
+    if found.committed or found.failed:
+        show.say(f"pause       {seconds(found.pauses_s[0])}, at most {seconds(found.pauses_s[1])}")
+    if found.committed:
+        show.say(f"durable     {seconds(found.durable_s[0])} after the call, at most {seconds(found.durable_s[1])}")
     show.say(f"effective   {found.effective:.1%} of the time trained: not held, loading, lost or down (ETTR)")
-    for problem in unread_traces(run):
-        show.say(f"[{_TONES[problem.level]}]{escape(problem.what)} {escape(problem.advice)}[/]")
-    show.say("")
-    show.out.print(_table(found))
+    if found.stages:
+        show.say("")
+        show.out.print(_table(found))
 
 
 def _show_trouble(found: Summary) -> None:

@@ -6,13 +6,13 @@ Times are fields of a finding and not in its words, so that each reader's clock 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from statistics import median
 from typing import Literal
 
 import msgspec
 
-from aiockpt.events import NotFiniteFound, SaveStarted, StorageRetried
+from aiockpt.events import NotFiniteFound, SaveStarted, StepDamaged, StepRepaired, StorageRetried
 from aiockpt.format.names import list_names
 from aiockpt.monitor.run_log import ProcessLog, RunLog
 from aiockpt.monitor.run_starts import process_of, start_numbers
@@ -72,6 +72,7 @@ def find_problems(run: RunLog, summary: Summary, points: Sequence[SavePoint], no
         *_slower(summary, points),
         *_failures(summary, points),
         *_not_finite(run, points),
+        *_damaged(run),
         *_restarts(summary),
         *_retries(run),
         *_held(summary, points),
@@ -152,6 +153,43 @@ def _not_finite(run: RunLog, points: Sequence[SavePoint]) -> Iterator[Finding]:
         rank=rank,
         step=first.step,
     )
+
+
+def _damaged(run: RunLog) -> Iterator[Finding]:
+    """Tell of steps in storage that are not what was saved, as a scrub found, and of those that it mended from a copy."""
+    told = [(one.wall_s(event.at_ns), event) for one, event in run.told(StepDamaged)]
+    mended = [(one.wall_s(event.at_ns), event) for one, event in run.told(StepRepaired)]
+    mended_s = {(event.step, event.url): at_s for at_s, event in mended}
+    bad: dict[tuple[int, str], tuple[float, StepDamaged]] = {}
+    for at_s, event in told:
+        if at_s > mended_s.get((event.step, event.url), 0.0):
+            bad.setdefault((event.step, event.url), (at_s, event))
+    for url in sorted({url for _, url in bad}):
+        some = [one for (_, where), one in bad.items() if where == url]
+        since_s, first = min(some, key=lambda one: one[0])
+        yield Finding(
+            level="bad",
+            what=f"{_steps(event.step for _, event in some)} in {url}: damaged. {first.problem}.",
+            advice="Loads go on to the next valid step. `aiockpt verify --repair FROM` takes it from a copy you name.",
+            since_s=since_s,
+            step=first.step,
+        )
+    for url in sorted({event.url for _, event in mended}):
+        times = [(at_s, event.step) for at_s, event in mended if event.url == url]
+        yield Finding(
+            level="warning",
+            what=f"{_steps(step for _, step in times)} in {url}: damaged, and written anew from another copy.",
+            advice="Look at the disk: it has lost bytes.",
+            since_s=min(times)[0],
+            step=min(times)[1],
+        )
+
+
+def _steps(steps: Iterable[int]) -> str:
+    different = sorted(set(steps))
+    named = ", ".join(map(str, different[:MOST_RANKS]))
+    more = f" and {len(different) - MOST_RANKS} more" if len(different) > MOST_RANKS else ""
+    return f"Step{'s' if len(different) > 1 else ''} {named}{more}"
 
 
 def _two_jobs(run: RunLog) -> Iterator[Finding]:

@@ -9,7 +9,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from aiockpt.events import BarrierWaited, Closed, Committed, Event, Loaded, Opened, SaveStarted
+from aiockpt.events import (
+    BarrierWaited,
+    Closed,
+    Committed,
+    Event,
+    Loaded,
+    Opened,
+    SaveStarted,
+    StepDamaged,
+    StepRepaired,
+)
 from aiockpt.monitor.findings import Finding, find_problems, seconds
 from aiockpt.monitor.read_run import read_run
 from aiockpt.monitor.run_starts import first_starts, start_numbers
@@ -76,6 +86,24 @@ def test_failures_of_one_kind_are_one_finding_and_bad_only_while_nothing_was_dur
     assert found.what == "2 steps were not saved: StorageFullError('no space left on node-000') on 12 ranks."
     failing, *_ = problems(tmp_path / "b", drawn(failing=frozenset({19})))
     assert (failing.level, failing.step) == ("bad", 1900)
+
+
+def test_steps_that_a_scrub_found_damaged_are_told_and_so_are_those_that_it_mended(tmp_path: Path) -> None:
+    drawn().write(tmp_path)
+    (opened,) = [one.opened for one in read_run(tmp_path).processes if one.opened.rank == 0]
+    last: dict[str, Any] = {"at_ns": opened.at_ns, "url": "file:///far"}
+
+    def scrub(*found: Event) -> list[Finding]:
+        with (tmp_path / "rank-00000.jsonl").open("ab") as trace:
+            trace.writelines(msgspec.json.encode(event) + b"\n" for event in found)
+        return problems_in(tmp_path)
+
+    (bad,) = scrub(*(StepDamaged(step=step, problem="block 1 is bad", **last) for step in (300, 200, 300)))
+    assert (bad.level, bad.step) == ("bad", 300)
+    assert bad.what == "Steps 200, 300 in file:///far: damaged. block 1 is bad."
+    bad, mended = scrub(StepRepaired(step=200, keys=("d",), bytes=1, **last | {"at_ns": opened.at_ns + 1}))
+    assert bad.what == "Step 300 in file:///far: damaged. block 1 is bad."
+    assert (mended.level, mended.step) == ("warning", 200)
 
 
 def test_it_is_bad_when_nothing_has_become_durable_for_long(tmp_path: Path) -> None:

@@ -148,7 +148,9 @@ def test_a_failed_save_is_told_first(tmp_path: Path) -> None:
     assert (failure.step, failure.ranks) == (3, 1)
     assert {(span.stage, span.failed) for span in spans(told)} >= {("begin", True), (WHOLE, True), ("walk", False)}
     done = CliRunner().invoke(app, ["report", str(tmp_path / "trace.jsonl"), "--text"])
-    assert "step 3 on rank 0" in done.output.splitlines()[1]
+    words = done.output.replace("\n", " ")
+    assert words.index("No step has become durable") < words.index("Step 3 was not saved") < words.index("saves  ")
+    assert "step 3 on rank 0" in words
 
 
 def test_half_a_line_and_unknown_events_are_counted(run: Path, tmp_path: Path) -> None:
@@ -196,6 +198,26 @@ def test_a_line_that_no_process_can_have_told_is_counted_and_changes_nothing(tmp
     done = CliRunner().invoke(app, ["report", str(run), "--text"])
     assert done.exit_code == 0, done.output
     assert "1 line of the traces could not be read" in done.output
+
+
+def test_text_and_json_say_what_is_wrong_as_the_page_does(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path, observers=[TraceFile()], screen="finite") as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"x": torch.full((3,), float("nan"))}).result()
+    shown, told = (CliRunner().invoke(app, ["report", str(tmp_path), asked]).output for asked in ("--text", "--json"))
+    assert "were saved in x, in every step since step 1" in shown.replace("\n", " ")
+    worst, *_ = json.loads(told)["problems"]
+    assert (worst["level"], worst["step"]) == ("bad", 1)
+    assert json.loads(told)["committed"] == 2
+
+
+def test_of_a_run_that_saved_nothing_no_times_are_shown(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path, observers=[TraceFile()]):
+        pass
+    shown = CliRunner().invoke(app, ["report", str(tmp_path), "--text"]).output
+    assert "No save was made" in shown
+    assert not {"pause", "durable", "median"} & set(shown.split())
+    assert "0 µs" not in shown
 
 
 def test_lines_before_the_one_that_says_whose_they_are_are_counted(tmp_path: Path) -> None:

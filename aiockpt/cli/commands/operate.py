@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import anyio
+import msgspec
 import typer
 
 from aiockpt.cli import show
@@ -55,13 +56,14 @@ def report(
         gc.enable()
     if chrome is not None:
         write_chrome_trace(timeline, chrome)
+    points = save_points(told)
+    problems = find_problems(told, found, points, time.time())
     if text or chrome is not None or as_json:
-        show.json_or(as_json, found, lambda: show_summary(redact(run), found, told))
+        whole = {**msgspec.to_builtins(found), "problems": problems}
+        show.json_or(as_json, whole, lambda: show_summary(redact(run), found, problems))
     if out is not None or not (text or chrome is not None or as_json):
         from aiockpt.monitor.html.html_report import gather, write_html_report
 
-        points = save_points(told)
-        problems = find_problems(told, found, points, time.time())
         page = Path("report.html") if out is None else out
         name = run if "://" in run or Path(run).name else str(Path(run).absolute())
         write_html_report(
