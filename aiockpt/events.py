@@ -47,6 +47,10 @@ class Closed(Event, frozen=True, tag=True):
     """The checkpointer was closed, also by an exception or at interpreter exit; its last event. Who is killed tells none."""
 
 
+class Alive(Event, frozen=True, tag=True):
+    """Nothing was told for a while, and the process lives: `aiockpt.monitor.TraceFile` of the first rank writes it."""
+
+
 class SaveStarted(Event, frozen=True, tag=True):
     """``save()`` was called *seconds* ago, and is registered; *bytes* in *tensor_count* tensors, without file headers."""
 

@@ -268,7 +268,7 @@ def _silent(run: RunLog, points: Sequence[SavePoint], now_s: float) -> Iterator[
     hosts: dict[int, str] = {}
     for process in last_start:
         rank = process.opened.rank
-        last[rank], hosts[rank] = max(process.last_s, last.get(rank, 0.0)), process.opened.host
+        last[rank], hosts[rank] = max(process.last_told_s, last.get(rank, 0.0)), process.opened.host
     world_size = max(process.opened.world_size for process in last_start)
     missing = [rank for rank in range(world_size) if rank not in last]
     if missing:

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from aiockpt.events import Closed, Event, Opened
+from aiockpt.events import Alive, Closed, Event, Opened
 
 E = TypeVar("E", bound=Event)
 
@@ -46,8 +46,14 @@ class ProcessLog(msgspec.Struct, frozen=True):
 
     @property
     def last_s(self) -> float:
-        """When it told something for the last time."""
+        """Its last sign of life."""
         return self.wall_s(max([event.at_ns for event in self.events], default=self.opened.at_ns))
+
+    @property
+    def last_told_s(self) -> float:
+        """The last time that something happened there: to compare ranks by, of which the first alone says that it lives."""
+        told = [event.at_ns for event in self.events if type(event) is not Alive]
+        return self.wall_s(max(told, default=self.opened.at_ns))
 
 
 class UnreadFile(msgspec.Struct, frozen=True):

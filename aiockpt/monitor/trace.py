@@ -9,12 +9,15 @@ Guarantees:
   that is killed may leave half a line; the next one that appends begins a new line.
 - Where several processes append to one file, two jobs that were given one folder, the line that says who writes comes again
   with what each appends after another one.
+- While nothing is told, the first rank writes that it lives (`alive_after_s`): when a run died that was killed, and so how
+  much work was lost, is known to a tenth of the time since the last event, or to a minute.
 - A file that cannot be written harms no save: that is logged, and no more events are kept.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +29,7 @@ import msgspec
 from aiofiles.threadpool.binary import AsyncFileIO
 
 from aiockpt.errors import UsageError
-from aiockpt.events import Event, Opened
+from aiockpt.events import Alive, Event, Opened
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,6 +39,11 @@ FOLDER = "monitor"
 GATHER_S = 0.05
 """Between two visits to the file: a save has some fourteen events in a moment, and the two calls on a worker that a visit
 takes cost more than all lines."""
+
+
+def alive_after_s(quiet_s: float) -> float:
+    """Return how long to wait until the next sign of life, where nothing was told for *quiet_s*."""
+    return min(max(1.0, quiet_s / 10), 60.0)
 
 
 class TraceFile:
@@ -86,14 +94,18 @@ class TraceFile:
             return
         try:
             path = await anyio.to_thread.run_sync(self._place)
-            who = self._lines[0]
+            who, told_s = self._lines[0], anyio.current_time()
+            first = self._opened is not None and self._opened.rank == 0
             async with aiofiles.open(path, "a+b", buffering=0) as file:
                 end = await _begin(file)
                 while not self._ending or self._lines:
                     lines, self._lines = self._lines, []
-                    if not lines:
-                        await self._wait_for_news()
+                    if lines:
+                        told_s = anyio.current_time()
+                    elif await self._wait_for_news(alive_after_s(anyio.current_time() - told_s) if first else None):
                         continue
+                    else:
+                        lines = [msgspec.json.encode(Alive(at_ns=time.monotonic_ns())) + b"\n"]
                     if (size := await file.seek(0, os.SEEK_END)) != end:  # another process writes there, too
                         lines.insert(0, who)
                     end = size + await _write(file, b"".join(lines))
@@ -123,10 +135,13 @@ class TraceFile:
                 return str(folder / f"rank-{opened.rank:05}.jsonl")
         raise UsageError("TraceFile(): no place is a folder of this machine: name the file, TraceFile('trace.jsonl')")
 
-    async def _wait_for_news(self) -> None:
+    async def _wait_for_news(self, most_s: float | None = None) -> bool:
+        """Wait for a line, or the end; return False where neither comes in *most_s* seconds."""
         if not self._lines and not self._ending:
             self._news = anyio.Event()
-            await self._news.wait()
+            with anyio.move_on_after(most_s):
+                await self._news.wait()
+        return bool(self._lines) or self._ending
 
     def _wake(self) -> None:
         if self._news is not None:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from aiockpt.events import (
+    Alive,
     BarrierWaited,
     Closed,
     Committed,
@@ -320,6 +321,29 @@ def test_a_start_with_the_same_process_number_is_told_apart_as_containers_have_i
             lambda event, token=token: event | {"pid": 7, "process": next(token)} if "pid" in event else event,  # type: ignore[misc]
         )
     assert [round(one.lost_s) for one in summarize(read_run(tmp_path), []).restarts] == [690]
+
+
+def test_work_up_to_the_last_sign_of_life_is_lost_and_other_ranks_are_not_silent_for_giving_none(
+    tmp_path: Path,
+) -> None:
+    drawn(mesh={"dp": 2}, killed=True).write(tmp_path)
+    before = summarize(read_run(tmp_path), [])
+    (first,) = [one for one in read_run(tmp_path).processes if one.opened.rank == 0]
+    later_ns = max(event.at_ns for event in first.events)
+    again = drawn(mesh={"dp": 2}, saves=0)
+    with (tmp_path / "rank-00000.jsonl").open("ab") as trace:
+        for seconds_later in (60, 900):
+            trace.write(msgspec.json.encode(Alive(at_ns=later_ns + seconds_later * 10**9)) + b"\n")
+    assert summarize(read_run(tmp_path), []).ended_s == pytest.approx(before.ended_s + 900)
+    assert not [one for one in problems_in(tmp_path) if "any more" in one.what]
+    opened = msgspec.structs.replace(
+        next(again.events_of(0)), time_ns=int((before.ended_s + 1000) * 1e9), pid=7, at_ns=later_ns + 10**12
+    )
+    with (tmp_path / "rank-00000.jsonl").open("ab") as trace:
+        trace.write(msgspec.json.encode(opened) + b"\n")
+    (restart,) = summarize(read_run(tmp_path), []).restarts
+    assert restart.down_s == pytest.approx(100, abs=0.1)
+    assert restart.lost_s > 900
 
 
 def test_what_a_second_checkpointer_of_the_process_told_last_is_the_last_sign_of_life(tmp_path: Path) -> None:

@@ -9,19 +9,23 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import anyio
+import anyio.to_thread
 import msgspec
 import pytest
 import torch
 
 import aiockpt
 from aiockpt.errors import UsageError
-from aiockpt.events import BackgroundTask, BytesWritten, Committed, Observer
+from aiockpt.events import BackgroundTask, BytesWritten, Committed, Observer, Opened
 from aiockpt.monitor import TraceFile
 from aiockpt.monitor.read_run import read_run
-from tests.watch import Watch
+from aiockpt.monitor.trace import alive_after_s
+from tests.watch import Watch, until
 
 STATE: dict[str, Any] = {"x": torch.arange(1000)}
 
@@ -60,6 +64,42 @@ def test_one_trace_serves_one_checkpointer_after_another(tmp_path: Path) -> None
     for step in (1, 2):
         save_once(tmp_path / "run", trace, step=step)
     assert [line["step"] for line in lines(path) if line["type"] == "Committed"] == [1, 2]
+
+
+def test_the_first_rank_says_that_it_lives_while_nothing_is_told(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    with aiockpt.Checkpointer(tmp_path / "run", observers=[TraceFile(trace)]) as ckpt:
+        until(lambda: trace.exists() and b"Alive" in trace.read_bytes(), "it says so")
+        ckpt.save(1, {"x": torch.ones(3)}).result()
+    opened, alive, *others = (line["type"] for line in lines(trace))
+    assert (opened, alive, others[-1]) == ("Opened", "Alive", "Closed")
+    assert "SaveStarted" in others
+
+
+def test_signs_of_life_come_at_a_tenth_of_the_quiet_time_and_a_hundred_in_an_hour() -> None:
+    at_s = [0.0]
+    while at_s[-1] < 3600:
+        at_s.append(at_s[-1] + alive_after_s(at_s[-1]))
+    assert len(at_s) < 110
+    for before, after in pairwise(at_s):
+        assert after - before == pytest.approx(max(1.0, min(before / 10, 60.0)))
+
+
+async def test_other_ranks_do_not_say_that_they_live(tmp_path: Path) -> None:
+    def written(rank: int) -> bytes:
+        path = tmp_path / f"{rank}.jsonl"
+        return path.read_bytes() if path.exists() else b""
+
+    traces = [TraceFile(tmp_path / f"{rank}.jsonl") for rank in range(2)]
+    async with anyio.create_task_group() as tasks:
+        for rank, trace in enumerate(traces):
+            trace.on_event(Opened(at_ns=0, time_ns=0, pid=1, host="h", rank=rank, world_size=2, urls=()))
+            tasks.start_soon(trace.run)
+        await anyio.to_thread.run_sync(until, lambda: written(0).count(b"Alive") == 2, "the first one does, twice")
+        for trace in traces:
+            await trace.aclose()
+    assert b"Opened" in written(1)
+    assert b"Alive" not in written(1)
 
 
 def test_half_a_line_of_a_killed_process_is_left_alone_and_not_continued(tmp_path: Path) -> None:
