@@ -30,6 +30,12 @@ def open_place(root: str) -> Backend:
     return backend
 
 
+def is_to_come(root: str) -> bool:
+    """Say whether *root* is a folder that nobody has made yet."""
+    scheme, _, rest = open_backend(root).url.partition("://")
+    return scheme == "file" and not Path(unquote(rest)).exists()
+
+
 def local_folder(root: str) -> Path:
     """Return the folder that *root* means.
 

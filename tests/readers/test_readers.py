@@ -377,6 +377,32 @@ def test_the_command_runs_another_for_each_step(tmp_path: Path) -> None:
     assert run(str(place), "--once", "--exec", "false").exit_code == 0, "there is nothing new"
 
 
+def test_a_folder_that_is_not_there_is_waited_for_unless_it_is_looked_at_once(tmp_path: Path) -> None:
+    once = run(str(tmp_path / "run"), "--once", "--exec", "true")
+    assert isinstance(once.exception, aiockpt.UsageError)
+    assert "no such folder" in str(once.exception)
+    command = [
+        sys.executable,
+        "-m",
+        "aiockpt.cli.main",
+        "watch",
+        str(tmp_path / "run"),
+        "--exec",
+        "kill $PPID",
+        "--every",
+        "0.1",
+    ]
+    environment = os.environ | {"COLUMNS": "300"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as following:
+        assert following.stdout is not None
+        told = following.stdout.readline()
+        made = (tmp_path / "run").exists()
+        save(tmp_path / "run", 1)
+        assert following.wait(60) == 128 + signal.SIGTERM
+    assert "its first step is waited for" in told
+    assert not made
+
+
 def test_a_command_that_fails_is_run_again_with_that_step(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     done = run(str(tmp_path), "--once", "--name", "upload", "--exec", 'test "$AIOCKPT_STEP" = 2')

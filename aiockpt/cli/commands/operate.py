@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import anyio
 import msgspec
 import typer
+from rich.markup import escape
 
 from aiockpt.cli import show
 from aiockpt.cli.commands.common import DAMAGED, Json, Root, app, chosen_steps, open_checkpointer
@@ -118,9 +119,14 @@ def watch(
     every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 10.0,
 ) -> None:
     """Run a command for each committed step, once, which is kept meanwhile; where it fails it is run again later."""
+    from aiockpt.cli.given_root import is_to_come, open_place
     from aiockpt.runtime.signals import Interrupted, ended_by_signals
 
     failed = 0
+    if once or not is_to_come(root):
+        open_place(root)
+    else:
+        show.say(f"[dim]{escape(root)}: no such folder yet; its first step is waited for[/]")
     try:
         with ended_by_signals(), open_checkpointer(root) as ckpt:
             for step in ckpt.watch(name, every_s=every, newest=newest, follow=not once):
