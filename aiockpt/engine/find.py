@@ -139,7 +139,7 @@ async def _tell_what_is_there_instead(destination: Destination) -> None:
 def note_skipped(engine: Engine, step_id: str, step: int, error: CheckpointError, skipped: Skipped) -> None:
     """Tell log and observers why a step is not taken."""
     skipped.append((step_id, str(error)))
-    logger.warning("step %s is skipped: %s", step_id, error)
+    logger.warning("%s is skipped: %s", step_id, error)
     engine.emit(StepSkipped(at_ns=engine.now_ns(), step=step, reason=str(error)))
 
 

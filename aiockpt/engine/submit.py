@@ -43,6 +43,7 @@ from aiockpt.runtime.pending_copies import PendingCopies
 from aiockpt.runtime.promise import Promise, SavePromise
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.state.shards import ShardedState
+from aiockpt.units import count
 
 logger = logging.getLogger("aiockpt")
 
@@ -253,7 +254,8 @@ class Submitter:
     def _why_full(self, snapshot: Snapshot) -> str | None:
         """Say why a save that begins now would wait; None when it would not."""
         if self._is_full():
-            return f"{len(self._saves)} saves are in flight"
+            many = len(self._saves)
+            return f"{count(many, 'save')} {'is' if many == 1 else 'are'} in flight"
         if snapshot == "lazy" and self._engine.pool.is_full:
             return "the staging pool has no slab free"
         return None

@@ -67,6 +67,9 @@ def seal(body_json: bytes) -> bytes:
     return b"".join([head, _SEAL, digest128(head).encode(), b'"}\n'])
 
 
+_ADVICE = "Load another step, or another copy of this one."
+
+
 def unseal(data: bytes, what: str) -> bytes:
     """Return the body of a sealed document, as plain JSON without the digest.
 
@@ -80,12 +83,12 @@ def unseal(data: bytes, what: str) -> bytes:
         raise ManifestError(f"{what} has {len(data)} bytes, more than the {MAX_DOCUMENT_BYTES} any document has")
     head, tail = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
     if not (tail.startswith(_SEAL) and tail.endswith(b'"}\n')):
-        raise ManifestError(f"{what} does not end with its digest: it is torn or no document of aiockpt")
+        raise ManifestError(f"{what} does not end with its digest: it is torn or no document of aiockpt. {_ADVICE}")
     written = tail[len(_SEAL) : -len(b'"}\n')]
     found = digest128(head).encode()
     if written != found:
         raise ManifestError(
-            f"{what} is damaged: its digest says {written.decode('ascii', 'replace')}, its bytes {found.decode()}"
+            f"{what} is damaged: its digest says {written.decode('ascii', 'replace')}, its bytes {found.decode()}. {_ADVICE}"
         )
     return head + b"}"
 
