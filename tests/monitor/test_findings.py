@@ -102,7 +102,7 @@ def test_steps_that_a_scrub_found_damaged_are_told_and_so_are_those_that_it_mend
     (bad,) = scrub(*(StepDamaged(step=step, problem="block 1 is bad", **last) for step in (300, 200, 300)))
     assert (bad.level, bad.step) == ("bad", 300)
     assert bad.what == "Steps 200, 300 in file:///far: damaged. block 1 is bad."
-    bad, mended = scrub(StepRepaired(step=200, keys=("d",), bytes=1, **last | {"at_ns": opened.at_ns + 1}))
+    bad, mended = scrub(StepRepaired(step=200, keys=("d",), bytes=1, **{**last, "at_ns": opened.at_ns + 1}))
     assert bad.what == "Step 300 in file:///far: damaged. block 1 is bad."
     assert (mended.level, mended.step) == ("warning", 200)
 
