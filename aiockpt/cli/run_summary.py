@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from aiockpt.cli import show
-from aiockpt.monitor.findings import Finding, Level
+from aiockpt.monitor.finding import Finding, Level
 from aiockpt.monitor.spans import WHOLE
 from aiockpt.monitor.summary import Summary
 

@@ -46,7 +46,7 @@ def read_run(where: str | os.PathLike[str]) -> RunLog:
     """Return what is told in *where*: a file of a `TraceFile`, a folder with some, or the folder of a run; path or URL.
 
     Raises:
-        UsageError: there is none, or none from which anything can be read.
+        UsageError: there is none, or none from which anything can be read; or no such file or folder.
         StorageError: the storage of a URL does not answer.
     """
     given = os.fspath(where)
@@ -82,6 +82,8 @@ def read_run(where: str | os.PathLike[str]) -> RunLog:
 
 
 def _files(path: Path) -> Iterable[Trace]:
+    if not path.exists():
+        raise UsageError(f"{path}: there is no such file or folder")
     if path.is_file():
         return [(path.name, path.read_bytes)]
     folder = path / FOLDER if (path / FOLDER).is_dir() else path

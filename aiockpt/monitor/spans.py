@@ -17,6 +17,7 @@ from aiockpt.events import (
     Operation,
     Promoted,
     SaveFailed,
+    SaveStarted,
     SnapshotTaken,
     StageEnded,
 )
@@ -24,6 +25,8 @@ from aiockpt.monitor.run_log import ProcessLog, RunLog
 
 WHOLE = "whole"
 """The stage of a span that is all of an operation."""
+PAUSE = "pause"
+"""The stage in which a call of save held its caller."""
 BLOCKS = "blocks"
 """The stage of a group of blocks, a part of "write"."""
 
@@ -34,7 +37,7 @@ class TimeSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     Attributes:
         process: its place in `RunLog.processes`.
         begin_s: seconds since 1970.
-        stage: `WHOLE`, `BLOCKS`, "pause" (a call of save held its caller), "barrier" (an optimizer was held), or one of
+        stage: `WHOLE`, `BLOCKS`, `PAUSE`, "barrier" (an optimizer was held), or one of
             `aiockpt.events.StageEnded`.
         bytes: that it moved; 0 where it moves none.
     """
@@ -68,10 +71,15 @@ def spans_of(opened: Opened, event: Event) -> list[TimeSpan]:
 def _of_process(number: int, process: ProcessLog) -> Iterator[TimeSpan]:
     rank, host = process.opened.rank, process.opened.host
     wall_ns = process.wall_ns(0)
+    called_s: dict[int, float] = {}
+    """Of saves under way, by step: with a lazy one the copy begins, and ends, after the call."""
     for event in process.events:
-        for operation, stage, seconds, ended_s, key, size, hash_s, failed in _of_event(
-            event, (wall_ns + event.at_ns) / 1e9
-        ):
+        at_s = (wall_ns + event.at_ns) / 1e9
+        if isinstance(event, SaveStarted) and event.seconds:
+            called_s[event.step] = at_s - event.seconds
+        for operation, stage, seconds, ended_s, key, size, hash_s, failed in _of_event(event, at_s):
+            if stage == PAUSE and event.step in called_s:
+                ended_s = called_s.pop(event.step) + seconds
             yield TimeSpan(
                 process=number,
                 rank=rank,
@@ -103,7 +111,7 @@ def _of_event(event: Event, at_s: float) -> tuple[_Found, ...]:
             returned_s = at_s - max(event.copy_s - event.pause_s, 0.0)
             return (
                 ("save", "snapshot", event.copy_s, at_s, event.snapshot, event.bytes, 0.0, False),
-                ("save", "pause", event.pause_s, returned_s, "", 0, 0.0, False),
+                ("save", PAUSE, event.pause_s, returned_s, "", 0, 0.0, False),
             )
         case BarrierWaited():
             return (("save", "barrier", event.seconds, at_s, "", 0, 0.0, False),)

@@ -21,7 +21,8 @@ from aiockpt.events import (
     StepDamaged,
     StepRepaired,
 )
-from aiockpt.monitor.findings import Finding, find_problems, seconds
+from aiockpt.monitor.finding import Finding, seconds
+from aiockpt.monitor.findings import find_problems
 from aiockpt.monitor.read_run import read_run
 from aiockpt.monitor.run_starts import first_starts, start_numbers
 from aiockpt.monitor.save_points import save_points, usual_interval_s

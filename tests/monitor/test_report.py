@@ -104,6 +104,23 @@ def _of(one: TimeSpan) -> tuple[int, int, str]:
     return one.process, one.step, one.operation
 
 
+def test_the_pause_of_a_lazy_save_begins_with_its_call(tmp_path: Path) -> None:
+    states = {step: {"x": torch.full((1 << 22,), float(step))} for step in range(3)}
+    with aiockpt.Checkpointer(tmp_path, snapshot="lazy", observers=[TraceFile()]) as ckpt:
+        for step, state in states.items():
+            ckpt.save(step, state).result()
+    found = spans(read_run(tmp_path))
+    for step in states:
+        whole, pause = (one(found, step, stage) for stage in (WHOLE, "pause"))
+        assert abs(pause.begin_s - whole.begin_s) < 1e-3
+        assert pause.seconds < whole.seconds
+
+
+def one(found: list[TimeSpan], step: int, stage: str) -> TimeSpan:
+    (span,) = (span for span in found if (span.operation, span.step, span.stage) == ("save", step, stage))
+    return span
+
+
 def test_hashing_and_bytes_are_told_of_the_files(run: Path) -> None:
     some = spans(read_run(run))
     for stage in ("write", "read"):
@@ -161,6 +178,8 @@ def test_half_a_line_and_unknown_events_are_counted(run: Path, tmp_path: Path) -
 
 
 def test_without_a_trace_it_says_how_to_have_one(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"nowhere: there is no such file or folder"):
+        read_run(tmp_path / "nowhere")
     with pytest.raises(UsageError, match="TraceFile"):
         read_run(tmp_path)
 

@@ -65,6 +65,11 @@ def test_the_command_plans_from_numbers_and_from_a_run_like_it(tmp_path: Path) -
     assert run.exit_code == 0, run.output
     assert "a step            912.7 GiB, 1.8 GiB of each of 512 ranks" in run.output
     assert "save every        138 s" in run.output
+    said = [CliRunner().invoke(app, ["plan", "--parameters", number]).output for number in ("7B", "7e9", "7000M")]
+    assert said[0] == said[1] == said[2]
+    assert "a step            91.3 GiB" in said[0]
+    many = CliRunner().invoke(app, ["plan", "--parameters", "many"]).exception
+    assert "--parameters many: give a number, such as 7B" in str(many)
     with aiockpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, {"x": torch.zeros(1 << 20)}).result()
     run = CliRunner().invoke(app, ["plan", str(tmp_path), "--json"])

@@ -147,7 +147,9 @@ def plan(
     root: Annotated[
         str | None, typer.Argument(help="A run like it: a step is as large as its newest one.", show_default=False)
     ] = None,
-    parameters: Annotated[float | None, typer.Option(help="Of the model, such as 7e9.", show_default=False)] = None,
+    parameters: Annotated[
+        str | None, typer.Option(help="Of the model, such as 7B, 350M or 7e9.", metavar="N", show_default=False)
+    ] = None,
     bytes_per_parameter: Annotated[
         float, typer.Option(help="14: bf16 weights, fp32 masters, two fp32 moments. 12: fp32 weights and moments.")
     ] = 14.0,
@@ -161,8 +163,8 @@ def plan(
     from aiockpt.cli.convert import parse_size
 
     if (root is None) == (parameters is None):
-        raise UsageError("plan: name a run like it, or give --parameters 7e9")
-    step_bytes = bytes_per_parameter * (parameters or 0.0)
+        raise UsageError("plan: name a run like it, or give --parameters 7B")
+    step_bytes = bytes_per_parameter * _parse_count(parameters or "0")
     if root is not None:
         (step,) = chosen_steps(root, None, False, valid=True)
         with open_checkpointer(root) as ckpt:
@@ -170,3 +172,12 @@ def plan(
         step_bytes, ranks = float(info.bytes), max(ranks, info.world_size)
     found = plan_run(step_bytes, ranks=ranks, bytes_per_s=parse_size(bandwidth), mtbf_s=mtbf * 3600.0)
     show.json_or(as_json, found, lambda: show.say(str(found)))
+
+
+def _parse_count(text: str) -> float:
+    """Return the number that people write as 7B, 350M or 7e9."""
+    factor = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1.0)
+    try:
+        return float(text if factor == 1.0 else text[:-1]) * factor
+    except ValueError:
+        raise UsageError(f"--parameters {text}: give a number, such as 7B, 350M or 7e9") from None

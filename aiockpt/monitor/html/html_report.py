@@ -17,7 +17,7 @@ import msgspec
 
 from aiockpt.errors import UsageError
 from aiockpt.events import StorageRetried
-from aiockpt.monitor.findings import Finding
+from aiockpt.monitor.finding import Finding
 from aiockpt.monitor.html.size_map import SizeMap
 from aiockpt.monitor.html.stage_grid import StageGrid, stage_grids
 from aiockpt.monitor.html.timeline_rows import TimelineSpans, timelines

@@ -1,0 +1,51 @@
+"""What is something that an operator should know, and how is it said? For `aiockpt.monitor.findings` and its parts.
+
+Times are fields of a finding and not in its words, so that each reader's clock can show them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+Level = Literal["bad", "warning", "note"]
+"""Work is in danger; saves are slower or work was lost; worth a look."""
+MOST_NAMED = 5
+"""Ranks or steps that a sentence names."""
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that an operator should know.
+
+    Attributes:
+        what: in one sentence, with where it is.
+        advice: what to look at, or what is likely the cause; may be empty.
+        since_s: seconds since 1970.
+        rank, step, stage: what to look at in the figures.
+    """
+
+    level: Level
+    what: str
+    advice: str = ""
+    since_s: float | None = None
+    rank: int | None = None
+    step: int | None = None
+    stage: str = ""
+
+
+def seconds(value: float) -> str:
+    """Return a time as people say it."""
+    for unit, length_s in (("h", 3600.0), ("min", 60.0)):
+        if value >= 2 * length_s:
+            return f"{value / length_s:.3g} {unit}"
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def name_steps(steps: Iterable[int]) -> str:
+    """Return the steps as a sentence begins with them."""
+    different = sorted(set(steps))
+    named = ", ".join(map(str, different[:MOST_NAMED]))
+    more = f" and {len(different) - MOST_NAMED} more" if len(different) > MOST_NAMED else ""
+    return f"Step{'s' if len(different) > 1 else ''} {named}{more}"
