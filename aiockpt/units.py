@@ -20,3 +20,14 @@ def speed(bytes_per_s: float) -> str:
 def count(number: int, noun: str) -> str:
     """Return ``1 step``, ``2 steps``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time as people say it, with three digits."""
+    for unit, length_s in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length_s:
+            return f"{seconds / length_s:.3g} {unit}"
+    for unit, length_s in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= length_s:
+            return f"{seconds / length_s:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"

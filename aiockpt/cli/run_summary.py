@@ -11,17 +11,10 @@ from aiockpt.cli import show
 from aiockpt.monitor.finding import Finding, Level
 from aiockpt.monitor.spans import WHOLE
 from aiockpt.monitor.summary import Summary
+from aiockpt.units import duration
 
 MOST_FINDINGS = 6
 _TONES: dict[Level, str] = {"bad": "bold red", "warning": "yellow", "note": "dim"}
-
-
-def seconds(value: float) -> str:
-    """Return a time with three digits."""
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if value * factor >= 1 or unit == "µs":
-            return f"{value * factor:.3g} {unit}"
-    raise AssertionError("the last unit takes all")
 
 
 def show_findings(page: str, found: Summary, problems: Sequence[Finding]) -> None:
@@ -43,18 +36,19 @@ def _show_problems(problems: Sequence[Finding]) -> None:
 
 def show_summary(root: str, found: Summary, problems: Sequence[Finding]) -> None:
     """Print a summary; what is wrong comes first."""
-    lasted, begun = seconds(found.ended_s - found.begun_s), show.moment(int(found.begun_s * 1e9))
+    lasted, begun = duration(found.ended_s - found.begun_s), show.moment(int(found.begun_s * 1e9))
     show.title(root, f"{show.count(found.ranks, 'rank')} on {show.count(found.hosts, 'host')}, {lasted} from {begun}")
     _show_problems(problems)
-    _show_trouble(found)
+    show.say("")
     last = "" if found.last_step is None else f", the last of step {found.last_step}"
     made_again = show.count(found.retries, "call")
     show.say(f"saves       {found.committed} committed{last}, {found.failed} failed; {made_again} made again")
     if found.committed or found.failed:
-        show.say(f"pause       {seconds(found.pauses_s[0])}, at most {seconds(found.pauses_s[1])}")
+        show.say(f"pause       {duration(found.pauses_s[0])}, at most {duration(found.pauses_s[1])}")
     if found.committed:
-        show.say(f"durable     {seconds(found.durable_s[0])} after the call, at most {seconds(found.durable_s[1])}")
+        show.say(f"durable     {duration(found.durable_s[0])} after the call, at most {duration(found.durable_s[1])}")
     show.say(f"effective   {found.effective:.1%} of the time trained: not held, loading, lost or down (ETTR)")
+    _show_trouble(found)
     if found.stages:
         show.say("")
         show.out.print(_table(found))
@@ -70,12 +64,12 @@ def _show_trouble(found: Summary) -> None:
     for slow in found.stragglers:
         show.say(
             f"[yellow]straggler[/]   rank {slow.rank} ({escape(slow.host)}): {slow.operation} {slow.stage} takes "
-            f"{slow.factor:.1f} × the ranks' median, {seconds(slow.extra_s)} more, since step {slow.since}: {slow.cause}"
+            f"{slow.factor:.1f} × the ranks' median, {duration(slow.extra_s)} more, since step {slow.since}: {slow.cause}"
         )
     for start in found.restarts:
         resumed = "from nothing" if start.resumed_from is None else f"from step {start.resumed_from}"
         at, ranks = show.moment(int(start.at_s * 1e9)), show.count(start.world_size, "rank")
-        lost = f"{seconds(start.lost_s)} of work lost, down for {seconds(start.down_s)}"
+        lost = f"{duration(start.lost_s)} of work lost, down for {duration(start.down_s)}"
         show.say(f"restart     at {at} on {ranks}, {resumed}; {lost}")
 
 
@@ -88,8 +82,8 @@ def _table(found: Summary) -> Table:
             stage.operation if stage.operation != before else "",
             "all of it" if stage.stage == WHOLE else stage.stage,
             str(stage.count),
-            seconds(stage.median_s),
-            seconds(stage.most_s),
+            duration(stage.median_s),
+            duration(stage.most_s),
             f"rank {stage.slowest_rank}, step {stage.slowest_step}",
             show.speed(stage.bytes_per_s) if stage.bytes_per_s else "",
         )

@@ -35,14 +35,6 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     stage: str = ""
 
 
-def seconds(value: float) -> str:
-    """Return a time as people say it."""
-    for unit, length_s in (("h", 3600.0), ("min", 60.0)):
-        if value >= 2 * length_s:
-            return f"{value / length_s:.3g} {unit}"
-    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
-
-
 def name_steps(steps: Iterable[int]) -> str:
     """Return the steps as a sentence begins with them."""
     different = sorted(set(steps))

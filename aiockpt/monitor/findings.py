@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from aiockpt.events import StorageRetried
 from aiockpt.format.names import list_names
 from aiockpt.monitor import rank_findings, step_findings
-from aiockpt.monitor.finding import Finding, Level, seconds
+from aiockpt.monitor.finding import Finding, Level
 from aiockpt.monitor.run_log import RunLog
 from aiockpt.monitor.save_points import SavePoint
 from aiockpt.monitor.summary import Summary
-from aiockpt.units import count
+from aiockpt.units import count, duration
 
 _ORDER: dict[Level, int] = {"bad": 0, "warning": 1, "note": 2}
 
@@ -50,7 +50,7 @@ def _restarts(summary: Summary) -> Iterator[Finding]:
     resumed = "from nothing" if last.resumed_from is None else f"from step {last.resumed_from}"
     yield Finding(
         level="warning",
-        what=f"The run was begun anew {often}: {seconds(lost_s)} of work lost, {seconds(down_s)} down.",
+        what=f"The run was begun anew {often}: {duration(lost_s)} of work lost, {duration(down_s)} down.",
         advice=f"The last time it went on {resumed}.",
         since_s=summary.restarts[0].at_s,
     )

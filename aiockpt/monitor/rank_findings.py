@@ -7,13 +7,14 @@ from collections.abc import Collection, Iterator, Sequence
 from statistics import median
 
 from aiockpt.events import SaveStarted
-from aiockpt.monitor.finding import MOST_NAMED, Finding, seconds
+from aiockpt.monitor.finding import MOST_NAMED, Finding
 from aiockpt.monitor.run_log import ProcessLog, RunLog
 from aiockpt.monitor.run_starts import process_of, start_numbers
 from aiockpt.monitor.save_points import SavePoint, usual_interval_s
 from aiockpt.monitor.stragglers import Straggler
 from aiockpt.monitor.summary import Summary
 from aiockpt.runtime.notes import name_ranks
+from aiockpt.units import duration
 
 LATE = 3.0
 """So many usual intervals without a word are too long."""
@@ -40,7 +41,7 @@ def two_jobs(run: RunLog) -> Iterator[Finding]:
         who = " and ".join(f"process {one.opened.pid} on {one.opened.host}" for one in (before, after))
         yield Finding(
             level="bad",
-            what=f"Two jobs saved to one place at once for {seconds(both_s)}: {who}, both as rank {after.opened.rank}.",
+            what=f"Two jobs saved to one place at once for {duration(both_s)}: {who}, both as rank {after.opened.rank}.",
             advice="Give each a place of its own. The figures below mix them.",
             since_s=after.wall_s(after.opened.at_ns),
             rank=after.opened.rank,
@@ -71,7 +72,7 @@ def silent(run: RunLog, points: Sequence[SavePoint], now_s: float) -> Iterator[F
         yield Finding(
             level="bad",
             what=f"Nothing is heard of {name_ranks(quiet, MOST_NAMED)} ({hosts[quiet[0]]}) any more: "
-            f"the others told something up to {seconds(usual_last_s - at_s)} longer.",
+            f"the others told something up to {duration(usual_last_s - at_s)} longer.",
             advice="Look at its host, and at its own log.",
             since_s=at_s,
             rank=quiet[0],
@@ -101,7 +102,7 @@ def _fell_silent(
     who = "The run has" if whole else f"The others have ended in order; {name_ranks(ranks, MOST_NAMED)} has"
     yield Finding(
         level="bad",
-        what=f"{who} told nothing for {seconds(now_s - last_s)}, and was not closed: it was killed, or hangs.",
+        what=f"{who} told nothing for {duration(now_s - last_s)}, and was not closed: it was killed, or hangs.",
         advice=f"Look at {logs[ranks[0]][-1].opened.host}, and at its own log.",
         since_s=last_s,
         rank=None if whole else ranks[0],
@@ -132,7 +133,7 @@ def slow_ranks(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Findin
         yield Finding(
             level="warning",
             what=f"{whole} slow: {worst.stage} takes {worst.factor:.1f} × as long as on the others, "
-            f"{seconds(worst.extra_s)} more each {operation}, since step {since}.",
+            f"{duration(worst.extra_s)} more each {operation}, since step {since}.",
             advice=advice,
             since_s=begun.get(since),
             rank=worst.rank,

@@ -8,12 +8,13 @@ from statistics import median
 
 from aiockpt.events import NotFiniteFound, StepDamaged, StepRepaired
 from aiockpt.format.names import list_names
-from aiockpt.monitor.finding import MOST_NAMED, Finding, name_steps, seconds
+from aiockpt.monitor.finding import MOST_NAMED, Finding, name_steps
 from aiockpt.monitor.run_log import RunLog
 from aiockpt.monitor.save_points import SavePoint, usual_interval_s
 from aiockpt.monitor.stragglers import slow_steps
 from aiockpt.monitor.summary import FailedStep, Summary
 from aiockpt.runtime.notes import name_ranks
+from aiockpt.units import duration
 
 LATE = 3.0
 """So many usual intervals without a durable step are too long."""
@@ -35,8 +36,8 @@ def overdue(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
         if late_s > LATE * usual_s:
             yield Finding(
                 level="bad",
-                what=f"Nothing has become durable for {seconds(late_s)}, since step {last.step}; "
-                f"usually a save begins every {seconds(usual_s)}.",
+                what=f"Nothing has become durable for {duration(late_s)}, since step {last.step}; "
+                f"usually a save begins every {duration(usual_s)}.",
                 advice="A crash now loses all work since then.",
                 since_s=last.ended_s,
                 step=last.step,
@@ -51,7 +52,7 @@ def unfinished(run: RunLog, points: Sequence[SavePoint]) -> Iterator[Finding]:
     for one in points:
         if one.start != last_start or not one.open:
             continue
-        usual = f"; usually it takes {seconds(median(lasted))}" if lasted else ""
+        usual = f"; usually it takes {duration(median(lasted))}" if lasted else ""
         waits_for = one.unwritten if 2 * len(one.unwritten) <= one.ranks else ()
         where = (
             f", and {name_ranks(waits_for, MOST_NAMED)} ({hosts[waits_for[0]]}) has not written its data"
@@ -165,7 +166,7 @@ def slower(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
         return
     yield Finding(
         level="warning",
-        what=f"Saves take {seconds(now_s)} until they are durable, not {seconds(usual_s)}, since step {step}.",
+        what=f"Saves take {duration(now_s)} until they are durable, not {duration(usual_s)}, since step {step}.",
         advice="It is so on all ranks: look at the storage that they share.",
         since_s=since_s,
         step=step,
@@ -180,8 +181,8 @@ def held(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:
         worst = max(points, key=lambda one: one.most_pause_s)
         yield Finding(
             level="note",
-            what=f"Training was held for {held_s / lasted_s:.1%} of the time, {seconds(summary.pauses_s[0])} each save.",
-            advice=f"Longest: {seconds(worst.most_pause_s)} on rank {worst.most_pause_rank} at step {worst.step}.",
+            what=f"Training was held for {held_s / lasted_s:.1%} of the time, {duration(summary.pauses_s[0])} each save.",
+            advice=f"Longest: {duration(worst.most_pause_s)} on rank {worst.most_pause_rank} at step {worst.step}.",
             rank=worst.most_pause_rank,
             step=worst.step,
         )

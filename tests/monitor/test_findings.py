@@ -21,13 +21,14 @@ from aiockpt.events import (
     StepDamaged,
     StepRepaired,
 )
-from aiockpt.monitor.finding import Finding, seconds
+from aiockpt.monitor.finding import Finding
 from aiockpt.monitor.findings import find_problems
 from aiockpt.monitor.read_run import read_run
 from aiockpt.monitor.run_starts import first_starts, start_numbers
 from aiockpt.monitor.save_points import save_points, usual_interval_s
 from aiockpt.monitor.spans import spans
 from aiockpt.monitor.summary import summarize
+from aiockpt.units import duration
 from tests.monitor.synthetic_run import BEGUN_S, Fault, SyntheticRun
 
 
@@ -190,7 +191,7 @@ def test_the_worst_comes_first(tmp_path: Path) -> None:
     ("value", "text"), [(0.0123, "12.3 ms"), (1.5, "1.5 s"), (90, "90 s"), (300, "5 min"), (8000, "2.22 h")]
 )
 def test_times_are_said_in_units_that_fit(value: float, text: str) -> None:
-    assert seconds(value) == text
+    assert duration(value) == text
 
 
 # ------------------------------------------------------------------ starts and saves
