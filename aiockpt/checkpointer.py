@@ -25,7 +25,7 @@ from aiockpt.engine import maintenance
 from aiockpt.engine.coordinator import WARM_UP
 from aiockpt.engine.destination import Destination
 from aiockpt.engine.find import find_manifest
-from aiockpt.engine.load import LoadRequest
+from aiockpt.engine.load import LoadRequest, telling_failures
 from aiockpt.engine.maintenance import Copied, Description, Pruned, StepInfo, Verified
 from aiockpt.engine.place import Place as EnginePlace
 from aiockpt.engine.read import read
@@ -402,7 +402,8 @@ class Checkpointer:
         async def run() -> LoadResult | None:
             for earlier in refused:
                 await earlier.settled()
-            filled = await self._engine.coordinator.load(self._destination, request, number)
+            with telling_failures(self._engine, step):
+                filled = await self._engine.coordinator.load(self._destination, request, number)
             if self._engine.coordinator.rank == 0:
                 log_loaded(None if filled is None else filled.result)
             promise.on_finish = self._probe.watch_load(asked, filled)

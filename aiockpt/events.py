@@ -172,6 +172,18 @@ class Loaded(Event, frozen=True, tag=True):
     saved_ns: int = 0
 
 
+class LoadFailed(Event, frozen=True, tag=True):
+    """A ``load`` of *step*, or of the newest one (-1), has raised *error* after *seconds*."""
+
+    error: str
+    seconds: float
+
+    @property
+    def which(self) -> str:
+        """What was to be loaded, in words."""
+        return "the newest step" if self.step < 0 else f"step {self.step}"
+
+
 class StepDeleted(Event, frozen=True, tag=True):
     """Retention removed a step; *reason* says which rule did not keep it."""
 

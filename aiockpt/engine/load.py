@@ -14,7 +14,7 @@ from aiockpt.adapters.native import LoadTarget, Rename, Stored, Strict, open_tar
 from aiockpt.engine.find import Skipped, candidates, note_skipped
 from aiockpt.engine.place import Place
 from aiockpt.errors import CorruptionError, NoValidCheckpointError, RankFailedError, StateMismatchError
-from aiockpt.events import Loaded
+from aiockpt.events import Loaded, LoadFailed
 from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import list_names
 from aiockpt.futures import LoadResult
@@ -102,6 +102,18 @@ async def load(destination: Destination, request: LoadRequest) -> Filled | None:
             else:
                 return finish(place, manifest, target, traffic, begun_ns, skipped)
     return None
+
+
+@contextmanager
+def telling_failures(engine: Engine, step: int | None) -> Iterator[None]:
+    """Tell observers where a load of *step*, or of the newest one for None, raises."""
+    begun_ns = engine.now_ns()
+    try:
+        yield
+    except Exception as error:
+        at = -1 if step is None else step
+        engine.emit(LoadFailed(at_ns=engine.now_ns(), step=at, error=repr(error), seconds=engine.since_s(begun_ns)))
+        raise
 
 
 class Lacking:

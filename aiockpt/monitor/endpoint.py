@@ -14,7 +14,7 @@ import anyio
 import msgspec
 
 from aiockpt.errors import UsageError
-from aiockpt.events import Committed, Event, Opened, SaveFailed
+from aiockpt.events import Committed, Event, Loaded, LoadFailed, Opened, SaveFailed
 from aiockpt.monitor.under_way import PendingWork, UnderWay, describe
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Endpoint:
         self._overdue_s = overdue_s
         self._registry = registry
         self._opened: Opened | None = None
-        self._failed: SaveFailed | None = None
+        self._failed = ""
         self._under_way = UnderWay()
         self._begun, self._ending = anyio.Event(), anyio.Event()
 
@@ -94,9 +94,11 @@ class Endpoint:
                 self._opened = event
                 self._begun.set()
             case SaveFailed():
-                self._failed = event
-            case Committed():
-                self._failed = None
+                self._failed = f"the save of step {event.step} failed: {event.error}"
+            case LoadFailed():
+                self._failed = f"the load of {event.which} failed: {event.error}"
+            case Committed() | Loaded():
+                self._failed = ""
 
     async def run(self) -> None:
         """Serve until `aclose`.
@@ -138,8 +140,8 @@ class Endpoint:
         now_ns = time.monotonic_ns()
         pending = self._under_way.pending(now_ns)
         problems = [f"overdue: {describe(work)}" for work in pending if work.for_s > self._overdue_s]
-        if self._failed is not None:
-            problems.append(f"the save of step {self._failed.step} failed: {self._failed.error}")
+        if self._failed:
+            problems.append(self._failed)
         durable_step, durable_s = self._under_way.durable(now_ns) or (None, None)
         return Health(
             well=not problems,

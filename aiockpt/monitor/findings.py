@@ -31,6 +31,7 @@ def find_problems(run: RunLog, summary: Summary, points: Sequence[SavePoint], no
         *rank_findings.slow_ranks(summary, points),
         *step_findings.slower(summary, points),
         *step_findings.failures(summary, points),
+        *step_findings.failed_loads(run),
         *step_findings.not_finite(run, points),
         *step_findings.damaged(run),
         *_restarts(summary),

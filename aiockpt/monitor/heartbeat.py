@@ -18,7 +18,7 @@ import anyio
 import msgspec
 
 from aiockpt.errors import CheckpointError, UsageError
-from aiockpt.events import BytesWritten, Event, Opened, Promoted, SaveFailed, StorageRetried
+from aiockpt.events import BytesWritten, Event, LoadFailed, Opened, Promoted, SaveFailed, StorageRetried
 from aiockpt.monitor.peer_times import PeerTimes, found_event
 from aiockpt.monitor.stragglers import Straggler
 from aiockpt.monitor.trace import FOLDER
@@ -46,7 +46,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
             was loaded: what a crash would lose. None as long as there is none.
         places: url → the last step that was copied there.
         bytes_per_s: written since the beat before.
-        last_error: of the last save that failed.
+        last_error: of the last save or load that failed.
         slow: ranks that are slower than their peers, as rank 0 says.
         ended: the checkpointer was closed in order.
     """
@@ -114,6 +114,8 @@ class Heartbeat:
             case SaveFailed():
                 self._failed += 1
                 self._last_error = f"step {event.step}: {event.error}"
+            case LoadFailed():
+                self._last_error = f"load of {event.which}: {event.error}"
             case Promoted():
                 self._places[event.url] = event.step
             case StorageRetried():

@@ -25,6 +25,7 @@ from aiockpt.events import (
     Committed,
     Event,
     Loaded,
+    LoadFailed,
     NotFiniteFound,
     Promoted,
     PromotionFailed,
@@ -76,7 +77,7 @@ class Metrics:
                 "next one, too, when it is closed; or take a registry of its own, Metrics(CollectorRegistry()), which "
                 "Endpoint(registry=…) serves"
             ) from error
-        self._loads = count("aiockpt_loads", "Loads that filled a state.", registry=to)
+        self._loads = count("aiockpt_loads", "Loads, by how they ended.", ["outcome"], registry=to)
         self._in_flight = gauge("aiockpt_saves_in_flight", "Saves that have begun and not ended.", registry=to)
         self._pause = times("aiockpt_pause_seconds", "A call of save held its caller.", registry=to, buckets=SECONDS)
         self._barrier = times("aiockpt_barrier_seconds", "An optimizer was held.", registry=to, buckets=SECONDS)
@@ -156,6 +157,7 @@ class Metrics:
             SaveFailed: lambda failed: self._end(failed, "failed"),
             SaveSkipped: lambda skipped: self._end(skipped, "skipped"),
             Loaded: self._take_loaded,
+            LoadFailed: lambda failed: self._loads.labels("failed").inc(),
             NotFiniteFound: lambda found: self._not_finite.inc(),
             StepRepaired: lambda repaired: self._scrubbed.labels("repaired").inc(),
             StepDamaged: lambda damaged: self._scrubbed.labels("left").inc(),
@@ -172,7 +174,7 @@ class Metrics:
         self._at.set(self._time.wall_s(event.at_ns))
 
     def _take_loaded(self, event: Loaded) -> None:
-        self._loads.inc()
+        self._loads.labels("loaded").inc()
         self._read.inc(event.read_bytes)
         self._loaded.inc(event.bytes)
         if event.bytes:

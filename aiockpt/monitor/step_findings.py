@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from aiockpt.events import NotFiniteFound, StepDamaged, StepRepaired
+from aiockpt.events import Committed, Loaded, LoadFailed, NotFiniteFound, StepDamaged, StepRepaired
 from aiockpt.format.names import list_names
 from aiockpt.monitor.finding import MOST_NAMED, Finding, name_steps
 from aiockpt.monitor.run_log import RunLog
@@ -89,6 +89,25 @@ def failures(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]
             since_s=some[0].at_s,
             rank=last.rank,
             step=last.step,
+        )
+
+
+def failed_loads(run: RunLog) -> Iterator[Finding]:
+    """Tell of each error that loads failed with once; it is bad where nothing was loaded or saved since."""
+    later = [one.wall_s(event.at_ns) for kind in (Loaded, Committed) for one, event in run.told(kind)]
+    by_error: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
+    for one, event in run.told(LoadFailed):
+        by_error[event.which, event.error].append((one.wall_s(event.at_ns), one.opened.rank))
+    for (which, error), times in by_error.items():
+        since_s, rank = min(times)
+        went_on = max(later, default=0.0) > max(times)[0]
+        often = f", {len(times)} times" if len(times) > 1 else ""
+        yield Finding(
+            level="warning" if went_on else "bad",
+            what=f"The load of {which} failed{often}: {error}.",
+            advice="A later one did not." if went_on else "Nothing was loaded or saved since.",
+            since_s=since_s,
+            rank=rank,
         )
 
 

@@ -58,6 +58,20 @@ class Gate(LocalBackend):
         return await super().create(key, size)
 
 
+def test_a_load_that_failed_is_no_health_until_one_does_not(tmp_path: Path) -> None:
+    endpoint = Endpoint(0)
+    with aiockpt.Checkpointer(tmp_path, io=SMALL, observers=[endpoint]) as ckpt:
+        ckpt.save(7, STATE).result()
+        with pytest.raises(aiockpt.StepNotFoundError):
+            ckpt.load(STATE, 8).result()
+        status, said = health(endpoint)
+        (problem,) = said["problems"]
+        assert status == 503
+        assert problem.startswith("the load of step 8 failed: StepNotFoundError")
+        ckpt.load(STATE).result()
+        assert health(endpoint)[0] == 200
+
+
 def test_it_says_what_is_durable_what_hangs_and_what_failed(tmp_path: Path) -> None:
     place, endpoint = Gate(tmp_path), Endpoint(0, overdue_s=0.05)
     with aiockpt.Checkpointer(place, io=SMALL, observers=[endpoint], on_error="warn") as ckpt:

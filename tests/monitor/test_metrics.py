@@ -32,6 +32,8 @@ def test_saves_loads_stages_and_copies_are_counted(tmp_path: Path) -> None:
         for step in (3, 7):
             ckpt.save(step, STATE).committed(tmp_path / "far").result(30)
         ckpt.load(STATE).result(30)
+        with pytest.raises(aiockpt.StateMismatchError):
+            ckpt.load({"y": torch.zeros(1)}).result(30)
         ckpt.wait()
     read = registry.get_sample_value
     assert read("aiockpt_saves_total", {"outcome": "committed"}) == 2
@@ -43,7 +45,8 @@ def test_saves_loads_stages_and_copies_are_counted(tmp_path: Path) -> None:
     assert read("aiockpt_stage_seconds_count", {"operation": "copy", "stage": "copy"}) == 2
     assert read("aiockpt_written_bytes_total") >= 8000
     assert read("aiockpt_read_bytes_total") >= 4000
-    assert read("aiockpt_loads_total") == 1
+    assert read("aiockpt_loads_total", {"outcome": "loaded"}) == 1
+    assert read("aiockpt_loads_total", {"outcome": "failed"}) == 1
     far = f"file://{tmp_path / 'far'}"
     assert read("aiockpt_copies_total", {"url": far, "outcome": "committed"}) == 2
     assert read("aiockpt_copy_lag_seconds", {"url": far}) > 0

@@ -170,6 +170,27 @@ def test_a_failed_save_is_told_first(tmp_path: Path) -> None:
     assert "step 3 on rank 0" in words
 
 
+def test_a_job_that_cannot_load_says_so_for_each_reason_once(tmp_path: Path) -> None:
+    """As one that is begun anew again and again does."""
+    with aiockpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"x": torch.zeros(10)}).result()
+    for _ in range(3):
+        with (
+            aiockpt.Checkpointer(tmp_path, observers=[TraceFile()]) as ckpt,
+            pytest.raises(aiockpt.StateMismatchError),
+        ):
+            ckpt.resume({"x": torch.zeros(11)})
+    printed = CliRunner().invoke(app, ["report", "--text", str(tmp_path)]).output.splitlines()
+    (told,) = (line for line in printed if line.startswith("bad"))
+    assert "The load of the newest step failed, 3 times: StateMismatchError" in told
+    assert "Nothing was loaded or saved since." in told
+    with aiockpt.Checkpointer(tmp_path, observers=[TraceFile()]) as ckpt:
+        ckpt.resume({"x": torch.zeros(10)})
+    printed = CliRunner().invoke(app, ["report", "--text", str(tmp_path)]).output.splitlines()
+    assert not [line for line in printed if line.startswith("bad")]
+    assert [line for line in printed if line.startswith("warning") and "A later one did not." in line]
+
+
 def test_half_a_line_and_unknown_events_are_counted(run: Path, tmp_path: Path) -> None:
     data = (run / "monitor" / "rank-00000.jsonl").read_bytes()
     (tmp_path / "t.jsonl").write_bytes(data + b'{"type":"OfTomorrow","at_ns":1}\n{"type":"Comm')
