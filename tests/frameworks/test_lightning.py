@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -347,7 +346,8 @@ def test_an_old_checkpoint_stays_when_the_newer_one_fails() -> None:
     plugin.remove_checkpoint("old.ckpt")
     while not list(Path("new.ckpt").rglob("*.safetensors")):
         time.sleep(0.01)
-    shutil.rmtree("new.ckpt")
+    Path("new.ckpt").rename("aside")  # at once, where rmtree would meet what is being written
+    Path("new.ckpt").write_text("in the way")
     with pytest.raises(aiockpt.BackgroundSaveError):
         plugin.teardown()
     assert torch.equal(plug_in().load_checkpoint("old.ckpt")["weight"], torch.ones(3))
