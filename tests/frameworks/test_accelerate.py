@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import inspect
 import json
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from operator import attrgetter
@@ -227,6 +229,83 @@ def test_gradients_between_the_batches_of_a_step_are_kept(tmp_path: Path) -> Non
     assert not again.accelerator.sync_gradients
 
 
+def test_gradients_that_a_step_has_used_and_those_that_are_none_are_not_kept(tmp_path: Path) -> None:
+    def frozen() -> Any:
+        run = make(tmp_path, "two batches a step")
+        run.model[0].bias.requires_grad_(False)
+        return run
+
+    run = frozen()
+    ckpt = attach(run.accelerator)
+    run.accelerator.backward(run.model(torch.ones(4, 4)).sum())
+    run.accelerator.save_state()
+    ckpt.wait()
+    assert not any("gradients" in tensor.name for tensor in ckpt.describe(0).result().tensors)
+    run.optimizer.zero_grad()
+    run.train(torch.ones(4, 4))
+    run.accelerator.save_state()
+    run.accelerator.end_training()
+    again = frozen()
+    attach(again.accelerator)
+    again.accelerator.load_state()
+    without = {name for name, one in again.model.named_parameters() if one.grad is None}
+    assert without == {"0.bias"}
+    assert torch.equal(again.model[2].bias.grad, run.model[2].bias.grad)
+
+
+def test_gradients_from_before_a_load_are_dropped(tmp_path: Path) -> None:
+    run = make(tmp_path, "two batches a step")
+    attach(run.accelerator)
+    run.accelerator.save_state()
+    run.train(torch.ones(4, 4))
+    assert run.model[0].weight.grad is not None
+    run.accelerator.load_state()
+    run.accelerator.end_training()
+    assert all(one.grad is None for one in run.model.parameters())
+
+
+def test_a_loader_that_was_freed_is_let_go(tmp_path: Path) -> None:
+    run = make(tmp_path, "named folders")
+    attach(run.accelerator)
+    run.loop(3)
+    gone, run.loader = weakref.ref(run.loader), None
+    run.accelerator.free_memory()
+    run.accelerator.save_state(tmp_path / "later")
+    run.accelerator.end_training()
+    gc.collect()
+    assert gone() is None
+
+
+def test_gradients_of_fsdp_are_not_kept_and_that_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make(tmp_path, "two batches a step")
+    attach(run.accelerator)
+    run.loop(1, every=9)
+    monkeypatch.setattr(run.accelerator.state, "distributed_type", accelerate.DistributedType.FSDP)
+    run.accelerator.save_state()
+    run.accelerator.end_training()
+    assert "not saved under FSDP" in caplog.text
+    assert all(one.grad is None for one in go_on(tmp_path, "two batches a step").model.parameters())
+
+
+def test_the_scale_of_the_loss_goes_on_and_begins_anew_where_none_was_saved(tmp_path: Path) -> None:
+    def scaled(scale: float | None) -> Any:
+        run = make(tmp_path)
+        run.accelerator.scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
+        attach(run.accelerator)
+        return run
+
+    for saved, expected in ((8.0, 8.0), (None, 2.0)):
+        run = scaled(saved)
+        run.accelerator.load_state()
+        run.accelerator.save_state()
+        run.accelerator.end_training()
+        again = scaled(2.0)
+        again.accelerator.load_state()
+        assert again.accelerator.scaler.get_scale() == expected
+
+
 # ------------------------------------------------------------------ folders
 
 
@@ -239,6 +318,38 @@ def test_folders_are_named_and_limited_as_accelerate_does(tmp_path: Path) -> Non
     assert [info.step for info in ckpt.steps().result()] == [6, 5]
     assert json.loads((tmp_path / "checkpoints" / "checkpoint_6" / "aiockpt.json").read_text())["step"] == 6
     assert run.accelerator.project_configuration.iteration == 7
+
+
+@pytest.mark.parametrize(("limit", "stay"), [(2, [3, 2]), (0, [3])])
+def test_the_limit_holds_for_folders_of_an_earlier_start_and_the_newest_stays(
+    limit: int, stay: list[int], tmp_path: Path
+) -> None:
+    run = make(tmp_path)
+    attach(run.accelerator)
+    run.loop(9)
+    run.accelerator.end_training()
+    again = make(tmp_path, total_limit=limit)
+    ckpt = attach(again.accelerator)
+    again.accelerator.load_state()
+    again.accelerator.save_state()
+    again.accelerator.end_training()
+    assert [info.step for info in ckpt.steps().result()] == stay
+    assert folders(tmp_path / "checkpoints") == [f"checkpoint_{step}" for step in reversed(stay)]
+
+
+def test_a_run_that_went_back_keeps_what_it_saved_last(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    attach(run.accelerator)
+    run.loop(9)
+    run.accelerator.end_training()
+    again = make(tmp_path, total_limit=1)
+    attach(again.accelerator)
+    again.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_0")
+    assert again.accelerator.save_state().name == "checkpoint_1"
+    again.accelerator.end_training()
+    assert folders(tmp_path / "checkpoints") == ["checkpoint_1"]
+    again.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_1")
+    assert again.progress.batches == 3
 
 
 def test_the_number_of_the_next_folder_is_gone_on_with(tmp_path: Path) -> None:
@@ -284,8 +395,11 @@ def test_a_folder_of_another_run_is_not_taken_for_one_of_this(tmp_path: Path) ->
     with pytest.raises(UsageError, match="stands for a step"):
         run.accelerator.load_state(tmp_path / "one" / "step_3")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match="was made neither"):
-        run.accelerator.load_state(tmp_path / "empty")
+    for cut in (None, '{"step": 0', '{"step": 0}', "[]"):
+        if cut is not None:
+            (tmp_path / "empty" / "aiockpt.json").write_text(cut)
+        with pytest.raises(UsageError, match="was made neither"):
+            run.accelerator.load_state(tmp_path / "empty")
 
 
 def test_a_folder_that_is_saved_to_again_has_the_newer_step_alone(tmp_path: Path) -> None:
@@ -297,6 +411,22 @@ def test_a_folder_that_is_saved_to_again_has_the_newer_step_alone(tmp_path: Path
     run.accelerator.end_training()
     assert [info.step for info in ckpt.steps().result()] == [2]
     assert json.loads((tmp_path / "last" / "aiockpt.json").read_text())["step"] == 2
+
+
+def test_the_mark_of_a_folder_is_flushed_before_it_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[str] = []
+    fsync = os.fsync
+
+    def note(file: int) -> None:
+        flushed.append(Path(f"/proc/self/fd/{file}").readlink().as_posix())
+        fsync(file)
+
+    run = make(tmp_path, "named folders")
+    attach(run.accelerator)
+    monkeypatch.setattr(os, "fsync", note)
+    run.accelerator.save_state(tmp_path / "step_1")
+    run.accelerator.end_training()
+    assert str(tmp_path / ".step_1.aiockpt" / "aiockpt.json") in flushed
 
 
 def test_what_is_written_into_a_folder_meanwhile_stays(tmp_path: Path) -> None:
@@ -386,6 +516,112 @@ def test_the_end_of_training_is_that_of_accelerate_too(tmp_path: Path) -> None:
     assert finished == ["once"]
 
 
+def test_the_folder_of_the_last_save_appears_although_nobody_ends_the_training(tmp_path: Path) -> None:
+    program = f"""
+from tests.frameworks.accelerate_script import Run, attach
+run = Run({str(tmp_path)!r}, "named folders")
+attach(run.accelerator)
+run.accelerator.save_state({str(tmp_path / "last")!r})
+"""
+    run_command([sys.executable, "-c", program])
+    assert folders(tmp_path) == ["last"]
+
+
+def test_a_folder_whose_step_is_gone_is_no_reason_to_refuse_a_save(tmp_path: Path) -> None:
+    for _ in range(2):
+        run = make(tmp_path)
+        attach(run.accelerator)
+        run.accelerator.save_state()
+        run.accelerator.end_training()
+        shutil.rmtree(tmp_path / "aiockpt")
+
+
+def test_ranks_meet_when_the_folders_of_the_first_one_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met: list[list[str]] = []
+
+    def note() -> None:
+        met.append(sorted(path.name for path in tmp_path.iterdir() if "step" in path.name))
+
+    def hooked() -> Any:
+        run = make(tmp_path, "named folders")
+        run.accelerator.register_save_state_pre_hook(lambda *_: met.append(["hook"]))
+        monkeypatch.setattr(run.accelerator, "wait_for_everyone", note)
+        return run
+
+    run = hooked()
+    ckpt = attach(run.accelerator)
+    run.accelerator.save_state(tmp_path / "step_1")
+    ckpt.wait()
+    run.accelerator.load_state()
+    assert met == [[], [".step_1.aiockpt"], ["hook"], ["step_1"]]
+    (tmp_path / "step_1").rename(tmp_path / ".step_1.aiockpt")  # as a kill can leave it
+    attach(hooked().accelerator)
+    assert met[4:] == [["step_1"]]
+
+
+def test_what_a_kill_left_of_a_folder_is_not_taken_into_the_next_one(tmp_path: Path) -> None:
+    run = make(tmp_path, "named folders")
+    attach(run.accelerator)
+    (tmp_path / ".step_1.aiockpt").mkdir()
+    (tmp_path / ".step_1.aiockpt" / "of_a_hook.txt").touch()
+    run.accelerator.save_state(tmp_path / "step_1")
+    run.accelerator.end_training()
+    assert [path.name for path in (tmp_path / "step_1").iterdir()] == ["aiockpt.json"]
+
+
+def test_what_a_kill_left_of_a_save_to_the_same_folder_does_not_take_its_place(tmp_path: Path) -> None:
+    run = make(tmp_path, "named folders")
+    attach(run.accelerator)
+    run.accelerator.save_state(tmp_path / "last")
+    run.accelerator.end_training()
+    (tmp_path / ".last.aiockpt").mkdir()
+    (tmp_path / ".last.aiockpt" / "aiockpt.json").write_text('{"step": 1, "key": "not committed"}')
+    attach(make(tmp_path, "named folders").accelerator)
+    assert json.loads((tmp_path / "last" / "aiockpt.json").read_text())["step"] == 0
+
+
+def test_a_step_stays_whose_folder_was_copied_and_the_copy_is_saved_to(tmp_path: Path) -> None:
+    run = make(tmp_path, "named folders")
+    attach(run.accelerator)
+    run.loop(3)
+    run.accelerator.load_state()  # waits for the folder
+    shutil.copytree(tmp_path / "step_3", tmp_path / "best")
+    run.accelerator.save_state(tmp_path / "best")
+    run.accelerator.end_training()
+    run.accelerator.load_state(tmp_path / "step_3")
+
+
+def test_processes_beside_the_first_one_leave_folders_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = make(tmp_path, total_limit=9)
+    attach(first.accelerator)
+    first.loop(9)
+    first.accelerator.end_training()
+    (tmp_path / "checkpoints" / "checkpoint_2").rename(tmp_path / "checkpoints" / ".checkpoint_2.aiockpt")
+    second = make(tmp_path, total_limit=1)
+    monkeypatch.setattr(accelerate.state.PartialState(), "process_index", 1)
+    assert not second.accelerator.is_main_process
+    ckpt = attach(second.accelerator)
+    second.accelerator.load_state()
+    second.accelerator.save_state()
+    second.accelerator.end_training()
+    assert [info.step for info in ckpt.steps().result()] == [3, 2, 1, 0]
+    assert folders(tmp_path / "checkpoints") == [".checkpoint_2.aiockpt", "checkpoint_0", "checkpoint_1"]
+
+
+def test_a_step_that_something_else_has_saved_is_told_as_such(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    with aiockpt.Checkpointer(tmp_path / "aiockpt") as ckpt:
+        ckpt.save(0, {"model": run.model})
+    attach(run.accelerator)
+    with pytest.raises(UsageError, match=r"step 0 .* was not saved by save_state"):
+        run.accelerator.load_state()
+    run.accelerator.save_state()
+    run.accelerator.load_state()
+    run.accelerator.end_training()
+
+
 def test_a_run_that_begins_anew_does_not_save_over_the_steps_of_another(tmp_path: Path) -> None:
     for name in ("first", "second"):
         run = make(tmp_path, "named folders")
@@ -422,6 +658,15 @@ def test_a_damaged_newest_step_is_passed_over(tmp_path: Path) -> None:
     damage(tmp_path / "run" / "aiockpt" / "step-00000006")
     with pytest.raises(CorruptionError):
         again.accelerator.load_state(tmp_path / "run" / "checkpoints" / "checkpoint_6")
+
+
+def test_a_newest_step_whose_manifest_is_damaged_is_passed_over(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    attach(run.accelerator)
+    run.loop(6)
+    run.accelerator.end_training()
+    (tmp_path / "aiockpt" / "step-00000001" / "MANIFEST-1.json").write_text("{}")
+    assert go_on(tmp_path).progress.batches == 3
 
 
 def test_where_every_step_is_damaged_nothing_begins_anew(tmp_path: Path) -> None:
@@ -533,6 +778,28 @@ def test_hooks_write_into_the_folder_and_may_take_models_out(tmp_path: Path) -> 
     again.accelerator.load_state(tmp_path / "step_3")
     assert_same_weights(again, run)
     assert again.optimizer.state_dict()["state"][0]["step"] == 3
+
+
+def test_what_a_hook_takes_out_on_the_first_rank_alone_is_not_saved_by_the_others(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    run_command([*torchrun, str(SCRIPT), str(tmp_path / "out"), "hook on the first rank"])
+    with aiockpt.Checkpointer(tmp_path / "out" / "aiockpt") as ckpt:
+        names = [tensor.name for tensor in ckpt.describe().result().tensors]
+    assert any(name.startswith("optimizer.") for name in names)
+    assert not [name for name in names if name.startswith("model.")]
+
+
+def test_without_hooks_no_weights_are_gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make(tmp_path)
+    attach(run.accelerator)
+    asked: list[Any] = []
+    monkeypatch.setattr(run.accelerator, "get_state_dict", lambda *models, **_: asked.append(models) or {})
+    run.accelerator.save_state()
+    assert not asked
+    run.accelerator.register_save_state_pre_hook(lambda *_: None)
+    run.accelerator.save_state()
+    assert len(asked) == 1
+    run.accelerator.end_training()
 
 
 def test_what_a_hook_of_load_takes_out_is_left_as_it_is(tmp_path: Path) -> None:

@@ -269,6 +269,30 @@ def test_averaged_weights_go_on() -> None:
     assert_equal(weights(straight), weights(again))
 
 
+def test_weights_are_saved_once() -> None:
+    fit("--every-steps=4", "--max-steps=4")
+    with aiockpt.Checkpointer("ckpt") as ckpt:
+        names = [tensor.name for tensor in ckpt.describe().result().tensors]
+    assert [name for name in names if name.endswith("net.0.weight") and "optimizers" not in name] == [
+        "model.net.0.weight"
+    ]
+
+
+def test_hyper_parameters_are_kept_where_they_are_plain_and_are_text_otherwise() -> None:
+    fit("--every-steps=4", "--max-steps=4")
+    with aiockpt.Checkpointer("ckpt") as ckpt:
+        values: Any = ckpt.describe().result().values
+    kept = values["lightning"]["hyper_parameters"]
+    assert (kept["width"], kept["layers"]) == (32, [12, {"out": 1}])
+    assert kept["activation"] == repr(torch.nn.ReLU)
+
+
+def test_a_hook_of_load_may_change_the_weights() -> None:
+    fit("--every-steps=4", "--max-steps=4")
+    again = fit("--every-steps=4", "--max-steps=4", "--hook-of-load")
+    assert all(bool((one == 0.5).all()) for one in again.lightning_module.parameters())
+
+
 def test_a_place_where_every_step_is_damaged_does_not_begin_anew() -> None:
     fit("--every-steps=4", "--max-steps=4")
     for file in Path("ckpt").rglob("*.safetensors"):

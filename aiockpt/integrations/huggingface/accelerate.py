@@ -219,6 +219,11 @@ class _AttachedAccelerator:
         steps = [info.step for info in self._ckpt.steps().result() if info.problem is None]
         for step in steps:
             user: Any = self._ckpt.describe(step).result().user
+            if not isinstance(user, dict) or "folder" not in user:
+                raise UsageError(
+                    f"load_state(): step {step} of {self._ckpt!r} was not saved by save_state(): load it into your objects "
+                    "by the checkpointer that attach() returns, or attach() to another place"
+                )
             try:
                 self._load(step, Path(user["folder"]), strict)
             except (CorruptionError, StepNotFoundError) as error:

@@ -43,6 +43,7 @@ def options(*given: str) -> Any:
     parser.add_argument("--anew", action="store_true")
     parser.add_argument("--fast", action="store_true")
     parser.add_argument("--average", action="store_true")
+    parser.add_argument("--hook-of-load", action="store_true")
     parser.add_argument("--sigterm-at", type=int)
     parser.add_argument("--raise", dest="error")
     parser.add_argument("--plugin", choices=["ours", "theirs"])
@@ -110,7 +111,8 @@ def make_module(package: Any, arguments: Any) -> Any:
         def __init__(self) -> None:
             super().__init__()
             metrics = import_module("torchmetrics")
-            self.save_hyperparameters({"width": 32} if arguments.plugin else {"width": 32, "activation": nn.ReLU})
+            plain = {"width": 32, "layers": [12, {"out": 1}]}
+            self.save_hyperparameters(plain if arguments.plugin else {**plain, "activation": nn.ReLU})
             # What each rank has its own of (statistics of a batch, attributes) is saved as rank 0 has it.
             norm = nn.BatchNorm1d(32) if arguments.ranks == 1 and arguments.norm == "batch" else nn.LayerNorm(32)
             self.net = nn.Sequential(nn.Linear(12, 32), norm, nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 1))
@@ -146,6 +148,10 @@ def make_module(package: Any, arguments: Any) -> Any:
 
         def on_load_checkpoint(self, checkpoint: Any) -> None:
             self.seen = checkpoint["seen"]
+            if arguments.hook_of_load:
+                checkpoint["state_dict"] = {
+                    name: torch.full_like(one, 0.5) for name, one in checkpoint["state_dict"].items()
+                }
 
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
