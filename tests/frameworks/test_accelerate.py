@@ -337,6 +337,15 @@ def test_the_limit_holds_for_folders_of_an_earlier_start_and_the_newest_stays(
     assert folders(tmp_path / "checkpoints") == [f"checkpoint_{step}" for step in reversed(stay)]
 
 
+def test_a_step_that_a_rule_of_the_checkpointer_has_deleted_is_no_reason_to_fail(tmp_path: Path) -> None:
+    run = make(tmp_path, total_limit=2)
+    ckpt = attach(run.accelerator, retention=aiockpt.Retention(last=1))
+    run.loop(12)
+    run.accelerator.end_training()
+    assert folders(tmp_path / "checkpoints") == ["checkpoint_2", "checkpoint_3"]
+    assert [info.step for info in ckpt.steps().result()] == [3]
+
+
 def test_a_run_that_went_back_keeps_what_it_saved_last(tmp_path: Path) -> None:
     run = make(tmp_path)
     attach(run.accelerator)

@@ -257,6 +257,17 @@ def test_a_run_that_went_back_keeps_what_it_saved_last(tmp_path: Path) -> None:
     assert [info.step for info in ckpt.steps().result()] == [12, 9]
 
 
+def test_a_step_that_is_gone_already_is_no_reason_to_fail(tmp_path: Path) -> None:
+    first = make(tmp_path, max_steps=6)
+    ckpt = attach(first)
+    first.train()
+    ckpt.delete(3).result()  # as another node does that has a folder of its own for it
+    again = make(tmp_path, save_total_limit=1, max_steps=9)
+    attach(again, resume=True)
+    again.train()
+    assert folders(tmp_path) == ["checkpoint-9"]
+
+
 @pytest.mark.parametrize("left", ["staged", "torn", "nothing"])
 def test_the_folder_of_a_committed_step_is_made_whole(left: str, tmp_path: Path) -> None:
     first = make(tmp_path)

@@ -10,13 +10,14 @@ import dataclasses
 import json
 import os
 import shutil
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiockpt
 from aiockpt.convert import to_hugging_face
-from aiockpt.errors import CheckpointError, UsageError
+from aiockpt.errors import CheckpointError, StepNotFoundError, UsageError
 
 STATE = "trainer_state.json"
 """What the Trainer keeps of itself, and reads back by this name."""
@@ -191,7 +192,8 @@ class CheckpointFolders:
         kept = {*steps[-1:], *([step_of(best)] if best and step_of(best) in steps else [])}
         others = [step for step in steps if step not in kept]
         for step in others[: max(len(steps) - max(args.save_total_limit, len(kept)), 0)]:
-            self._ckpt.delete(step).result()  # each node does, with its folder: gone already is fine
+            with suppress(StepNotFoundError):  # each node deletes it, with its folder; retention= may have, too
+                self._ckpt.delete(step).result()
             shutil.rmtree(self.path(step), ignore_errors=True)
 
     def _staged(self, step: int) -> Path:

@@ -12,11 +12,12 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiockpt
-from aiockpt.errors import UsageError
+from aiockpt.errors import StepNotFoundError, UsageError
 
 logger = logging.getLogger("aiockpt")
 
@@ -165,7 +166,8 @@ class StateFolders:
             else:
                 logger.warning("%s is gone, and its step %d is kept: see delete_with_folder of attach()", folder, step)
         for step in deleted:
-            self._ckpt.delete(step).result()
+            with suppress(StepNotFoundError):  # retention= may have deleted it, too
+                self._ckpt.delete(step).result()
 
 
 def new_mark(step: int) -> Mark:
