@@ -293,6 +293,21 @@ def test_a_hook_of_load_may_change_the_weights() -> None:
     assert all(bool((one == 0.5).all()) for one in again.lightning_module.parameters())
 
 
+def test_the_states_of_the_datamodule_and_of_the_precision_go_on() -> None:
+    options = ["--every-steps=4", "--datamodule", "--counting-precision"]
+    assert fit(*options, "--max-steps=8").datamodule.saves == 2
+    again = fit(*options, "--max-steps=12")
+    assert again.datamodule.saves == 3
+    assert (again.precision_plugin.scale, again.precision_plugin.note) == (8, 3)
+
+
+def test_the_position_of_a_loader_is_that_of_each_rank() -> None:
+    fit("--every-steps=4", "--max-steps=4", "--loader=stateful")
+    with aiockpt.Checkpointer("ckpt") as ckpt:
+        values: Any = ckpt.describe().result().values
+    assert "combined_loader" not in values["lightning"]["loops"]["fit_loop"]["state_dict"]
+
+
 def test_a_place_where_every_step_is_damaged_does_not_begin_anew() -> None:
     fit("--every-steps=4", "--max-steps=4")
     for file in Path("ckpt").rglob("*.safetensors"):

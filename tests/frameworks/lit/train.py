@@ -44,6 +44,8 @@ def options(*given: str) -> Any:
     parser.add_argument("--fast", action="store_true")
     parser.add_argument("--average", action="store_true")
     parser.add_argument("--hook-of-load", action="store_true")
+    parser.add_argument("--datamodule", action="store_true")
+    parser.add_argument("--counting-precision", action="store_true")
     parser.add_argument("--sigterm-at", type=int)
     parser.add_argument("--raise", dest="error")
     parser.add_argument("--plugin", choices=["ours", "theirs"])
@@ -161,6 +163,50 @@ def make_module(package: Any, arguments: Any) -> Any:
     return Module()
 
 
+def make_datamodule(package: Any, loaders: list[Any]) -> Any:
+    class Data(package.LightningDataModule):  # type: ignore[misc]
+        """Data that knows how often it was saved."""
+
+        saves = 0
+
+        def train_dataloader(self) -> Any:
+            return loaders[0]
+
+        def val_dataloader(self) -> Any:
+            return loaders[1]
+
+        def state_dict(self) -> dict[str, int]:
+            self.saves += 1
+            return {"saves": self.saves}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.saves = state["saves"]
+
+    return Data()
+
+
+def make_precision(arguments: Any) -> Any:
+    class Counting(import_module(f"{arguments.package}.plugins").Precision):  # type: ignore[misc]
+        """A precision that has a state, as the one that scales gradients has on a GPU."""
+
+        scale, note = 1, 0
+
+        def state_dict(self) -> dict[str, int]:
+            self.scale *= 2
+            return {"scale": self.scale}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.scale = state["scale"]
+
+        def on_save_checkpoint(self, checkpoint: Any) -> None:
+            checkpoint["note"] = self.note = self.note + 1
+
+        def on_load_checkpoint(self, checkpoint: Any) -> None:
+            self.note = checkpoint["note"]
+
+    return Counting()
+
+
 def make_trainer(arguments: Any, package: Any, callback: Any) -> Any:
     callbacks = import_module(f"{arguments.package}.callbacks")
     stop = callbacks.EarlyStopping("train_loss_epoch", patience=50, check_on_train_epoch_end=True)
@@ -171,7 +217,7 @@ def make_trainer(arguments: Any, package: Any, callback: Any) -> Any:
         )
     elif strategy == "ddp":
         strategy = import_module(f"{arguments.package}.strategies").DDPStrategy(process_group_backend="gloo")
-    plugins: list[Any] = []
+    plugins: list[Any] = [make_precision(arguments)] if arguments.counting_precision else []
     if arguments.plugin is not None:
         callback = callbacks.ModelCheckpoint(
             arguments.dir,
@@ -224,9 +270,11 @@ def main(arguments: Any, **of_fit: Any) -> Any:
     )
     trainer = make_trainer(arguments, package, callback)
     module = make_module(package, arguments)
-    trainer.fit(
-        module, make_loader(arguments.loader, data, arguments.workers), DataLoader(held_out, batch_size=8), **of_fit
-    )
+    loaders = [make_loader(arguments.loader, data, arguments.workers), DataLoader(held_out, batch_size=8)]
+    if arguments.datamodule:
+        trainer.fit(module, datamodule=make_datamodule(package, loaders), **of_fit)
+    else:
+        trainer.fit(module, *loaders, **of_fit)
     return trainer
 
 
