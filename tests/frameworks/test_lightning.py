@@ -7,6 +7,7 @@ import inspect
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from importlib import import_module
@@ -112,12 +113,17 @@ def test_a_run_that_came_to_its_end_goes_on_with_more_steps(first: str) -> None:
     assert_equal(straight, weights(fit("--every-steps=50")))
 
 
-def test_a_metric_that_keeps_its_samples_goes_on_in_the_middle_of_an_epoch() -> None:
-    straight = fit("--dir", "straight", "--every-steps=4", "--metric=list").callback_metrics
-    fit("--every-steps=4", "--metric=list", "--max-steps=8")
-    assert float(fit("--every-steps=4", "--metric=list").callback_metrics["train_error"]) == float(
-        straight["train_error"]
-    )
+@pytest.mark.parametrize("kind", ["--metric=list", "--metric=running"])
+def test_a_metric_that_keeps_samples_or_counts_goes_on_in_the_middle_of_an_epoch(kind: str) -> None:
+    straight = fit("--dir", "straight", "--every-steps=4", "--epochs=2", kind).callback_metrics
+    fit("--every-steps=4", kind, "--max-steps=8")
+    again = fit("--every-steps=4", "--epochs=2", kind).callback_metrics
+    assert float(again["train_error"]) == float(straight["train_error"])
+
+
+def test_a_metric_that_the_module_has_no_more_is_passed_over() -> None:
+    fit("--every-steps=4", "--max-steps=8")
+    assert fit("--every-steps=4", "--max-steps=10", "--metric=none").global_step == 10
 
 
 # ---------------------------------------------------------------------- ranks
@@ -215,18 +221,44 @@ def test_a_checkpoint_is_validated(path: str) -> None:
     assert torch.equal(trainer.lightning_module.net[0].weight, saved)
 
 
+def test_there_is_nothing_to_validate_in_an_empty_place() -> None:
+    trainer = fit("--every-steps=4", "--max-steps=4", "--dir=full")
+    trainer.checkpoint_callback.dir = "empty"
+    with pytest.raises(aiockpt.StepNotFoundError, match="empty has no checkpoint"):
+        trainer.validate(trainer.lightning_module, trainer.val_dataloaders, ckpt_path="empty")
+
+
+def test_a_score_that_is_no_number_is_not_the_best() -> None:
+    trainer = fit("--every-steps=2", "--monitor=val_loss", "--max-steps=10")
+    callback, best = trainer.checkpoint_callback, trainer.checkpoint_callback.best_model_path
+    callback._scores = {1: float("nan"), **callback._scores}
+    assert callback.best_model_path == best
+
+
 def test_a_file_of_lightning_is_loaded_as_ever_and_saved_by_ours() -> None:
     straight = fit("--dir=straight", "--every-steps=4", "--max-steps=6")
     straight.save_checkpoint("theirs.ckpt", weights_only=False)
     trainer = train.main(train.options("--every-steps=4"), ckpt_path="theirs.ckpt", weights_only=False)
     assert trainer.global_step == 18
     assert steps_in()[-1] == 18
+    with torch.no_grad():
+        straight.lightning_module.net[0].weight.zero_()
+    straight.save_checkpoint("zeros.ckpt", weights_only=False)
+    there = train.main(train.options("--every-steps=4", "--max-steps=6"), ckpt_path="zeros.ckpt", weights_only=False)
+    assert not there.lightning_module.net[0].weight.any()  # and not the newest of ours
 
 
 def test_nothing_is_resumed_where_it_is_not_wanted() -> None:
     fit("--every-steps=4", "--max-steps=4")
     assert fit("--every-steps=2", "--max-steps=2", "--anew").global_step == 2
     assert steps_in() == [2, 4]
+    asked = train.main(train.options("--every-steps=9", "--max-steps=4", "--anew"), ckpt_path="ckpt/step-00000004")
+    assert asked.checkpoint_callback.last_step == 4
+
+
+def test_the_end_is_not_saved_where_it_is_not_wanted() -> None:
+    fit("--every-steps=4", "--max-steps=6", "--no-last")
+    assert steps_in() == [4]
 
 
 def test_a_fast_run_for_developers_neither_saves_nor_loads() -> None:
@@ -234,11 +266,16 @@ def test_a_fast_run_for_developers_neither_saves_nor_loads() -> None:
     assert not Path("ckpt").exists()
 
 
-def test_sigterm_is_saved_where_it_came() -> None:
+@pytest.mark.parametrize(
+    ("options", "saved"),
+    [(["--sigterm-at=7"], [7]), (["--sigterm-at=6"], [6]), (["--sigterm-at=7", "--sigterm-within"], [])],
+    ids=["in an epoch", "after an epoch", "between the batches of a step"],
+)
+def test_sigterm_is_saved_where_it_came(options: list[str], saved: list[int]) -> None:
     with pytest.raises(BaseException, match="") as caught:
-        fit("--every-steps=50", "--sigterm-at=7")
+        fit("--every-steps=50", *options)
     assert type(caught.value).__name__ in ("SIGTERMException", "SystemExit")
-    assert steps_in() == [7]
+    assert steps_in() == saved
     assert_equal(weights(fit("--dir=straight", "--every-steps=50")), weights(fit("--every-steps=50")))
 
 
@@ -260,6 +297,15 @@ def test_the_trainer_has_its_own_methods_again() -> None:
     assert not [name for name in vars(trainer.fit_loop) if name.startswith("on_")]
     assert not [name for name in vars(trainer.fit_loop.epoch_loop) if name.startswith("on_")]
     assert "resume_start" not in vars(trainer._checkpoint_connector)
+
+
+def test_a_trainer_that_failed_has_its_own_methods_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    make = train.make_trainer
+    monkeypatch.setattr(train, "make_trainer", lambda *given: made.append(make(*given)) or made[0])
+    with pytest.raises(RuntimeError):
+        fit("--every-steps=4", "--raise=RuntimeError")
+    assert not [name for name in vars(made[0].fit_loop) if name.startswith("on_")]
 
 
 def test_averaged_weights_go_on() -> None:
@@ -392,6 +438,15 @@ def test_an_old_checkpoint_stays_when_the_newer_one_fails() -> None:
     assert torch.equal(plug_in().load_checkpoint("old.ckpt")["weight"], torch.ones(3))
 
 
+def test_a_checkpoint_is_loaded_that_is_still_being_written_and_a_folder_has_one() -> None:
+    plugin = import_module("aiockpt.integrations.lightning").AiockptCheckpointIO(io=aiockpt.IO(bandwidth=4e6))
+    plugin.save_checkpoint({"global_step": 1, "weight": torch.zeros(3)}, "last.ckpt")
+    plugin.save_checkpoint({"global_step": 2, "weight": torch.ones(1 << 20)}, "last.ckpt")
+    assert plugin.load_checkpoint("last.ckpt")["global_step"] == 2
+    plugin.teardown()
+    assert steps_in("last.ckpt") == [2]
+
+
 def test_an_old_checkpoint_goes_when_the_newer_one_is_committed() -> None:
     plugin = plug_in()
     plugin.save_checkpoint({"global_step": 1, "weight": torch.ones(3)}, "old.ckpt")
@@ -407,8 +462,10 @@ def test_the_plug_in_loads_files_of_lightning_and_refuses_what_it_cannot_do() ->
         plug_in().load_checkpoint("nowhere.ckpt")
     with pytest.raises(aiockpt.UsageError, match="storage_options"):
         plug_in().save_checkpoint({}, "one.ckpt", {"option": 1})
+    threads = threading.active_count()
     with pytest.raises(aiockpt.UnsupportedStateError, match="activation"):
         plug_in().save_checkpoint({"activation": torch.nn.ReLU}, "one.ckpt")
+    assert threading.active_count() == threads
 
 
 # ---------------------------------------------------------------------- upstream, and the page

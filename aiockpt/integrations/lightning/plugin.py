@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from typing import Any
 
 import aiockpt
@@ -22,17 +23,25 @@ class _Save:
     Attributes:
         error: what went wrong.
         ended: whether it is committed or has failed, and its threads are gone.
+        path: the folder that it is in.
     """
 
     def __init__(self, path: str, checkpoint: dict[str, Any], options: dict[str, Any]) -> None:
+        self.path = path
         self.error: aiockpt.BackgroundSaveError | None = None
         self.ended = False
         self._place = aiockpt.Checkpointer(path, ranks=aiockpt.Ranks(), retention=aiockpt.Retention(last=1), **options)
         try:
+            self._take_the_place_of_what_is_there()
             self._future = self._place.save(checkpoint.get("global_step", 0), {"checkpoint": checkpoint})
         except BaseException:
             self._place.close()
             raise
+
+    def _take_the_place_of_what_is_there(self) -> None:
+        """Load nothing of it, so that the save goes on from it and ``Retention`` lets it go; another branch would stay."""
+        with suppress(aiockpt.CheckpointError):
+            self._place.load({}).result()
 
     def end(self, *, wait: bool) -> None:
         """Note whether it has ended; *wait* until it has."""
@@ -70,6 +79,8 @@ class AiockptCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]  # Any, wher
         """
         if storage_options is not None:
             raise aiockpt.UsageError("storage_options: give options of aiockpt.Checkpointer to AiockptCheckpointIO(…)")
+        for save in self._saves:
+            save.end(wait=save.path == os.fspath(path))  # "last.ckpt" again: one after the other
         self._saves.append(_Save(os.fspath(path), checkpoint, self._options))
         self._settle(wait=False)
 

@@ -47,7 +47,9 @@ def options(*given: str) -> Any:
     parser.add_argument("--datamodule", action="store_true")
     parser.add_argument("--counting-precision", action="store_true")
     parser.add_argument("--sigterm-at", type=int)
+    parser.add_argument("--sigterm-within", action="store_true")
     parser.add_argument("--raise", dest="error")
+    parser.add_argument("--no-last", action="store_true")
     parser.add_argument("--plugin", choices=["ours", "theirs"])
     parser.add_argument("--imported-first")
     return parser.parse_args(given)
@@ -102,10 +104,32 @@ def join(batch: dict[str, Any]) -> list[torch.Tensor]:
 
 def meet_fate(trainer: Any, arguments: Any) -> None:
     """Be told to end, or fail, where the options say so."""
-    if trainer.global_step == arguments.sigterm_at and not trainer.fit_loop._should_accumulate():
+    if (
+        trainer.global_step == arguments.sigterm_at
+        and trainer.fit_loop._should_accumulate() == arguments.sigterm_within
+    ):
         os.kill(os.getpid(), signal.SIGTERM)
     if trainer.global_step == 10 and arguments.error:
         raise getattr(builtins, arguments.error)
+
+
+def running_error() -> Any:
+    """Return a metric that weighs by how often it was updated."""
+
+    class Running(import_module("torchmetrics").Metric):  # type: ignore[misc]
+        full_state_update = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state("error", torch.tensor(0.0), dist_reduce_fx="mean")
+
+        def update(self, found: torch.Tensor, targets: torch.Tensor) -> None:
+            self.error = (found - targets).abs().mean().detach()
+
+        def compute(self) -> torch.Tensor:
+            return self.error
+
+    return Running()
 
 
 def make_module(package: Any, arguments: Any) -> Any:
@@ -118,7 +142,8 @@ def make_module(package: Any, arguments: Any) -> Any:
             # What each rank has its own of (statistics of a batch, attributes) is saved as rank 0 has it.
             norm = nn.BatchNorm1d(32) if arguments.ranks == 1 and arguments.norm == "batch" else nn.LayerNorm(32)
             self.net = nn.Sequential(nn.Linear(12, 32), norm, nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 1))
-            self.error: Any = metrics.SpearmanCorrCoef() if arguments.metric == "list" else metrics.MeanAbsoluteError()
+            kinds = {"list": metrics.SpearmanCorrCoef, "mean": metrics.MeanAbsoluteError, "running": running_error}
+            self.error: Any = kinds[arguments.metric]() if arguments.metric in kinds else None
             self.seen = 0.0
 
         def configure_model(self) -> None:
@@ -132,9 +157,10 @@ def make_module(package: Any, arguments: Any) -> Any:
             inputs, targets = join(batch) if isinstance(batch, dict) else batch
             found = self.net(inputs)
             loss = nn.functional.mse_loss(found, targets)
-            self.error(found.flatten(), targets.flatten())
             self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
-            self.log("train_error", self.error, on_epoch=True, on_step=False)
+            if self.error is not None:
+                self.error(found.flatten(), targets.flatten())
+                self.log("train_error", self.error, on_epoch=True, on_step=False)
             return loss
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -267,6 +293,7 @@ def main(arguments: Any, **of_fit: Any) -> Any:
         monitor=arguments.monitor,
         snapshot=arguments.snapshot,
         resume=not arguments.anew,
+        save_last=not arguments.no_last,
     )
     trainer = make_trainer(arguments, package, callback)
     module = make_module(package, arguments)
