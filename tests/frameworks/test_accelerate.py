@@ -161,6 +161,9 @@ def test_another_number_of_ranks_begins_the_epoch_anew(tmp_path: Path, caplog: p
     assert "saved by 2 ranks: the epoch begins anew" in caplog.text
     assert again.progress.batches > 0
     assert len(list(again.loader)) == 7
+    again.accelerator.save_state()
+    again.accelerator.end_training()
+    run_command([*torchrun, str(SCRIPT), str(tmp_path / "out"), "plain"])  # and back
 
 
 def test_what_the_script_does_before_the_loop_goes_on_is_of_no_matter(tmp_path: Path) -> None:
@@ -678,13 +681,16 @@ def test_a_newest_step_whose_manifest_is_damaged_is_passed_over(tmp_path: Path) 
     assert go_on(tmp_path).progress.batches == 3
 
 
-def test_where_every_step_is_damaged_nothing_begins_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("manifests", [[], [1], [0, 1]], ids=["data", "data and a manifest", "manifests"])
+def test_where_every_step_is_damaged_nothing_begins_anew(manifests: list[int], tmp_path: Path) -> None:
     run = make(tmp_path)
     attach(run.accelerator)
     run.loop(6)
     run.accelerator.end_training()
     for step in (0, 1):
         damage(tmp_path / "aiockpt" / f"step-0000000{step}")
+    for step in manifests:
+        (tmp_path / "aiockpt" / f"step-0000000{step}" / "MANIFEST-1.json").write_text("{}")
     with pytest.raises(CorruptionError):
         go_on(tmp_path)
 

@@ -320,6 +320,17 @@ def test_a_damaged_newest_step_is_passed_over(place: Path, caplog: pytest.LogCap
         loaded(place, Job(2, seed=8), tag="global_step2")
 
 
+def test_where_every_step_is_damaged_nothing_begins_anew(place: Path) -> None:
+    job = Job(2)
+    with attach(job.engine, place):
+        job.step(0)
+        job.engine.save_checkpoint("x")
+    for manifest in place.rglob("MANIFEST*"):
+        manifest.write_bytes(b"{")
+    with pytest.raises(aiockpt.NoValidCheckpointError):
+        loaded(place, Job(2, seed=8))
+
+
 def test_what_deepspeed_wrote_is_loaded_by_deepspeed(place: Path) -> None:
     job = Job(2)
     job.steps(0, 1)

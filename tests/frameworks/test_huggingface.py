@@ -208,6 +208,18 @@ def test_nothing_to_resume_from_begins_anew(tmp_path: Path) -> None:
         other.train(resume_from_checkpoint=True)
 
 
+def test_where_every_step_is_damaged_nothing_begins_anew(tmp_path: Path) -> None:
+    first = make(tmp_path, max_steps=6)
+    attach(first)
+    first.train()
+    for manifest in (tmp_path / "aiockpt").rglob("MANIFEST-1.json"):
+        manifest.write_text("{}")
+    again = make(tmp_path)
+    attach(again, resume=True)
+    with pytest.raises(aiockpt.NoValidCheckpointError):
+        again.train()
+
+
 def test_what_the_trainer_wrote_before_is_resumed_from(tmp_path: Path) -> None:
     straight = make(tmp_path / "straight", save_strategy="no")
     straight.train()

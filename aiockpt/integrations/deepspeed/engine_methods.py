@@ -194,6 +194,8 @@ class _AttachedEngine:
             return self.load_theirs(load_dir, tag, *others)
         if tag is not None:
             raise StepNotFoundError(f"{self._ckpt!r} has no step with the tag {tag!r}, nor has {folder}")
+        if ask_first_rank(lambda: all(info.problem is not None for info in self._ckpt.steps().result())):
+            self._ckpt.load({}).result()  # raises where there are some: nothing begins anew by mistake
         return None, None
 
     def _load_step(

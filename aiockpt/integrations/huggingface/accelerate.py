@@ -217,6 +217,8 @@ class _AttachedAccelerator:
 
     def _load_newest(self, strict: bool) -> None:
         steps = [info.step for info in self._ckpt.steps().result() if info.problem is None]
+        if not steps:
+            self._ckpt.load({}).result()  # raises where there are some, and none of them is valid
         for step in steps:
             user: Any = self._ckpt.describe(step).result().user
             if not isinstance(user, dict) or "folder" not in user:

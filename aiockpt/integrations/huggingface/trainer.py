@@ -106,6 +106,8 @@ class _Attached:
         automatic = self._resume and resume_from_checkpoint is None
         steps = self._committed() if automatic or resume_from_checkpoint is True else []
         theirs = self._folders.of_the_trainer() if automatic or resume_from_checkpoint is True else None
+        if automatic and not steps and theirs is None:
+            self._ckpt.load({}).result()  # raises where there are some, and none of them is valid
         if theirs is not None and (not steps or theirs[1] > self._ckpt.describe(steps[0]).result().info.created_ns):
             done = train(str(theirs[0]))  # what the Trainer wrote before it was attached, or without it since
         else:
