@@ -178,6 +178,47 @@ def test_what_the_script_does_before_the_loop_goes_on_is_of_no_matter(tmp_path: 
     assert_same(again, expected)
 
 
+@pytest.mark.parametrize("kind", ["plain", "seedable", "stream", "dispatched", "stateful", "stateful stream"])
+def test_what_was_loaded_and_saved_again_is_gone_on_with(kind: str, tmp_path: Path) -> None:
+    """A loop that has not begun since the load is saved as it was loaded; a seed of this start does not count."""
+    expected = make(tmp_path / "straight", kind)
+    attach(expected.accelerator)
+    expected.loop()
+    expected.accelerator.end_training()
+    first = make(tmp_path / "run", kind)
+    attach(first.accelerator)
+    first.loop(9)
+    first.accelerator.end_training()
+    between = make(tmp_path / "run", kind)
+    if kind == "seedable":
+        between.loader.get_sampler().initial_seed = 99
+    attach(between.accelerator)
+    between.accelerator.load_state()
+    between.accelerator.save_state()
+    between.accelerator.end_training()
+    again = go_on(tmp_path / "run", kind)
+    again.loop(every=1000)
+    assert again.progress.batches == 21
+    assert_same(again, expected)
+
+
+def test_a_load_forgets_the_loop_and_the_load_before(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    attach(run.accelerator)
+    run.accelerator.save_state()
+    run.loop(3)
+    run.accelerator.load_state()
+    run.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_0")
+    batches = iter(run.loader)
+    assert len(list(batches)) == 7
+    batches = iter(run.loader)
+    next(batches)
+    run.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_0")
+    run.accelerator.save_state()
+    run.accelerator.end_training()
+    assert len(list(go_on(tmp_path).loader)) == 7
+
+
 def test_a_loop_that_was_broken_off_is_not_gone_on_with(tmp_path: Path) -> None:
     run = make(tmp_path)
     attach(run.accelerator)
@@ -672,12 +713,16 @@ def test_a_damaged_newest_step_is_passed_over(tmp_path: Path) -> None:
         again.accelerator.load_state(tmp_path / "run" / "checkpoints" / "checkpoint_6")
 
 
-def test_a_newest_step_whose_manifest_is_damaged_is_passed_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_torn", [False, True])
+def test_a_newest_step_whose_manifest_is_damaged_is_passed_over(is_torn: bool, tmp_path: Path) -> None:
     run = make(tmp_path)
     attach(run.accelerator)
     run.loop(6)
     run.accelerator.end_training()
-    (tmp_path / "aiockpt" / "step-00000001" / "MANIFEST-1.json").write_text("{}")
+    manifest = tmp_path / "aiockpt" / "step-00000001" / "MANIFEST-1.json"
+    data = bytearray(manifest.read_bytes())
+    data[len(data) // 2] ^= 1
+    manifest.write_bytes(b"{" if is_torn else data)
     assert go_on(tmp_path).progress.batches == 3
 
 

@@ -203,9 +203,10 @@ class LoaderPosition:
     def shared(self) -> Values:
         """Return what is the same on all ranks."""
         reading = None if self._reading is None else self._reading()
+        passed = None if self._go_on is None else self._go_on.passed  # loaded, and no loop has begun since
         return {
             "iteration": (self.loader if reading is None else reading.loader).iteration,
-            "passed": None if reading is None else reading.passed,
+            "passed": passed if reading is None else reading.passed,
             "epoch": self.sampler_epoch if reading is None else reading.epoch,
             "seed": getattr(self.loader.get_sampler(), "initial_seed", None),
         }
@@ -213,13 +214,14 @@ class LoaderPosition:
     def own(self) -> Values:
         """Return what belongs to this rank."""
         reading = None if self._reading is None else self._reading()
-        state: Values = {"generators": self.read_generators()}
-        if self.keeps_itself:
+        loaded = {} if self._go_on is None or reading is not None else self._go_on.own
+        state: Values = {**loaded, "generators": self.read_generators(), "now": _RNG.state_dict()}
+        if self.keeps_itself and "loader" not in loaded:
             state["loader"] = (self.loader if reading is None else reading.loader).state_dict()
         if reading is not None:
             start = reading.start if self._indices is None else self._indices.start
             finished = bool(reading.loader.end_of_dataloader)
-            state |= {"start": start, "before": reading.before, "now": _RNG.state_dict(), "finished": finished}
+            state |= {"start": start, "before": reading.before, "finished": finished}
         return state
 
     def go_on(self, shared: Values, own: Values) -> bool:
