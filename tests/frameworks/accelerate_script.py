@@ -77,6 +77,18 @@ class StatefulStream(Stream):
                 yield row
 
 
+class OwnStream(Stream):
+    """A stream in an order of its own, of which each epoch draws the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(5)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for index in torch.randperm(len(self.rows), generator=self.generator).tolist():
+            yield self.rows[index]
+
+
 KINDS: dict[str, tuple[dict[str, Any], Callable[[], Any], dict[str, Any]]] = {
     "plain": ({}, Rows, {"shuffle": True}),
     "workers": ({}, Rows, {"shuffle": True, "num_workers": 2}),
@@ -88,6 +100,9 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[], Any], dict[str, Any]]] = {
     "two batches a step": ({}, Rows, {"shuffle": True}),
     "skips by itself": ({}, Rows, {"shuffle": True}),
     "named folders": ({}, Rows, {"shuffle": True}),
+    "skips a stream by itself": ({"dispatch_batches": False}, Stream, {}),
+    "skips by itself, seedable": ({"use_seedable_sampler": True}, Rows, {"shuffle": True}),
+    "stream of its own": ({"dispatch_batches": False}, OwnStream, {}),
     "hook on the first rank": ({}, Rows, {"shuffle": True}),
 }
 
@@ -147,7 +162,7 @@ class Run:
 
     def loop(self, stop: int | None = None, every: int = 3) -> None:
         """Train all epochs, or up to that many batches; save after every third one."""
-        per_epoch = len(self.loader) if self.kind == "skips by itself" else 0
+        per_epoch = 7 if self.kind.startswith("skips") else 0
         first, passed = divmod(self.progress.batches, per_epoch) if per_epoch else (self.loader.iteration, 0)
         for epoch in range(first, EPOCHS):
             skips = per_epoch and epoch == first

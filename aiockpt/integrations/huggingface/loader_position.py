@@ -143,8 +143,7 @@ class LoaderPosition:
         name = "sampler" if base.batch_sampler is None else "batch_sampler"
         source = getattr(base, name)
         indices = source if isinstance(source, Indices) else _TrackedIndices(source, base)
-        base._iterator = None  # a StatefulDataLoader has begun one already, with the indices as they were
-        base.__dict__["_initial_iter_for_state_dict"] = False
+        _drop_begun(base)
         base.__dict__[name] = indices  # a DataLoader refuses this by its setter; accelerate makes a new one for it
         return indices
 
@@ -230,7 +229,11 @@ class LoaderPosition:
         self.sampler_epoch = shared["epoch"]
         if shared["seed"] is not None and hasattr(self.loader.get_sampler(), "initial_seed"):
             self.loader.get_sampler().initial_seed = shared["seed"]
-        if self.keeps_itself:
+        if self.keeps_itself and own.get("finished"):
+            _drop_begun(
+                self.loader.base_dataloader
+            )  # the next epoch is a new one; a state of its end would skip all of it
+        elif self.keeps_itself:
             self.loader.load_state_dict(own["loader"])
         self.write_generators(own["generators"])
         self._reading, self._go_on = None, None
@@ -268,3 +271,9 @@ class LoaderPosition:
     def _generators(self) -> list[Any]:
         base = self.loader.base_dataloader
         return find_generators(base, base.dataset, base.sampler, base.batch_sampler)
+
+
+def _drop_begun(base: Any) -> None:
+    """Have a ``StatefulDataLoader`` begin anew: it has begun to read already, when accelerate asked it for its state."""
+    base._iterator = None
+    base.__dict__["_initial_iter_for_state_dict"] = False
