@@ -99,7 +99,7 @@ def straight(folder: Path, kind: str = "plain") -> Any:
 
 
 def attached(folder: Path, kind: str) -> Any:
-    """Return a run of ours that nothing has stopped, where accelerate itself goes on otherwise after a skip, or at an end."""
+    """Return a run of ours that nothing has stopped: after a skip, or at an end, accelerate itself goes on otherwise."""
     run = make(folder, kind)
     attach(run.accelerator)
     run.loop()

@@ -187,8 +187,8 @@ def test_the_newest_stay_and_the_best_by_a_metric() -> None:
 
 
 def test_what_was_the_best_is_known_after_a_resume() -> None:
-    first = fit("--every-steps=2", "--monitor=val_loss", "--max-steps=10").checkpoint_callback
-    again = fit("--every-steps=2", "--monitor=val_loss", "--max-steps=10").checkpoint_callback
+    options = ["--every-steps=2", "--monitor=val_loss", "--keep-last=9", "--max-steps=10"]
+    first, again = fit(*options).checkpoint_callback, fit(*options).checkpoint_callback
     assert first.best_model_path == again.best_model_path != ""
 
 
@@ -252,8 +252,14 @@ def test_nothing_is_resumed_where_it_is_not_wanted() -> None:
     fit("--every-steps=4", "--max-steps=4")
     assert fit("--every-steps=2", "--max-steps=2", "--anew").global_step == 2
     assert steps_in() == [2, 4]
-    asked = train.main(train.options("--every-steps=9", "--max-steps=4", "--anew"), ckpt_path="ckpt/step-00000004")
-    assert asked.checkpoint_callback.last_step == 4
+    asked = train.main(train.options("--every-steps=9", "--max-steps=2", "--anew"), ckpt_path="ckpt/step-00000004")
+    assert asked.global_step == 4
+
+
+def test_a_step_that_ends_an_epoch_too_is_saved_once() -> None:
+    fit("--every-steps=6", "--every-epochs=1", "--epochs=2")
+    with aiockpt.Checkpointer("ckpt") as ckpt:
+        assert [(info.step, info.generation) for info in ckpt.steps().result()] == [(12, 1), (6, 1)]
 
 
 def test_the_end_is_not_saved_where_it_is_not_wanted() -> None:
@@ -287,8 +293,10 @@ def test_a_save_that_failed_is_told() -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_what_was_saved_before_an_error_is_committed(error: type[BaseException]) -> None:
+    threads = threading.active_count()
     with pytest.raises((error, SystemExit)):
         fit("--every-steps=4", f"--raise={error.__name__}")
+    assert threading.active_count() == threads
     assert steps_in() == [4, 8]
 
 

@@ -230,9 +230,8 @@ class LoaderPosition:
         if shared["seed"] is not None and hasattr(self.loader.get_sampler(), "initial_seed"):
             self.loader.get_sampler().initial_seed = shared["seed"]
         if self.keeps_itself and own.get("finished"):
-            _drop_begun(
-                self.loader.base_dataloader
-            )  # the next epoch is a new one; a state of its end would skip all of it
+            # The next epoch is a new one; the state of an end would skip all of it.
+            _drop_begun(self.loader.base_dataloader)
         elif self.keeps_itself:
             self.loader.load_state_dict(own["loader"])
         self.write_generators(own["generators"])
