@@ -52,15 +52,15 @@ _LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "
 
 
 class Workplace:
-    """A copy of the tree in *root*, in which one file at a time is changed."""
+    """A copy of the tree in *root*, in which one file at a time is changed; *python* runs its tests."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, python: Path = Path(sys.executable)) -> None:
         self.root = root
         self.tree = Path(tempfile.mkdtemp(prefix="mutants-")) / "tree"
         atexit.register(shutil.rmtree, self.tree.parent, ignore_errors=True)
         shutil.copytree(root, self.tree, symlinks=True, ignore=_LEFT_OUT)
         self._pytest = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).with_name("warm.py"))],
+            [str(python), "-P", str(Path(__file__).with_name("warm.py"))],
             cwd=self.tree,
             env={**os.environ, "PYTHONPATH": str(self.tree)},
             stdin=subprocess.PIPE,

@@ -103,6 +103,7 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[], Any], dict[str, Any]]] = {
     "skips a stream by itself": ({"dispatch_batches": False}, Stream, {}),
     "skips by itself, seedable": ({"use_seedable_sampler": True}, Rows, {"shuffle": True}),
     "stream of its own": ({"dispatch_batches": False}, OwnStream, {}),
+    "generator": ({}, Rows, {"shuffle": True}),
     "hook on the first rank": ({}, Rows, {"shuffle": True}),
 }
 
@@ -137,6 +138,8 @@ class Run:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
         self.kind, self.folder, self.progress = kind, Path(folder or "."), Progress()
+        if kind == "generator":
+            loader = {**loader, "generator": torch.Generator().manual_seed(5)}
         batches: Any = DataLoader(data(), batch_size=4, **loader)
         self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
             model, optimizer, scheduler, batches

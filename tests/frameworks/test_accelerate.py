@@ -145,7 +145,16 @@ def test_two_ranks_go_on_as_the_same_run(kind: str, tmp_path: Path) -> None:
 
 
 OURS = ("stateful stream", "stateful", "skips by itself, seedable", "skips a stream by itself")
-THEIRS = ("plain", "seedable", "stream", "stream of its own", "dispatched", "two batches a step", "skips by itself")
+THEIRS = (
+    "plain",
+    "generator",
+    "seedable",
+    "stream",
+    "stream of its own",
+    "dispatched",
+    "two batches a step",
+    "skips by itself",
+)
 
 
 @pytest.mark.parametrize("every", [1, 7])
@@ -199,14 +208,14 @@ def test_what_was_loaded_and_saved_again_is_gone_on_with(kind: str, tmp_path: Pa
     attach(first.accelerator)
     first.loop(9)
     first.accelerator.end_training()
-    between = make(tmp_path / "run", kind)
-    if kind == "seedable":
-        between.loader.get_sampler().initial_seed = 99
-    attach(between.accelerator)
-    between.accelerator.load_state()
+    between = go_on(tmp_path / "run", kind)
     between.accelerator.save_state()
     between.accelerator.end_training()
-    again = go_on(tmp_path / "run", kind)
+    again = make(tmp_path / "run", kind)
+    if kind == "seedable":
+        again.loader.get_sampler().initial_seed = 99
+    attach(again.accelerator)
+    again.accelerator.load_state()
     again.loop(every=1000)
     assert again.progress.batches == 21
     assert_same(again, expected)
@@ -863,7 +872,12 @@ def test_without_hooks_no_weights_are_gathered(tmp_path: Path, monkeypatch: pyte
     run = make(tmp_path)
     attach(run.accelerator)
     asked: list[Any] = []
-    monkeypatch.setattr(run.accelerator, "get_state_dict", lambda *models, **_: asked.append(models) or {})
+
+    def gather(*models: Any, **_: Any) -> dict[str, Any]:
+        asked.append(models)
+        return {}
+
+    monkeypatch.setattr(run.accelerator, "get_state_dict", gather)
     run.accelerator.save_state()
     assert not asked
     run.accelerator.register_save_state_pre_hook(lambda *_: None)

@@ -310,7 +310,12 @@ def test_the_trainer_has_its_own_methods_again() -> None:
 def test_a_trainer_that_failed_has_its_own_methods_again(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     make = train.make_trainer
-    monkeypatch.setattr(train, "make_trainer", lambda *given: made.append(make(*given)) or made[0])
+
+    def note(*given: Any) -> Any:
+        made.append(make(*given))
+        return made[0]
+
+    monkeypatch.setattr(train, "make_trainer", note)
     with pytest.raises(RuntimeError):
         fit("--every-steps=4", "--raise=RuntimeError")
     assert not [name for name in vars(made[0].fit_loop) if name.startswith("on_")]

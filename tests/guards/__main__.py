@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tests.guards.guard import Trial, read_guards
+from tests.guards.guard import Guard, Trial, read_guards
 
 
 def main() -> int:
@@ -17,13 +17,20 @@ def main() -> int:
     chosen = [guard for guard in read_guards() if given.all or any(name in guard.name for name in given.names)]
     if not chosen:
         parser.error("no guard has such a name; --all tries all of them")
-    trial = Trial()
-    unnoticed = 0
-    for test in sorted({guard.test for guard in chosen}):
+    return max(
+        try_guards([guard for guard in chosen if guard.framework == framework], Trial(framework))
+        for framework in sorted({guard.framework for guard in chosen})
+    )
+
+
+def try_guards(guards: list[Guard], trial: Trial) -> int:
+    """Try guards in one environment; return the exit status."""
+    for test in sorted({guard.test for guard in guards}):
         if not trial.passes(test):
             sys.stderr.write(f"{test} fails as it is\n")
             return 2
-    for guard in chosen:
+    unnoticed = 0
+    for guard in guards:
         noticed, said = trial.is_noticed(guard)
         unnoticed += not noticed
         sys.stderr.write(f"{'noticed' if noticed else 'NOT NOTICED'}: {guard.name} ({guard.file})\n")

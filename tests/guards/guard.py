@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import tomllib
 from pathlib import Path
 
 import msgspec
 
 from tests.campaigns.mutants import Workplace
+from tests.environments import build
 
 ROOT = Path(__file__).parents[2]
-LIST = Path(__file__).parent / "guards.toml"
+LISTS = [Path(__file__).parent / name for name in ("guards.toml", "frameworks.toml")]
 FAILED = 1
 """The exit status of pytest when tests ran, and one failed."""
 
@@ -24,6 +27,7 @@ class Guard(msgspec.Struct, frozen=True, kw_only=True):
         code: its text, which is in the file exactly once.
         without: what stands there when it is taken away.
         test: the test that fails then.
+        framework: whose environment that needs, as `tests/frameworks/run` builds it; none if it is empty.
     """
 
     name: str
@@ -31,12 +35,13 @@ class Guard(msgspec.Struct, frozen=True, kw_only=True):
     code: str
     without: str
     test: str
+    framework: str = ""
 
     def remove(self, source: str) -> str:
         """Return *source* without it.
 
         Raises:
-            ValueError: its text is not there, or more than once: change it in `guards.toml`, too.
+            ValueError: its text is not there, or more than once: change it in the list, too.
         """
         if source.count(self.code) != 1:
             raise ValueError(f"{self.name!r}: its code is {source.count(self.code)} times in {self.file}")
@@ -45,14 +50,18 @@ class Guard(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_guards() -> list[Guard]:
     """Return all that are listed."""
-    return msgspec.convert(tomllib.loads(LIST.read_text())["guard"], list[Guard])
+    return [guard for file in LISTS for guard in msgspec.convert(tomllib.loads(file.read_text())["guard"], list[Guard])]
 
 
 class Trial:
-    """Takes guards away, one at a time, in a copy of the tree."""
+    """Takes guards away, one at a time, in a copy of the tree; its tests run in the environment of *framework*, or here."""
 
-    def __init__(self) -> None:
-        self._work = Workplace(ROOT)
+    def __init__(self, framework: str = "") -> None:
+        python = Path(sys.executable)
+        if framework:
+            python = build("frameworks", framework, ROOT / "tests" / "frameworks" / "requirements" / f"{framework}.txt")
+            os.environ |= {"AIOCKPT_FRAMEWORK": framework, "GLOO_SOCKET_IFNAME": "lo"}
+        self._work = Workplace(ROOT, python)
 
     def is_noticed(self, guard: Guard) -> tuple[bool, str]:
         """Say whether the test fails without *guard*, and what it printed."""
