@@ -112,6 +112,9 @@ class LocalBackend:
         with self._tree.errors("reading", check_key(key)):
             return await run_blocking(self._small, self._read_whole, key, max_bytes)
 
+    async def get_many(self, keys: Sequence[str], max_bytes: int) -> tuple[bytes | None, ...]:
+        return await run_blocking(self._small, self._read_each, keys, max_bytes)
+
     async def open(self, key: str) -> LocalReader:
         reader = LocalReader(
             self._files, self._tree, self._reads, self._direct, self._bounces, check_key(key), self._count_read
@@ -274,6 +277,16 @@ class LocalBackend:
             return bytes(memoryview(data)[:done])
         finally:
             handle.close()
+
+    def _read_each(self, keys: Sequence[str], max_bytes: int) -> tuple[bytes | None, ...]:
+        return tuple(self._read_if_there(key, max_bytes) for key in keys)
+
+    def _read_if_there(self, key: str, max_bytes: int) -> bytes | None:
+        with self._tree.errors("reading", check_key(key)):
+            try:
+                return self._read_whole(key, max_bytes)
+            except FileNotFoundError:
+                return None
 
     def _stat(self, key: str) -> Stat:
         found = stat_regular(self._files, self._tree, key)

@@ -20,7 +20,7 @@ from aiockpt.storage.backend import Backend
 
 TABLE_LINES = 2
 """Around the ranks: the names of the columns, and how many are not shown."""
-MOST_ROWS = 24
+MOST_ROWS = 20
 """Ranks that are shown: drawing is most of what a look costs, and who waits the longest is above."""
 MOST_OF_A_CORE = 0.02
 """That looking and drawing take."""

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 
-import anyio
 import msgspec
 
-from aiockpt.errors import ObjectNotFoundError
 from aiockpt.monitor.heartbeat import BEGINS, Beat
 from aiockpt.monitor.stragglers import Straggler
 from aiockpt.monitor.trace import FOLDER
 from aiockpt.monitor.under_way import PendingWork
 from aiockpt.storage.backend import Backend, Stat
+from aiockpt.storage.get_many import get_many
 
 _decoder = msgspec.json.Decoder(Beat)
 MISSED = 3
@@ -26,8 +24,6 @@ MISSED = 3
 GRACE_S = 2.0
 """And so much more, for the way through the storage."""
 MAX_BYTES = 1 << 20
-READS = 32
-"""Beats that are read at once."""
 
 
 class RankNow(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,21 +92,16 @@ class JobWatch:
         there = {stat.key: stat for stat in listing.objects if stat.key.startswith(f"{FOLDER}/{BEGINS}")}
         self._known = {key: known for key, known in self._known.items() if key in there}
         changed = [stat for key, stat in there.items() if key not in self._known or self._known[key][0] != stat]
-        left = iter(changed)
-        async with anyio.create_task_group() as tasks:
-            for _ in changed[:READS]:
-                tasks.start_soon(self._read_all, left)
+        beats = await get_many(self._backend, [stat.key for stat in changed], MAX_BYTES)
+        for stat, data in zip(changed, beats, strict=True):
+            if data is not None:  # else gone meanwhile
+                self._take(stat, data)
         return self._sum_up()
 
-    async def _read_all(self, stats: Iterator[Stat]) -> None:
-        """Read what is left of *stats*, of which other tasks take, too."""
-        for stat in stats:
-            await self._read(stat)
-
-    async def _read(self, stat: Stat) -> None:
+    def _take(self, stat: Stat, data: bytes) -> None:
         try:
-            beat = _decoder.decode(await self._backend.get(stat.key, MAX_BYTES))
-        except (ObjectNotFoundError, msgspec.MsgspecError):  # gone meanwhile, or of another version
+            beat = _decoder.decode(data)
+        except msgspec.MsgspecError:  # of another version
             return
         if (before := self._known.get(stat.key)) is not None:
             self._compare_tellers(before[1], beat)

@@ -10,16 +10,15 @@ import logging
 import time
 from collections import defaultdict
 
-import anyio
 import anyio.to_thread
 import msgspec
 
-from aiockpt.errors import ObjectNotFoundError
 from aiockpt.events import Event, Opened, Operation, SnapshotTaken, StageEnded, StragglerFound
 from aiockpt.monitor.stage_times import HASH, StageKey, StageTimes, is_remote
 from aiockpt.monitor.stragglers import Straggler, stragglers
 from aiockpt.monitor.trace import FOLDER
 from aiockpt.storage.backend import Backend
+from aiockpt.storage.get_many import get_many
 
 logger = logging.getLogger("aiockpt")
 
@@ -27,8 +26,6 @@ BEGINS = "times-"
 KEPT_STEPS = 24
 """Of which a rank tells: enough for a median, and a small object."""
 MAX_BYTES = 1 << 20
-READS = 32
-"""Objects that are read at once."""
 
 
 class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,30 +77,29 @@ class PeerTimes:
     async def compare(self, backend: Backend, opened: Opened) -> list[Straggler]:
         """Read what all ranks say, and return who is slow now and was not at the last comparison; that is logged, too."""
         listing = await backend.list(FOLDER)
-        limit = anyio.CapacityLimiter(READS)
         times = StageTimes(remote=is_remote(opened.urls))
-
-        async def read(key: str) -> None:
-            async with limit:
-                try:
-                    told = msgspec.json.decode(await backend.get(key, MAX_BYTES), type=RankTimes)
-                except (ObjectNotFoundError, msgspec.MsgspecError):  # gone meanwhile, or of another version
-                    return
-            if told.rank < opened.world_size and told.time_s * 1e9 >= opened.time_ns:  # not of an earlier start
-                times.hosts[told.rank] = told.host
-                for operation, stage, step, seconds in told.rows:
-                    times.add(told.rank, (operation, stage), step, seconds)
-
-        async with anyio.create_task_group() as tasks:
-            for stat in listing.objects:
-                if stat.key.startswith(f"{FOLDER}/{BEGINS}"):
-                    tasks.start_soon(read, stat.key)
+        keys = [stat.key for stat in listing.objects if stat.key.startswith(f"{FOLDER}/{BEGINS}")]
+        for data in await get_many(backend, keys, MAX_BYTES):
+            if data is not None:  # else gone meanwhile
+                _add_told(times, data, opened)
         known = {_who(one) for one in self.slow}
         self.slow = await anyio.to_thread.run_sync(stragglers, times)  # 0.1 s of a thousand ranks
         new = [one for one in self.slow if _who(one) not in known]
         for one in new:
             logger.warning("%s", explain(one))
         return new
+
+
+def _add_told(times: StageTimes, data: bytes, opened: Opened) -> None:
+    """Add what one rank says, unless it is of an earlier start, or of another version."""
+    try:
+        told = msgspec.json.decode(data, type=RankTimes)
+    except msgspec.MsgspecError:
+        return
+    if told.rank < opened.world_size and told.time_s * 1e9 >= opened.time_ns:
+        times.hosts[told.rank] = told.host
+        for operation, stage, step, seconds in told.rows:
+            times.add(told.rank, (operation, stage), step, seconds)
 
 
 def found_event(slow: Straggler, at_ns: int) -> StragglerFound:

@@ -71,15 +71,12 @@ def spans_of(opened: Opened, event: Event) -> list[TimeSpan]:
 def _of_process(number: int, process: ProcessLog) -> Iterator[TimeSpan]:
     rank, host = process.opened.rank, process.opened.host
     wall_ns = process.wall_ns(0)
-    called_s: dict[int, float] = {}
-    """Of saves under way, by step: with a lazy one the copy begins, and ends, after the call."""
+    called = _calls(process, wall_ns)
     for event in process.events:
         at_s = (wall_ns + event.at_ns) / 1e9
-        if isinstance(event, SaveStarted) and event.seconds:
-            called_s[event.step] = at_s - event.seconds
         for operation, stage, seconds, ended_s, key, size, hash_s, failed in _of_event(event, at_s):
-            if stage == PAUSE and event.step in called_s:
-                ended_s = called_s.pop(event.step) + seconds
+            if stage == PAUSE and (before := [call_s for call_s in called.get(event.step, ()) if call_s <= at_s]):
+                ended_s = before[-1] + seconds
             yield TimeSpan(
                 process=number,
                 rank=rank,
@@ -94,6 +91,15 @@ def _of_process(number: int, process: ProcessLog) -> Iterator[TimeSpan]:
                 hash_s=hash_s,
                 failed=failed,
             )
+
+
+def _calls(process: ProcessLog, wall_ns: int) -> dict[int, list[float]]:
+    """Return when each step was saved: with a lazy save the copy ends long after the call."""
+    called: dict[int, list[float]] = {}
+    for event in process.events:
+        if isinstance(event, SaveStarted) and event.seconds:
+            called.setdefault(event.step, []).append((wall_ns + event.at_ns) / 1e9 - event.seconds)
+    return called
 
 
 _Found = tuple[Operation, str, float, float, str, int, float, bool]

@@ -213,6 +213,14 @@ class KeepsUploads(Protocol):
         ...
 
 
+class GetsMany(Protocol):
+    """What a place can do besides where a hop to a thread costs more than a small read."""
+
+    async def get_many(self, keys: Sequence[str], max_bytes: int) -> tuple[bytes | None, ...]:
+        """Return each object as ``get`` does, all in one hop; None for one that is not there."""
+        ...
+
+
 def keeps_uploads(backend: Backend) -> KeepsUploads | None:
     """Return *backend* as what can show and abort unfinished uploads; None where that means nothing."""
     return cast("KeepsUploads", backend) if callable(getattr(backend, "leftover_uploads", None)) else None

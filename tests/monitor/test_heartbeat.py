@@ -15,7 +15,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -221,9 +221,9 @@ def test_a_rank_is_silent_by_the_clock_of_whoever_looks(tmp_path: Path, monkeypa
 class Counting(LocalBackend):
     reads = 0
 
-    async def get(self, key: str, max_bytes: int) -> bytes:
-        self.reads += 1
-        return await super().get(key, max_bytes)
+    async def get_many(self, keys: Sequence[str], max_bytes: int) -> tuple[bytes | None, ...]:
+        self.reads += len(keys)
+        return await super().get_many(keys, max_bytes)
 
 
 def test_of_a_thousand_ranks_only_the_beats_that_are_new_are_read(tmp_path: Path) -> None:
