@@ -70,6 +70,7 @@ class SnapshotTaken(Event, frozen=True, tag=True):
         copy_s: how long the copy took, on whatever thread.
         copied_at_call_bytes: of a lazy snapshot, copied in the call because other things than optimizers change it; of one
             on the device, all of it.
+        seconds: since the call; 0 where that is not known.
     """
 
     bytes: int
@@ -78,6 +79,7 @@ class SnapshotTaken(Event, frozen=True, tag=True):
     snapshot: Literal["eager", "lazy", "device"] = "eager"
     copied_at_call_bytes: int = 0
     reason: str = ""
+    seconds: float = 0.0
 
 
 class BarrierWaited(Event, frozen=True, tag=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def size(count: float) -> str:
     """Return bytes as people read them."""
@@ -22,12 +24,21 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def duration(seconds: float) -> str:
-    """Return a time as people say it, with three digits."""
+def name_numbers(noun: str, numbers: Sequence[int], most: int) -> str:
+    """Return ``step 3``, or ``steps 1, 2, 5 and 7 more``, at *most* so many of them."""
+    if len(numbers) == 1:
+        return f"{noun} {numbers[0]}"
+    rest = len(numbers) - most
+    shown = ", ".join(map(str, numbers[:most]))
+    return f"{noun}s {shown}" + (f" and {rest} more" if rest > 0 else "")
+
+
+def duration(seconds: float, at_least: float = 2.0) -> str:
+    """Return a time as people say it, with three digits; in minutes and hours where it is *at_least* so many."""
     for unit, length_s in (("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * length_s:
+        if seconds >= at_least * length_s:
             return f"{seconds / length_s:.3g} {unit}"
     for unit, length_s in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= length_s:
             return f"{seconds / length_s:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
+    return f"{seconds * 1e6:.3g} µs" if seconds else "0 s"

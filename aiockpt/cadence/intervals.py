@@ -18,6 +18,8 @@ from typing import Literal
 
 import msgspec
 
+from aiockpt import units
+
 Rule = Literal["first", "step", "overhead", "write", "failures", "time"]
 """Which rule made the interval what it is; "first": nothing is measured yet; "time": it was asked for."""
 
@@ -194,9 +196,5 @@ def _overdrawn(interval: Interval, seconds: float, limits: Limits) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return *seconds* in the unit that suits them, with three digits."""
-    if seconds >= 3 * 3600:
-        return f"{seconds / 3600:.3g} h"
-    if seconds >= 180:
-        return f"{seconds / 60:.3g} min"
-    return f"{seconds:.3g} s" if seconds >= 1 or not seconds else f"{seconds * 1e3:.3g} ms"
+    """Return a time as plans say it: up to three minutes count in seconds."""
+    return units.duration(seconds, at_least=3)

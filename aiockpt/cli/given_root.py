@@ -22,18 +22,17 @@ def open_place(root: str) -> Backend:
         UsageError: it cannot hold a checkpoint that this process could see.
     """
     backend = open_backend(root)
-    scheme, _, rest = backend.url.partition("://")
-    if scheme == "memory":
+    if backend.url.startswith("memory://"):
         raise UsageError(f"{root}: memory is seen by its own process only, and this is another one; give a folder")
-    if scheme == "file":
-        check_folder(Path(unquote(rest)), "checkpoints are kept in a folder")
+    if (folder := _folder_of(backend)) is not None:
+        check_folder(folder, "checkpoints are kept in a folder")
     return backend
 
 
 def is_to_come(root: str) -> bool:
     """Say whether *root* is a folder that nobody has made yet."""
-    scheme, _, rest = open_backend(root).url.partition("://")
-    return scheme == "file" and not Path(unquote(rest)).exists()
+    folder = _folder_of(open_backend(root))
+    return folder is not None and not folder.exists()
 
 
 def local_folder(root: str) -> Path:
@@ -42,12 +41,17 @@ def local_folder(root: str) -> Path:
     Raises:
         UsageError: it means none, or none that exists.
     """
-    scheme, _, rest = open_backend(root).url.partition("://")
-    if scheme != "file":
+    folder = _folder_of(open_backend(root))
+    if folder is None:
         raise UsageError(f"{root}: only a folder can be examined; give the path of one")
-    folder = Path(unquote(rest))
     check_folder(folder, "give a folder on the file system to be examined", may_be_made=True)
     return folder
+
+
+def _folder_of(backend: Backend) -> Path | None:
+    """Return the folder that *backend* keeps its objects in; None where that is none of a file system."""
+    scheme, _, rest = backend.url.partition("://")
+    return Path(unquote(rest)) if scheme == "file" else None
 
 
 def check_folder(folder: Path, advice: str, *, may_be_made: bool = False) -> None:

@@ -186,15 +186,17 @@ class SaveJob:
 
     def _taken(self, copied_from_ns: int) -> SnapshotTaken:
         now_ns = self._engine.now_ns()
+        since_call_s = (now_ns - self.begun_ns) / 1e9
         return SnapshotTaken(
             at_ns=now_ns,
             step=self.step,
             bytes=self.plan.tensor_bytes,
             snapshot=self.snapshot,
-            pause_s=(now_ns - self.begun_ns) / 1e9 if self._pause_s is None else self._pause_s,
+            pause_s=since_call_s if self._pause_s is None else self._pause_s,
             copied_at_call_bytes=self._capture.copied_at_call_bytes,
             reason=self._capture.reason,
             copy_s=(now_ns - copied_from_ns) / 1e9,
+            seconds=since_call_s,
         )
 
     def _hand_over(self, window: Window, slab: Slab) -> None:

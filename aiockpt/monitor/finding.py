@@ -5,13 +5,14 @@ Times are fields of a finding and not in its words, so that each reader's clock 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
 
 Level = Literal["bad", "warning", "note"]
 """Work is in danger; saves are slower or work was lost; worth a look."""
+LATE = 3.0
+"""So many usual intervals without a durable step, or without a word, are too long."""
 MOST_NAMED = 5
 """Ranks or steps that a sentence names."""
 
@@ -33,11 +34,3 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None = None
     step: int | None = None
     stage: str = ""
-
-
-def name_steps(steps: Iterable[int]) -> str:
-    """Return the steps as a sentence begins with them."""
-    different = sorted(set(steps))
-    named = ", ".join(map(str, different[:MOST_NAMED]))
-    more = f" and {len(different) - MOST_NAMED} more" if len(different) > MOST_NAMED else ""
-    return f"Step{'s' if len(different) > 1 else ''} {named}{more}"

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from statistics import median
 
 from aiockpt.events import SaveStarted
-from aiockpt.monitor.finding import MOST_NAMED, Finding
+from aiockpt.monitor.finding import LATE, MOST_NAMED, Finding
 from aiockpt.monitor.run_log import ProcessLog, RunLog
 from aiockpt.monitor.run_starts import process_of, start_numbers
 from aiockpt.monitor.save_points import SavePoint, usual_interval_s
@@ -16,8 +16,6 @@ from aiockpt.monitor.summary import Summary
 from aiockpt.runtime.notes import name_ranks
 from aiockpt.units import duration
 
-LATE = 3.0
-"""So many usual intervals without a word are too long."""
 LEAST_SILENCE_S, LONG_S = 60.0, 3600.0
 """Without a word are told at the earliest; the second where nobody knows how often the run saves."""
 AT_ONCE_S = 5.0

@@ -17,7 +17,6 @@ from aiockpt.events import (
     Operation,
     Promoted,
     SaveFailed,
-    SaveStarted,
     SnapshotTaken,
     StageEnded,
 )
@@ -25,8 +24,6 @@ from aiockpt.monitor.run_log import ProcessLog, RunLog
 
 WHOLE = "whole"
 """The stage of a span that is all of an operation."""
-PAUSE = "pause"
-"""The stage in which a call of save held its caller."""
 BLOCKS = "blocks"
 """The stage of a group of blocks, a part of "write"."""
 
@@ -37,7 +34,7 @@ class TimeSpan(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     Attributes:
         process: its place in `RunLog.processes`.
         begin_s: seconds since 1970.
-        stage: `WHOLE`, `BLOCKS`, `PAUSE`, "barrier" (an optimizer was held), or one of
+        stage: `WHOLE`, `BLOCKS`, "pause" (a call of save held its caller), "barrier" (an optimizer was held), or one of
             `aiockpt.events.StageEnded`.
         bytes: that it moved; 0 where it moves none.
     """
@@ -71,12 +68,10 @@ def spans_of(opened: Opened, event: Event) -> list[TimeSpan]:
 def _of_process(number: int, process: ProcessLog) -> Iterator[TimeSpan]:
     rank, host = process.opened.rank, process.opened.host
     wall_ns = process.wall_ns(0)
-    called = _calls(process, wall_ns)
     for event in process.events:
-        at_s = (wall_ns + event.at_ns) / 1e9
-        for operation, stage, seconds, ended_s, key, size, hash_s, failed in _of_event(event, at_s):
-            if stage == PAUSE and (before := [call_s for call_s in called.get(event.step, ()) if call_s <= at_s]):
-                ended_s = before[-1] + seconds
+        for operation, stage, seconds, ended_s, key, size, hash_s, failed in _of_event(
+            event, (wall_ns + event.at_ns) / 1e9
+        ):
             yield TimeSpan(
                 process=number,
                 rank=rank,
@@ -93,15 +88,6 @@ def _of_process(number: int, process: ProcessLog) -> Iterator[TimeSpan]:
             )
 
 
-def _calls(process: ProcessLog, wall_ns: int) -> dict[int, list[float]]:
-    """Return when each step was saved: with a lazy save the copy ends long after the call."""
-    called: dict[int, list[float]] = {}
-    for event in process.events:
-        if isinstance(event, SaveStarted) and event.seconds:
-            called.setdefault(event.step, []).append((wall_ns + event.at_ns) / 1e9 - event.seconds)
-    return called
-
-
 _Found = tuple[Operation, str, float, float, str, int, float, bool]
 """Operation, stage, seconds, when it ended, key, bytes, seconds hashed, and whether it failed."""
 
@@ -114,10 +100,10 @@ def _of_event(event: Event, at_s: float) -> tuple[_Found, ...]:
         case BytesWritten(seconds=seconds) if seconds:
             return (("save", BLOCKS, seconds, at_s, event.key, event.bytes, 0.0, False),)
         case SnapshotTaken():
-            returned_s = at_s - max(event.copy_s - event.pause_s, 0.0)
+            called_s = at_s - (event.seconds or max(event.copy_s, event.pause_s))
             return (
                 ("save", "snapshot", event.copy_s, at_s, event.snapshot, event.bytes, 0.0, False),
-                ("save", PAUSE, event.pause_s, returned_s, "", 0, 0.0, False),
+                ("save", "pause", event.pause_s, called_s + event.pause_s, "", 0, 0.0, False),
             )
         case BarrierWaited():
             return (("save", "barrier", event.seconds, at_s, "", 0, 0.0, False),)

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
 from aiockpt.events import Committed, Loaded, LoadFailed, NotFiniteFound, StepDamaged, StepRepaired
 from aiockpt.format.names import list_names
-from aiockpt.monitor.finding import MOST_NAMED, Finding, name_steps
+from aiockpt.monitor.finding import LATE, MOST_NAMED, Finding
 from aiockpt.monitor.run_log import RunLog
 from aiockpt.monitor.save_points import SavePoint, usual_interval_s
 from aiockpt.monitor.stragglers import slow_steps
 from aiockpt.monitor.summary import FailedStep, Summary
 from aiockpt.runtime.notes import name_ranks
-from aiockpt.units import duration
+from aiockpt.units import duration, name_numbers
 
-LATE = 3.0
-"""So many usual intervals without a durable step are too long."""
 PAUSED = 0.02
 """Of the time: a larger part in which training is held is told."""
 
@@ -152,7 +150,7 @@ def damaged(run: RunLog) -> Iterator[Finding]:
         since_s, first = min(some, key=lambda one: one[0])
         yield Finding(
             level="bad",
-            what=f"{name_steps(event.step for _, event in some)} in {url}: damaged. {first.problem}.",
+            what=f"{_name_steps(event.step for _, event in some)} in {url}: damaged. {first.problem}.",
             advice="Loads go on to the next valid step. `aiockpt verify --repair FROM` takes it from a copy you name.",
             since_s=since_s,
             step=first.step,
@@ -161,11 +159,15 @@ def damaged(run: RunLog) -> Iterator[Finding]:
         times = [(at_s, event.step) for at_s, event in mended if event.url == url]
         yield Finding(
             level="warning",
-            what=f"{name_steps(step for _, step in times)} in {url}: damaged, and written anew from another copy.",
+            what=f"{_name_steps(step for _, step in times)} in {url}: damaged, and written anew from another copy.",
             advice="Look at the disk: it has lost bytes.",
             since_s=min(times)[0],
             step=min(times)[1],
         )
+
+
+def _name_steps(steps: Iterable[int]) -> str:
+    return name_numbers("Step", sorted(set(steps)), MOST_NAMED)
 
 
 def slower(summary: Summary, points: Sequence[SavePoint]) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ import msgspec
 
 from aiockpt.errors import CheckpointError, RankFailedError, RankTimeoutError
 from aiockpt.runtime.limits import Limiter, run_blocking
+from aiockpt.units import name_numbers
 
 T = TypeVar("T")
 FIRST_PAUSE_S, GROWTH = 0.001, 1.5
@@ -251,8 +252,4 @@ def growing_pauses(first_s: float, last_s: float) -> Iterator[float]:
 
 def name_ranks(ranks: Sequence[int], most: int = _SHOWN) -> str:
     """Return "rank 3", or "ranks 1, 2, 5 and 7 more", at *most* so many of them, for messages."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    rest = len(ranks) - most
-    shown = ", ".join(map(str, ranks[:most]))
-    return f"ranks {shown}" + (f" and {rest} more" if rest > 0 else "")
+    return name_numbers("rank", ranks, most)

@@ -20,7 +20,7 @@ from aiockpt.errors import UsageError
 from aiockpt.events import SaveStarted
 from aiockpt.monitor import TraceFile
 from aiockpt.monitor.read_run import read_run
-from aiockpt.monitor.spans import BLOCKS, PAUSE, WHOLE, TimeSpan, spans
+from aiockpt.monitor.spans import BLOCKS, WHOLE, TimeSpan, spans
 from aiockpt.monitor.summary import Summary, summarize
 from tests.monitor.synthetic_run import SyntheticRun
 
@@ -112,7 +112,7 @@ def test_the_pause_of_a_lazy_save_begins_with_its_call(tmp_path: Path) -> None:
             ckpt.save(step, state).result()
     told = read_run(tmp_path)
     called_s = {event.step: log.wall_s(event.at_ns) - event.seconds for log, event in told.told(SaveStarted)}
-    pauses = [span for span in spans(told) if span.stage == PAUSE]
+    pauses = [span for span in spans(told) if span.stage == "pause"]
     assert [span.step for span in pauses] == list(states)
     assert all(span.begin_s == pytest.approx(called_s[span.step], abs=1e-6) for span in pauses)
 
