@@ -299,6 +299,13 @@ class StorageAccessError(StorageError, PermissionError):
     """The storage refused: credentials are missing, wrong or expired, or do not give this right."""
 
 
+def say_briefly(error: BaseException) -> str:
+    """Return the kind of *error* and two lines of what it says, as one line: some errors name all tensors of a state."""
+    lines = [line.strip().removeprefix("- ").rstrip(".") for line in str(error).splitlines()]
+    more = " …" if len(lines) > 2 else ""
+    return f"{type(error).__name__}: {' '.join(lines[:2])}{more}"
+
+
 def kind_in_words(value: object) -> str:
     """Return what *value* is, to people: ``a list``, ``an int``, ``a torch.device``; never what it holds."""
     if value is None:

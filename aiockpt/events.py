@@ -175,7 +175,7 @@ class Loaded(Event, frozen=True, tag=True):
 
 
 class LoadFailed(Event, frozen=True, tag=True):
-    """A ``load`` of *step*, or of the newest one (-1), has raised *error* after *seconds*."""
+    """A ``load`` of *step*, or of the newest one (-1), has raised *error*, in one line, after *seconds*."""
 
     error: str
     seconds: float

@@ -13,7 +13,7 @@ import msgspec
 from aiockpt.adapters.native import LoadTarget, Rename, Stored, Strict, open_target
 from aiockpt.engine.find import Skipped, candidates, note_skipped
 from aiockpt.engine.place import Place
-from aiockpt.errors import CorruptionError, NoValidCheckpointError, RankFailedError, StateMismatchError
+from aiockpt.errors import CorruptionError, NoValidCheckpointError, RankFailedError, StateMismatchError, say_briefly
 from aiockpt.events import Loaded, LoadFailed
 from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import list_names
@@ -112,7 +112,9 @@ def telling_failures(engine: Engine, step: int | None) -> Iterator[None]:
         yield
     except Exception as error:
         at = -1 if step is None else step
-        engine.emit(LoadFailed(at_ns=engine.now_ns(), step=at, error=repr(error), seconds=engine.since_s(begun_ns)))
+        engine.emit(
+            LoadFailed(at_ns=engine.now_ns(), step=at, error=say_briefly(error), seconds=engine.since_s(begun_ns))
+        )
         raise
 
 

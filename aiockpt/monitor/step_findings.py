@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
@@ -99,10 +99,12 @@ def failed_loads(run: RunLog) -> Iterator[Finding]:
     for (which, error), times in by_error.items():
         since_s, rank = min(times)
         went_on = max(later, default=0.0) > max(times)[0]
-        often = f", {len(times)} times" if len(times) > 1 else ""
+        ranks = Counter(rank for _, rank in times)
+        often = f", {max(ranks.values())} times" if max(ranks.values()) > 1 else ""
+        where = f" on {len(ranks)} ranks" if len(ranks) > 1 else ""
         yield Finding(
             level="warning" if went_on else "bad",
-            what=f"The load of {which} failed{often}: {error}.",
+            what=f"The load of {which} failed{where}{often}: {error}",
             advice="A later one did not." if went_on else "Nothing was loaded or saved since.",
             since_s=since_s,
             rank=rank,

@@ -16,6 +16,7 @@ from aiockpt.events import (
     Committed,
     Event,
     Loaded,
+    LoadFailed,
     Opened,
     SaveStarted,
     StepDamaged,
@@ -107,6 +108,17 @@ def test_steps_that_a_scrub_found_damaged_are_told_and_so_are_those_that_it_mend
     bad, mended = scrub(StepRepaired(step=200, keys=("d",), bytes=1, **{**last, "at_ns": opened.at_ns + 1}))
     assert bad.what == "Step 300 in file:///far: damaged. block 1 is bad."
     assert (mended.level, mended.step) == ("warning", 200)
+
+
+def test_a_load_that_failed_on_many_ranks_is_told_once(tmp_path: Path) -> None:
+    drawn().write(tmp_path)
+    for one in read_run(tmp_path).processes:
+        failed = LoadFailed(at_ns=one.opened.at_ns + 10**13, step=-1, error="NoValidCheckpointError: no", seconds=1.0)
+        with (tmp_path / f"rank-{one.opened.rank:05}.jsonl").open("ab") as trace:
+            trace.write(msgspec.json.encode(failed) + b"\n")
+    (told,) = (one for one in problems_in(tmp_path) if "load" in one.what)
+    assert told.level == "bad"
+    assert told.what == "The load of the newest step failed on 12 ranks: NoValidCheckpointError: no"
 
 
 def test_it_is_bad_when_nothing_has_become_durable_for_long(tmp_path: Path) -> None:

@@ -178,7 +178,8 @@ def test_a_job_that_cannot_load_says_so_for_each_reason_once(tmp_path: Path) -> 
             ckpt.resume({"x": torch.zeros(11)})
     printed = CliRunner().invoke(app, ["report", "--text", str(tmp_path)]).output.splitlines()
     (told,) = (line for line in printed if line.startswith("bad"))
-    assert "The load of the newest step failed, 3 times: StateMismatchError" in told
+    why = "StateMismatchError: step-00000001 does not fit the state: x: shape (11,) in the state, (10,) in the checkpoint …"
+    assert f"The load of the newest step failed, 3 times: {why}" in told
     assert "Nothing was loaded or saved since." in told
     with aiockpt.Checkpointer(tmp_path, observers=[TraceFile()]) as ckpt:
         ckpt.resume({"x": torch.zeros(10)})
