@@ -17,10 +17,10 @@ import aiockpt
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.cli.main import app
 from aiockpt.errors import UsageError
-from aiockpt.events import SaveStarted
+from aiockpt.events import Opened, SaveStarted, SnapshotTaken
 from aiockpt.monitor import TraceFile
 from aiockpt.monitor.read_run import read_run
-from aiockpt.monitor.spans import BLOCKS, WHOLE, TimeSpan, spans
+from aiockpt.monitor.spans import BLOCKS, WHOLE, TimeSpan, spans, spans_of
 from aiockpt.monitor.summary import Summary, summarize
 from tests.monitor.synthetic_run import SyntheticRun
 
@@ -115,6 +115,16 @@ def test_the_pause_of_a_lazy_save_begins_with_its_call(tmp_path: Path) -> None:
     pauses = [span for span in spans(told) if span.stage == "pause"]
     assert [span.step for span in pauses] == list(states)
     assert all(span.begin_s == pytest.approx(called_s[span.step], abs=1e-6) for span in pauses)
+
+
+@pytest.mark.parametrize(("pause_s", "copy_s"), [(2.0, 5.0), (5.0, 2.0)])
+def test_where_a_trace_does_not_say_when_a_snapshot_began_the_longer_of_call_and_copy_says_it(
+    pause_s: float, copy_s: float
+) -> None:
+    opened = Opened(at_ns=0, time_ns=0, pid=1, host="a", rank=0, world_size=1, urls=())
+    taken = SnapshotTaken(at_ns=9 * 10**9, step=1, bytes=1, pause_s=pause_s, copy_s=copy_s)
+    begun_s = {span.stage: span.begin_s for span in spans_of(opened, taken)}
+    assert begun_s == {"snapshot": 9 - copy_s, "pause": 4.0}
 
 
 def test_hashing_and_bytes_are_told_of_the_files(run: Path) -> None:
