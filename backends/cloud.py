@@ -268,7 +268,7 @@ class CloudReader:
     async def _fetch(self, offset: int, count: int) -> memoryview:
         with cloud_errors("reading", self._key):
             piece = memoryview(await obstore.get_range_async(self._store, self._key, start=offset, length=count))
-        if piece.nbytes < count:
+        if piece.nbytes != count:
             raise StorageTransferError(
                 f"{self._key!r}: {piece.nbytes} of {count} bytes came from offset {offset}; read it again",
                 key=self._key,

@@ -10,7 +10,7 @@ import anyio
 
 from aiockpt.backends.buffers import Buffers, check_range, ends_early
 from aiockpt.backends.fsspec_place import Create, FsspecFile, FsspecPlace, fsspec_errors
-from aiockpt.errors import StorageError, UsageError
+from aiockpt.errors import StorageError, StorageTransferError, UsageError
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.storage.backend import Seen
 
@@ -104,10 +104,13 @@ class FsspecReader:
             with fsspec_errors("reading", self._key):
                 file.seek(offset)
             while buffers.left_bytes:
+                wanted = min(buffers.left_bytes, _PIECE_BYTES)
                 with fsspec_errors("reading", self._key):
-                    piece = file.read(min(buffers.left_bytes, _PIECE_BYTES))
+                    piece = file.read(wanted)
                 if not piece:
                     raise ends_early(self._key, offset)
+                if len(piece) > wanted:
+                    raise StorageTransferError(f"{self._key!r}: {len(piece)} bytes came for {wanted}", key=self._key)
                 buffers.fill(memoryview(piece), seen)
                 offset += len(piece)
         finally:

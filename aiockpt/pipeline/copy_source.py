@@ -63,6 +63,7 @@ class VerifiedBlocks:
             try:
                 reader = await self._open(number, index)
                 await reader.read(offset, into, check)
+                check.check_complete(into)
             except CheckpointError as error:
                 failure = failure or error
                 continue

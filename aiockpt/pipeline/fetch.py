@@ -1,4 +1,4 @@
-"""How do stored bytes reach memory, verified? Ranged reads straight into place, each block hashed while it is in cache.
+"""Verified reading of stored bytes into memory: ranged reads straight into place, each block hashed while it is in cache.
 
 Guarantees:
 
@@ -19,7 +19,7 @@ from contextlib import suppress
 
 import anyio
 
-from aiockpt.errors import CheckpointError, CorruptionError, ObjectNotFoundError, StorageError
+from aiockpt.errors import CheckpointError, CorruptionError, ObjectNotFoundError, StorageError, StorageTransferError
 from aiockpt.format.checksum import BlockHasher, block_range
 from aiockpt.format.manifest import FileEntry, Manifest
 from aiockpt.format.names import list_names
@@ -47,6 +47,7 @@ class BlockCheck:
 
     Attributes:
         bad_blocks: those that are not what was saved.
+        seen_bytes: how many bytes were compared or are about to be.
         hash_ns: how long was hashed.
     """
 
@@ -57,6 +58,7 @@ class BlockCheck:
         self._hasher = BlockHasher()
         self._start, self._left = self._bounds()
         self.bad_blocks: list[int] = []
+        self.seen_bytes = 0
         self.hash_ns = 0
 
     def _bounds(self) -> tuple[int, int]:
@@ -68,6 +70,12 @@ class BlockCheck:
         begun_ns = self._now_ns()
         self._compare(view)
         self.hash_ns += self._now_ns() - begun_ns
+        self.seen_bytes += len(view)
+
+    def check_complete(self, into: Sequence[memoryview]) -> None:
+        """Raise `StorageTransferError` unless as many bytes were seen as fill *into*: others were compared with nothing."""
+        if self.seen_bytes != (wanted := sum(map(len, into))):
+            raise StorageTransferError(f"{self._file.p}: {wanted:,} bytes were asked for, {self.seen_bytes:,} came")
 
     def _compare(self, view: memoryview) -> None:
         while len(view) >= self._left > 0:
@@ -294,11 +302,15 @@ class Fetcher:
         check = BlockCheck(file, offset, self._stages.now_ns) if self._verify else None
         try:
             await reader.read(offset, into, check)
+            if check is not None:
+                check.check_complete(into)
             for block in check.bad_blocks if check else ():
                 logger.warning("%s: block %d came damaged and is read once more", self._key(file), block)
                 start, end = block_range(block, file.size, file.block)
                 again = BlockCheck(file, start)
-                await reader.read(start, cut_views(into, start - offset, end - offset), again)
+                part = cut_views(into, start - offset, end - offset)
+                await reader.read(start, part, again)
+                again.check_complete(part)
                 if again.bad_blocks:
                     raise self._corruption(index, file, block)
             return check.hash_ns if check else 0

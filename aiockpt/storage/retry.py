@@ -1,4 +1,4 @@
-"""What if a call fails that would succeed a moment later? It is made again, here and nowhere else.
+"""A wrapper that makes calls again which may succeed a moment later: the one place where anything is retried.
 
 Backends do not retry and switch off the retries of their client: they say what happened, and whether the same call may
 succeed a moment later. `Retrying` around any backend keeps the contract of `aiockpt.storage.backend`, and:
@@ -6,7 +6,9 @@ succeed a moment later. `Retrying` around any backend keeps the contract of `aio
 - A lost answer is neither a double commit nor a false conflict: after a failure that may have taken effect, a conflict is
   decided by what is there. What cannot be decided is an error that says so, never a success
   (docs/format.md#commit-on-object-stores).
-- What a caller wants to see of the bytes (`Seen`) it sees once, in order, however often they are sent or read.
+- What a caller wants to see of the bytes (`Seen`) it sees once, in order, however often they are sent or read. Bytes
+  that a read has shown are never written again, because no checksum would see the second ones.
+- A read that returns without having shown all that was asked for goes on: short answers are no errors everywhere.
 - No call outlives its deadline, and each further attempt is an event (`StorageRetried`).
 - A place that is down is not asked by every call again (`aiockpt.storage.breaker`).
 
@@ -148,21 +150,19 @@ def _attempt_create(call: BackendCall, _: Backend) -> Attempt[Upload]:
 
 
 def _attempt_read(call: BackendCall, _: Backend) -> Attempt[None]:
-    """A read goes on where it broke off."""
+    """A read goes on after the last byte that was shown, whatever the failure: a checksum has what came before."""
     offset, into, seen = call.arguments
-    once, start = _Once(seen), 0
+    once = _Once(seen)
 
     async def read(_: bool) -> None:
-        nonlocal start
+        start = once.shown_bytes
         once.begin(start)
-        try:
-            await call(offset + start, cut_views(into, start, call.size) if start else into, once)
-        except StorageTransferError:
-            start = 0  # what came may be what was damaged: all of it is read again
-            raise
-        except StorageError:
-            start = once.shown_bytes
-            raise
+        await call(offset + start, cut_views(into, start, call.size) if start else into, once)
+        if once.shown_bytes != call.size:
+            came, wanted = once.shown_bytes - start, call.size - start
+            raise StorageTransferError(
+                f"reading {call.key!r}: {came} of {wanted} bytes came from {offset + start}", key=call.key
+            )
 
     return read
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import anyio
 import pytest
+import torch
 
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.errors import (
+    CheckpointError,
     ObjectExistsError,
     ObjectNotFoundError,
     StorageAccessError,
@@ -24,7 +27,9 @@ from aiockpt.errors import (
 )
 from aiockpt.events import StorageRetried
 from aiockpt.storage.backend import Backend
+from aiockpt.storage.forwarding import BackendCall, Forwarding
 from aiockpt.storage.retry import Retrying, RetryPolicy
+from aiockpt.storage.views import cut_views
 from aiockpt.testing.faults import Fault, FaultyBackend
 from aiockpt.testing.object_troubles import TRANSIENT, DrawnTroubles, Planned, PlannedTroubles, Trouble
 from aiockpt.testing.objects_client import ObjectsBackend
@@ -409,7 +414,7 @@ def test_a_read_that_broke_off_goes_on_where_it_did() -> None:
     assert reads == [(7, size), (7 + half, size - half), (7 + half + quarter, size - half - quarter)]
 
 
-def test_a_read_whose_bytes_are_in_doubt_begins_again_and_shows_none_twice() -> None:
+def test_a_read_whose_answer_is_cut_short_goes_on_and_what_was_shown_is_not_written_again() -> None:
     place = Place(Planned(trouble="partial_body", verb="GET"))
     shown = bytearray()
     memory = bytearray(len(DATA))
@@ -424,7 +429,79 @@ def test_a_read_whose_bytes_are_in_doubt_begins_again_and_shows_none_twice() -> 
     place.run(main)
     assert bytes(shown) == bytes(memory) == DATA
     reads = [(done.offset, done.size) for done in place.client.operations if done.verb == "reader.read"]
-    assert reads == [(0, len(DATA))] * 2
+    assert reads == [(0, len(DATA)), (len(DATA) // 2, len(DATA) - len(DATA) // 2)]
+
+
+HEADER = 4096
+"""Bytes of the data files' headers, which are read by themselves."""
+
+
+class WrongAgain(Forwarding):
+    """A reader's first answer breaks off after half, with *error*; each later one is wrong in its first byte of all."""
+
+    def __init__(self, inner: Backend, error: StorageError) -> None:
+        super().__init__(inner)
+        self.error = error
+        self.answered: set[tuple[str, int]] = set()
+
+    async def forward(self, call: BackendCall) -> Any:
+        if call.verb != "reader.read" or call.offset < HEADER or call.size < 100:
+            return await call()
+        offset, into, seen = call.arguments
+        if (call.key, offset) not in self.answered:
+            self.answered.add((call.key, offset))
+            await call(offset, cut_views(into, 0, call.size // 2), seen)
+            raise self.error
+        await call(offset, into)
+        into[0][0] ^= 0xFF
+        for view in into:
+            seen(view)
+        return None
+
+
+@pytest.mark.parametrize("error", [StorageTransferError("cut short"), StorageError("reset", retryable=True)], ids=repr)
+def test_weights_that_came_wrong_after_an_answer_that_was_cut_short_are_not_loaded(error: StorageError) -> None:
+    world = simulated_world()
+    backend = WrongAgain(MemoryBackend(), error)
+    state = {"weight": torch.arange(4096, dtype=torch.float32)}
+
+    async def main() -> None:
+        process = Process(Retrying(backend, world=world), world)
+        await process.save(1, state)
+        into = {"weight": torch.zeros(4096)}
+        with suppress(CheckpointError):  # damaged answers are told; only silence is wrong
+            await process.load(into, 1)
+            assert torch.equal(into["weight"], state["weight"])
+
+    run_virtually(main, world.clock)
+    assert backend.answered
+
+
+@pytest.mark.parametrize("retried", [True, False])
+def test_an_answer_that_is_short_and_no_error_is_gone_on_with_or_refused(retried: bool) -> None:
+    world = simulated_world()
+    state = {"weight": torch.arange(4096, dtype=torch.float32)}
+
+    class Short(Forwarding):
+        async def forward(self, call: BackendCall) -> Any:
+            if call.verb == "reader.read" and call.offset >= HEADER and call.size > 100:
+                offset, into, seen = call.arguments
+                return await call(offset, cut_views(into, 0, call.size // 2), seen)
+            return await call()
+
+    async def main() -> None:
+        backend: Backend = Short(MemoryBackend())
+        process = Process(Retrying(backend, world=world) if retried else backend, world)
+        await process.save(1, state)
+        into = {"weight": torch.zeros(4096)}
+        if retried:
+            await process.load(into, 1)
+            assert torch.equal(into["weight"], state["weight"])
+        else:
+            with pytest.raises(StorageTransferError, match="bytes were asked for"):
+                await process.load(into, 1)
+
+    run_virtually(main, world.clock)
 
 
 @pytest.mark.parametrize("seed", range(25))
