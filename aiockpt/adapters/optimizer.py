@@ -12,7 +12,9 @@ of a parameter finds it again when the order, the groups or the sharding changed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -35,8 +37,12 @@ from aiockpt.format.names import join_name, split_name
 from aiockpt.state.codecs import class_name
 from aiockpt.state.tree import TAG, Node, Path, refuse
 
+logger = logging.getLogger("aiockpt")
+
 Keep = Callable[[Path, torch.Tensor, FlatRange | None], None]
 State = Mapping[Any, Any]
+_told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers whose own parameters were told of."""
 
 
 class OptimizerView(msgspec.Struct, frozen=True):
@@ -75,22 +81,48 @@ def _hooks(optimizer: Optimizer) -> tuple[Mapping[int, Any], ...]:
 def name_members(optimizer: Optimizer, path: Path, index: Index) -> list[list[Path]]:
     """Return the path of each parameter of each group.
 
+    One that is in no module and no tensor of the state (the temperature of a loss) is a part of the optimizer, by its
+    group and its place there: ``optimizer.parameters[0][3]``.
+
     Raises:
-        UnsupportedStateError: a parameter belongs to no module and is no leaf of the state.
+        UnsupportedStateError: the state has no module and no tensor at all, so that a model was forgotten.
     """
-    members: list[list[Path]] = []
-    for number, group in enumerate(optimizer.param_groups):
-        members.append([])
+    for number, group in enumerate(optimizer.param_groups if not index.paths else ()):
         for place, parameter in enumerate(group["params"]):
-            found = index.path_of(parameter)
-            if found is None:
-                refuse(
-                    (*path, "groups", number, "params", place),
-                    f"this parameter {tuple(parameter.shape)} is in no module of the state, so it has no name; "
-                    "put its module (or the tensor) into the state too",
-                )
-            members[-1].append(found)
-    return members
+            refuse(
+                (*path, "groups", number, "params", place),
+                f"this parameter {tuple(parameter.shape)} is in no module of the state, which has none, so it has no name; "
+                "put its module (or the tensor) into the state too",
+            )
+    return [
+        [
+            (*path, "parameters", number, place) if (found := index.path_of(parameter)) is None else found
+            for place, parameter in enumerate(group["params"])
+        ]
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def own_parameters(
+    optimizer: Optimizer, members: Sequence[Sequence[Path]], index: Index
+) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Yield the parameters that are parts of the optimizer, each with its path."""
+    for group, some in zip(optimizer.param_groups, members, strict=True):
+        for parameter, owner in zip(group["params"], some, strict=True):
+            if index.path_of(parameter) is None:
+                yield owner, parameter
+
+
+def _tell(optimizer: Optimizer, path: Path, own: Mapping[Path, torch.Tensor]) -> None:
+    """Say once which parameters are saved with the optimizer for want of a name."""
+    if own and optimizer not in _told:
+        _told.add(optimizer)
+        logger.warning(
+            "%s: parameters that are in no module of the state are saved with the optimizer, by group and place: %s; put "
+            "their module into the state to have names, and its buffers too",
+            join_name(path),
+            ", ".join(f"{join_name(owner)} {tuple(parameter.shape)}" for owner, parameter in own.items()),
+        )
 
 
 class OptimizerPart:
@@ -108,6 +140,10 @@ class OptimizerPart:
         }
         self._names = [list(map(join_name, some)) for some in self._members]
         self._plain = is_plain(optimizer)
+        own = dict(own_parameters(optimizer, self._members, index))
+        for owner, parameter in own.items():
+            keep(owner, parameter, index.slice_of(parameter))
+        _tell(optimizer, path, own)
         watch.attribute(attrgetter("__class__"), optimizer)
         if self._keeper is not optimizer:
             watch.attribute(attrgetter("optim"), optimizer)

@@ -22,7 +22,7 @@ from aiockpt.adapters.index import Index
 from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.matcher import Matcher
 from aiockpt.adapters.module_target import SavedNames
-from aiockpt.adapters.optimizer import is_plain, name_members, state_path, view_plain
+from aiockpt.adapters.optimizer import is_plain, name_members, own_parameters, state_path, view_plain
 from aiockpt.adapters.optimizer_forms import Id, SavedOptimizer, pair_up, read_form, tensor_names
 from aiockpt.adapters.optimizer_groups import agreed_values, class_misfit, groups_without_parameters
 from aiockpt.adapters.optimizer_parts import Form, Owner, form_of
@@ -71,6 +71,8 @@ def load_optimizer(optimizer: Optimizer, path: Path, index: Index, matcher: Matc
     plain = is_plain(optimizer)
     if not plain and not matcher.selects_whole(path, "it has its own load_state_dict()"):
         return
+    for owner, parameter in own_parameters(optimizer, match.members, index):
+        matcher.want(owner, parameter, index.slice_of(parameter))
     misfit = class_misfit(match.keeper, saved) if matcher.touches(path) else None
     if misfit is not None:
         for place in _places(match):  # what ``only`` names is there, though nothing of it is loaded

@@ -191,6 +191,75 @@ def test_a_parameter_of_no_module_is_refused_by_group_and_place() -> None:
         StateWalker().walk({"optimizer": optimizer})
 
 
+class Metric(nn.Module):
+    """A loss with a temperature and a head, which is in no module of the state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+        self.head = nn.Parameter(torch.randn(2))
+
+
+def build_with_loss(make: Make, *, seed: int = 1) -> State:
+    """A model whose optimizer also steps the parameters of a loss."""
+    loss = Metric()
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        loss.head.normal_()
+    state = build(lambda model: make([{"params": model.parameters()}, {"params": loss.parameters(), "lr": 0.5}]))
+    state["model"]["b"].register_forward_hook(lambda module, given, out: out * loss.head / loss.temperature)
+    return state
+
+
+def adamw_with_a_hook(groups: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(groups)
+    optimizer.register_state_dict_pre_hook(lambda optimizer: None)
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, adamw_with_a_hook])
+def test_parameters_of_no_module_are_saved_with_the_optimizer(
+    save: Any, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = build_with_loss(make)
+    train(state, 3)
+    saved = save(state)
+    train(state, 2)
+    resumed = build_with_loss(make, seed=5)
+    train(resumed, 1)
+    saved.load(resumed)
+    assert saved.equals(resumed)
+    train(resumed, 2)
+    assert save(state).equals(resumed)
+    for one, other in zip(*(each["optimizer"].param_groups[1]["params"] for each in (state, resumed)), strict=True):
+        assert torch.equal(one, other)
+    told = [record for record in caplog.records if "optimizer.parameters[1][0] ()" in record.message]
+    assert len(told) == 2  # of the two optimizers, each of which was walked more than once
+
+
+def test_parameters_of_no_module_that_do_not_fit_are_named(save: Any) -> None:
+    state = build_with_loss(torch.optim.AdamW)
+    train(state, 1)
+    saved, alone = save(state), build(lambda model: torch.optim.AdamW(model.parameters()))
+    with pytest.raises(
+        StateMismatchError, match=r"optimizer.parameters\[1\]\[0\]: in the checkpoint but not in the state"
+    ):
+        saved.load(alone)
+    train(alone, 1)
+    with pytest.raises(
+        StateMismatchError, match=r"optimizer.parameters\[1\]\[1\]: in the state but not in the checkpoint"
+    ):
+        save(alone).load(state)
+    other = build_with_loss(torch.optim.AdamW)
+    other["optimizer"].param_groups[1]["params"][1].data = torch.zeros(3)
+    with pytest.raises(StateMismatchError, match=r"optimizer.parameters\[1\]\[1\]: .*shape"):
+        saved.load(other)
+    temperature = other["optimizer"].param_groups[1]["params"][0]
+    named = {**other, "temperature": temperature}
+    with pytest.raises(StateMismatchError, match="the optimizer of the checkpoint has no parameter temperature"):
+        saved.load(named)
+
+
 def test_a_bare_tensor_of_the_state_gives_its_name_to_a_parameter() -> None:
     weight = torch.ones(2, requires_grad=True)
     optimizer = torch.optim.SGD([weight], momentum=0.9)
