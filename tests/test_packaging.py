@@ -24,11 +24,11 @@ def listed_packages() -> set[str]:
 
 
 def folders_on_disk() -> set[str]:
-    """Return the packages below aiockpt/, the one behind the symlink included."""
+    """Return the packages below aiockpt/, the one behind the symlink included; setuptools counts a folder of data as one."""
     found = set()
     for folder, children, files in os.walk(CHECKOUT / "aiockpt", followlinks=True):
         children[:] = [child for child in children if child != "__pycache__"]
-        if "__init__.py" in files:
+        if files:
             found.add(".".join(Path(folder).relative_to(CHECKOUT).parts))
     return found
 
@@ -62,6 +62,7 @@ def build(kind: str, target: Path) -> Path:
     command = [sys.executable, "-c", BUILD, kind, str(target)]
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     assert done.returncode == 0, done.stderr
+    assert "absent from the `packages` configuration" not in done.stderr
     return target / done.stdout.splitlines()[-1]
 
 
