@@ -8,15 +8,16 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from aiockpt.adapters.kinds import kind_of
 from aiockpt.adapters.matcher import Matcher
 from aiockpt.adapters.plain_values import DICTS, name_of_node, removed
-from aiockpt.adapters.stored import members_of
+from aiockpt.adapters.stored import members_of, metadata_in
 from aiockpt.format.names import join_name
-from aiockpt.state.tree import Path
+from aiockpt.state.tree import Path, set_metadata
 
 Value = Callable[[], Any]
 
@@ -58,6 +59,9 @@ def settle_dict(container: MutableMapping[Any, Any], gone: list[Any], path: Path
     if gone:
         matcher.tell(removed(path, gone))
         matcher.later(lambda: [container.pop(key, None) for key in gone])
+    if type(container) is OrderedDict and (told := metadata_in(found.node)) is not None:
+        metadata = matcher.value((*path, "_metadata"), told)
+        matcher.later(lambda: set_metadata(container, metadata()))
     order = list(members_of(found.node))
     matcher.complete(path, found.node, set(container), lambda key, value: container.__setitem__(key, value()))
     matcher.later(lambda: _put_in_order(container, order), last=True)

@@ -29,11 +29,9 @@ from aiockpt.adapters.tensors import facts_of
 from aiockpt.adapters.watch import Watch
 from aiockpt.errors import kind_in_words
 from aiockpt.format.names import join_name
-from aiockpt.state.tree import TAG, Node, Path, refuse
+from aiockpt.state.tree import METADATA, TAG, Node, Path, refuse
 
 EXTRA = "_extra_state"
-METADATA = "metadata"
-"""Member of a module's node: what its own ``load_state_dict()`` is told of the versions that were saved."""
 PLAIN_VERSION = {"version": 1}
 MAX_MODULES_DEPTH = 256
 _CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
@@ -264,11 +262,16 @@ def own_state(module: nn.Module, path: Path) -> tuple[dict[str, Any], dict[str, 
     plain = plain_keys(bare, state)
     known: Mapping[str, Any] = getattr(state, "_metadata", {})
     versions = {
-        name: {key: value for key, value in known[key_here].items() if isinstance(value, bool | int | str | None)}
+        name: plain_version(known[key_here])
         for name, key_here in plain_keys(bare, known).items()
         if known[key_here] != PLAIN_VERSION
     }
     return {name: state[key] for name, key in plain.items()}, versions
+
+
+def plain_version(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a module is told of a version, as far as JSON has it."""
+    return {key: value for key, value in told.items() if isinstance(value, bool | int | str | None)}
 
 
 def plain_keys(bare: nn.Module, keys: Mapping[str, Any]) -> dict[str, str]:

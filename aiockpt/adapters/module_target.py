@@ -31,7 +31,6 @@ from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.matcher import Matcher
 from aiockpt.adapters.module import (
     EXTRA,
-    METADATA,
     PLAIN_VERSION,
     Slices,
     below,
@@ -39,6 +38,7 @@ from aiockpt.adapters.module import (
     loads_directly,
     own_state,
     plain_keys,
+    plain_version,
     saves_directly,
     split_key,
     unwrap,
@@ -47,11 +47,11 @@ from aiockpt.adapters.module import (
 )
 from aiockpt.adapters.optimizer_forms import tensor_names
 from aiockpt.adapters.refusal import asking
-from aiockpt.adapters.stored import is_tensor_node, members_of
+from aiockpt.adapters.stored import is_tensor_node, members_of, metadata_in
 from aiockpt.adapters.tensors import dtype_code, is_plain, is_spread
 from aiockpt.format.dtypes import torch_name
 from aiockpt.format.names import join_name, split_name
-from aiockpt.state.tree import Node, Path
+from aiockpt.state.tree import METADATA, Node, Path, metadata_of
 
 _WHOLE = "it has its own load_state_dict()"
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -67,7 +67,7 @@ class _SavedModule(msgspec.Struct, frozen=True):
         name: of the module in the checkpoint.
         keys: key of ``state_dict()`` → the key under which it was saved, where a ``state_dict()`` was saved as a dict.
         values: what is no tensor, by the key of ``state_dict()``.
-        metadata: see `aiockpt.adapters.module.METADATA`; None where it was not saved.
+        metadata: see `aiockpt.state.tree.METADATA`; None where it was not saved.
     """
 
     path: Path
@@ -102,7 +102,20 @@ def _open_source(path: Path, matcher: Matcher) -> _SavedModule:
         return _SavedModule(path, name, {}, {}, None)
     keys = {_bare_key(key, all_keys): key for key in all_keys if type(key) is str}
     values = {bare: saved[key] for bare, key in keys.items() if key in saved and not is_tensor_node(saved[key])}
-    return _SavedModule(path, name, keys, values, None)
+    return _SavedModule(path, name, keys, values, _versions_of(found.node if found else None, all_keys))
+
+
+def _versions_of(node: Node, all_keys: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what the node of a ``state_dict()`` says of the version of each module, by names without wrappers."""
+    saved = metadata_in(node)
+    if saved is None:
+        return None
+    return {_bare_module(name, all_keys): plain_version(members_of(told)) for name, told in members_of(saved).items()}
+
+
+def _bare_module(name: Any, all_keys: Mapping[str, Any]) -> str:
+    """Return the name of a module in ``state_dict()._metadata`` without what wrappers put into it."""
+    return _bare_key(f"{name}.".lstrip(".") + EXTRA, all_keys).removesuffix(EXTRA).removesuffix(".")
 
 
 def _bare_key(key: str, all_keys: Mapping[Any, Any]) -> str:
@@ -363,6 +376,10 @@ def load_saved_module(mapping: MutableMapping[str, Any], path: Path, matcher: Ma
             matcher.miss(leaf)
         if bare in values and source.keys:
             matcher.leave(name)
+    known, saved = metadata_of(mapping), source.metadata
+    if known is not None and saved and matcher.selects(path):
+        own = {_bare_module(name, mapping): name for name in known}
+        matcher.later(lambda: known.update({own.get(bare, bare): {**told} for bare, told in saved.items()}))
 
 
 def is_saved_module(mapping: Mapping[Any, Any], path: Path, matcher: Matcher) -> bool:

@@ -47,7 +47,7 @@ from aiockpt.format.document import collector_paused
 from aiockpt.format.names import join_name
 from aiockpt.state.codecs import DEFAULT_CODECS, CodecRegistry
 from aiockpt.state.shards import ShardedState, TensorShard, are_same, digest_structure
-from aiockpt.state.tree import TAG, Node, Path, refuse
+from aiockpt.state.tree import TAG, Node, Path, refuse, write_metadata
 
 __all__ = ["RNG", "LoadTarget", "Rename", "StateWalker", "Stored", "Strict", "open_target", "per_rank", "read_tree"]
 
@@ -238,7 +238,9 @@ class _ContainerPart:
             for key, part in zip(self._keys, self._parts, strict=True)
             if self._cls in _SEQUENCES or not isinstance(part, _LeftOutPart)
         ]
-        return write_container(self._cls if self._path else dict, nodes)
+        if not self._path:
+            return write_container(dict, nodes)
+        return write_metadata(write_container(self._cls, nodes), value, self._path, run)
 
 
 def write_container(cls: type, nodes: list[tuple[Any, Node]]) -> Node:

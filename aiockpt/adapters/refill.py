@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from aiockpt.adapters.fit import write_number
+from aiockpt.state.tree import metadata_of, set_metadata
 
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
 _SEQUENCES = (list, tuple)
@@ -119,6 +120,8 @@ def _fill_dict(here: Any, new: Any, filling: Filling, by_key: bool) -> None:
     here.update(entries)
     if isinstance(here, defaultdict) and isinstance(new, defaultdict):
         here.default_factory = new.default_factory
+    if type(here) is OrderedDict and (metadata := metadata_of(new)) is not None:
+        set_metadata(here, metadata)
     _settle(here, new)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from aiockpt.format.names import join_name, prefixes
-from aiockpt.state.tree import TAG, Node, Path
+from aiockpt.state.tree import METADATA, TAG, Node, Path
 
 _PAIRED = ("dict", "OrderedDict")
 """Kinds of dicts that are written as pairs of a key and a value, and whose values have names of their own."""
@@ -120,6 +120,11 @@ def members_of(node: Node) -> Mapping[Any, Node]:
     if type(items) is list:
         return dict(enumerate(items))
     return {key: child for key, child in _pairs_of(node) if type(key) in (str, int)}
+
+
+def metadata_in(node: Node) -> Node | None:
+    """Return the node of what a dict's node says of its ``_metadata``, or None."""
+    return node.get(METADATA) if type(node) is dict and TAG in node else None
 
 
 def _pairs_of(node: Node) -> Iterator[tuple[Any, Node]]:

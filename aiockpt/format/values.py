@@ -23,6 +23,7 @@ _OPEN = (None, "module")
 """Objects of which one rank may have members that another lacks."""
 _PAIRED = ("dict", "OrderedDict", "defaultdict")
 """Objects whose ``items`` are pairs of a key and a value, because the keys are not all text."""
+_APART = ("items", "metadata")
 
 
 def unite(votes: Votes) -> tuple[Any, list[Conflict]]:
@@ -89,6 +90,9 @@ def _unite_pairs(votes: Votes, path: str, conflicts: list[Conflict]) -> dict[str
     for rank, node in votes:
         for key, value in node["items"]:
             said.setdefault(msgspec.json.encode(key), (key, []))[1].append((rank, value))
-    rest = [(rank, {name: value for name, value in node.items() if name != "items"}) for rank, node in votes]
+    rest = [(rank, {name: value for name, value in node.items() if name not in _APART}) for rank, node in votes]
     items = [[key, _unite(some, f"{path}[{key!r:.40}]", conflicts)] for key, some in said.values()]
-    return {**_unite_objects(rest, path, conflicts), "items": items}
+    node = {**_unite_objects(rest, path, conflicts), "items": items}
+    told = [(rank, node["metadata"]) for rank, node in votes if "metadata" in node]
+    # Classes put the device of their rank into it, which is no contradiction.
+    return {**node, "metadata": _unite(told, path, [])} if told else node

@@ -36,6 +36,9 @@ Node = Any
 
 TAG = "$"
 MAX_DEPTH = 64
+METADATA = "metadata"
+"""Member of the node of a module, and of a ``state_dict()``: what a ``load_state_dict()`` is told of the versions that
+were saved, and of whatever else the ``_metadata`` of a dict has."""
 INLINE_BYTES = 64 << 10
 """Longer bytes are stored as a U8 tensor."""
 LONG_LIST = 1024
@@ -78,6 +81,12 @@ class ValueReader(Protocol):
             KeyError: no such kind.
             TypeError, ValueError, ArithmeticError: no such object was ever written.
         """
+
+
+class AnyEncoder(Protocol):
+    """Values → nodes."""
+
+    def encode(self, value: Any, path: Path) -> Node: ...
 
 
 class Opaque(msgspec.Struct, frozen=True, eq=False):
@@ -228,7 +237,26 @@ def _write_dict(encoder: Encoder, value: dict[Any, Any], path: Path) -> Node:
 
 
 def _write_named_dict(encoder: Encoder, value: dict[Any, Any], path: Path) -> Node:
-    return {TAG: type(value).__name__, "items": _write_pairs(encoder, value, path)}
+    return write_metadata(
+        {TAG: type(value).__name__, "items": _write_pairs(encoder, value, path)}, value, path, encoder
+    )
+
+
+def metadata_of(value: object) -> Any:
+    """Return the ``_metadata`` that torch, and classes of its protocol, hang onto a ``state_dict()``; None without."""
+    return vars(value).get("_metadata") if type(value) is OrderedDict else None
+
+
+def set_metadata(value: OrderedDict[Any, Any], metadata: Any) -> None:
+    """Hang *metadata* onto a ``state_dict()``."""
+    vars(value)["_metadata"] = metadata
+
+
+def write_metadata(node: dict[str, Node], value: object, path: Path, encoder: AnyEncoder) -> dict[str, Node]:
+    """Add `metadata_of` the dict *value* at *path* to its *node*, and return that."""
+    if (metadata := metadata_of(value)) is not None:
+        node[METADATA] = encoder.encode(metadata, (*path, "_metadata"))
+    return node
 
 
 def _write_default_dict(encoder: Encoder, value: defaultdict[Any, Any], path: Path) -> Node:
@@ -382,6 +410,13 @@ def _read_pairs(decoder: Decoder, node: Mapping[str, Any], path: Path) -> list[t
     return [(key, decoder.decode(item, (*path, part))) for key, part, item in decoder.read_keys(node, path)]
 
 
+def _read_ordered_dict(decoder: Decoder, node: Mapping[str, Any], path: Path) -> Any:
+    value: Any = OrderedDict(_read_pairs(decoder, node, path))
+    if METADATA in node:
+        set_metadata(value, decoder.decode(node[METADATA], (*path, "_metadata")))
+    return value
+
+
 def _read_bytes(decoder: Decoder, node: Mapping[str, Any], path: Path) -> Any:
     if "stored" not in node:
         return decode_base64(field(node, "value", str))
@@ -406,7 +441,7 @@ _READERS: dict[str, Callable[[Decoder, Mapping[str, Any], Path], Any]] = {
     "frozenset": lambda decoder, node, path: frozenset(_read_items(decoder, node, path)),
     "deque": lambda decoder, node, path: deque(_read_items(decoder, node, path), node["maxlen"]),
     "dict": lambda decoder, node, path: dict(_read_pairs(decoder, node, path)),
-    "OrderedDict": lambda decoder, node, path: OrderedDict(_read_pairs(decoder, node, path)),
+    "OrderedDict": _read_ordered_dict,
     "Counter": lambda decoder, node, path: Counter(dict(_read_pairs(decoder, node, path))),
     "defaultdict": lambda decoder, node, path: defaultdict(
         _FACTORIES[field(node, "factory", str)], _read_pairs(decoder, node, path)

@@ -51,6 +51,7 @@ _TELL: list[tuple[type | UnionType, Callable[[Any], Facts]]] = [
     (float, lambda one: ("float", struct.pack("<d", one))),
     (complex, lambda one: ("complex", struct.pack("<dd", one.real, one.imag))),
     (collections.defaultdict, lambda one: _tell_items(f"defaultdict of {one.default_factory}", one)),
+    (collections.OrderedDict, lambda one: (_tell_items("OrderedDict", one), facts_of(vars(one).get("_metadata")))),
     (Mapping, lambda one: _tell_items(type(one).__name__, one)),
     (collections.deque, lambda one: ("deque", one.maxlen, tuple(map(facts_of, one)))),
     (set | frozenset, lambda one: (type(one).__name__, frozenset(map(facts_of, one)))),

@@ -281,6 +281,8 @@ class _Builder:
         if kind in MAPPINGS:
             made: dict[Any, Any] = collections.defaultdict(list) if kind == "defaultdict" else MAPPINGS[kind]()
             made.update(zip(blueprint.keys, items, strict=True))
+            if kind == "ordered":  # as a state_dict() is
+                vars(made)["_metadata"] = {"": {"version": self._dice.randrange(9)}}
             return made
         return {"list": list, "tuple": tuple, "deque": collections.deque}[kind](items)
 

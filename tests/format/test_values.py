@@ -64,6 +64,17 @@ def test_experts_in_a_dict_of_numbers_are_united_by_number() -> None:
     assert conflicts(*trees) == ["[9] ('shared' on rank 0, 'other' on rank 1)"]
 
 
+def test_what_ranks_say_differently_in_the_metadata_of_a_dict_is_what_the_first_one_says() -> None:
+    def node(device: str, key: str) -> dict[str, Any]:
+        return {"$": "OrderedDict", "items": [["x", 1]], "metadata": {"": {"device": device}, key: {"version": 2}}}
+
+    united = {"": {"device": "cuda:0"}, "a": {"version": 2}, "b": {"version": 2}}
+    assert unite([(0, node("cuda:0", "a")), (1, node("cuda:1", "b"))]) == (
+        {**node("cuda:0", "a"), "metadata": united},
+        [],
+    )
+
+
 def test_a_module_without_values_leaves_those_of_another_rank() -> None:
     assert unite([(0, {"$": "module"}), (1, {"$": "module", "values": {"x": 1}})]) == (
         {"$": "module", "values": {"x": 1}},
