@@ -11,13 +11,19 @@ from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from aiockpt.adapters import matcher
 from aiockpt.adapters.load_target import LoadTarget
 from aiockpt.adapters.stored import Stored
+from aiockpt.pipeline.fetch import BlockCheck
+from aiockpt.storage import retry
+from aiockpt.storage.backend import Backend
+from aiockpt.storage.forwarding import BackendCall
 from aiockpt.storage.retry import RetryPolicy
+from aiockpt.storage.retry_calls import Attempt
 from aiockpt.testing.simulated_files import SimulatedFiles
 from aiockpt.testing.simulated_objects import ObjectStore
 from tests.campaigns import (
@@ -29,6 +35,7 @@ from tests.campaigns import (
     hostile_manifests,
     object_store,
     power_cuts,
+    reads,
     states,
 )
 from tests.campaigns.campaign import MAX_FINDINGS, Campaign, Outcomes, run
@@ -46,6 +53,7 @@ INLINE = [
     failing_calls.CAMPAIGN,
     cancellations.CAMPAIGN,
     object_store.CAMPAIGN,
+    reads.CAMPAIGN,
     histories.CAMPAIGN,
     states.CAMPAIGN,
     decoders.MUTATED,
@@ -99,6 +107,8 @@ def test_a_seed_gives_the_same_case_again() -> None:
     assert failing_calls.case(3) == failing_calls.case(3)
     assert object_store.case(3) == object_store.case(3)
     assert histories.case(3) == histories.case(3)
+    reading = reads.prepare()
+    assert reading(3) == reading(3)
 
 
 def finds_something(campaign: Campaign, count: int) -> bool:
@@ -151,6 +161,21 @@ def test_the_object_store_campaign_finds_a_store_that_overwrites_and_a_client_th
 ) -> None:
     monkeypatch.setattr(object_store, name, broken)
     assert finds_something(object_store.CAMPAIGN, 300)
+
+
+def begin_again(call: BackendCall, _: Backend) -> Attempt[Any]:
+    """Read all of it once more, as if nothing had been shown."""
+    return lambda _: call()
+
+
+def test_the_campaign_of_reads_finds_bytes_that_are_read_again_and_bytes_that_no_checksum_saw(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setitem(retry._ATTEMPTS, "reader.read", begin_again)
+        assert finds_something(reads.CAMPAIGN, 20_000)
+    monkeypatch.setattr(BlockCheck, "check_complete", tell_nobody)
+    assert finds_something(reads.CAMPAIGN, 20_000)
 
 
 @pytest.mark.parametrize(
