@@ -12,6 +12,7 @@ A module loads from what was saved as a module, and from a saved ``module.state_
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -51,7 +52,7 @@ from aiockpt.adapters.stored import is_tensor_node, members_of, metadata_in
 from aiockpt.adapters.tensors import dtype_code, is_plain, is_spread
 from aiockpt.format.dtypes import torch_name
 from aiockpt.format.names import join_name, split_name
-from aiockpt.state.tree import METADATA, Node, Path, metadata_of
+from aiockpt.state.tree import METADATA, Node, Path, metadata_of, set_metadata
 
 _WHOLE = "it has its own load_state_dict()"
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -59,7 +60,7 @@ _DATA_PARALLEL = "module"
 SetItem = Callable[[MutableMapping[str, Any], str, Callable[[], Any]], None]
 
 
-class _SavedModule(msgspec.Struct, frozen=True):
+class SavedModule(msgspec.Struct, frozen=True):
     """What the checkpoint has for one module.
 
     Attributes:
@@ -87,11 +88,11 @@ class _SavedModule(msgspec.Struct, frozen=True):
         return matcher.stored_name(path) if key is None else join_name((*split_name(self.name), key))
 
 
-def _open_source(path: Path, matcher: Matcher) -> _SavedModule:
+def open_source(path: Path, matcher: Matcher) -> SavedModule:
     name = matcher.stored_name(path)
     node = matcher.find_tagged(path, "module")
     if node is not None:
-        return _SavedModule(path, name, {}, node.get("values", {}), node.get(METADATA, {}))
+        return SavedModule(path, name, {}, node.get("values", {}), node.get(METADATA, {}))
     found = matcher.find(path)
     parts = {} if found is None else members_of(found.node)
     saved = {key: node for key, node in parts.items() if type(key) is str}
@@ -99,10 +100,10 @@ def _open_source(path: Path, matcher: Matcher) -> _SavedModule:
     below_it = (split_name(other)[start:] for other in matcher.left_out_below(name))
     all_keys = {**saved, **{str(parts[0]): None for parts in below_it if "." in str(parts[0])}}
     if not all_keys:
-        return _SavedModule(path, name, {}, {}, None)
-    keys = {_bare_key(key, all_keys): key for key in all_keys if type(key) is str}
+        return SavedModule(path, name, {}, {}, None)
+    keys = {bare_key(key, all_keys): key for key in all_keys if type(key) is str}
     values = {bare: saved[key] for bare, key in keys.items() if key in saved and not is_tensor_node(saved[key])}
-    return _SavedModule(path, name, keys, values, _versions_of(found.node if found else None, all_keys))
+    return SavedModule(path, name, keys, values, _versions_of(found.node if found else None, all_keys))
 
 
 def _versions_of(node: Node, all_keys: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -115,10 +116,10 @@ def _versions_of(node: Node, all_keys: Mapping[str, Any]) -> dict[str, Any] | No
 
 def _bare_module(name: Any, all_keys: Mapping[str, Any]) -> str:
     """Return the name of a module in ``state_dict()._metadata`` without what wrappers put into it."""
-    return _bare_key(f"{name}.".lstrip(".") + EXTRA, all_keys).removesuffix(EXTRA).removesuffix(".")
+    return bare_key(f"{name}.".lstrip(".") + EXTRA, all_keys).removesuffix(EXTRA).removesuffix(".")
 
 
-def _bare_key(key: str, all_keys: Mapping[Any, Any]) -> str:
+def bare_key(key: str, all_keys: Mapping[Any, Any]) -> str:
     """Return a key of ``state_dict()`` without what wrappers put into it."""
     parts = [part for part in key.split(".") if part not in _WRAPPERS]
     wrapped = len(parts) > 1 and parts[0] == _DATA_PARALLEL and all(_is_wrapped(other) for other in all_keys)
@@ -129,39 +130,13 @@ def _is_wrapped(key: object) -> bool:
     return str(key).startswith((f"{_DATA_PARALLEL}.", f"_orig_mod.{_DATA_PARALLEL}."))
 
 
-class SavedNames:
-    """What parameters and tensors of a state are called in the checkpoint, however their modules were wrapped."""
-
-    def __init__(self, holders: Mapping[Path, tuple[Path, nn.Module | Mapping[Any, Any]]], matcher: Matcher) -> None:
-        self._holders = holders
-        self._matcher = matcher
-        self._sources: dict[Path, _SavedModule | None] = {}
-
-    def name_of(self, owner: Path) -> str:
-        """Return the name of the tensor at *owner* of the state."""
-        path, holder = self._holders.get(owner, ((), {}))
-        if path not in self._sources:
-            self._sources[path] = self._source(path, holder) if path else None
-        source = self._sources[path]
-        if source is None:
-            return self._matcher.stored_name(owner)
-        if isinstance(holder, nn.Module):
-            return source.stored_name(owner, self._matcher)
-        return source.name_of(_bare_key(str(owner[-1]), holder))
-
-    def _source(self, path: Path, holder: nn.Module | Mapping[Any, Any]) -> _SavedModule | None:
-        if isinstance(holder, nn.Module) or is_saved_module(holder, path, self._matcher):
-            return _open_source(path, self._matcher)
-        return None
-
-
 def load_module(module: nn.Module, path: Path, slices: Slices, matcher: Matcher) -> None:
     """Ask *intake* for all that a module holds."""
     matcher.claim(path)
-    source = _open_source(path, matcher)
+    source = open_source(path, matcher)
     for member_path, member, direct in walk_parts(module, path, lambda member: _fills_directly(member, slices)):
         if not direct:
-            _OwnLoad(member, member_path, source, matcher).prepare()
+            OwnLoad(member, member_path, source, matcher).prepare()
             continue
         for tensor_path, tensor in walk_tensors(member, member_path):
             _load_tensor(tensor, tensor_path, slices(tensor), source, matcher)
@@ -170,7 +145,7 @@ def load_module(module: nn.Module, path: Path, slices: Slices, matcher: Matcher)
 
 
 def _load_tensor(
-    tensor: torch.Tensor, path: Path, flat: FlatRange | None, source: _SavedModule, matcher: Matcher
+    tensor: torch.Tensor, path: Path, flat: FlatRange | None, source: SavedModule, matcher: Matcher
 ) -> None:
     key = below(source.path, path)
     if key in source.values:
@@ -193,7 +168,7 @@ def _fills_directly(member: nn.Module, slices: Slices) -> bool:
     return saves_directly(member) and any(slices(parameter) is not None for parameter in member.parameters())
 
 
-def _load_extra(member: nn.Module, path: Path, source: _SavedModule, matcher: Matcher) -> None:
+def _load_extra(member: nn.Module, path: Path, source: SavedModule, matcher: Matcher) -> None:
     name = (*path, EXTRA)
     if not matcher.selects(name):
         return
@@ -206,10 +181,10 @@ def _load_extra(member: nn.Module, path: Path, source: _SavedModule, matcher: Ma
     matcher.hand_over(member, path, member.set_extra_state, matcher.value(name, node))
 
 
-class _OwnLoad:
+class OwnLoad:
     """One module that loads itself, being prepared: what is stored below its name, by the keys it knows."""
 
-    def __init__(self, member: nn.Module, path: Path, source: _SavedModule, matcher: Matcher) -> None:
+    def __init__(self, member: nn.Module, path: Path, source: SavedModule, matcher: Matcher) -> None:
         self._bare = unwrap(member)
         self._path = path
         self._source = source
@@ -249,6 +224,29 @@ class _OwnLoad:
                 matcher.miss(self._leaf(key))
         metadata = self._metadata(versions)
         matcher.later(lambda: self._apply(metadata), may_refuse=True)
+
+    def find_renames(self) -> dict[Path, str]:
+        """Return the name in the checkpoint of each parameter that the module takes from another key than its own.
+
+        A copy of the module without memory loads stand-ins of what is stored, and is asked where they went. (What an
+        old ``weight_norm`` saved, the parametrization takes so.) A module that cannot be copied renames nothing.
+        """
+        current, versions = own_state(self._bare, self._path)
+        tensors = dict(self._stored_tensors(current))
+        if not current.keys() - tensors.keys() or not tensors.keys() - current.keys():
+            return {}
+        facts = {key: self._matcher.stored.facts(name) for key, name in tensors.items()}
+        made = {key: torch.empty(one[1], dtype=getattr(torch, torch_name(one[0]))) for key, one in facts.items() if one}
+        keys = {tensor.data_ptr(): key for key, tensor in made.items() if tensor.numel()}
+        own = chain(self._bare.parameters(), self._bare.buffers())
+        try:
+            trial = copy.deepcopy(self._bare, {id(one): _without_memory(one) for one in own})
+            trial.load_state_dict(_as_state_dict(trial, made, self._metadata(versions)), strict=False, assign=True)
+        except Exception:  # noqa: BLE001  what is not known is told as missing; the load itself raises what is wrong
+            return {}
+        parameters = dict(trial.named_parameters(remove_duplicate=False))
+        went = {key: keys.get(parameters[own].data_ptr()) for key, own in plain_keys(trial, parameters).items()}
+        return {self._leaf(key): tensors[there] for key, there in went.items() if there not in (None, key)}
 
     def _ask_value(self, key: str, node: Node, live: Any) -> Callable[[], Any]:
         leaf = self._leaf(key)
@@ -331,17 +329,28 @@ class _OwnLoad:
 
     def _apply(self, versions: Mapping[str, Any]) -> None:
         bare = self._bare
-        values = {**self._tensors, **{key: value() for key, value in self._values.items()}}
-        # Its own load_state_dict() expects the names that its own state_dict() gives, wrappers included.
-        own_names = plain_keys(bare, dict.fromkeys(bare.state_dict(), None))
-        state = OrderedDict((own_names.get(key, key), value) for key, value in values.items())
-        modules = {name: PLAIN_VERSION for name, _ in bare.named_modules(remove_duplicate=False)}
-        plain = plain_keys(bare, modules)
-        metadata = modules | {plain.get(key, key): value for key, value in versions.items()}
-        state._metadata = metadata  # type: ignore[attr-defined]
+        state = _as_state_dict(
+            bare, {**self._tensors, **{key: value() for key, value in self._values.items()}}, versions
+        )
         how = {"strict": self._matcher.is_strict(self._path)} if _takes_strict(bare) else {}
         with asking(bare, self._path, self._matcher.stored.where):
             bare.load_state_dict(state, **how)
+
+
+def _as_state_dict(bare: nn.Module, values: Mapping[str, Any], versions: Mapping[str, Any]) -> Any:
+    """Return what ``load_state_dict()`` of a *bare* module expects: its own keys, wrappers included, and versions."""
+    own_names = plain_keys(bare, dict.fromkeys(bare.state_dict(), None))
+    state: Any = OrderedDict((own_names.get(key, key), value) for key, value in values.items())
+    modules = {name: PLAIN_VERSION for name, _ in bare.named_modules(remove_duplicate=False)}
+    plain = plain_keys(bare, modules)
+    told = modules | {plain.get(key, key): value for key, value in versions.items()}
+    set_metadata(state, {key: dict(value) for key, value in told.items()})  # torch writes into them
+    return state
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
 def _takes_strict(module: nn.Module) -> bool:
@@ -360,10 +369,10 @@ def load_saved_module(mapping: MutableMapping[str, Any], path: Path, matcher: Ma
         set_item: sets one plain value of a dict, in place where it can.
     """
     matcher.claim(path)
-    source = _open_source(path, matcher)
+    source = open_source(path, matcher)
     values = source.values
     for key, value in mapping.items():
-        leaf, bare = (*path, key), _bare_key(str(key), mapping)
+        leaf, bare = (*path, key), bare_key(str(key), mapping)
         name = source.name_of(bare)
         if bare in values and isinstance(value, torch.Tensor):
             load_composite(leaf, value, values[bare], matcher)
@@ -394,5 +403,5 @@ def is_saved_module(mapping: Mapping[Any, Any], path: Path, matcher: Matcher) ->
     saved = {} if found is None else members_of(found.node)
     if not mapping or not saved or not all(type(key) is str for key in chain(mapping, saved)):
         return False
-    bare = {_bare_key(key, mapping) for key in mapping}
-    return mapping.keys().isdisjoint(saved) and not bare.isdisjoint(_bare_key(key, saved) for key in saved)
+    bare = {bare_key(key, mapping) for key in mapping}
+    return mapping.keys().isdisjoint(saved) and not bare.isdisjoint(bare_key(key, saved) for key in saved)

@@ -21,11 +21,11 @@ from aiockpt.adapters.dtensors import as_dtensor, dtensor_placed, is_dtensor, lo
 from aiockpt.adapters.index import Index
 from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.matcher import Matcher
-from aiockpt.adapters.module_target import SavedNames
 from aiockpt.adapters.optimizer import is_plain, name_members, own_parameters, state_path, view_plain
 from aiockpt.adapters.optimizer_forms import Id, SavedOptimizer, pair_up, read_form, tensor_names
 from aiockpt.adapters.optimizer_groups import agreed_values, class_misfit, groups_without_parameters
 from aiockpt.adapters.optimizer_parts import Form, Owner, form_of
+from aiockpt.adapters.saved_names import SavedNames
 from aiockpt.adapters.stored import is_tensor_node
 from aiockpt.adapters.tensors import facts_of, may_spread
 from aiockpt.adapters.zero import keeper_of

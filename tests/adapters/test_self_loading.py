@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -370,3 +371,93 @@ def test_a_module_that_saves_itself_and_was_cut_by_fsdp1_is_refused_by_name() ->
     slice_of = FlatRange((2, 2), 0, 2)
     with pytest.raises(UnsupportedStateError, match=r"m.0: .*Saves has its own state_dict\(\), and FSDP1 has cut"):
         ModulePart(seq(Saves(2, 2)), ("m",), lambda tensor: slice_of, plan)
+
+
+class RenamesByHook(nn.Linear):
+    """A layer that takes what was called otherwise before; it keeps what no copy can have."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__(rows, columns)
+        self.seen: list[str] = []
+        self._register_load_state_dict_pre_hook(self._rename)  # type: ignore[no-untyped-call]
+
+    def _rename(self, state: Any, prefix: str, *rest: Any) -> None:
+        self.seen.append(prefix)
+        for new, old in (("weight", "kernel"), ("bias", "offset")):
+            if prefix + old in state:
+                state[prefix + new] = state.pop(prefix + old)
+
+
+class RenamesItself(nn.Linear):
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        if prefix + "kernel" in state_dict:
+            state_dict[prefix + "weight"] = state_dict.pop(prefix + "kernel")
+            state_dict[prefix + "bias"] = state_dict.pop(prefix + "offset")
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+class Kernel(nn.Module):
+    """The same layer, as it was."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        inner = nn.Linear(rows, columns)
+        self.kernel, self.offset = inner.weight, inner.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.kernel, self.offset)
+
+
+def trained(model: nn.Module) -> Any:
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.manual_seed(3)
+    model(torch.randn(4, 3)).square().sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def old_norm(rows: int, columns: int) -> Any:
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        return torch.nn.utils.weight_norm(nn.Linear(rows, columns))
+
+
+def new_norm(rows: int, columns: int) -> Any:
+    return torch.nn.utils.parametrizations.weight_norm(nn.Linear(rows, columns))
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+@pytest.mark.parametrize(
+    ("old", "new"), [(old_norm, new_norm), (Kernel, RenamesByHook), (Kernel, RenamesItself)], ids=str
+)
+def test_the_optimizer_follows_a_module_that_takes_a_parameter_from_another_key(
+    through: Through, old: Any, new: Any, first: str, as_dict: bool
+) -> None:
+    saved, found = seq(old(3, 2), nn.Linear(2, 2)), seq(new(3, 2), nn.Linear(2, 2))
+    before, after = trained(saved), torch.optim.AdamW(found.parameters())
+    state = {"model": found, "optimizer": after} if first == "model" else {"optimizer": after, "model": found}
+    result = through({"model": saved.state_dict() if as_dict else saved, "optimizer": before}, state)
+    assert (result.missing, result.differences) == ((), ())
+    for one, other in zip(saved.parameters(), found.parameters(), strict=True):
+        order = before.state[one], after.state[other]
+        assert torch.equal(one, other)
+        assert all(torch.equal(order[0][key], order[1][key]) for key in ("step", "exp_avg", "exp_avg_sq"))
+
+
+def test_a_module_that_no_copy_is_made_of_renames_nothing_and_nothing_changes(through: Through) -> None:
+    saved, found = Kernel(3, 2), RenamesItself(3, 2)
+    vars(found)["lock"] = threading.Lock()
+    weight = found.weight.clone()
+    optimizer = torch.optim.AdamW(found.parameters())
+    with pytest.raises(StateMismatchError, match=r"has no parameter model\.weight"):
+        through({"model": saved, "optimizer": trained(saved)}, {"model": found, "optimizer": optimizer})
+    assert torch.equal(found.weight, weight)
+
+
+def test_looking_for_renames_does_not_touch_the_module(through: Through) -> None:
+    saved, found = Kernel(3, 2), RenamesByHook(3, 2)
+    optimizer = trained(saved)
+    state = {"model": found, "optimizer": torch.optim.AdamW(found.parameters())}
+    with pytest.raises(StateMismatchError, match="other"):
+        through({"model": saved, "optimizer": optimizer}, {**state, "other": 1})
+    assert found.seen == []
