@@ -45,8 +45,8 @@ SOURCES: list[tuple[Callable[..., Any], str, set[str]]] = [
     # the function, the digest of its source, and the names whose meaning it shows
     (nn.Module.__init__, "eac5af286a7d471f", TREE | MODULE_HOOKS),
     (nn.Module._save_to_state_dict, "8ed57d3b17ba0959", {"_save_to_state_dict"}),
-    (nn.Module.state_dict, "57d07dd24ce52c60", {"_metadata", "_version"}),
-    (nn.Module.load_state_dict, "128f811f0474fa6c", {"_metadata"}),
+    (nn.Module.state_dict, "57d07dd24ce52c60", {"_version"}),
+    (nn.Module.load_state_dict, "128f811f0474fa6c", set()),  # `_metadata` of both is read out of `vars()`
     (nn.Module._load_from_state_dict, "90792cb10f4fa1ff", {"_version"}),
     (Optimizer.state_dict, "32626b5dd54af43b", OPTIMIZER_HOOKS),
     (Optimizer.load_state_dict, "7f8aa58e98c52731", OPTIMIZER_HOOKS),
