@@ -51,6 +51,7 @@ from aiockpt.options import (
     check_tiers,
 )
 from aiockpt.outcomes import log_loaded
+from aiockpt.pipeline.hints import refuse_step_folder
 from aiockpt.preemption import Preemption
 from aiockpt.preemption.policy import OnPreempt
 from aiockpt.readers.hold import Hold
@@ -505,6 +506,7 @@ class Checkpointer:
     async def _copy(self, step: int | None, to: Place, on_copied: Callable[[int], object]) -> Copied:
         target = open_backend(to, world=self._engine.world)
         try:
+            refuse_step_folder(target.url, self._engine.world.files)
             return await maintenance.copy(self._destination, step, target, on_copied)
         finally:
             if target is not to:

@@ -26,6 +26,7 @@ from aiockpt.events import BackgroundTask, BarrierWaited, Observer, Opened
 from aiockpt.interruption import Interruption, NeverInterrupted
 from aiockpt.lazy.snapshotter import LazySnapshotter
 from aiockpt.options import Options, Scrub, Tier, announced_end_s
+from aiockpt.pipeline.hints import refuse_step_folder
 from aiockpt.pipeline.state_devices import StateDevices
 from aiockpt.prove.session import Closes, find_probe
 from aiockpt.readers.hold import Holds
@@ -109,6 +110,8 @@ def wire(request: WireRequest, checkpointer: Closes, at_exit: Callable[[], objec
     by_process = request.options.worker == "process"
     probe = find_probe(checkpointer, request.ranks, request.tiers) or Unwatched()
     tiers, backends = probe.open_places(request.tiers, world, by_url=by_process)
+    for backend in backends:
+        refuse_step_folder(backend.url, world.files)
     memory = share_memory(tiers, backends, request.world) if by_process else None
     loop = (world.make_loop or LoopThread)("aiockpt", at_exit)
     try:

@@ -91,7 +91,7 @@ def split_url(url: str) -> tuple[str, str]:
             " AWS_ENDPOINT_URL, AWS_PROFILE, … as for the AWS tools"
         )
     prefix = prefix.strip("/")
-    return bucket, check_key(prefix) if prefix else ""
+    return bucket, check_key(prefix, portable=False) if prefix else ""
 
 
 class Bucket:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from aiockpt.errors import UsageError
-from aiockpt.format.names import parse_manifest, parse_step
+from aiockpt.pipeline.hints import refuse_step_folder
+from aiockpt.runtime.world import OsFiles
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
 
@@ -65,6 +66,4 @@ def check_folder(folder: Path, advice: str, *, may_be_made: bool = False) -> Non
     if not folder.is_dir():
         making = f"make it (mkdir -p {shlex.quote(str(folder))}), or " if may_be_made else ""
         raise UsageError(f"{folder}: no such folder; {making}{advice}")
-    step = parse_step(folder.name)
-    if step is not None and any(parse_manifest(entry.name) is not None for entry in folder.iterdir()):
-        raise UsageError(f"{folder} is one step; give the folder above it, and the step: {folder.parent} {step}")
+    refuse_step_folder(f"file://{quote(str(folder))}", OsFiles())

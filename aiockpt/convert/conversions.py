@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
 
 import msgspec
 import torch
@@ -200,7 +201,8 @@ def _split_file(place: Place) -> tuple[Place, str | None]:
     if not isinstance(place, str | os.PathLike) or not os.fspath(place).endswith(SUFFIX):
         return place, None
     folder, slash, name = os.fspath(place).rpartition("/")
-    return folder + "/" if folder.endswith("/") or (slash and not folder) else folder or ".", name
+    folder = folder + "/" if folder.endswith("/") or (slash and not folder) else folder or "."
+    return (folder if isinstance(place, str) else Path(folder)), name
 
 
 def _called(place: Place) -> str:

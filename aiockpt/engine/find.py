@@ -34,7 +34,7 @@ from aiockpt.format.names import step_id
 from aiockpt.pipeline import newest
 from aiockpt.pipeline.commit import roll_forward
 from aiockpt.pipeline.discover import StepEntry, look_at, scan
-from aiockpt.pipeline.hints import look_for_hints
+from aiockpt.pipeline.hints import look_for_hints, refuse_step
 from aiockpt.pipeline.unfinished import Unfinished, tell_of_newer
 from aiockpt.planning.weights import has_weights_only
 from aiockpt.storage.backend import Backend
@@ -86,6 +86,7 @@ async def candidates(
     Raises:
         StepNotFoundError, ManifestError: of *step*.
         NoValidCheckpointError: the caller wanted more than there are.
+        UsageError: there are none, and a place is the folder of a step.
     """
     unfinished: list[Unfinished] = []
     listed = await committed_steps(destination, unfinished) if step is None else await find_step(destination, step)
@@ -130,8 +131,9 @@ async def newest_first(
 
 
 async def _tell_what_is_there_instead(destination: Destination) -> None:
-    """Log what another place may have been meant by: a load of nothing is no error, and nobody else would say it."""
+    """Log what another place may have been meant by: a load of nothing is no error, unless the place is a step's folder."""
     for place in destination.places:
+        await refuse_step(place.backend)
         for hint in (await look_for_hints(place.backend)).hints(place.backend.url):
             logger.warning("nothing is loaded, and %s", hint)
 

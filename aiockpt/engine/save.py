@@ -25,6 +25,7 @@ from aiockpt.futures import SaveResult
 from aiockpt.pipeline.collect import Garbage, collect
 from aiockpt.pipeline.commit import Attempt, cast_vote, commit
 from aiockpt.pipeline.discover import StepEntry, look_at, newest_manifest
+from aiockpt.pipeline.hints import refuse_step
 from aiockpt.planning.write_plan import SavePlan
 from aiockpt.runtime.tasks import open_tasks
 
@@ -70,6 +71,7 @@ def emit_start(engine: Engine, job: SaveJob) -> None:
 
 async def begin(place: Place, job: SaveJob, nonce: str) -> Attempt | SaveResult:
     """Return a new attempt of the name *nonce*, or what is there already, where the policy leaves it as it is."""
+    await refuse_step(place.backend)
     entry = await look_at(place.backend, step_id(job.step))
     existing = await _existing(place, entry)
     if existing is not None:

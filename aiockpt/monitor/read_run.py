@@ -12,7 +12,6 @@ from functools import partial, reduce
 from operator import or_
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import anyio
 import msgspec
@@ -24,6 +23,7 @@ from aiockpt.monitor.clocks import align_clocks
 from aiockpt.monitor.run_log import ProcessLog, RunLog, UnreadFile
 from aiockpt.monitor.trace import FOLDER
 from aiockpt.redaction import redact
+from aiockpt.storage.address import parse_address
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
 from aiockpt.units import count
@@ -50,11 +50,8 @@ def read_run(where: str | os.PathLike[str]) -> RunLog:
         StorageError: the storage of a URL does not answer.
     """
     given = os.fspath(where)
-    scheme, has_scheme, rest = given.partition("://")
-    if has_scheme and scheme != "file":
-        traces = anyio.run(_fetch, given)
-    else:
-        traces = list(_files(Path(unquote(rest) if has_scheme else given)))
+    address = parse_address(where)
+    traces = list(_files(Path(address.text))) if address.scheme == "file" else anyio.run(_fetch, given)
     if not traces:
         raise UsageError(
             f"{redact(given)}: no trace of a run here. Have it written: "

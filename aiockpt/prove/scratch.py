@@ -7,10 +7,8 @@ may end the process there.
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import anyio
 import msgspec
@@ -19,19 +17,14 @@ import xxhash
 from aiockpt.format.names import parse_step
 from aiockpt.prove.recorder import Recorder
 from aiockpt.redaction import redact
+from aiockpt.storage.address import parse_address
 from aiockpt.storage.backend import Backend, Traits
 from aiockpt.storage.forwarding import BackendCall, Forwarding
-from aiockpt.storage.open import at_home
-
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 
 
 def url_of(where: str | os.PathLike[str] | Backend) -> str:
     """Return what the place that a script named is called; nothing is opened."""
-    if not isinstance(where, str | os.PathLike):
-        return where.url
-    text = os.fspath(where)
-    return text if _SCHEME.match(text) else "file://" + quote(os.path.abspath(at_home(text)))
+    return parse_address(where).url if isinstance(where, str | os.PathLike) else where.url
 
 
 def scratch_of(place: Path, url: str) -> Path:

@@ -233,8 +233,11 @@ PROOF = b"aiockpt created this object to prove that a key here is created once o
 MAX_KEY_BYTES = 1024
 
 
-def check_key(key: str) -> str:
+def check_key(key: str, *, portable: bool = True) -> str:
     """Return *key* when it is a relative path that stays below any root.
+
+    Args:
+        portable: no ``a:`` at its beginning, which is a drive elsewhere. In front of a root that a user named it is fine.
 
     Raises:
         UsageError: it is empty or too long, or has an empty, ``.`` or ``..`` part, a backslash, a control character,
@@ -246,7 +249,7 @@ def check_key(key: str) -> str:
         or len(key.encode("utf-8", "surrogatepass")) > MAX_KEY_BYTES
         or any(part in ("", ".", "..") for part in parts)
         or any(character == "\\" or not character.isprintable() for character in key)
-        or (len(key) > 1 and key[1] == ":")
+        or (portable and key[1:2] == ":")
     )
     if bad:
         raise UsageError(f"{key!r} is not a storage key: use relative parts joined by '/', without '..' or backslashes")

@@ -1,8 +1,7 @@
-"""Which backend does this URL mean? The one place that turns ``where`` into a backend.
+"""The one place that turns ``where`` into a backend, by what `aiockpt.storage.address` reads in it.
 
 Guarantees:
 
-- A path is never made of a URL that was misread: ``s3:/bucket`` is an error, not a folder named ``s3:``.
 - A backend is imported when its URL is opened, not before. Third parties register theirs by an entry point of the
   group ``aiockpt.backends``: its name is the URL scheme, it loads a factory called as ``factory(url, world=world)``.
 - A scheme that neither we nor an entry point know goes to fsspec, where that is installed and knows it; but for ``http://``,
@@ -21,15 +20,14 @@ from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import cast
-from urllib.parse import unquote
 
 from aiockpt.errors import CheckpointError, UsageError
-from aiockpt.redaction import hide, redact_error
+from aiockpt.redaction import redact_error
 from aiockpt.runtime.world import World
+from aiockpt.storage.address import parse_address
 from aiockpt.storage.backend import Backend
 
 GROUP = "aiockpt.backends"
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/(/?)(.*)", re.DOTALL)
 _OURS = {
     "s3": ("aiockpt.backends.s3", "S3Backend", "s3"),
     "hdfs": ("aiockpt.backends.hdfs", "HdfsBackend", "hdfs"),
@@ -40,6 +38,16 @@ _OURS = {
 
 _WEB = ("http", "https")
 """What a web server shows can be read file by file, and neither listed nor written."""
+_WEB_ADDRESSES = tuple(
+    (re.compile(rf"https?://{web}"), place)
+    for web, place in (
+        (r"([\w.-]+)\.s3[\w.-]*\.amazonaws\.com/?([^?#]*)", r"s3://\1/\2"),
+        (r"s3[\w.-]*\.amazonaws\.com/([^?#]+)", r"s3://\1"),
+        (r"storage\.(?:googleapis|cloud\.google)\.com/([^?#]+)", r"gs://\1"),
+        (r"\w+\.blob\.core\.windows\.net/([^?#]+)", r"az://\1"),
+    )
+)
+"""How object stores are called by web browsers, and here."""
 
 
 def open_backend(where: str | os.PathLike[str] | Backend, *, world: World | None = None) -> Backend:
@@ -51,29 +59,20 @@ def open_backend(where: str | os.PathLike[str] | Backend, *, world: World | None
         world: the seam to the outside that the backend is to use.
 
     Raises:
-        UsageError: the URL is malformed, or no installed backend has its scheme.
+        UsageError: it names no place (`parse_address`), or no installed backend has its scheme.
     """
     if not isinstance(where, str | os.PathLike):
         if not callable(getattr(where, "put_new", None)):
             raise UsageError(f"{type(where).__name__} is neither a path, a URL nor a backend; give one of these")
         return where
-    text = os.fspath(where)
-    hide(text)  # before anything can fail: an error quotes what it met
-    if not text:
-        raise UsageError("the empty string names no place; give a path or a URL")
-    if "\0" in text:
-        raise UsageError(f"{text!r} holds a NUL character, which no place has in its name; give a path or a URL")
-    if (url := _URL.fullmatch(text)) is None:
-        return _open_local(at_home(text), world)
-    scheme = url[1].lower()
-    if not url[2]:
-        raise UsageError(f"{text!r} is not a URL: write {scheme}://… (a pathlib.Path drops a slash; pass a str)")
+    address = parse_address(where)
+    scheme, text = address.scheme, address.text
     if scheme == "file":
-        return _open_local(_file_path(text, url[3]), world)
+        return _open_local(text, world)
     if scheme == "memory":
-        return _open_memory(url[3], world)
+        return _open_memory(text.partition("://")[2], world)
     if scheme == "shm":
-        return _open_shm(url[3], world)
+        return _open_shm(text.partition("://")[2], world)
     factory = _find_factory(scheme, text)
     try:
         return _retrying(factory(text, world=world), world)
@@ -81,14 +80,6 @@ def open_backend(where: str | os.PathLike[str] | Backend, *, world: World | None
         raise
     except Exception as error:  # noqa: BLE001  a backend of somebody else may raise anything
         raise UsageError(f"{text!r} cannot be opened: {error}") from redact_error(error)
-
-
-def at_home(path: str) -> str:
-    """Return a path with ``~`` or ``~user`` at its start as a shell would have it: else a folder called ``~`` is made."""
-    found = os.path.expanduser(path)
-    if path.startswith("~") and found == path:
-        raise UsageError(f"{path!r}: there is no such user; write './{path}' for a folder of that name")
-    return found
 
 
 def _open_local(path: str, world: World | None) -> Backend:
@@ -114,14 +105,6 @@ def _retrying(backend: Backend, world: World | None) -> Backend:
     from aiockpt.storage.retry import Retrying
 
     return Retrying(backend, world=world)
-
-
-def _file_path(url: str, rest: str) -> str:
-    """Return the path of a ``file://`` URL, whose *rest* follows the two slashes."""
-    host, slash, path = rest.partition("/")
-    if host not in ("", "localhost") or not slash:
-        raise UsageError(f"{url!r} names the host {host!r}: write file:///absolute/path, with three slashes")
-    return unquote(slash + path)
 
 
 def _find_factory(scheme: str, url: str) -> Callable[..., Backend]:
@@ -173,9 +156,11 @@ def _unknown(scheme: str, url: str, registered: Collection[str], others: Collect
 
 
 def _no_place(scheme: str, url: str) -> UsageError:
+    found = next((match.expand(place) for web, place in _WEB_ADDRESSES if (match := web.match(url))), None)
+    likely = found or "a path, s3://bucket/run, gs://…, az://…, hdfs://…, sftp://…"
     return UsageError(
         f"{url!r}: what {scheme}:// serves can be neither listed nor written, so no checkpoint can be kept or found there."
-        " Name the place by its own protocol: a path, s3://bucket/run, gs://…, az://…, hdfs://…, sftp://…, or copy it to one"
+        f" Name the place by its own protocol: {likely}, or copy it to one"
     )
 
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Sequence
 
 from aiockpt.errors import UsageError
 from aiockpt.options import Options, Tier
 from aiockpt.runtime.ranks import Ranks
 from aiockpt.runtime.world import World
+from aiockpt.storage.address import parse_address
 from aiockpt.storage.backend import Backend
-from aiockpt.storage.open import at_home
 from aiockpt.worker.messages import Setup, TierSetup
 
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 _INSTEAD = "; use worker='thread'"
 
 
@@ -57,7 +55,7 @@ def compose_setup(tiers: Sequence[Tier], options: Options, ranks: Ranks) -> Setu
 
 def _order(tier: Tier) -> TierSetup:
     return TierSetup(
-        url=_absolute(os.fspath(tier.url)),
+        url=parse_address(tier.url).url,
         every=tier.every,
         keep=tier.retention,
         deadline=tier.deadline,
@@ -65,8 +63,3 @@ def _order(tier: Tier) -> TierSetup:
         on_error="call" if callable(tier.on_error) else tier.on_error,
         content=tier.content,
     )
-
-
-def _absolute(place: str) -> str:
-    """Return a place that means the same in another process, which may be started when this one has changed its folder."""
-    return place if _SCHEME.match(place) else os.path.abspath(at_home(place))

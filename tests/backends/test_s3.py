@@ -41,6 +41,8 @@ async def s3(seaweed: Seaweed, s3_url: str) -> AsyncIterator[S3Backend]:
         ("s3://bucket/", "bucket", ""),
         ("s3://bucket/a/b c/", "bucket", "a/b c"),
         ("s3://my.bucket/100%/ü?#", "my.bucket", "100%/ü?#"),
+        ("s3://bucket/2026-11-25T10:30/run", "bucket", "2026-11-25T10:30/run"),
+        ("s3://bucket/7:30/run", "bucket", "7:30/run"),
     ],
 )
 def test_a_url_is_a_bucket_and_a_prefix_taken_literally(url: str, bucket: str, prefix: str) -> None:

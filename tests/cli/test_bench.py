@@ -119,7 +119,7 @@ def test_bench_refuses_what_it_cannot_do_by_the_option(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("url", "says"), [("s3:/bucket", "is not a URL"), ("nope://x", "no backend for nope://")])
+@pytest.mark.parametrize(("url", "says"), [("s3:/bucket", "write s3://bucket"), ("nope://x", "no backend for nope://")])
 def test_bench_refuses_a_place_that_is_none(aiockpt_command: Command, url: str, says: str) -> None:
     outcome = aiockpt_command("bench", url)
     assert outcome.status == 2

@@ -713,3 +713,19 @@ def test_the_elastic_demo_refuses_what_it_would_ignore(aiockpt_command: Command,
 
 def test_the_version_is_told(aiockpt_command: Command) -> None:
     assert aiockpt_command("--version").out.startswith("aiockpt 0.")
+
+
+def test_every_command_refuses_a_place_that_is_a_slip(
+    aiockpt_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    calls = [
+        [name] for name in ("ls", "inspect", "verify", "diff", "doctor", "bench", "report", "prune", "commit", "top")
+    ]
+    calls = [[*call, "s3:b/run"] + (["1", "2"] if call == ["diff"] else []) for call in calls]
+    calls += [["rm", "s3:b/run", "1"], ["cp", "s3:b/run", "there"], ["convert", "s3:b/run", "there"]]
+    calls += [["watch", "s3:b/run", "--exec", "true"], ["plan", "s3:b/run"]]
+    for call in calls:
+        refused = aiockpt_command(*call)
+        assert (refused.status, "write s3://b/run" in refused.err.replace("\n", " ")) == (2, True), (call, refused)
+    assert list(tmp_path.iterdir()) == []

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
+import uuid
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -11,9 +15,11 @@ import torch
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
+from aiockpt.errors import UsageError
 from aiockpt.pipeline import hints
 from aiockpt.pipeline.hints import Hints, look_for_hints
 from aiockpt.storage.backend import Backend
+from aiockpt.storage.open import open_backend
 from aiockpt.testing.faults import Fault, FaultyBackend
 from tests.small_run import SMALL
 
@@ -31,8 +37,42 @@ def make_run(root: Path) -> None:
 
 def test_the_folder_of_a_step_is_told_from_the_place_of_steps(tmp_path: Path) -> None:
     make_run(tmp_path)
-    assert look(LocalBackend(str(tmp_path / "step-00000003"))) == Hints(is_step=True)
     assert look(LocalBackend(str(tmp_path))) == Hints()
+    step = tmp_path / "step-00000003"
+    (attempt,) = step.glob("a-*")
+    named = re.escape(f"give the folder above it, and the step: {tmp_path} 3")
+    for place in (
+        step,
+        f"{step}/",
+        attempt,
+        attempt / "d",
+        step / "of mine",
+        f"file://{step}",
+        [tmp_path / "near", step],
+    ):
+        with pytest.raises(UsageError, match=named):
+            aiockpt.Checkpointer(place)
+    with aiockpt.Checkpointer(tmp_path) as ckpt, pytest.raises(UsageError, match=named):
+        ckpt.copy(3, step).result(30)
+    (tmp_path / "step-00000007").mkdir()
+    with aiockpt.Checkpointer(tmp_path / "step-00000007") as ckpt:  # of that name, and no step
+        assert ckpt.resume(STATE) == 0
+        ckpt.save(1, STATE).result(30)
+
+
+def test_the_folder_of_a_step_elsewhere_is_found_out_by_the_first_look() -> None:
+    place = f"memory://{uuid.uuid4()}"
+    anyio.run(open_backend(f"{place}/step-00000003").put, "MANIFEST-1.json", b"{}")
+    calls: list[Callable[[aiockpt.Checkpointer], aiockpt.Future[Any]]]
+    calls = [lambda ckpt: ckpt.load(STATE), lambda ckpt: ckpt.save(4, STATE)]
+    for call in calls:
+        with (
+            pytest.raises(UsageError, match=f"is one step; give the folder above it, and the step: {place} 3"),
+            aiockpt.Checkpointer(f"{place}/step-00000003") as ckpt,
+        ):
+            call(ckpt).result(30)
+    with pytest.raises(UsageError, match=r"in the folder of one step.* s3://bucket/run 3"):
+        aiockpt.Checkpointer("s3://bucket/run/step-00000003/a-0123456789ab/d")
 
 
 def test_runs_and_weights_are_found_and_other_things_are_not(tmp_path: Path) -> None:

@@ -35,10 +35,12 @@ def list_steps(root: Root, as_json: Json = False) -> None:
     from aiockpt.cli.given_root import open_place
     from aiockpt.cli.listing import show_survey
     from aiockpt.cli.survey import survey
-    from aiockpt.pipeline.hints import look_for_hints
+    from aiockpt.pipeline.hints import look_for_hints, refuse_step
 
     backend = open_place(root)
     found = anyio.run(survey, backend)
+    if not found.steps:
+        anyio.run(refuse_step, backend)
     instead = [] if found.steps or as_json else anyio.run(look_for_hints, backend).hints(root)
     show.json_or(as_json, found, lambda: show_survey(root, found, instead))
 

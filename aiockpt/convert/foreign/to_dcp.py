@@ -20,6 +20,7 @@ from aiockpt.engine.find import find_manifest
 from aiockpt.engine.load import stored_state
 from aiockpt.errors import StorageError, UsageError
 from aiockpt.format.manifest import Manifest
+from aiockpt.storage.address import parse_address
 
 DATA = "__0_0.distcp"
 
@@ -48,7 +49,10 @@ def write_dcp(
     """
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-    target = Path(folder)
+    address = parse_address(folder)
+    if address.scheme != "file":
+        raise UsageError(f"{address.text!r}: a checkpoint of DCP is written to a folder of this machine; give a path")
+    target = Path(address.text)
     if (target / METADATA).exists() and not replace:
         raise UsageError(f"{target} holds a checkpoint of DCP already: give another folder, or replace it (--force)")
     manifest = checkpointer.run_on_destination("conversion to DCP", lambda steps: _manifest(steps, step)).result()

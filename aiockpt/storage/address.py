@@ -1,0 +1,232 @@
+"""The meaning of a string that is given as a place: a path, a URL, or a slip that is refused with its likely spelling.
+
+Guarantees:
+
+- One function decides it for every call and command that takes a place: `parse_address`. Nothing is opened for it.
+- A slip never becomes a folder in the working directory: a URL in quotes or with a slash too few, a variable, a template
+  or a pattern that was not expanded, a path of Windows, ``str(None)``.
+- ``./…``, ``file:///…`` and a `pathlib.Path` mean a folder of that very name. (A Path that was made of a URL lacks a slash,
+  and is refused.)
+- Credentials in a URL are shown in no message (`aiockpt.redaction`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from urllib.parse import quote, unquote
+
+import msgspec
+
+from aiockpt.errors import UsageError
+from aiockpt.redaction import hide
+
+_SCHEMES = (
+    "s3|s3a|s3n|gs|gcs|az|abfs|abfss|wasb|wasbs|adl|hdfs|webhdfs|memory|shm|file|https?|s?ftp|ssh|smb|dbfs|oss|hf|swift"
+)
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_URL_IN_A_PATH = re.compile(rf"(?:^|.*/)[\"']?((?:{_SCHEMES})):/+([^/].*)", re.IGNORECASE | re.DOTALL)
+_BLANKS = " \t\r\n\v\f\u00a0\u200b\u2028\u2029\u3000\ufeff"
+_BRACKETS = ")]}>"
+_QUOTES = "\"'`‘’‚“”„«»"
+
+
+class Address(msgspec.Struct, frozen=True):
+    """A place that a string names.
+
+    Attributes:
+        scheme: of the URL, in lower case; "file" for a path.
+        text: the URL as it was given; of a file its path, with ``~`` expanded.
+    """
+
+    scheme: str
+    text: str
+
+    @property
+    def url(self) -> str:
+        """A URL that means the same in another process, which may be started in another folder."""
+        return "file://" + quote(os.path.abspath(self.text)) if self.scheme == "file" else self.text
+
+
+def parse_address(where: str | os.PathLike[str]) -> Address:
+    """Return what *where* names.
+
+    Raises:
+        UsageError: it names no place, or is a slip; the message shows what is likely to be meant.
+    """
+    text = os.fspath(where)
+    if not isinstance(text, str):
+        raise UsageError(f"{text!r}: a path of bytes; give a str or a pathlib.Path")
+    hide(text)  # before anything can fail: an error quotes what it met
+    _check_characters(text)
+    if isinstance(where, str) and not text.startswith("./"):
+        _refuse_slip(text)
+    elif not text.startswith("./") and not _URL.fullmatch(text) and (lost := _URL_IN_A_PATH.fullmatch(text)):
+        raise _slip(text, "a URL that lost a slash on its way through a path (pass a str)", _last_url(lost))
+    if (url := _URL.fullmatch(text)) is None:
+        return Address("file", _at_home(text))
+    scheme = url[1].lower()
+    return Address(scheme, _file_path(text, url[2]) if scheme == "file" else text)
+
+
+def _check_characters(text: str) -> None:
+    """Raise UsageError for what no place can have in its name."""
+    if not text:
+        raise UsageError("the empty string names no place; give a path or a URL")
+    if "\0" in text:
+        raise UsageError(f"{text!r} holds a NUL character, which no place has in its name; give a path or a URL")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{text!a} is no UTF-8, in which places are written down; rename the folder") from None
+
+
+def _at_home(path: str) -> str:
+    """Return a path with ``~`` or ``~user`` at its start as a shell would have it: else a folder called ``~`` is made."""
+    found = os.path.expanduser(path)
+    if path.startswith("~") and found == path:
+        raise UsageError(f"{path!r}: there is no such user; write './{path}' for a folder of that name")
+    return found
+
+
+def _file_path(url: str, rest: str) -> str:
+    """Return the path of a ``file://`` URL, whose *rest* follows the two slashes."""
+    host, slash, path = rest.partition("/")
+    if host not in ("", "localhost") or not slash:
+        raise UsageError(f"{url!r} names the host {host!r}: write file:///absolute/path, with three slashes")
+    path = unquote(slash + path, errors="surrogateescape")
+    _check_characters(path)
+    return path
+
+
+def _slip(text: str, what: str, likely: str | None) -> UsageError:
+    """Return the error for a string that is no place: *what* it is, and what was likely meant."""
+    said = f"{text!r}: {what}"
+    if likely:
+        said += f"; write {likely}" if likely.isprintable() else f"; write {likely!r}"
+    if _URL.fullmatch(text):
+        return UsageError(said)
+    literal = f"file://{quote(text)}" if text.startswith("/") else repr(f"./{text}")
+    return UsageError(f"{said}. For a folder of that very name give {literal}")
+
+
+def _refuse_slip(text: str) -> None:
+    is_url = _URL.fullmatch(text) is not None
+    for pattern, what, likely, of_urls in _SLIPS:
+        if (of_urls or not is_url) and (found := pattern.search(text)) is not None:
+            raise _slip(text, what, likely(found))
+
+
+def _stripped(found: re.Match[str]) -> str:
+    return found.string.strip(_BLANKS + _QUOTES)
+
+
+def _last_url(found: re.Match[str]) -> str:
+    return f"{found[1]}://{found[2].lstrip(_BLANKS + '/').rstrip(_BLANKS + _QUOTES + _BRACKETS)}"
+
+
+def _with_slashes(found: re.Match[str]) -> str:
+    scheme, rest = found[1].lower(), found[2].lstrip(_BLANKS + "/:")
+    if scheme == "file":
+        return f"file:///{rest}" if found[2].startswith("/") else f"{rest}, or file:///absolute/path"
+    return f"{scheme}://{rest}"
+
+
+def _sftp(found: re.Match[str]) -> str:
+    hide(f"sftp://{found.string}")
+    return f"sftp://{found[1]}{found[3]}/{found[4]}"
+
+
+def _no_spelling(_: re.Match[str]) -> None:
+    return None
+
+
+def _advice(text: str) -> Callable[[re.Match[str]], str]:
+    return lambda _: text
+
+
+_SLIPS: tuple[tuple[re.Pattern[str], str, Callable[[re.Match[str]], str | None], bool], ...] = (
+    (re.compile(rf"^[{_BLANKS}]|[{_BLANKS}]$"), "a blank at its beginning or end", _stripped, True),
+    (re.compile(rf"^[{_QUOTES}]"), "quotes that are part of the string", _stripped, True),
+    (re.compile(rf"^\w+://.*[{_QUOTES}]$", re.DOTALL), "quotes that are part of the string", _stripped, True),
+    (
+        re.compile(r"""^(?:\w*Path\(|[bru]|[(\[{])[(\[{]*(['"])(.*?)\1""", re.DOTALL),
+        "what str() makes of an object of Python",
+        lambda found: found[2],
+        False,
+    ),
+    (re.compile(r"[\x00-\x1f\x7f]"), "a control character", _no_spelling, True),
+    (
+        re.compile(rf"^({_SCHEMES})(?:：|\s*:(?!//)|\s+://|[;.,]//|(?<!file)//)(.*)$", re.IGNORECASE | re.DOTALL),
+        "a URL without its '://'",
+        _with_slashes,
+        False,
+    ),
+    (
+        re.compile(r"^(?![A-Za-z][A-Za-z0-9+.-]*://).*?([A-Za-z][A-Za-z0-9+.-]*)://(?!.*://)(.*)$", re.DOTALL),
+        "a URL with something in front of it",
+        _last_url,
+        False,
+    ),
+    (re.compile(r"^(?!\w[\w+.-]*://).*://", re.DOTALL), "a URL without its scheme", _advice("s3://…, gs://…"), False),
+    (re.compile(rf"^\w+://.*/({_SCHEMES})://(.*)$", re.I | re.DOTALL), "two URLs in one", _last_url, True),
+    (re.compile(r"^arn:aws[\w-]*:s3:::(.*)$"), "an ARN", lambda found: f"s3://{found[1]}", False),
+    (
+        re.compile(r"^file:/{2,3}[A-Za-z]:|^[A-Za-z]:[\\/]|^\\\\"),
+        "a path of Windows",
+        _advice("the path that this machine has for it (under WSL /mnt/c/…)"),
+        True,
+    ),
+    (
+        re.compile(r"^([\w.-]+)(:[^/@]+)?(@[A-Za-z][\w.-]*):/*(.*)$", re.DOTALL),
+        "an address for scp or rsync",
+        _sftp,
+        False,
+    ),
+    (
+        re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):/([^/].*)?$", re.DOTALL),
+        "neither a path nor a URL",
+        lambda found: (
+            f"{found[1]}://{found[2] or '…'} (a pathlib.Path drops a slash), or sftp://host/… for another host's folder"
+        ),
+        False,
+    ),
+    (_URL_IN_A_PATH, "a URL that was joined to a path", _last_url, False),
+    (re.compile(r"\\"), "a backslash", lambda found: found.string.replace("\\ ", " ").replace("\\", "/"), False),
+    (
+        re.compile(r"\$\{[\w.]+[:.][^}]*\}|#\{|\{\{|^\?{3}$"),
+        "an interpolation that was not resolved",
+        _advice("its value: resolve the configuration first"),
+        True,
+    ),
+    (
+        re.compile(r"\$[A-Za-z_{(]"),
+        "a variable that was not expanded",
+        lambda found: f"os.path.expandvars({found.string!r}), or its value",
+        True,
+    ),
+    (
+        re.compile(r"%(?![0-9A-Fa-f]{2}\w*%[0-9A-Fa-f]{2})[A-Za-z_]\w{2,}%"),
+        "a variable of Windows that was not expanded",
+        _advice("its value"),
+        True,
+    ),
+    (
+        re.compile(r"\{(?:[A-Za-z_][\w.\[\]]*|\d*)(?:[:!][^{}]*)?\}"),
+        "a template that was not filled in",
+        lambda found: f"its value, as an f-string has it: f{found.string!r}",
+        True,
+    ),
+    (re.compile(r"%\(\w+\)[sd]|%Y.?%m"), "a template that was not filled in", _advice("its value"), True),
+    (re.compile(r"<[^<>/]*>"), "a placeholder", _advice("what stands for it"), True),
+    (
+        re.compile(r"^(?:\w+://)?(?:None|NaN|nan|null|undefined|True|False|<NA>)(?:/|$)|^(?i:none|true|false|null)$"),
+        "what str() makes of a setting that is not there",
+        _advice("a path or a URL"),
+        True,
+    ),
+    (re.compile(r"[^/]/(~(?:/.*)?)$", re.DOTALL), "a home folder behind another folder", lambda found: found[1], False),
+    (re.compile(r"\*"), "a pattern that was not expanded", _advice("the folder itself"), False),
+)
+"""Pattern, what it is, what was likely meant, and whether it is looked for in URLs, too. The first that fits counts."""
