@@ -33,6 +33,7 @@ from aiockpt.engine.submit import SaveRequest, check_step
 from aiockpt.errors import BackgroundSaveError, UsageError
 from aiockpt.events import Observer, StatisticsReader
 from aiockpt.futures import Future, LoadFuture, LoadResult, SaveFuture
+from aiockpt.interruption import ReachedCall
 from aiockpt.keywords import asks_what_was_meant, refuse_value
 from aiockpt.options import (
     IO,
@@ -253,8 +254,9 @@ class Checkpointer:
             Preempted: the run was told to end (``on_preempt``), and this save was the last one.
         """
         step = check_step(step)
-        save = self._prepare_save(step, state, snapshot, metrics, user, only, exclude)
-        last = self._interruption.reach()
+        prepare = partial(self._prepare_save, step, state, snapshot, metrics, user, only, exclude)
+        save = prepare()
+        last = self._interruption.reach(ReachedCall(step, state, prepare))
         if last is not None:
             last.finish(step, save, asked=True)
         return self._report_failures(save())
@@ -588,14 +590,14 @@ class Checkpointer:
         Raises: Those of `save`.
         """
         step = check_step(step)
-        ask = partial(self._prepare_save, step, state, None, metrics, None, only, exclude)
-        last = self._interruption.reach()
+        prepare = partial(self._prepare_save, step, state, None, metrics, None, only, exclude)
+        last = self._interruption.reach(ReachedCall(step, state, prepare))
         if last is not None:
-            last.finish(step, ask(), asked=False)
+            last.finish(step, prepare(), asked=False)
         if not self._is_due(step):
             self._probe.reached(step, state, metrics, saved=False)
             return None
-        return self._report_failures(ask()())
+        return self._report_failures(prepare()())
 
     def _is_due(self, step: int) -> bool:
         if self._cadence is not None:
@@ -624,6 +626,7 @@ class Checkpointer:
         if self._loop.usable:
             self._submitter.refuse_inside_save("close()")
             refuse_in_event_loop("close()", "write `await ckpt.aclose()`")
+            self._interruption.leave(failing=False)
             self._probe.closing()
             self._parts.shutdown.close()
         self._engine.failures.raise_all()
@@ -631,12 +634,14 @@ class Checkpointer:
     async def aclose(self) -> None:
         """Wait until all is committed, release everything, and raise what went wrong, in an event loop. Idempotent."""
         if self._loop.usable:
+            self._interruption.leave(failing=False)
             self._probe.closing()
             await anyio.to_thread.run_sync(self._parts.shutdown.close)
         self._engine.failures.raise_all()
 
     def _drain_at_exit(self) -> None:
         try:
+            self._interruption.leave(failing=False)
             self._probe.closing()
             self._parts.shutdown.close()
         finally:
@@ -650,14 +655,15 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None:
-            self._engine.coordinator.depart(f"{type(error).__name__}: {error}", failed=True)
+        ended = self._depart(error)
         try:
             self.close()
         except BackgroundSaveError as failure:
             if error is None:
                 raise
             error.add_note(str(failure))
+        if ended is not None:
+            raise ended from error
 
     async def __aenter__(self) -> Self:
         return self
@@ -665,14 +671,23 @@ class Checkpointer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None:
-            self._engine.coordinator.depart(f"{type(error).__name__}: {error}", failed=True)
+        ended = self._depart(error)
         try:
             await self.aclose()
         except BackgroundSaveError as failure:
             if error is None:
                 raise
             error.add_note(str(failure))
+        if ended is not None:
+            raise ended from error
+
+    def _depart(self, error: BaseException | None) -> BaseException | None:
+        """Save what can be saved of a run that was told to end; tell the other ranks of an *error*; return what to raise."""
+        if error is None:
+            return None
+        ended = self._interruption.leave(failing=True)
+        self._engine.coordinator.depart(f"{type(error).__name__}: {error}", failed=True)
+        return ended if isinstance(error, Exception) else None  # what ends the program has its own status
 
     # ------------------------------------------------------------------ inside
 

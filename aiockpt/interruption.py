@@ -5,11 +5,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NoReturn, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+import msgspec
 
 from aiockpt.events import Observer
 from aiockpt.futures import SaveFuture
+
+
+class ReachedCall(msgspec.Struct, frozen=True):
+    """A call of ``step`` or ``save``.
+
+    Attributes:
+        prepare: checks what is asked for, and returns what starts a save of *state*.
+    """
+
+    step: int
+    state: Mapping[str, Any]
+    prepare: Callable[[], Callable[[], SaveFuture]]
 
 
 class LastCall(Protocol):
@@ -37,8 +51,19 @@ class Interruption(Protocol):
     @property
     def observers(self) -> Sequence[Observer]: ...
 
-    def reach(self) -> LastCall | None:
+    def reach(self, call: ReachedCall) -> LastCall | None:
         """Hear that the training thread calls ``step`` or ``save``; return whether, and how, the run ends there."""
+        ...
+
+    def leave(self, *, failing: bool) -> BaseException | None:
+        """Save the state of the last call where the run was told to end after it and the program is leaving.
+
+        Args:
+            failing: whether it leaves by an exception; the signal behind it may come a moment later.
+
+        Returns:
+            What says how the run ended; None where it was not told to, or the state has changed since.
+        """
         ...
 
     def watch(self, save: SaveFuture) -> None:
@@ -57,8 +82,11 @@ class NeverInterrupted:
     listens = False
     observers: Sequence[Observer] = ()
 
-    def reach(self) -> None:
+    def reach(self, call: ReachedCall) -> None:
         """Go on."""
+
+    def leave(self, *, failing: bool) -> None:
+        """Save nothing."""
 
     def watch(self, save: SaveFuture) -> None:
         """Nobody asks for it."""

@@ -5,7 +5,9 @@ A *reader* is a data-parallel rank, or one worker of it; see `aiockpt.state.samp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -97,6 +99,29 @@ def begin(source: Iterable[Batch], goes_on: bool) -> Iterator[Batch]:
     if takes_seed and not goes_on:
         _draw()
     return batches
+
+
+def let_workers_outlive_signals(source: object) -> None:
+    """Have workers that a ``DataLoader`` starts from now on leave the process group of their parent.
+
+    A signal to the whole group (a scheduler's, ``kill 0``) ends workers first, and the next batch raises before the parent
+    can save. They still end with their parent, which they watch, and when it ends them.
+    """
+    if isinstance(source, DataLoader) and not isinstance(source.worker_init_fn, _OwnGroup):
+        source.worker_init_fn = _OwnGroup(source.worker_init_fn)
+
+
+class _OwnGroup:
+    """Begins a worker outside of its parent's process group, and then as the program says. Can be pickled."""
+
+    def __init__(self, then: Callable[[int], object] | None) -> None:
+        self._then = then
+
+    def __call__(self, worker_id: int) -> None:
+        with suppress(OSError):  # it leads a session
+            os.setpgid(0, 0)
+        if self._then is not None:
+            self._then(worker_id)
 
 
 def _draw() -> int:

@@ -44,6 +44,7 @@ from aiockpt.adapters.data_source import (
     begin,
     data_ranks,
     find_reader,
+    let_workers_outlive_signals,
     worker_count,
 )
 from aiockpt.adapters.epochs import EpochLeft, add_untrained, deal_epochs, read_epochs, write_epochs
@@ -115,6 +116,9 @@ class Loader(Generic[Batch]):
         ahead_count: batches to take from *source* ahead of training, each kept together with its state.
         prepare: called with each batch as soon as it is taken, to begin its way to the device.
 
+    Attributes:
+        handed_count: batches that this object has handed out.
+
     Raises:
         UsageError: nothing in *source* can be saved, or the batches come in another order than their samples are drawn.
     """
@@ -140,6 +144,7 @@ class Loader(Generic[Batch]):
         self._prepare = prepare
         self._untrained = Untrained() if count == "trained" else None
         self._lock = Mutex()
+        self.handed_count = 0
         # The source after the batch that was handed out last; None where it stands there now.
         self._after: Any = None
         self._iteration: object = None
@@ -246,6 +251,7 @@ class Loader(Generic[Batch]):
         with self._lock:
             if self._ahead_count and self._after is not None:
                 self._go_back(self._after)  # the last loop was left: it had read further than training came
+            let_workers_outlive_signals(self._source)
             batches = begin(self._source, self._goes_on)
             iteration = self._iteration = object()
             self._goes_on = False
@@ -274,6 +280,7 @@ class Loader(Generic[Batch]):
     def _note(self, taken: _TakenBatch, *, by_number: bool) -> int:
         """Note that a batch is handed out; return its number."""
         number = -1
+        self.handed_count += 1
         if self._untrained is not None:
             kept = NOTHING if taken.part is not None else taken.raw
             given = NOTHING if by_number else taken.prepared

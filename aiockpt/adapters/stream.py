@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
-from aiockpt.adapters.data_source import data_ranks
+from aiockpt.adapters.data_source import data_ranks, let_workers_outlive_signals
 from aiockpt.state.samples import LoaderPart, reshard
 
 Sample = TypeVar("Sample")
@@ -90,7 +90,9 @@ class StreamLoader(Generic[Sample]):
         """Yield the batches that training has not got yet."""
         self._parts, self._turn, self._given = self._in_turn(), 0, None
         source = _Source(self._dataset, self._parts)
-        return self._give(iter(DataLoader(source, collate_fn=self._collate, **self._options)))
+        loader = DataLoader(source, collate_fn=self._collate, **self._options)
+        let_workers_outlive_signals(loader)
+        return self._give(iter(loader))
 
     def _give(self, collated: Iterator[tuple[Any, int, LoaderPart]]) -> Iterator[Any]:
         for batch, reader, part in collated:

@@ -7,7 +7,8 @@ Guarantees:
 
 - No signal handler saves, waits or raises. The program ends by `Preempted`, raised by ``step`` and ``save``, on the thread
   that made the checkpointer: with signals the main thread.
-- A call that ends nothing costs microseconds and asks nobody.
+- A call that ends nothing asks no other rank, and costs the note of its state (`aiockpt.preemption.reached_state`): with it
+  the run is saved that makes no further call, because the signal has ended its workers, or another handler the program.
 - What is said in the log is what is so: which step is being flushed, which is committed, or that there is none.
 """
 
@@ -25,14 +26,16 @@ from aiockpt.engine.context import Engine
 from aiockpt.engine.destination import Destination
 from aiockpt.errors import CheckpointError
 from aiockpt.futures import SaveFuture
+from aiockpt.interruption import ReachedCall
 from aiockpt.preemption.decision import EndAgreement, EndDecision, Notice
 from aiockpt.preemption.last_call import PreemptedCall
 from aiockpt.preemption.policy import Preempted, Preemption
+from aiockpt.preemption.reached_state import ReachedState
 from aiockpt.preemption.recent_saves import RecentSaves
 from aiockpt.runtime.loop import Mutex, thread_id
 from aiockpt.runtime.promise import Promise
 from aiockpt.runtime.tasks import open_tasks
-from aiockpt.runtime.wakeup import SignalWatch, watch_signals
+from aiockpt.runtime.wakeup import SignalWatch, children_end_quietly, watch_signals
 
 logger = logging.getLogger("aiockpt")
 
@@ -45,6 +48,8 @@ MARGIN_S = 3.0
 LOOK_S = 1.0
 """Between two looks at the clock, while there is an end to look for."""
 REMEMBERED_CALLS = 32
+LATE_S = 1.0
+"""For a signal to come after what it did to others: it ends workers first, and the next batch raises."""
 RENEW_NS = 10**9
 """Between two looks whether somebody else has taken the signals meanwhile."""
 
@@ -82,6 +87,8 @@ class PreemptionHandler:
         self._decision: Promise[EndDecision] = Promise("the agreement of the ranks where to end")
         self._deadline_ns = 0
         self._watch: SignalWatch | None = None
+        self._last: ReachedCall | None = None
+        self._reached = ReachedState()
 
     def begin(self, engine: Engine, destination: Destination, agreement: EndAgreement) -> None:
         """Listen, from now until `stop`.
@@ -104,6 +111,8 @@ class PreemptionHandler:
         """Give the signals back."""
         if self._watch is not None:
             self._watch.close()
+        self._last = None
+        self._reached.release()
         if self.heard is not None and self.ended is None:
             logger.warning(
                 "%s came, and no step() or save() after it: all that was saved is committed, and the program goes on",
@@ -116,7 +125,7 @@ class PreemptionHandler:
         """Hear of a save that was started."""
         self.saves.watch(save, self.engine.now_ns())
 
-    def reach(self) -> PreemptedCall | None:
+    def reach(self, call: ReachedCall) -> PreemptedCall | None:
         """Count a call of ``step`` or ``save``; return how the run ends, when it does there."""
         if thread_id() != self._thread:
             return None
@@ -126,6 +135,8 @@ class PreemptionHandler:
             self._renewed_ns = now_ns
         if self.agreement.begin():
             self.engine.loop.call_soon(self._met.set)
+        self._last = call
+        self._reached.note(call.state)
         with self._lock:
             if not self._waits:
                 self._let_pass(now_ns)
@@ -133,6 +144,45 @@ class PreemptionHandler:
         decision = self._wait_for_decision()
         self._calls += 1
         return PreemptedCall(self, decision) if self._calls >= decision.call else None
+
+    def leave(self, *, failing: bool) -> BaseException | None:
+        """End the run with the state of the last call, where it was told to and that state is still the same."""
+        call = self._last
+        if call is None or self.ended is not None or thread_id() != self._thread:
+            return None
+        with children_end_quietly():
+            return self._leave(call, failing)
+
+    def _leave(self, call: ReachedCall, failing: bool) -> BaseException | None:
+        if self._watch is not None:
+            self._watch.settle()
+        if self.heard is None and not (failing and self._is_told_late()):
+            return None
+        if not failing and not self.wants_new(call.step):  # the program is done, and all is saved
+            return None
+        self._last = None
+        if self._reached.has_changed():
+            logger.warning("the state is no more that of step %d, the last call, and is not saved again", call.step)
+            return None
+        decision = self._wait_for_decision()
+        self._calls += 1
+        if self._calls < decision.call:
+            logger.warning("another rank is further than step %d, the last call here, which is not saved", call.step)
+            return None
+        try:
+            PreemptedCall(self, decision).finish(call.step, call.prepare(), asked=False)
+        except Preempted as ended:
+            return ended
+
+    def _is_told_late(self) -> bool:
+        """Wait for a signal that may be on its way, where the state could be saved then."""
+        if self._watch is None or self._reached.has_changed():
+            return False
+        woken = self.engine.loop.submit(self._woken.wait)
+        with suppress(TimeoutError):
+            woken.result(LATE_S)
+        woken.cancel()
+        return self.heard is not None
 
     def _let_pass(self, now_ns: int) -> None:
         self._calls += 1
@@ -193,8 +243,9 @@ class PreemptionHandler:
         if self.heard is None:
             self._deadline_ns = self.engine.now_ns() + round(notice.left_s * 1e9)
             self.heard = notice
-            with suppress(RuntimeError):  # the loop has ended, and everything is committed
-                self.engine.loop.call_soon(self._woken.set)
+        # Each time: the handler of another signal may have raised between the two on the main thread.
+        with suppress(RuntimeError):  # the loop has ended, and everything is committed
+            self.engine.loop.call_soon(self._woken.set)
 
     # ------------------------------------------------------------------ the loop thread
 

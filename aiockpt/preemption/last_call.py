@@ -13,6 +13,7 @@ from aiockpt.errors import CheckpointError, CorruptionError
 from aiockpt.futures import SaveFuture, promise_of
 from aiockpt.preemption.decision import EndDecision, Reading
 from aiockpt.preemption.policy import Preempted
+from aiockpt.runtime.wakeup import children_end_quietly
 
 if TYPE_CHECKING:
     from aiockpt.preemption.handler import PreemptionHandler
@@ -39,6 +40,10 @@ class PreemptedCall:
         Raises:
             Preempted: always.
         """
+        with children_end_quietly():
+            self._finish(step, save, asked)
+
+    def _finish(self, step: int, save: Callable[[], SaveFuture], asked: bool) -> NoReturn:
         handler = self._handler
         if handler.ended is not None:  # somebody has caught it, and goes on
             raise handler.ended

@@ -20,14 +20,20 @@ import signal
 import socket
 import stat
 import threading
-from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
 from aiockpt.errors import UsageError
 
 logger = logging.getLogger("aiockpt")
+
+SETTLE_S = 2.0
+"""For the thread that tells of signals to have told those that came."""
+_MARK = 0
+"""The number of no signal."""
 
 Told = Callable[[int], object]
 """Called with the number of a signal, on the thread that waits for it and later on the main thread: twice for one signal."""
@@ -36,6 +42,19 @@ Told = Callable[[int], object]
 def on_main_thread() -> bool:
     """Say whether this is the main thread, where Python's signal handlers run."""
     return threading.current_thread() is threading.main_thread()
+
+
+@contextmanager
+def children_end_quietly() -> Iterator[None]:
+    """Have no handler of SIGCHLD run in the block: torch's raises, anywhere on the main thread, when a worker was killed."""
+    if not on_main_thread() or not callable(earlier := signal.getsignal(signal.SIGCHLD)):
+        yield
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, earlier)
 
 
 def watch_signals(numbers: Iterable[int], told: Told) -> SignalWatch:
@@ -66,6 +85,10 @@ class SignalWatch:
         """Be told still, though another has taken the descriptor or a signal since: it is chained. Main thread; 10 µs."""
         self._slot.renew()
 
+    def settle(self) -> None:
+        """Return when the signals that came before this call have been told, or the thread that tells them is gone."""
+        self._slot.settle()
+
     def close(self) -> None:
         """Be told no more. Any thread; idempotent. What was there before is restored from the main thread only."""
         global _slot
@@ -83,6 +106,7 @@ class _WakeupSlot:
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
         self._earlier: tuple[int, os.stat_result] | None = None
+        self._marks: deque[threading.Event] = deque()
         self._thread = threading.Thread(target=self._listen, name="aiockpt-signals", daemon=True)
         self._thread.start()
         _register_fork_hooks()
@@ -144,10 +168,21 @@ class _WakeupSlot:
                 logger.exception("signal %d was not told", number)
         return bool(watches)
 
+    def settle(self) -> None:
+        """Wait until the thread has told what is in the pipe by now."""
+        mark = threading.Event()
+        self._marks.append(mark)
+        with suppress(OSError):  # full, or closed
+            self._sender.send(bytes([_MARK]))
+            mark.wait(SETTLE_S)
+
     def _listen(self) -> None:
-        while numbers := self._receiver.recv(4096):
+        while received := self._receiver.recv(4096):
+            numbers = bytes(number for number in received if number != _MARK)
             for number in numbers:
                 self.tell(number)
+            for _ in range(len(received) - len(numbers)):
+                self._marks.popleft().set()
             if (earlier := self._earlier) is not None and _is_still_there(earlier):
                 with suppress(OSError):
                     os.write(earlier[0], numbers)

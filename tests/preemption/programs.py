@@ -73,6 +73,10 @@ class Program:
         """Send it a signal."""
         self.process.send_signal(number)
 
+    def send_group(self, number: int = signal.SIGTERM) -> None:
+        """Send its whole process group a signal, as schedulers do."""
+        os.killpg(self.process.pid, number)
+
     def end(self) -> int:
         """Wait for its end; return its status."""
         try:
@@ -106,6 +110,7 @@ def start(folder: Path, script: str, environment: Mapping[str, str] | None = Non
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
+            process_group=0,
             env={**os.environ, **(environment or {})},
         )
     return Program(process, log)

@@ -1,0 +1,247 @@
+"""What is saved of a run that is told to end and makes no further call? Real processes, real signals, real workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import aiockpt
+from tests.preemption.programs import WAIT_S, Program, start, start_ranks
+from tests.preemption.test_alone import newest, tell
+from tests.small_run import SMALL
+
+pytestmark = pytest.mark.timeout(150)
+
+BEGIN = """
+from torch.utils.data import DataLoader
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 1_000_000
+    def __getitem__(self, index):
+        if index == 300: say("go")
+        time.sleep(0.0002)
+        return index
+"""
+PLAIN = (
+    BEGIN
+    + """
+with aiockpt.Checkpointer(root, io=small, on_preempt=aiockpt.Preemption(recent_s=0)) as ckpt:
+    start = ckpt.resume(state)
+    for step, batch in enumerate(DataLoader(Data(), 8, num_workers=2), start):
+        train(step)
+        ckpt.step(step, state)
+"""
+)
+
+
+def survivors(pids: list[int]) -> list[int]:
+    """Return those of *pids* that still run."""
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists() and "\nState:\tZ" not in status(pid)]
+
+
+def status(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return "\nState:\tZ"
+
+
+def children(program: Program) -> list[int]:
+    return [
+        int(pid) for pid in Path(f"/proc/{program.process.pid}/task/{program.process.pid}/children").read_text().split()
+    ]
+
+
+def test_a_signal_that_ends_the_workers_first_saves_the_step_of_the_last_call(tmp_path: Path) -> None:
+    program = start(tmp_path, PLAIN)
+    program.wait_said("go")
+    program.send_group()
+    assert program.end() == aiockpt.Preempted.VERIFIED, program.log
+    saved = newest(tmp_path / "run")
+    assert saved is not None
+    assert f"step {saved} is saved and committed, read back and compared" in program.log
+
+
+def test_a_handler_of_another_library_that_ends_the_program_keeps_its_status_and_the_last_step(tmp_path: Path) -> None:
+    program = start(
+        tmp_path,
+        """
+with aiockpt.Checkpointer(root, io=small, on_preempt="save") as ckpt:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+    train(7)
+    ckpt.step(7, state)
+    say("go")
+    time.sleep(60)
+""",
+    )
+    program.wait_said("go")
+    program.send()
+    assert program.end() == 3, program.log
+    assert newest(tmp_path / "run") == 7
+
+
+def test_a_program_without_a_with_block_saves_the_last_step_as_it_ends(tmp_path: Path) -> None:
+    program = start(
+        tmp_path,
+        """
+ckpt = aiockpt.Checkpointer(root, io=small, on_preempt="save")
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+train(7)
+ckpt.step(7, state)
+say("go")
+time.sleep(60)
+""",
+    )
+    program.wait_said("go")
+    program.send()
+    assert program.end() == 3, program.log
+    assert newest(tmp_path / "run") == 7
+
+
+class Own:
+    """An object that says what is to be saved of it, which is asked of it in saves alone."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, int] = {}
+
+    def state_dict(self) -> dict[str, int]:
+        return self.seen
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.seen = state
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "nothing": lambda state: None,
+    "a tensor in place": lambda state: state["weight"][3, 4].fill_(5.0),
+    "another tensor in its place": lambda state: setattr(state["net"].weight, "data", torch.ones(2, 2)),
+    "a plain value": lambda state: state.update(value=8),
+    "a random generator": lambda state: torch.rand(1),
+    "an optimizer's step": lambda state: state["optimizer"].step(),
+    "a rate": lambda state: state["optimizer"].param_groups[0].update(lr=0.5),
+    "a schedule": lambda state: setattr(state["schedule"], "last_epoch", 4),
+    "a batch": lambda state: next(state["batches"].value),
+    "an own object": lambda state: state["own"].seen.update(count=1),
+    "an array": lambda state: state["array"].fill(1),
+    "too many values": lambda state: state["own"].seen.update({str(number): number for number in range(9999)}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_only_a_state_that_has_not_moved_since_the_last_call_is_saved_as_its_step(tmp_path: Path, change: str) -> None:
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.0)
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()  # so that its next step changes nothing that torch counts
+    loader = aiockpt.Loader(DataLoader(TensorDataset(torch.arange(8)), batch_sampler=aiockpt.ShardedSampler(8, 2)))
+    state: dict[str, Any] = {
+        "weight": torch.full((200, 100), 7.0),
+        "value": 7,
+        "net": net,
+        "optimizer": optimizer,
+        "loader": loader,
+        "schedule": torch.optim.lr_scheduler.StepLR(optimizer, 3),
+        "rng": aiockpt.RNG(),
+        "own": Own(),
+        "array": np.zeros(3),
+    }
+    batches = iter(loader)
+
+    def fail() -> None:
+        with aiockpt.Checkpointer(tmp_path, io=SMALL, on_preempt="save") as ckpt:
+            ckpt.step(7, state)
+            CHANGES[change]({**state, "batches": aiockpt.per_rank(batches)} if change != "a plain value" else state)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            raise KeyError("what a loader raises")
+
+    with pytest.raises(aiockpt.Preempted if change == "nothing" else KeyError):
+        fail()
+    assert newest(tmp_path) == (7 if change == "nothing" else None)
+
+
+def test_the_end_of_a_worker_does_not_interrupt_the_last_save(tmp_path: Path) -> None:
+    class Ends(Own):
+        def state_dict(self) -> dict[str, int]:
+            signal.raise_signal(signal.SIGCHLD)
+            return {}
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Terminated. ")
+
+    earlier = signal.signal(signal.SIGCHLD, fail)
+    try:
+        with aiockpt.Checkpointer(tmp_path, io=SMALL, on_preempt="save") as ckpt:
+            tell()
+            with pytest.raises(aiockpt.Preempted) as ended:
+                ckpt.step(7, {"own": Ends()})
+        assert signal.getsignal(signal.SIGCHLD) is fail
+    finally:
+        signal.signal(signal.SIGCHLD, earlier)
+    assert (ended.value.step, ended.value.code) == (7, aiockpt.Preempted.VERIFIED)
+
+
+def test_workers_of_our_loader_outlive_a_signal_to_the_group_and_end_with_their_parent(tmp_path: Path) -> None:
+    sampler = "aiockpt.ShardedSampler(1_000_000, 8, shuffle=False)"
+    ours = f"aiockpt.Loader(DataLoader(Data(), batch_sampler={sampler}, num_workers=2))"
+    script = PLAIN.replace("DataLoader(Data(), 8, num_workers=2)", ours)
+    program = start(
+        tmp_path, script.replace("ckpt.step(step, state)", "ckpt.step(step, state) if step < 300 else say('x')")
+    )
+    program.wait_said("x")
+    workers = children(program)
+    assert len(workers) == 2
+    program.send_group()
+    program.wait_logged("the run ends in the next step")
+    assert survivors(workers) == workers
+    program.process.kill()
+    until_s = time.monotonic() + WAIT_S
+    while survivors(workers) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    assert not survivors(workers)
+    assert program.end() == -signal.SIGKILL
+
+
+def test_ranks_whose_workers_die_of_the_signal_save_the_same_step(tmp_path: Path) -> None:
+    script = (
+        BEGIN
+        + """
+with aiockpt.Checkpointer(root, io=small, on_preempt=aiockpt.Preemption(recent_s=0)) as ckpt:
+    for step, batch in enumerate(DataLoader(Data(), 8, num_workers=1)):
+        torch.distributed.barrier()
+        train(step)
+        ckpt.step(step, state)
+        if step == 50:
+            say("ready")
+            ckpt.barrier()
+            torch.distributed.barrier()
+            os.kill(int(open(f"/proc/self/task/{os.getpid()}/children").read().split()[0]), signal.SIGTERM)
+            time.sleep(60)
+"""
+    )
+    programs = start_ranks(tmp_path, script, 2)
+    for program in programs:
+        program.wait_said("ready")
+    for program in programs:
+        program.send_group()
+    assert [program.end() for program in programs] == [aiockpt.Preempted.VERIFIED] * 2, (
+        programs[0].log + programs[1].log
+    )
+    assert newest(tmp_path / "run") == 50
+
+
+def test_a_loop_that_is_over_saves_its_last_step_and_ends_well(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path, io=SMALL, on_preempt="save") as ckpt:
+        state = {"weight": torch.full((200, 100), 4.0), "value": 4}
+        ckpt.step(4, state)
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert newest(tmp_path) == 4
