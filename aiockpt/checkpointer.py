@@ -13,8 +13,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar, TypeVarTuple
 
-import anyio
-import anyio.to_thread
 import msgspec
 import torch
 
@@ -58,7 +56,7 @@ from aiockpt.preemption.policy import OnPreempt
 from aiockpt.readers.hold import Hold
 from aiockpt.readers.step_watch import StepWatch
 from aiockpt.runtime.limits import LimiterStatistics, run_blocking
-from aiockpt.runtime.loop import refuse_in_event_loop, refuse_on_loop_thread, runs_event_loop
+from aiockpt.runtime.loop import refuse_in_event_loop, refuse_on_loop_thread, run_in_thread, runs_event_loop
 from aiockpt.runtime.pending_copies import Mutating
 from aiockpt.runtime.promise import LoadPromise, Promise
 from aiockpt.runtime.ranks import Ranks, check_found, find_ranks
@@ -636,7 +634,10 @@ class Checkpointer:
         if self._loop.usable:
             self._interruption.leave(failing=False)
             self._probe.closing()
-            await anyio.to_thread.run_sync(self._parts.shutdown.close)
+            try:
+                await run_in_thread("end of a checkpointer", self._parts.shutdown.close)
+            finally:
+                self._interruption.release()  # signals are given back on the main thread alone
         self._engine.failures.raise_all()
 
     def _drain_at_exit(self) -> None:

@@ -89,6 +89,7 @@ class PreemptionHandler:
         self._watch: SignalWatch | None = None
         self._last: ReachedCall | None = None
         self._reached = ReachedState()
+        self._released = False
 
     def begin(self, engine: Engine, destination: Destination, agreement: EndAgreement) -> None:
         """Listen, from now until `stop`.
@@ -113,11 +114,12 @@ class PreemptionHandler:
             self._watch.close()
         self._last = None
         self._reached.release()
-        if self.heard is not None and self.ended is None:
+        if self.heard is not None and self.ended is None and not self._released:
             logger.warning(
                 "%s came, and no step() or save() after it: all that was saved is committed, and the program goes on",
                 self.heard.reason,
             )
+        self._released = True
 
     # ------------------------------------------------------------------ the training thread
 

@@ -31,6 +31,7 @@ import anyio
 from anyio.from_thread import BlockingPortal
 
 from aiockpt.errors import BlockingCallError, ClosedError, ForkedProcessError
+from aiockpt.runtime.promise import Promise
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -41,6 +42,8 @@ for the thread that it interrupts, so the same one gets in again."""
 
 MOST_WORKERS = 12
 """Worker threads of one engine, at most: four writes, four reads, two checksums, one snapshot, one to spare."""
+GONE_S = 1.0
+"""For a thread of the system to go after its Python has ended: microseconds, on a busy machine milliseconds."""
 FIRST_WORKERS = 2
 """Those that are there from the beginning: a save that nobody waited for is finished by them while the interpreter exits."""
 
@@ -144,8 +147,10 @@ class LoopThread:
         self._closed = True
         _open_loops.discard(self)
         self._portal.call(self._portal.stop, cancel)
-        self._thread.join()
+        threads = [self._thread, *self._executor._threads]
         self._executor.shutdown(wait=True)
+        for thread in threads:
+            join_wholly(thread)
         self._dropped.detach()
 
     def drain_at_exit(self) -> None:
@@ -203,6 +208,43 @@ def made_for_the_loop() -> Iterator[None]:
     finally:
         sniffio.thread_local.name = runs
         sniffio.current_async_library_cvar.reset(token)
+
+
+def join_wholly(thread: threading.Thread) -> None:
+    """Wait until *thread* has ended, and the system's thread below it.
+
+    Before Python 3.13 `join` returns while that one still releases what C++ keeps for each thread. Met there by the end of
+    the process it can abort it ("terminate called without an active exception").
+    """
+    thread.join()
+    own = f"/proc/self/task/{thread.native_id}"
+    until_s = time.monotonic() + GONE_S
+    while os.path.exists(own) and time.monotonic() < until_s:
+        time.sleep(0.0002)
+
+
+async def run_in_thread(what: str, work: Callable[[], T]) -> T:
+    """Run *work* on a thread of its own, which ends with it; wait in any event loop, and when cancelled no shorter.
+
+    Threads of anyio end by a callback of the program's main task. `nest_asyncio` stops a loop before that is called, and the
+    interpreter then waits for them for ever.
+    """
+    running: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            running.set_result(work())
+        except BaseException as error:  # noqa: BLE001  raised again where it is waited for
+            running.set_exception(error)
+
+    done: Promise[T] = Promise(what)
+    done.follow(running)
+    thread = threading.Thread(target=run, name="aiockpt-close")
+    thread.start()
+    with anyio.CancelScope(shield=True):
+        await done.settled()
+    join_wholly(thread)
+    return done.value
 
 
 class _Loop(asyncio.SelectorEventLoop):

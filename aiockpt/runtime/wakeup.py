@@ -27,6 +27,7 @@ from types import FrameType
 from typing import Any
 
 from aiockpt.errors import UsageError
+from aiockpt.runtime.loop import join_wholly
 
 logger = logging.getLogger("aiockpt")
 
@@ -140,7 +141,7 @@ class _WakeupSlot:
             return False
         self.restore()
         self._sender.close()
-        self._thread.join()
+        join_wholly(self._thread)
         self._receiver.close()
         return True
 

@@ -1,0 +1,96 @@
+"""Threads after the end of a checkpointer: none of its own is left, in Python or below it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+import aiockpt
+from aiockpt.monitor import Endpoint, Heartbeat, TraceFile
+from aiockpt.options import Scrub
+from aiockpt.runtime.ranks import Ranks
+from tests.small_run import SMALL
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def tasks() -> set[str]:
+    """Return the threads of this process, those of C and C++ among them."""
+    return set(os.listdir("/proc/self/task"))
+
+
+def options(name: str, folder: Path) -> dict[str, Any]:
+    made: dict[str, Callable[[], dict[str, Any]]] = {
+        "plain": dict,
+        "lazy": lambda: {"snapshot": "lazy"},
+        "process": lambda: {"worker": "process"},
+        "signals": lambda: {"on_preempt": "save"},
+        "scrub": lambda: {"scrub": Scrub()},
+        "observers": lambda: {"observers": [TraceFile(folder / "trace"), Heartbeat(), Endpoint(port=0)]},
+        "cadence": lambda: {"every": "30min"},
+        "ranks": lambda: {"ranks": Ranks(0, 1, HashStore())},
+    }
+    return made[name]()
+
+
+NAMES = ["plain", "lazy", "process", "signals", "scrub", "observers", "cadence", "ranks"]
+
+
+def use(ckpt: aiockpt.Checkpointer, step: int) -> None:
+    ckpt.save(step, {"weight": torch.full((200, 100), float(step))})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_thread_is_left_after_close(tmp_path: Path, name: str) -> None:
+    for turn in range(3):  # torch and the interpreter start some of their own once
+        if turn == 2:
+            gc.collect()
+            before = tasks()
+        with aiockpt.Checkpointer(tmp_path / "run", io=SMALL, **options(name, tmp_path)) as ckpt:
+            use(ckpt, 10 * turn)
+            ckpt.load({"weight": torch.zeros(200, 100)}).result()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(("aiockpt", "AnyIO"))]
+    assert tasks() <= before
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_no_thread_is_left_after_aclose(tmp_path: Path, name: str) -> None:
+    async with aiockpt.Checkpointer(tmp_path / "run", io=SMALL, **options(name, tmp_path)) as ckpt:
+        use(ckpt, 10)
+        await ckpt.load({"weight": torch.zeros(200, 100)})
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(("aiockpt", "AnyIO"))]
+
+
+NESTED = """
+import asyncio, sys
+import nest_asyncio
+import torch, aiockpt
+from aiockpt.monitor import Heartbeat, TraceFile
+
+nest_asyncio.apply()
+
+async def train(folder):
+    state = {"weight": torch.ones(10)}
+    for step in (1, 2):
+        async with aiockpt.Checkpointer(folder + "/run", observers=[TraceFile(folder + "/trace"), Heartbeat()]) as ckpt:
+            await ckpt.load(state)
+            await ckpt.save(step, state)
+
+asyncio.run(train(sys.argv[1]))
+print("the last line")
+"""
+
+
+def test_a_program_whose_loop_is_patched_for_notebooks_ends(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", NESTED, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "the last line\n"), done.stderr
