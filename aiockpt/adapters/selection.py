@@ -8,7 +8,8 @@ a plain value, an object with ``state_dict()``) is chosen as a whole.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
@@ -17,6 +18,7 @@ import msgspec
 from torch import nn
 from torch.optim import Optimizer
 
+from aiockpt.adapters.added_parameters import added_parameters
 from aiockpt.adapters.kinds import kind_of
 from aiockpt.adapters.rename import near
 from aiockpt.errors import UsageError
@@ -25,12 +27,22 @@ from aiockpt.keywords import refuse_value
 from aiockpt.state.tree import Path
 
 _ANY = "**"
+_told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules of which `trainable` has said what it leaves out."""
 
 logger = logging.getLogger("aiockpt")
 
 
 class Trainable(msgspec.Struct, frozen=True):
-    """The rule of `trainable`."""
+    """The rule of `trainable`.
+
+    Attributes:
+        added: whether what adapters have added to a base model is saved although it is frozen.
+        besides: names of frozen parameters that are saved.
+    """
+
+    added: bool = False
+    besides: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return "aiockpt.trainable()"
@@ -90,7 +102,8 @@ class LeafChoice:
         rule = selection.only
         self._only = None if rule is None or isinstance(rule, Trainable) else {split_name(name): name for name in rule}
         self._exclude = {split_name(name): name for name in selection.exclude}
-        self._frozen = set(_frozen(state)) if isinstance(rule, Trainable) else set[int]()
+        self._frozen = _frozen(state, rule) if isinstance(rule, Trainable) else set[int]()
+        self._besides = rule.besides if isinstance(rule, Trainable) else ()
         self.by_rule = isinstance(rule, Trainable)
         self._met: set[str] = set()
         self._names: set[str] = set()
@@ -101,7 +114,7 @@ class LeafChoice:
         self._names.update(prefixes(join_name(path)))
         excluded = self._meets(self._exclude, path)
         chosen = self._only is None or self._meets(self._only, path)
-        return chosen and not excluded and id(tensor) not in self._frozen
+        return chosen and not excluded and (id(tensor) not in self._frozen or join_name(path) in self._besides)
 
     def keeps_whole(self, path: Path, value: object = None) -> bool:
         """Return the same for what is saved as a whole or not at all, such as an optimizer or a plain value.
@@ -137,8 +150,8 @@ class LeafChoice:
         return bool(hits)
 
 
-def _frozen(state: Any) -> Iterator[int]:
-    """Yield the identity of each frozen parameter of a state; warn where optimizers own them all."""
+def _frozen(state: Any, rule: Trainable) -> set[int]:
+    """Return the identity of each frozen parameter of a state that *rule* leaves out; say what should not be."""
     modules, owned = list[nn.Module](), set[int]()
     _gather(state, modules, owned)
     frozen = {id(parameter) for module in modules for parameter in module.parameters() if not parameter.requires_grad}
@@ -148,7 +161,20 @@ def _frozen(state: Any) -> Iterator[int]:
             "others only (p for p in model.parameters() if p.requires_grad), or name what to leave out with exclude=",
             len(frozen),
         )
-    yield from frozen - owned
+    left_out = frozen - owned
+    for module in modules:
+        added = {name: id(one) for name, one in added_parameters(module) if id(one) in left_out}
+        if rule.added:
+            left_out -= set(added.values())
+        elif added and module not in _told:
+            _told.add(module)
+            logger.warning(
+                "aiockpt.trainable() leaves out %d frozen parameters that no base model has, of adapters that are not "
+                "trained now: %s; where they are not loaded from elsewhere, name them, too: only=['**.lora_*', …]",
+                len(added),
+                ", ".join(added),
+            )
+    return left_out
 
 
 def _gather(state: Any, modules: list[nn.Module], owned: set[int]) -> None:

@@ -265,3 +265,26 @@ def test_a_rule_that_leaves_nothing_out_because_an_optimizer_owns_all_says_so(
         assert "all 6 frozen parameters" in warning
         ckpt.save(3, state, exclude="model.*.base").result()
         assert sorted(ckpt.describe().result().left_out) == sorted(BASE)
+
+
+class OfTwoStages(nn.Module):
+    """A layer around one of the base, as PEFT has it, with the adapters of two stages."""
+
+    adapter_layer_names = ("lora",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(4, 4)
+        self.lora = nn.ModuleDict({"first": nn.Linear(4, 4, bias=False), "task": nn.Linear(4, 4, bias=False)})
+        self.requires_grad_(False).lora["task"].requires_grad_(True)
+
+
+def test_adapters_that_are_not_trained_now_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(OfTwoStages(), OfTwoStages())
+    with aiockpt.Checkpointer(tmp_path / "run", only=aiockpt.trainable()) as ckpt:
+        ckpt.save(1, {"model": model}).result()
+        ckpt.save(2, {"model": model, "more": 1}).result()
+        assert "model.1.lora.first.weight" in ckpt.describe().result().left_out
+    (told,) = [record.message for record in caplog.records if "no base model has" in record.message]
+    assert "0.lora.first.weight, 1.lora.first.weight;" in told
+    assert "base_layer" not in told

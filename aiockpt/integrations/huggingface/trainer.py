@@ -14,6 +14,7 @@ import torch
 
 import aiockpt
 from aiockpt.errors import CorruptionError, StepNotFoundError, UsageError
+from aiockpt.integrations.huggingface.adapters import rule_of
 from aiockpt.integrations.huggingface.folders import CheckpointFolders, is_ours, step_of
 from aiockpt.integrations.huggingface.renames import renames
 
@@ -35,7 +36,8 @@ def attach(
         resume: whether ``train()`` goes on from the newest valid step where there is one, and begins anew where not.
         safetensors: whether each ``checkpoint-N`` gets its weights as a file of ``safetensors``, too, for
             ``from_pretrained``; written in the background from what was committed.
-        **options: of `aiockpt.Checkpointer`. A model of PEFT saves what is trained alone, unless *only* says otherwise.
+        **options: of `aiockpt.Checkpointer`. A model of PEFT saves what its base does not have, unless *only*
+            says otherwise.
 
     Raises:
         UsageError: the Trainer writes its checkpoints in a way that cannot be replaced (DeepSpeed, a push to the hub).
@@ -50,7 +52,7 @@ def attach(
             raise UsageError(
                 "attach(safetensors=True): a model of PEFT has weights of its adapters alone; save_model() writes them"
             )
-        options.setdefault("only", aiockpt.trainable())
+        options.setdefault("only", rule_of(trainer.model))
     ckpt = aiockpt.Checkpointer(place or Path(trainer.args.output_dir) / "aiockpt", **options)
     raises = options.get("on_error", "raise") == "raise"
     folders = CheckpointFolders(trainer, ckpt, safetensors=safetensors, raises=raises)
