@@ -18,7 +18,7 @@ import torch
 
 import aiockpt
 from aiockpt.errors import CorruptionError, UsageError
-from aiockpt.integrations.huggingface import attach, renames
+from aiockpt.integrations.huggingface import attach, renames, runs
 from tests.docs.running import run_page
 
 transformers: Any = pytest.importorskip("transformers")
@@ -50,6 +50,11 @@ def make(folder: Path, kind: str = "plain", **settings: Any) -> Any:
     from tests.frameworks.hf_script import make as make_trainer
 
     return make_trainer(str(folder), kind, **settings)
+
+
+def in_a_new_process() -> None:
+    """Have what follows be done as after a restart: nothing has been trained by this process yet."""
+    runs._finished.clear()
 
 
 def weights(trainer: Any) -> dict[str, torch.Tensor]:
@@ -215,6 +220,7 @@ def test_where_every_step_is_damaged_nothing_begins_anew(tmp_path: Path) -> None
     for manifest in (tmp_path / "aiockpt").rglob("MANIFEST-1.json"):
         manifest.write_text("{}")
     again = make(tmp_path)
+    in_a_new_process()
     attach(again, resume=True)
     with pytest.raises(aiockpt.NoValidCheckpointError):
         again.train()
@@ -237,12 +243,14 @@ def test_resume_takes_what_the_trainer_wrote_where_that_is_newer_and_leaves_it_t
     old = make(tmp_path, save_steps=9)
     old.train()
     again = make(tmp_path)
+    in_a_new_process()
     attach(again, resume=True)
     again.train()
     assert {entry["step"] for entry in again.state.log_history if "loss" in entry} == set(range(1, 21))
     assert again.state.log_history[0] == old.state.log_history[0]  # it went on from step 20, and trained nothing
     shutil.rmtree(tmp_path / "checkpoint-20")
     ours = make(tmp_path)
+    in_a_new_process()
     attach(ours, resume=True)
     ours.train()
     assert folders(tmp_path) == ["checkpoint-18", "checkpoint-20", "checkpoint-9"]
@@ -275,6 +283,7 @@ def test_a_step_that_is_gone_already_is_no_reason_to_fail(tmp_path: Path) -> Non
     first.train()
     ckpt.delete(3).result()  # as another node does that has a folder of its own for it
     again = make(tmp_path, save_total_limit=1, max_steps=9)
+    in_a_new_process()
     attach(again, resume=True)
     again.train()
     assert folders(tmp_path) == ["checkpoint-9"]
@@ -294,6 +303,7 @@ def test_the_folder_of_a_committed_step_is_made_whole(left: str, tmp_path: Path)
     else:
         shutil.rmtree(newest)
     again = make(tmp_path)
+    in_a_new_process()
     attach(again, resume=True)
     again.train()
     assert again.state.global_step == 20
@@ -367,6 +377,276 @@ def test_the_best_model_is_loaded_at_the_end_and_kept(tmp_path: Path) -> None:
     assert folders(tmp_path / "ours") == folders(tmp_path / "theirs")
 
 
+# ---------------------------------------------------------------------- files of the program's own
+
+
+class Ema(transformers.TrainerCallback):  # type: ignore[misc]
+    """Keeps a file of its own in each checkpoint, as a callback does that averages weights."""
+
+    def __init__(self) -> None:
+        self.average = 0.0
+        self.seen: list[list[str]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        if state.global_step:
+            self.average = torch.load(f"{args.output_dir}/checkpoint-{state.global_step}/ema.pt")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **named: Any) -> None:
+        self.average = 0.5 * self.average + float(next(model.parameters()).sum())
+
+    def on_save(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        folder = f"{args.output_dir}/checkpoint-{state.global_step}"
+        self.seen.append(sorted(os.listdir(folder)))
+        torch.save(self.average, f"{folder}/ema.pt")
+
+
+class Writing(transformers.Trainer):  # type: ignore[misc]
+    """Overrides what writes and reads a checkpoint, each method with a file of its own."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        folder.mkdir(exist_ok=True)
+        (folder / "before.txt").write_text(str(self.state.global_step))
+        super()._save_checkpoint(model, trial)
+        (folder / "after.txt").write_text(str(self.state.global_step))
+
+    def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)
+        (Path(output_dir) / "model.txt").write_text("")
+
+    def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        (Path(output_dir) / "projector.txt").write_text("")
+
+    def _save_rng_state(self, output_dir: Any) -> None:
+        super()._save_rng_state(output_dir)
+        (Path(output_dir) / "stream.txt").write_text(str(self.state.global_step))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.read_back = {path.name for path in Path(checkpoint).glob("*.txt")}
+
+
+FILES = {"before.txt", "after.txt", "model.txt", "projector.txt", "stream.txt"}
+
+
+def make_of(cls: type, folder: Path, **settings: Any) -> Any:
+    trainer = make(folder, **settings)
+    trainer.__class__ = cls
+    trainer.add_callback(Ema())
+    return trainer
+
+
+@pytest.mark.parametrize("switch", [False, True], ids=["without", "with"])
+def test_what_callbacks_and_overrides_write_is_kept_and_found_again(switch: bool, tmp_path: Path) -> None:
+    in_a_new_process()
+    straight = make_of(Writing, tmp_path / "straight", save_strategy="no")
+    straight.train()
+    trainer = make_of(Writing, tmp_path / "run", save_total_limit=3)
+    trainer.add_callback(Interruption(17))
+    if switch:
+        attach(trainer, resume=True)
+        trainer.add_callback(Ema())  # one that comes after the switch
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    ema = [one for one in trainer.callback_handler.callbacks if isinstance(one, Ema)]
+    assert all("trainer_state.json" in names for one in ema for names in one.seen)
+    assert len(ema[0].seen) == 5
+    in_a_new_process()
+    again = make_of(Writing, tmp_path / "run", save_total_limit=3)
+    if switch:
+        attach(again, resume=True)
+    again.train(**({} if switch else {"resume_from_checkpoint": True}))
+    assert_same(weights(again), weights(straight))
+    (of_again, of_straight) = (
+        next(one for one in trainer.callback_handler.callbacks if isinstance(one, Ema)) for trainer in (again, straight)
+    )
+    assert of_again.average == of_straight.average
+    assert again.read_back == FILES
+    names = set(os.listdir(tmp_path / "run" / "checkpoint-20"))
+    assert {"ema.pt", "trainer_state.json", *FILES} <= names
+    assert "model.safetensors" not in names or not switch
+    assert folders(tmp_path / "run")[-3:] == ["checkpoint-15", "checkpoint-18", "checkpoint-20"]
+    again.save_model(str(tmp_path / "end"))
+    assert {"model.safetensors", "model.txt", "projector.txt"} <= set(os.listdir(tmp_path / "end"))
+
+
+class Alone(transformers.Trainer):  # type: ignore[misc]
+    """Overrides methods without their ``super()``."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        folder.mkdir()
+        (folder / "projector.txt").write_text("")
+        self._save_rng_state(str(folder))
+
+    def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+        raise AssertionError
+
+    def _save_rng_state(self, output_dir: Any) -> None:
+        (Path(output_dir) / "rng.txt").write_text(str(self.state.global_step))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
+        raise AssertionError
+
+    def _load_rng_state(self, checkpoint: Any) -> None:
+        if checkpoint is not None:
+            self.read_back = (Path(checkpoint) / "rng.txt").read_text()
+
+
+def test_overrides_without_super_are_named_once_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_a_new_process()
+    straight = make(tmp_path / "straight", save_strategy="no")
+    straight.train()
+    trainer = make_of(Alone, tmp_path / "run")
+    trainer.add_callback(Interruption(10))
+    attach(trainer, resume=True)
+    assert "Alone._save, Alone._load_from_checkpoint, Alone._load_rng_state: overridden without super()" in caplog.text
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    in_a_new_process()
+    again = make_of(Alone, tmp_path / "run")
+    attach(again, resume=True)
+    again.train()
+    assert again.read_back == "9"
+    assert_same(weights(again), weights(straight))
+    assert {"projector.txt", "rng.txt", "ema.pt", "aiockpt.json"} <= set(os.listdir(tmp_path / "run" / "checkpoint-9"))
+
+
+class Killed(transformers.TrainerCallback):  # type: ignore[misc]
+    def on_save(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        if state.global_step == 9:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("how", ["resume", "path"])
+def test_a_folder_whose_save_was_never_committed_is_not_resumed_from(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_a_new_process()
+    straight = make(tmp_path / "straight", save_strategy="no")
+    straight.train()
+    trainer = make(tmp_path / "run")
+    trainer.add_callback(Killed())
+    ckpt = attach(trainer, resume=True)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    ckpt.wait()
+    ckpt.delete(9).result()  # as if it had never come to its commit
+    last = transformers.trainer_utils.get_last_checkpoint(str(tmp_path / "run"))
+    assert last.endswith("checkpoint-9")
+    in_a_new_process()
+    again = make(tmp_path / "run")
+    attach(again, resume=how == "resume")
+    again.train(*([] if how == "resume" else [last]))
+    assert ("never committed; resumed from" in caplog.text) == (how == "path")
+    assert_same(weights(again), weights(straight))
+    assert losses(again) == losses(straight)
+
+
+# ---------------------------------------------------------------------- several runs of one process
+
+
+def fold(root: Path, number: int, *, switch: bool = True, stop_at: int = 0) -> Any:
+    """Train one fold of a cross-validation, which may be interrupted at a step."""
+    trainer = make(root, save_steps=2)
+    trainer.train_dataset = torch.utils.data.Subset(trainer.train_dataset, range(number, 36, 3))
+    trainer.add_callback(Interruption(stop_at))
+    ckpt = attach(trainer, resume=True) if switch else None
+    try:
+        trainer.train()
+    finally:
+        if ckpt is not None:
+            ckpt.close()  # waits for what is under way, as no restarted process has to
+    return trainer
+
+
+class Interruption(transformers.TrainerCallback):  # type: ignore[misc]
+    """Stops the program at a step; counts those that were trained."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.trained = step, 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        self.trained += 1
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def trained(trainer: Any) -> int:
+    return next(one for one in trainer.callback_handler.callbacks if isinstance(one, Interruption)).trained
+
+
+@pytest.mark.parametrize("stopped_in", [0, 1, 2])
+def test_folds_of_one_process_are_runs_of_their_own_and_each_goes_on_after_a_restart(
+    stopped_in: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_a_new_process()
+    straight = [fold(tmp_path / "straight", number, switch=False) for number in range(3)]
+    for number in range(stopped_in):
+        fold(tmp_path / "run", number)
+    with pytest.raises(KeyboardInterrupt):
+        fold(tmp_path / "run", stopped_in, stop_at=3)
+    in_a_new_process()
+    again = [fold(tmp_path / "run", number) for number in range(3)]
+    for one, other in zip(again, straight, strict=True):
+        assert_same(weights(one), weights(other))
+        assert one.state.global_step == other.state.global_step == 6
+    begun_at = [6 if number < stopped_in else 2 if number == stopped_in else 0 for number in range(3)]
+    assert [trained(one) for one in again] == [6 - begun for begun in begun_at]
+    assert caplog.text.count("nothing is left to do") == stopped_in
+
+
+def test_a_second_training_of_one_trainer_is_what_it_is_without_us(tmp_path: Path) -> None:
+    in_a_new_process()
+    expected = twice(make(tmp_path / "theirs", max_steps=5))
+    for _ in range(2):
+        trainer = make(tmp_path / "ours", max_steps=5)
+        attach(trainer, resume=True)
+        assert_same(twice(trainer), expected)
+        in_a_new_process()
+
+
+def twice(trainer: Any) -> dict[str, torch.Tensor]:
+    trainer.train()
+    trainer.train()
+    assert trainer.state.global_step == 5
+    return weights(trainer)
+
+
+def test_a_training_that_was_interrupted_goes_on_in_the_same_process(tmp_path: Path) -> None:
+    in_a_new_process()
+    with pytest.raises(KeyboardInterrupt):
+        fold(tmp_path, 0, stop_at=3)
+    assert trained(fold(tmp_path, 0)) == 4
+    trainer = make(tmp_path / "same", max_steps=5, save_steps=1)
+    trainer.add_callback(Interruption(3))
+    attach(trainer, resume=True)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train()
+    assert trained(trainer) == 3 + 3
+
+
+def test_a_resume_that_leaves_nothing_to_train_says_so_and_trains_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_a_new_process()
+    first = make(tmp_path, max_steps=5)  # in the middle of an epoch
+    attach(first, resume=True)
+    first.train()
+    in_a_new_process()
+    again = make(tmp_path, max_steps=5)
+    attach(again, resume=True)
+    again.train()
+    assert "checkpoint-5: all 5 steps of this run are trained" in caplog.text
+    assert again.state.global_step == 5
+    assert_same(weights(again), weights(first))
+
+
 def test_only_the_model_may_be_saved(tmp_path: Path) -> None:
     trainer = make(tmp_path, save_only_model=True)
     ckpt = attach(trainer)
@@ -386,6 +666,43 @@ def test_of_lora_what_is_trained_is_saved(tmp_path: Path) -> None:
     names = {tensor.name for tensor in ckpt.describe().result().tensors if tensor.name.startswith("model.")}
     assert names
     assert all("lora_" in name for name in names)
+
+
+def with_two_adapters(base: Path, root: Path, seed: int, **settings: Any) -> Any:
+    """A Trainer of the second stage: an adapter of the first one, a new one, and words that the base does not have."""
+    import peft  # type: ignore[import-not-found]  # pyright: ignore[reportMissingImports]
+
+    trainer = make(root, **settings)
+    model = transformers.LlamaForCausalLM.from_pretrained(base)
+    torch.manual_seed(seed)
+    model.resize_token_embeddings(40)
+    adapter = {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False}
+    model = peft.get_peft_model(model, peft.LoraConfig(**adapter), adapter_name="first")
+    model.add_adapter("task", peft.LoraConfig(**adapter | {"modules_to_save": ["norm"]}))
+    model.set_adapter("task")
+    return transformers.Trainer(model, trainer.args, train_dataset=trainer.train_dataset)
+
+
+@pytest.mark.parametrize("only", ["default", "trainable"])
+def test_what_is_not_in_the_base_is_saved_trained_or_not(
+    only: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_a_new_process()
+    make(tmp_path / "x").model.save_pretrained(tmp_path / "base")
+    options: dict[str, Any] = {"only": aiockpt.trainable()} if only == "trainable" else {}
+    first = with_two_adapters(tmp_path / "base", tmp_path / "run", 1, max_steps=3)
+    ckpt = attach(first, resume=True, **options)
+    first.train()
+    assert ("leaves out 4 frozen parameters" in caplog.text) == (only == "trainable")
+    assert (".lora_A.first.weight" in caplog.text) == (only == "trainable")
+    in_a_new_process()
+    again = with_two_adapters(tmp_path / "base", tmp_path / "run", 2, max_steps=3)
+    attach(again, resume=True, **options)
+    again.train()
+    if only == "default":
+        assert_same(weights(again), weights(first))
+        saved = {tensor.name for tensor in ckpt.describe().result().tensors}
+        assert not any("base_layer" in name or "mlp" in name for name in saved)
 
 
 @pytest.mark.parametrize("linked", [True, False])

@@ -1,7 +1,8 @@
 """The folders ``checkpoint-N`` that the Trainer and its users look for: there when their step is committed, and not before.
 
 The weights are in the step. A folder has what the Trainer keeps of itself, the configuration, a mark that says which step it
-is, and on request the weights as a file of ``safetensors``.
+is, what callbacks and overridden methods wrote into it, and on request the weights as a file of ``safetensors``. While those
+write, it has its name already, and its mark says that it is not committed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import aiockpt
 from aiockpt.convert import to_hugging_face
 from aiockpt.errors import CheckpointError, StepNotFoundError, UsageError
+from aiockpt.integrations.huggingface.runs import RUN, run_of, step_in_run
 
 STATE = "trainer_state.json"
 """What the Trainer keeps of itself, and reads back by this name."""
@@ -32,12 +34,21 @@ class _PendingFolder(NamedTuple):
     staged: Path
     folder: Path
 
+    def hide(self) -> None:
+        """Take its name from a folder that callbacks have seen, until its step is committed."""
+        if is_pending(self.folder):
+            shutil.rmtree(self.staged, ignore_errors=True)
+            self.folder.rename(self.staged)
+
     def appear(self) -> None:
-        """Give the folder its name, now that it is whole; one that the Trainer wrote itself stays, under another name."""
+        """Give the folder its name, now that it is whole; what was written under that name meanwhile is added to it."""
+        set_aside(self.folder, but=step_of(self.staged))
         if is_ours(self.folder):
             shutil.rmtree(self.folder)
         elif self.folder.exists():
-            self.folder.rename(self.folder.with_name(f"{self.folder.name}.before-aiockpt"))
+            for path in self.folder.iterdir():
+                path.replace(self.staged / path.name)
+            self.folder.rmdir()
         self.staged.rename(self.folder)
 
 
@@ -65,19 +76,29 @@ class CheckpointFolders:
         self._raises = raises
         self._saves: list[_PendingFolder] = []
         self._conversions: list[_Conversion] = []
+        self.run = 0
 
     def path(self, step: int) -> Path:
         """Return the folder of a step."""
-        return Path(self._trainer.args.output_dir) / f"{PREFIX}{step}"
+        return Path(self._trainer.args.output_dir) / f"{PREFIX}{step_in_run(step)}"
 
-    def stage(self, step: int) -> str | None:
-        """Write, under another name, what the folder of a step will hold; return the Trainer's state as text."""
-        trainer = self._trainer
+    def set_aside(self, step: int) -> None:
+        """Have the name of a step be free for a folder that callbacks will see; one of the same step is used again."""
+        if self._trainer.args.should_save:
+            set_aside(self.path(step), but=self.run * RUN + step)
+
+    def stage(self, step: int, *, shown: bool) -> str | None:
+        """Write what the folder of a step will hold, under another name unless it is *shown*; return the Trainer's state as
+        text.
+        """
+        trainer, number = self._trainer, self.run * RUN + step
         if not trainer.args.should_save:
             return None
-        staged = self._staged(step)
-        shutil.rmtree(staged, ignore_errors=True)
-        staged.mkdir(parents=True)
+        staged = self.path(step) if shown else _staged(self.path(step), number)
+        if not shown:
+            shutil.rmtree(staged, ignore_errors=True)
+        staged.mkdir(parents=True, exist_ok=True)
+        _mark(staged, number, committed=False)
         held = trainer.state.stateful_callbacks
         for callback in [*trainer.callback_handler.callbacks, trainer.control]:
             name = type(callback).__name__
@@ -94,15 +115,31 @@ class CheckpointFolders:
     def expect(self, step: int, future: aiockpt.SaveFuture) -> None:
         """Have the folder of a step appear when its save is committed."""
         if self._trainer.args.should_save:
-            self._saves.append(_PendingFolder(future, self._staged(step), self.path(step)))
+            self._saves.append(self._pending(step, future))
+
+    def _pending(self, step: int, future: Any = None) -> _PendingFolder:
+        return _PendingFolder(future, _staged(self.path(step), step), self.path(step))
+
+    def hide(self) -> None:
+        """Hide what callbacks have seen of saves under way."""
+        for save in self._saves:
+            save.hide()
+
+    def hide_unfinished(self) -> None:
+        """Hide the folders that a killed process has shown to callbacks and not committed."""
+        if self._trainer.args.should_save:
+            for mark in Path(self._trainer.args.output_dir).glob(f"{PREFIX}*/{MARK}"):
+                if is_pending(mark.parent):
+                    self._pending(step_of(mark.parent)).hide()
 
     def publish(self) -> None:
         """Let the folders of what was committed since the last call appear; raise what failed, if that is wanted."""
         while self._saves and self._saves[0].future.done():
             save = self._saves.pop(0)
+            save.hide()
             if not self._has_failed(save.future, save):
                 step = save.future.result().step
-                self._mark(save.staged, step)
+                _mark(save.staged, step)
                 if self._safetensors:
                     self._conversions.append(self._convert(save, link=True))
                 else:
@@ -127,18 +164,18 @@ class CheckpointFolders:
         """Make the folder of a step that was committed when the process died, or that something else than a Trainer has
         saved; do nothing where it is whole.
         """
-        folder, staged = self.path(step), self._staged(step)
-        if not self._trainer.args.should_save or (is_ours(folder) and _is_readable(folder)):
+        folder, save = self.path(step), self._pending(step)
+        if not self._trainer.args.should_save or (is_ours(folder) and step_of(folder) == step and _is_readable(folder)):
             return
-        if _is_readable(staged) and not is_ours(folder):
-            self._mark(staged, step)
-            _PendingFolder(None, staged, folder).appear()
-            return
-        if is_ours(folder) or not folder.exists():
+        if _is_readable(save.staged):
+            _mark(save.staged, step)
+            save.appear()
+        elif has_mark(folder) or not folder.exists():  # else it is the Trainer's own, of the same number
+            set_aside(folder, but=step)
             values: Any = self._ckpt.describe(step).result().values
             folder.mkdir(parents=True, exist_ok=True)
             _write(folder / STATE, values.get("trainer") or self._state_at(step))
-            self._mark(folder, step)
+            _mark(folder, step)
 
     def check_seen(self, step: int) -> None:
         """Raise on all ranks unless each sees the folder of a step. Every rank calls it.
@@ -158,7 +195,7 @@ class CheckpointFolders:
     def of_the_trainer(self) -> tuple[Path, int] | None:
         """Return the newest folder that the Trainer wrote itself, with the time in ns; None where there is none."""
         states = [
-            path for path in Path(self._trainer.args.output_dir).glob(f"{PREFIX}*/{STATE}") if not is_ours(path.parent)
+            path for path in Path(self._trainer.args.output_dir).glob(f"{PREFIX}*/{STATE}") if not has_mark(path.parent)
         ]
         states = [path for path in states if path.parent.name.removeprefix(PREFIX).isdecimal()]
         newest = max(states, key=lambda path: path.stat().st_mtime_ns, default=None)
@@ -187,29 +224,43 @@ class CheckpointFolders:
         if not args.should_save or not args.save_total_limit or args.save_total_limit < 0:
             return
         # In the order in which they were committed: a run that went back to an older step goes on with smaller numbers.
-        marks = sorted(Path(args.output_dir).glob(f"{PREFIX}*/{MARK}"), key=lambda mark: mark.stat().st_mtime_ns)
-        steps = [step_of(mark.parent) for mark in marks]
-        kept = {*steps[-1:], *([step_of(best)] if best and step_of(best) in steps else [])}
+        marks = [mark for mark in Path(args.output_dir).glob(f"{PREFIX}*/{MARK}") if is_ours(mark.parent)]
+        steps = [step_of(mark.parent) for mark in sorted(marks, key=lambda mark: mark.stat().st_mtime_ns)]
+        steps = [step for step in steps if run_of(step) == self.run]
+        kept = {*steps[-1:], *([step_of(best)] if best and is_ours(best) and step_of(best) in steps else [])}
         others = [step for step in steps if step not in kept]
         for step in others[: max(len(steps) - max(args.save_total_limit, len(kept)), 0)]:
             with suppress(StepNotFoundError):  # each node deletes it, with its folder; retention= may have, too
                 self._ckpt.delete(step).result()
             shutil.rmtree(self.path(step), ignore_errors=True)
 
-    def _staged(self, step: int) -> Path:
-        folder = self.path(step)
-        return folder.with_name(f".{folder.name}.aiockpt")
-
     def _state_at(self, step: int) -> str:
         """Return what this Trainer would keep of itself at a step, where nothing else is known of it."""
         transformers: Any = import_module("transformers")
         args = self._trainer.args
-        state = transformers.TrainerState(global_step=step, train_batch_size=args.train_batch_size)
+        state = transformers.TrainerState(global_step=step_in_run(step), train_batch_size=args.train_batch_size)
         state.compute_steps(args, args.max_steps)
         return json.dumps(dataclasses.asdict(state))
 
-    def _mark(self, folder: Path, step: int) -> None:
-        _write(folder / MARK, json.dumps({"step": step}) + "\n")
+
+def set_aside(folder: Path, *, but: int) -> None:
+    """Rename a folder of another run, or one that the Trainer itself wrote; not that of the step *but*."""
+    if is_ours(folder) and step_of(folder) != but:
+        aside = _staged(folder, step_of(folder))
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+    elif (folder / STATE).exists() and not has_mark(folder):
+        folder.rename(folder.with_name(f"{folder.name}.before-aiockpt"))
+
+
+def _staged(folder: Path, step: int) -> Path:
+    """Return where the folder of a step is while it has not its name."""
+    run = run_of(step)
+    return folder.with_name(f".{folder.name}{f'.run-{run}' if run else ''}.aiockpt")
+
+
+def _mark(folder: Path, step: int, *, committed: bool = True) -> None:
+    _write(folder / MARK, json.dumps({"step": step} if committed else {"step": step, "committed": False}) + "\n")
 
 
 def _write(path: Path, text: str) -> None:
@@ -228,11 +279,30 @@ def _is_readable(folder: Path) -> bool:
         return False
 
 
-def is_ours(folder: str | os.PathLike[str]) -> bool:
-    """Return whether the contents of a folder are in a step."""
+def _read_mark(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    try:
+        mark = json.loads((Path(folder) / MARK).read_text())
+    except (OSError, ValueError):
+        return {}
+    return mark if isinstance(mark, dict) else {}
+
+
+def has_mark(folder: str | os.PathLike[str]) -> bool:
+    """Return whether a folder was made here, committed or not."""
     return (Path(folder) / MARK).exists()
 
 
+def is_ours(folder: str | os.PathLike[str]) -> bool:
+    """Return whether the contents of a folder are in a step."""
+    return has_mark(folder) and not is_pending(folder)
+
+
+def is_pending(folder: str | os.PathLike[str]) -> bool:
+    """Return whether a folder belongs to a save that is not committed, or never was."""
+    return _read_mark(folder).get("committed", True) is False
+
+
 def step_of(folder: str | os.PathLike[str]) -> int:
-    """Return the number of a folder ``checkpoint-N``."""
-    return int(Path(folder).name.removeprefix(PREFIX))
+    """Return the saved step that a folder is of."""
+    step = _read_mark(folder).get("step")
+    return step if type(step) is int else int(Path(folder).name.removeprefix(PREFIX))

@@ -1,11 +1,13 @@
-"""How does a Trainer come to save and load with aiockpt? Methods of the instance are replaced: the one that saves, those
-that load model, optimizer and random state. The loop and its callbacks stay as they are.
+"""A Trainer that saves and loads with aiockpt: its methods that save, and those that load model, optimizer and random state,
+are replaced. The loop, its callbacks and overridden methods stay as they are.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+import os
+from collections.abc import Callable, Collection
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,29 @@ import torch
 import aiockpt
 from aiockpt.errors import CorruptionError, StepNotFoundError, UsageError
 from aiockpt.integrations.huggingface.adapters import rule_of
-from aiockpt.integrations.huggingface.folders import CheckpointFolders, is_ours, step_of
+from aiockpt.integrations.huggingface.folders import CheckpointFolders, is_ours, is_pending, step_of
+from aiockpt.integrations.huggingface.overrides import Overrides, is_attached
 from aiockpt.integrations.huggingface.renames import renames
+from aiockpt.integrations.huggingface.runs import RUN, finish_run, next_run, run_of, step_in_run
 
 logger = logging.getLogger("aiockpt")
+
+_SAVING = (
+    "_save_checkpoint",
+    "save_model",
+    "_save",
+    "_save_optimizer_and_scheduler",
+    "_save_scaler",
+    "_save_rng_state",
+)
+_LOADING = (
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_scaler",
+    "_load_rng_state",
+    "_load_best_model",
+)
+"""Methods that subclasses override to write or read files of their own in ``checkpoint-N``."""
 
 
 def attach(
@@ -53,11 +74,13 @@ def attach(
                 "attach(safetensors=True): a model of PEFT has weights of its adapters alone; save_model() writes them"
             )
         options.setdefault("only", rule_of(trainer.model))
-    ckpt = aiockpt.Checkpointer(place or Path(trainer.args.output_dir) / "aiockpt", **options)
+    for name in ("train", *_SAVING, *_LOADING) if is_attached(trainer) else ():
+        vars(trainer).pop(name, None)  # to another place
+    place = place or Path(trainer.args.output_dir).absolute() / "aiockpt"
+    ckpt = aiockpt.Checkpointer(place, **options)
     raises = options.get("on_error", "raise") == "raise"
     folders = CheckpointFolders(trainer, ckpt, safetensors=safetensors, raises=raises)
-    for name, method in _Attached(trainer, ckpt, folders, resume).replaces():
-        setattr(trainer, name, method)
+    _Attached(trainer, ckpt, folders, str(place), resume).take_over()
     trainer.add_callback(_publishing(folders))
     return ckpt
 
@@ -76,26 +99,48 @@ def _publishing(folders: CheckpointFolders) -> Any:
 class _Attached:
     """What takes the places of the Trainer's methods."""
 
-    def __init__(self, trainer: Any, ckpt: aiockpt.Checkpointer, folders: CheckpointFolders, resume: bool) -> None:
+    def __init__(
+        self, trainer: Any, ckpt: aiockpt.Checkpointer, folders: CheckpointFolders, place: str, resume: bool
+    ) -> None:
         self._trainer = trainer
         self._ckpt = ckpt
         self._folders = folders
+        self._place = place
         self._resume = resume
-        self._theirs: dict[str, Callable[..., Any]] = {}
+        self._run = 0
+        self._theirs: Any = import_module("transformers").Trainer
+        self._overrides = Overrides(trainer, (*_SAVING, *_LOADING), always=("_save_checkpoint", "_save_rng_state"))
+        self._save_theirs = vars(trainer).get("_save_checkpoint")
+        self._saving: set[str] | None = None
 
-    def replaces(self) -> Iterator[tuple[str, Callable[..., Any]]]:
-        """Yield the names of the Trainer's methods, and what takes their places."""
-        for name, method in (
-            ("train", self._train),
-            ("_save_checkpoint", self._save),
-            ("_load_from_checkpoint", self._load_model),
-            ("_load_optimizer_and_scheduler", self._load_optimizer),
-            ("_load_scaler", self._load_scaler),
-            ("_load_rng_state", self._load_random),
-            ("_load_best_model", self._load_best),
-        ):
-            self._theirs[name] = getattr(self._trainer, name)
-            yield name, method
+    def take_over(self) -> None:
+        """Replace the methods."""
+        trainer, overrides = self._trainer, self._overrides
+        loading: dict[str, Callable[..., Any]] = {
+            "_load_from_checkpoint": self._load_model,
+            "_load_optimizer_and_scheduler": self._load_optimizer,
+            "_load_scaler": self._load_scaler,
+            "_load_rng_state": self._load_random,
+            "_load_best_model": self._load_best,
+        }
+        writing = {name: partial(self._write_file, name) for name in _SAVING if name != "_save_checkpoint"}
+        overrides.put_below(
+            trainer, {"_save_checkpoint": self._save, "_init_training_state": self._begin, **writing, **loading}
+        )
+        for name in overrides.passed_over.keys() & loading.keys():
+            setattr(trainer, name, partial(self._load_instead, name, loading[name]))
+        self._train_theirs = trainer.train
+        trainer.train = self._train
+        setattr(trainer, _SAVING[0], self._enter_save)
+        trainer.callback_handler.on_save = partial(self._call_back, trainer.callback_handler.on_save)
+        overrides.tell()
+
+    def _call_theirs(self, name: str, *args: Any, **named: Any) -> Any:
+        """Call a method as the Trainer has it, or the override that is not called otherwise."""
+        override = self._overrides.passed_over.get(name)
+        if override is not None:
+            return override(*args, **named)
+        return getattr(self._theirs, name)(self._trainer, *args, **named)
 
     # ------------------------------------------------------------------ training
 
@@ -103,20 +148,44 @@ class _Attached:
         """Train, from the newest valid step where that is wanted, and wait until all is committed."""
 
         def train(folder: Any) -> Any:
-            return self._theirs["train"](folder, *args, **named)
+            return self._train_theirs(folder, *args, **named)
 
         automatic = self._resume and resume_from_checkpoint is None
-        steps = self._committed() if automatic or resume_from_checkpoint is True else []
-        theirs = self._folders.of_the_trainer() if automatic or resume_from_checkpoint is True else None
+        self._run = self._folders.run = next_run(self._place) if self._resume else 0
+        if isinstance(resume_from_checkpoint, str | os.PathLike):
+            resume_from_checkpoint = self._check_committed(resume_from_checkpoint)
+        newest = automatic or resume_from_checkpoint is True
+        self._folders.settle()  # of a training that was interrupted
+        steps = self._committed(all_runs=not automatic) if newest else []
+        theirs = self._folders.of_the_trainer() if newest and not (automatic and self._run) else None
         if automatic and not steps and theirs is None:
-            self._ckpt.load({}).result()  # raises where there are some, and none of them is valid
+            self._check_none()
         if theirs is not None and (not steps or theirs[1] > self._ckpt.describe(steps[0]).result().info.created_ns):
             done = train(str(theirs[0]))  # what the Trainer wrote before it was attached, or without it since
         else:
             done = self._train_from(steps, train) if steps else train(resume_from_checkpoint)
         self._folders.settle()
         self._folders.rotate()
+        finish_run(self._place)
         return done
+
+    def _check_none(self) -> None:
+        """Raise where no step at all is valid; say which of this run are not, where those of others are."""
+        lost = [info.step for info in self._ckpt.steps().result() if run_of(info.step) == self._run]
+        if lost:
+            self._ckpt.load({}).result()
+            logger.warning("steps %s of this run cannot be read: it begins anew", ", ".join(map(str, lost)))
+
+    def _check_committed(self, folder: Any) -> Any:
+        """Return the folder to resume from: another one for that of a save which a kill kept from being committed."""
+        if not is_pending(folder):
+            return folder
+        steps = self._committed(all_runs=True)
+        if is_ours(folder):
+            return folder
+        newest = str(self._folders.path(steps[0])) if steps else None
+        logger.warning("%s: its save was never committed; resumed from %s", folder, newest or "the beginning")
+        return newest
 
     def _train_from(self, steps: list[int], train: Callable[..., Any]) -> Any:
         """Train from the first of *steps* that can be loaded; a load that fails has trained nothing yet."""
@@ -125,14 +194,16 @@ class _Attached:
             try:
                 return train(str(self._folders.path(step)))
             except (CorruptionError, StepNotFoundError) as error:
-                if self._trainer.state.global_step not in (begun, step):
+                if self._trainer.state.global_step not in (begun, step_in_run(step)):
                     raise
                 logger.warning("step %d is not resumed from: %s", step, error)
         return train(str(self._folders.path(steps[-1])))
 
-    def _committed(self) -> list[int]:
-        """Return the committed steps, the newest first, each with its folder."""
+    def _committed(self, *, all_runs: bool) -> list[int]:
+        """Return the committed steps, the newest first, each with its folder; of this run alone, or of all."""
         steps = [info.step for info in self._ckpt.steps().result() if info.problem is None]
+        steps = [step for step in steps if all_runs or run_of(step) == self._run]
+        self._folders.hide_unfinished()
         for step in reversed(steps):
             self._folders.restore(step)
         self._trainer.accelerator.wait_for_everyone()
@@ -140,7 +211,71 @@ class _Attached:
             self._folders.check_seen(steps[0])
         return steps
 
+    def _begin(self, max_steps: int, per_epoch: int, epochs: int, folder: str | None, trial: Any) -> tuple[int, int]:
+        """Begin the state of a run; say where a resume leaves nothing to train (the Trainer would train one step more)."""
+        begun: tuple[int, int] = self._call_theirs("_init_training_state", max_steps, per_epoch, epochs, folder, trial)
+        if folder is not None and is_ours(folder):
+            self._run = self._folders.run = run_of(step_of(folder))
+        step = self._trainer.state.global_step
+        if folder is None or step < max_steps:
+            return begun
+        logger.warning(
+            "%s: all %d steps of this run are trained, and nothing is left to do; raise max_steps or num_train_epochs to "
+            "train on, or begin anew in another output_dir",
+            folder,
+            step,
+        )
+        return epochs, 0
+
     # ------------------------------------------------------------------ saving
+
+    def _enter_save(self, model: Any, trial: Any) -> None:
+        """Have the Trainer, or what overrides its method, save; without ``super()`` it is saved here all the same."""
+        self._saving = set()
+        if self._shows_folder():
+            self._folders.set_aside(self._trainer.state.global_step)
+        try:
+            if self._save_theirs is not None:
+                self._save_theirs(model, trial)
+            else:
+                getattr(type(self._trainer), _SAVING[0])(self._trainer, model, trial)
+            if _SAVING[0] not in self._saving:
+                self._save(model, trial)
+        finally:
+            self._saving = None
+
+    def _shows_folder(self) -> bool:
+        """Return whether something may look into the folder of a save before that is committed."""
+        plain: Any = import_module("transformers").TrainerCallback.on_save
+        callbacks = self._trainer.callback_handler.callbacks
+        return bool(self._overrides.called) or any(type(one).on_save is not plain for one in callbacks)
+
+    def _write_file(self, name: str, output_dir: Any = None, *args: Any, **named: Any) -> None:
+        """Write nothing that is in the step; call the override that this one leads to, if there is one."""
+        folder = self._folders.path(self._trainer.state.global_step)
+        if self._saving is None or output_dir is None or Path(output_dir).absolute() != folder.absolute():
+            self._call_theirs(name, output_dir, *args, **named)
+            return
+        self._saving.add(name)
+        if name == "save_model" and "_save" in self._overrides.called:
+            getattr(self._trainer, "_save")(output_dir)  # noqa: B009  a method that subclasses override
+
+    def _call_overrides(self, folder: str) -> None:
+        """Have overridden methods write what they write beside a checkpoint."""
+        assert self._saving is not None
+        called = self._overrides.called | ({"save_model"} if "_save" in self._overrides.called else set())
+        for name in ("save_model", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"):
+            left_out = name != "save_model" and self._trainer.args.save_only_model
+            if name in called and name not in self._saving and not left_out:
+                getattr(self._trainer, name)(folder, **({"_internal_call": True} if name == "save_model" else {}))
+
+    def _call_back(self, theirs: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """Call the callbacks of a save; the folder is there for them, and then hidden until its step is committed."""
+        done = theirs(*args, **named)
+        if self._shows_folder():
+            self._trainer.accelerator.wait_for_everyone()
+        self._folders.hide()
+        return done
 
     def _save(self, model: Any, trial: Any) -> None:
         """Save the step that the Trainer is at; return when its state may change."""
@@ -150,16 +285,23 @@ class _Attached:
             raise UsageError(
                 "attach(): runs of a search for hyperparameters would share one place; attach to none of them"
             )
+        if self._saving is not None:
+            self._saving.add("_save_checkpoint")
         trainer.store_flos()
         if best and (best == step or self._folders.path(best).exists()):
             trainer.state.best_model_checkpoint = str(self._folders.path(best))
         state = self._model() if trainer.args.save_only_model else self._state()
-        text = self._folders.stage(step)
+        shows = self._saving is not None and self._shows_folder()
+        text = self._folders.stage(step, shown=shows)
+        if shows:
+            trainer.accelerator.wait_for_everyone()
+            self._call_overrides(str(self._folders.path(step)))
         if trainer.args.process_index == 0:
             state["trainer"] = text
         self._folders.publish()
         self._folders.rotate()
-        self._folders.expect(step, self._ckpt.save(step, state))
+        number = self._run * RUN + step
+        self._folders.expect(number, self._ckpt.save(number, state))
 
     def _model(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -173,15 +315,25 @@ class _Attached:
 
     # ------------------------------------------------------------------ loading
 
+    def _load_instead(self, name: str, ours: Callable[..., None], *args: Any, **named: Any) -> None:
+        """Load in the place of an override without ``super()``; one that reads what another has written is called, too."""
+        folder = (args or tuple(named.values()) or (self._trainer.state.best_model_checkpoint,))[0]
+        if folder is None or not is_ours(folder):
+            self._overrides.passed_over[name](*args, **named)
+            return
+        ours(*args, **named)
+        if name == "_load_rng_state" and "_save_rng_state" in self._overrides.called:
+            self._overrides.passed_over[name](*args, **named)
+
     def _load_model(self, folder: str, model: Any = None) -> None:
         if is_ours(folder):
             self._load(folder, self._model() if model is None else {"model": model}, "model")
         else:
-            self._theirs["_load_from_checkpoint"](folder, model)
+            self._call_theirs("_load_from_checkpoint", folder, model)
 
     def _load_optimizer(self, folder: str | None) -> None:
         if folder is None or not is_ours(folder):
-            self._theirs["_load_optimizer_and_scheduler"](folder)
+            self._call_theirs("_load_optimizer_and_scheduler", folder)
         else:
             self._go_on_without(step_of(folder), self._load(folder, self._state(), "optimizer", "scheduler"))
 
@@ -196,20 +348,20 @@ class _Attached:
         self._trainer.state.compute_steps(self._trainer.args, self._trainer.state.max_steps)
         scheduler, lacks = self._trainer.lr_scheduler, [key for key in self._state() if key not in held]
         if "scheduler" in lacks and isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
-            scheduler.last_epoch = step  # what the groups have of the step holds until the next one
+            scheduler.last_epoch = step_in_run(step)  # what the groups have of the step holds until the next one
             lacks.remove("scheduler")
         if lacks:
             logger.warning("step %d was not saved by a Trainer and has no %s: begun anew", step, ", ".join(lacks))
 
     def _load_scaler(self, folder: str | None) -> None:
         if folder is None or not is_ours(folder):
-            self._theirs["_load_scaler"](folder)
+            self._call_theirs("_load_scaler", folder)
         else:
             self._load(folder, self._state(), "scaler")
 
     def _load_random(self, folder: str | None) -> None:
         if folder is None or not is_ours(folder):
-            self._theirs["_load_rng_state"](folder)
+            self._call_theirs("_load_rng_state", folder)
         else:
             self._load(folder, {"rng": aiockpt.RNG()}, "rng")
 
@@ -220,7 +372,7 @@ class _Attached:
         if is_ours(folder):
             self._load(folder, self._model(), "model")
         else:
-            self._theirs["_load_best_model"]()
+            self._call_theirs("_load_best_model")
 
     def _load(self, folder: str, state: dict[str, Any], *wanted: str) -> Collection[str]:
         """Load parts of a step, and return the keys that it holds.

@@ -1,0 +1,72 @@
+"""Methods of a Trainer that a subclass has overridden, and the place of aiockpt's below them.
+
+``super()`` in an override leads to aiockpt's method: a class is put between the subclass and the Trainer. So what an
+override writes beside a checkpoint is written, and what it reads is read. One that does not call ``super()`` is what writes
+or reads in the Trainer's place. Where that would be all of the weights, or files that are not there, it is not called.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from typing import Any
+
+logger = logging.getLogger("aiockpt")
+
+_ORIGINAL = "_aiockpt_original"
+
+
+class Overrides:
+    """The overridden methods of one Trainer.
+
+    Attributes:
+        called: names of those that are called for checkpoints of aiockpt.
+        passed_over: names of those that are not, with what they are; for what the Trainer itself wrote they are called.
+    """
+
+    def __init__(self, trainer: Any, names: Iterable[str], always: Iterable[str]) -> None:
+        base: Any = import_module("transformers").Trainer
+        cls = vars(type(trainer)).get(_ORIGINAL, type(trainer))
+        self.called: set[str] = set()
+        self.passed_over: dict[str, Callable[..., Any]] = {}
+        for name in names:
+            above = [one for one in cls.__mro__[: cls.__mro__.index(base)] if name in vars(one)]
+            given = vars(trainer).get(name)  # set on the object itself
+            if given is None and not above:
+                continue
+            if name in always or (given is None and all(_calls_super(vars(one)[name]) for one in above)):
+                self.called.add(name)
+            else:
+                self.passed_over[name] = given or getattr(trainer, name)
+        self._cls, self._base = cls, base
+
+    def put_below(self, trainer: Any, methods: Mapping[str, Callable[..., Any]]) -> None:
+        """Have ``super()`` of each override lead to one of *methods*; each is called without the Trainer."""
+        below = type("AiockptTrainer", (self._base,), {name: _without_self(one) for name, one in methods.items()})
+        bases = (below,) if self._cls is self._base else (self._cls, below)
+        said = {"__module__": self._cls.__module__, "__qualname__": self._cls.__qualname__, _ORIGINAL: self._cls}
+        trainer.__class__ = type(self._cls.__name__, bases, said)
+
+    def tell(self) -> None:
+        """Name the overrides that are not called."""
+        if self.passed_over:
+            logger.warning(
+                "attach(): %s: overridden without super(), so aiockpt's take their place for its own checkpoints; call "
+                "super() in them to have both",
+                ", ".join(f"{self._cls.__name__}.{name}" for name in self.passed_over),
+            )
+
+
+def is_attached(trainer: Any) -> bool:
+    """Return whether aiockpt's methods are below those of a Trainer."""
+    return _ORIGINAL in vars(type(trainer))
+
+
+def _calls_super(function: Any) -> bool:
+    code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
+    return code is not None and ("super" in code.co_names or "__class__" in code.co_freevars)
+
+
+def _without_self(method: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda trainer, *args, **named: method(*args, **named)

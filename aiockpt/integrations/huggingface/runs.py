@@ -1,0 +1,37 @@
+"""Runs of one process that save to one place: the second ``train()``, the next fold of a cross-validation.
+
+Each finished ``train()`` is a run of its own. The steps of the first have the numbers of the Trainer, those of the n-th
+begin at ``(n - 1) * RUN``. So a run never takes up, overwrites or deletes what another one has saved. A new process, which
+makes the same calls, finds each of them again: those that were finished, and the one that was under way.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+RUN = 10**9
+"""What the numbers of two runs differ by; no run has as many steps."""
+
+_finished: Counter[tuple[int, str]] = Counter()
+"""How many runs this process, by its number, has finished in a place."""
+
+
+def next_run(place: str) -> int:
+    """Return the number of the run, from 0, that begins now; one that failed or was interrupted is begun again."""
+    return _finished[os.getpid(), place]
+
+
+def finish_run(place: str) -> None:
+    """Note that a run has ended."""
+    _finished[os.getpid(), place] += 1
+
+
+def run_of(step: int) -> int:
+    """Return the run that a saved step is of."""
+    return step // RUN
+
+
+def step_in_run(step: int) -> int:
+    """Return the number that the Trainer gave to a saved step."""
+    return step % RUN
