@@ -150,6 +150,13 @@ class LeafChoice:
         return bool(hits)
 
 
+def frozen_names(module: nn.Module, rule: Trainable, root: str) -> list[str]:
+    """Return the names below *root* of the parameters of a module that *rule* leaves out."""
+    frozen = _frozen({root: module}, rule)
+    named = ((f"{root}.{name}", one) for name, one in module.named_parameters(remove_duplicate=False))
+    return [name for name, one in named if id(one) in frozen and name not in rule.besides]
+
+
 def _frozen(state: Any, rule: Trainable) -> set[int]:
     """Return the identity of each frozen parameter of a state that *rule* leaves out; say what should not be."""
     modules, owned = list[nn.Module](), set[int]()

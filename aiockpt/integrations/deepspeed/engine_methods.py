@@ -8,23 +8,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
-
-import torch.distributed as dist
 
 import aiockpt
 from aiockpt.errors import BackgroundSaveError, CorruptionError, StepNotFoundError, UsageError
 from aiockpt.integrations.deepspeed.commits import DurableCommits
-from aiockpt.integrations.deepspeed.named_state import MODEL, OPTIMIZER, optimizer_state, weights_state
+from aiockpt.integrations.deepspeed.engine_state import build_state, load_step, names_taken
+from aiockpt.integrations.deepspeed.named_state import MODEL
 from aiockpt.integrations.deepspeed.partitions import find_partitions, refuse_engine
-from aiockpt.integrations.deepspeed.run_progress import progress_objects, read_progress, set_progress
-from aiockpt.integrations.deepspeed.state_to_load import StateToLoad
 from aiockpt.integrations.first_rank import ask_first_rank
 
 logger = logging.getLogger("aiockpt")
-
-CLIENT, OF_RANK, PROGRESS = "client_state", "client_state_of_rank", "deepspeed"
 
 
 def attach(engine: Any, place: Any, *, state: Mapping[str, Any] | None = None, **options: Any) -> aiockpt.Checkpointer:
@@ -46,7 +40,7 @@ def attach(engine: Any, place: Any, *, state: Mapping[str, Any] | None = None, *
     """
     refuse_engine(engine)
     find_partitions(engine)
-    taken = {MODEL, OPTIMIZER, CLIENT, OF_RANK, PROGRESS, "rng", *progress_objects(engine)} & set(state or {})
+    taken = names_taken(engine) & set(state or {})
     if taken:
         raise UsageError(
             f"attach(): state= has {', '.join(sorted(taken))}, which the engine's own state has; rename it"
@@ -91,17 +85,7 @@ class _AttachedEngine:
         tag = f"global_step{step}" if tag is None else str(tag)
         # Two tags of one global step are one state: it answers to both.
         self._tags = {step: [*(one for one in self._tags.get(step, []) if one != tag), tag]}
-        partitions = find_partitions(engine)
-        state: dict[str, Any] = {
-            MODEL: weights_state(engine, partitions),
-            **({OPTIMIZER: optimizer_state(engine, partitions)} if partitions else {}),
-            **progress_objects(engine),
-            **self._more,
-            "rng": aiockpt.RNG(),
-            PROGRESS: read_progress(engine) | {"ranks": _size()},
-            OF_RANK: aiockpt.per_rank(dict(client_state or {})),
-            **({CLIENT: dict(client_state or {})} if _rank() == 0 else {}),
-        }
+        state = build_state(engine, client_state) | self._more
         frozen = [f"{MODEL}.{name}" for name, one in engine.module.named_parameters() if not one.requires_grad]
         earlier: BackgroundSaveError | None = None
         try:
@@ -152,9 +136,12 @@ class _AttachedEngine:
             )
         for step, tags in steps:
             try:
-                client = self._load_step(
+                client = load_step(
+                    self._engine,
+                    self._ckpt,
                     step,
-                    load_module_strict,
+                    self._more,
+                    strict=load_module_strict,
                     optimizer=load_optimizer_states and not load_module_only,
                     scheduler=load_lr_scheduler_states and not load_module_only,
                     progress=not load_module_only,
@@ -197,59 +184,3 @@ class _AttachedEngine:
         if ask_first_rank(lambda: all(info.problem is not None for info in self._ckpt.steps().result())):
             self._ckpt.load({}).result()  # raises where there are some: nothing begins anew by mistake
         return None, None
-
-    def _load_step(
-        self, step: int, strict: bool, *, optimizer: bool, scheduler: bool, progress: bool
-    ) -> dict[str, Any] | None:
-        engine = self._engine
-        saved = self._ckpt.describe(step).result()
-        if hasattr(engine.optimizer, "checkpoint_event_prologue"):
-            engine.optimizer.checkpoint_event_prologue()
-        try:
-            asked = StateToLoad(engine, saved)
-            asked.ask_weights()
-            if optimizer:
-                asked.ask_optimizer(partial(self._read_scalars, step))
-            state = asked.state | (self._progress_of(saved, scheduler=scheduler) if progress else {})
-            self._ckpt.load(state, step, strict=True if strict else {MODEL: False}).result()
-            asked.finish()
-        finally:
-            if hasattr(engine.optimizer, "checkpoint_event_epilogue"):
-                engine.optimizer.checkpoint_event_epilogue()
-        if state.get(PROGRESS) is not None:
-            set_progress(engine, state[PROGRESS])
-        loaded: dict[str, Any] | None = state[OF_RANK].value if OF_RANK in state else state.get(CLIENT, {})
-        return loaded
-
-    def _read_scalars(self, step: int, names: list[str]) -> dict[str, Any]:
-        """Return scalars of a step by the names of their tensors; rank 0 reads them for all."""
-
-        def read() -> dict[str, Any]:
-            reading = {name: self._ckpt.read(step, name) for name in names}
-            return {name: future.result().item() for name, future in reading.items()}
-
-        return ask_first_rank(read) if names else {}
-
-    def _progress_of(self, saved: aiockpt.Description, *, scheduler: bool) -> dict[str, Any]:
-        """Return what to load besides weights and optimizer."""
-        values: Any = saved.values
-        objects = progress_objects(self._engine) | {"rng": aiockpt.RNG()}
-        if not scheduler:
-            objects.pop("lr_scheduler", None)
-        there = {*values, *saved.per_rank}
-        for name in objects.keys() - there:
-            logger.warning("step %d has no %s: it stays as it is here", saved.info.step, name)
-        state = {name: one for name, one in objects.items() if name in there} | self._more
-        if PROGRESS in values:
-            # Each rank gets its own client state back, and that of rank 0 where there are others now.
-            same_ranks = values[PROGRESS]["ranks"] == _size()
-            state |= {PROGRESS: None, **({OF_RANK: aiockpt.per_rank(None)} if same_ranks else {CLIENT: None})}
-        return state
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1

@@ -17,6 +17,7 @@ import torch
 import aiockpt
 from aiockpt.errors import CorruptionError, StepNotFoundError, UsageError
 from aiockpt.integrations.huggingface.adapters import rule_of
+from aiockpt.integrations.huggingface.engine_inside import EngineInside, bare_scheduler, show_engine
 from aiockpt.integrations.huggingface.folders import CheckpointFolders, is_ours, is_pending, step_of
 from aiockpt.integrations.huggingface.overrides import Overrides, is_attached
 from aiockpt.integrations.huggingface.renames import renames
@@ -61,11 +62,10 @@ def attach(
             says otherwise.
 
     Raises:
-        UsageError: the Trainer writes its checkpoints in a way that cannot be replaced (DeepSpeed, a push to the hub).
+        UsageError: the Trainer writes its checkpoints in a way that cannot be replaced (XLA, a push to the hub).
     """
-    for name, instead in (("is_deepspeed_enabled", "DeepSpeed's engine"), ("is_fsdp_xla_enabled", "XLA")):
-        if getattr(trainer, name, False):
-            raise UsageError(f"attach(): {instead} writes the checkpoints of this Trainer")
+    if getattr(trainer, "is_fsdp_xla_enabled", False):
+        raise UsageError("attach(): XLA writes the checkpoints of this Trainer")
     if trainer.args.push_to_hub:
         raise UsageError("attach(): push_to_hub sends the files of checkpoint-N; push the trained model yourself")
     if hasattr(trainer.model, "peft_config"):
@@ -80,7 +80,7 @@ def attach(
     ckpt = aiockpt.Checkpointer(place, **options)
     raises = options.get("on_error", "raise") == "raise"
     folders = CheckpointFolders(trainer, ckpt, safetensors=safetensors, raises=raises)
-    _Attached(trainer, ckpt, folders, str(place), resume).take_over()
+    _Attached(trainer, ckpt, folders, str(place), resume, options.get("only")).take_over()
     trainer.add_callback(_publishing(folders))
     return ckpt
 
@@ -100,13 +100,15 @@ class _Attached:
     """What takes the places of the Trainer's methods."""
 
     def __init__(
-        self, trainer: Any, ckpt: aiockpt.Checkpointer, folders: CheckpointFolders, place: str, resume: bool
+        self, trainer: Any, ckpt: aiockpt.Checkpointer, folders: CheckpointFolders, place: str, resume: bool, only: Any
     ) -> None:
         self._trainer = trainer
         self._ckpt = ckpt
         self._folders = folders
         self._place = place
         self._resume = resume
+        self._only = only
+        self._inside = EngineInside(trainer.accelerator, self._load_engine)
         self._run = 0
         self._theirs: Any = import_module("transformers").Trainer
         self._overrides = Overrides(trainer, (*_SAVING, *_LOADING), always=("_save_checkpoint", "_save_rng_state"))
@@ -148,6 +150,8 @@ class _Attached:
         """Train, from the newest valid step where that is wanted, and wait until all is committed."""
 
         def train(folder: Any) -> Any:
+            if self._trainer.is_deepspeed_enabled and folder is not None and is_ours(folder):
+                show_engine(Path(folder), step_in_run(step_of(folder)))
             return self._train_theirs(folder, *args, **named)
 
         automatic = self._resume and resume_from_checkpoint is None
@@ -301,17 +305,23 @@ class _Attached:
         self._folders.publish()
         self._folders.rotate()
         number = self._run * RUN + step
-        self._folders.expect(number, self._ckpt.save(number, state))
+        left_out = None if self._inside.engine is None else self._inside.left_out(self._only)
+        self._folders.expect(number, self._ckpt.save(number, state, exclude=left_out))
 
     def _model(self) -> dict[str, Any]:
         trainer = self._trainer
+        if self._inside.engine is not None:
+            return {"model": self._inside.build_state()["model"]}
         return {"model": trainer.model_wrapped if trainer.is_fsdp_enabled else trainer.model}
 
     def _state(self) -> dict[str, Any]:
         trainer = self._trainer
-        state = {"optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler, "rng": aiockpt.RNG()}
+        state = {"optimizer": trainer.optimizer, "rng": aiockpt.RNG()} | self._model()
+        if self._inside.engine is not None:
+            state = self._inside.build_state()
         scaler = getattr(trainer.accelerator, "scaler", None)
-        return self._model() | state | ({} if scaler is None else {"scaler": scaler})
+        state["scheduler"] = bare_scheduler(trainer.lr_scheduler)
+        return state | ({} if scaler is None else {"scaler": scaler})
 
     # ------------------------------------------------------------------ loading
 
@@ -335,7 +345,8 @@ class _Attached:
         if folder is None or not is_ours(folder):
             self._call_theirs("_load_optimizer_and_scheduler", folder)
         else:
-            self._go_on_without(step_of(folder), self._load(folder, self._state(), "optimizer", "scheduler"))
+            parts = ("scheduler",) if self._inside.engine is not None else ("optimizer", "scheduler")
+            self._go_on_without(step_of(folder), self._load(folder, self._state(), *parts))
 
     def _go_on_without(self, step: int, held: Collection[str]) -> None:
         """Make up for what a step lacks that no Trainer has saved: its schedule goes on at the step, the rest is told.
@@ -369,10 +380,19 @@ class _Attached:
         folder = self._trainer.state.best_model_checkpoint
         self._folders.settle()
         self._trainer.accelerator.wait_for_everyone()
-        if is_ours(folder):
-            self._load(folder, self._model(), "model")
-        else:
+        if not is_ours(folder):
             self._call_theirs("_load_best_model")
+        elif self._inside.engine is not None:
+            self._inside.load_step(self._ckpt, step_of(folder), optimizer=False, progress=False)
+        else:
+            self._load(folder, self._model(), "model")
+
+    def _load_engine(self, theirs: Callable[..., Any], folder: Any, *args: Any, **named: Any) -> Any:
+        """Load the step of a folder into the engine; what DeepSpeed wrote is loaded by DeepSpeed."""
+        if not is_ours(folder):
+            return theirs(folder, *args, **named)
+        self._inside.load_step(self._ckpt, step_of(folder), strict=named.get("load_module_strict", True))
+        return str(folder), {}
 
     def _load(self, folder: str, state: dict[str, Any], *wanted: str) -> Collection[str]:
         """Load parts of a step, and return the keys that it holds.

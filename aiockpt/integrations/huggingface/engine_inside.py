@@ -1,0 +1,71 @@
+"""The engine of DeepSpeed inside a Trainer: its state is saved and loaded as `aiockpt.integrations.deepspeed` has it.
+
+So a run goes on under another stage of ZeRO, on another number of ranks, and without DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import aiockpt
+from aiockpt.adapters.selection import Trainable, frozen_names
+
+Load = Callable[..., Any]
+
+
+class EngineInside:
+    """The engine that an accelerator has prepared, while it has one.
+
+    Args:
+        load: takes the place of ``engine.load_checkpoint``; it is called with the engine's own method first.
+    """
+
+    def __init__(self, accelerator: Any, load: Load) -> None:
+        self._accelerator = accelerator
+        self._load = load
+        self._prepare_theirs: Callable[..., Any] = accelerator.prepare
+        accelerator.prepare = self._prepare
+
+    @property
+    def engine(self) -> Any:
+        """The engine; None without DeepSpeed, and before one is prepared."""
+        wrapped = getattr(self._accelerator, "deepspeed_engine_wrapped", None)
+        return None if wrapped is None else wrapped.engine
+
+    def _prepare(self, *args: Any, **named: Any) -> Any:
+        made = self._prepare_theirs(*args, **named)
+        engine = self.engine
+        if engine is not None and "load_checkpoint" not in vars(engine):
+            import_module("aiockpt.integrations.deepspeed.partitions").refuse_engine(engine)
+            theirs = engine.load_checkpoint
+            engine.load_checkpoint = lambda *args, **named: self._load(theirs, *args, **named)
+        return made
+
+    def build_state(self) -> dict[str, Any]:
+        """Return what to save of the engine; the schedule is the Trainer's to save."""
+        state: dict[str, Any] = import_module("aiockpt.integrations.deepspeed.engine_state").build_state(self.engine)
+        state.pop("lr_scheduler", None)
+        return state
+
+    def load_step(self, ckpt: aiockpt.Checkpointer, step: int, **parts: bool) -> None:
+        """Load a step into the engine, but for the schedule."""
+        state: Any = import_module("aiockpt.integrations.deepspeed.engine_state")
+        state.load_step(self.engine, ckpt, step, {}, scheduler=False, **parts)
+
+    def left_out(self, rule: object) -> list[str] | None:
+        """Return the names of weights that a rule for modules leaves out: in the state of an engine there is no module."""
+        names = frozen_names(self.engine.module, rule, "model") if isinstance(rule, Trainable) else []
+        return names or None
+
+
+def show_engine(folder: Path, step: int) -> None:
+    """Have a folder look to the Trainer as one that an engine can load; it looks for folders of DeepSpeed in it."""
+    (folder / f"global_step{step}").mkdir(exist_ok=True)
+
+
+def bare_scheduler(scheduler: Any) -> Any:
+    """Return the scheduler itself; accelerate wraps the one that an engine steps."""
+    return scheduler.scheduler if type(scheduler).__name__ == "DeepSpeedSchedulerWrapper" else scheduler
