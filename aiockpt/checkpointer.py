@@ -11,13 +11,14 @@ import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar, TypeVarTuple
+from typing import Any, NoReturn, Self, TypeVar, TypeVarTuple, get_args
 
 import msgspec
 import torch
 
 from aiockpt.adapters.rename import Renames, Rules
 from aiockpt.adapters.selection import Trainable, make_selection
+from aiockpt.adapters.strictness import OptimizerState
 from aiockpt.cadence import Cadence
 from aiockpt.engine import maintenance
 from aiockpt.engine.coordinator import WARM_UP
@@ -350,6 +351,7 @@ class Checkpointer:
         strict: bool | Mapping[str, bool] = True,
         map: Mapping[str, str] | Callable[[str], str] | None = None,
         rename: Renames = (),
+        optimizer_state: OptimizerState = "by_optimizer",
     ) -> LoadFuture[LoadResult | None]:
         """Fill *state* in place from a step; from the newest valid one for None.
 
@@ -369,6 +371,9 @@ class Checkpointer:
                 function of a name): ``rename=[(r"^model\\.encoder\\.", "model.backbone.")]`` loads what was saved before a
                 module was renamed, and the state of its optimizer with it. A rule that renames nothing does no harm, so
                 that a script keeps its rules. ``LoadResult.renamed`` tells what was renamed.
+            optimizer_state: ``"by_parameter"`` where optimizers have changed their make-up (a part of the parameters has
+                another optimizer now, a group was split): what was learnt of a parameter follows it by name, from whichever
+                optimizer had it, where it fits; else it begins anew. ``LoadResult.differences`` tells what did.
 
         Returns:
             A future of what was loaded; of None only when no checkpoint exists at all.
@@ -391,7 +396,9 @@ class Checkpointer:
         names = (only,) if isinstance(only, str) else only
         if map is not None and rename:
             raise UsageError("load() takes map= or rename=, and not both: write all of it as rules of rename=")
-        asked = LoadRequest(state, step, names, strict, Rules(rename) if rename else map)
+        if optimizer_state not in get_args(OptimizerState):
+            refuse_value("load", "optimizer_state", optimizer_state, '"by_optimizer" or "by_parameter"')
+        asked = LoadRequest(state, step, names, strict, Rules(rename) if rename else map, optimizer_state)
         request = self._probe.asked(asked)
         promise: LoadPromise[LoadResult | None] = LoadPromise(
             "load of the newest step" if step is None else f"load of step {step}"
@@ -557,17 +564,24 @@ class Checkpointer:
 
     # ------------------------------------------------------------------ the policy form
 
-    def resume(self, state: State, *, strict: bool | Mapping[str, bool] = True, rename: Renames = ()) -> int:
+    def resume(
+        self,
+        state: State,
+        *,
+        strict: bool | Mapping[str, bool] = True,
+        rename: Renames = (),
+        optimizer_state: OptimizerState = "by_optimizer",
+    ) -> int:
         """Load the newest valid step into *state* and return the next step to train; 0 when there is nothing. Blocks.
 
         Args:
-            strict, rename: as for `load`.
+            strict, rename, optimizer_state: as for `load`.
 
         Raises: Those of `load`, and
             BlockingCallError: this thread runs an event loop: ``await ckpt.load(state)`` there.
         """
         refuse_in_event_loop("resume()", "write `await ckpt.load(state)`")
-        loaded = self.load(state, strict=strict, rename=rename).result()
+        loaded = self.load(state, strict=strict, rename=rename, optimizer_state=optimizer_state).result()
         return 0 if loaded is None else loaded.step + 1
 
     def step(

@@ -13,6 +13,10 @@ from aiockpt.errors import StateMismatchError
 from aiockpt.format.names import prefixes
 
 ADVICE = "Change the state, rename with map= or rename=, choose with only=, or load what fits with strict=False."
+OTHER_OPTIMIZER = (
+    ' Where optimizers have changed their make-up, optimizer_state="by_parameter" has the state of each parameter follow it '
+    "(docs/guide/optimizers.md)."
+)
 
 
 class _Problem(msgspec.Struct):
@@ -39,12 +43,14 @@ class Differences:
     Attributes:
         is_strict: says of each place whether a difference there is raised.
         missing: places that the checkpoint does not have.
+        optimizers: places at which there are optimizers.
         used: names that something of the state is filled from, or that it is known not to want.
     """
 
     def __init__(self, stored: Stored, strict: Strict) -> None:
         self.is_strict = Strictness(strict)
         self.missing: list[str] = []
+        self.optimizers: set[str] = set()
         self.used: set[str] = set()
         self._judges_parts = isinstance(strict, Mapping)
         self._stored = stored
@@ -105,12 +111,14 @@ class Differences:
             self.is_strict.refuse_idle(self._places | {part for place in spare.values() for part in prefixes(place)})
         strictly_spare = [name for name, place in spare.items() if self.is_strict(place)]
         problems = list(map(str, self._problems))
-        raised = [str(problem) for problem in self._problems if self.is_strict(problem.name)]
+        raised = {str(problem): problem.name for problem in self._problems if self.is_strict(problem.name)}
         if state_is_whole:
             problems += map(_not_here, spare)
-            raised += map(_not_here, strictly_spare)
+            raised |= {_not_here(name): spare[name] for name in strictly_spare}
         if raised:
-            raise StateMismatchError(self._stored.where, sorted(raised), ADVICE)
+            met = {part for place in raised.values() for part in prefixes(place)}
+            advice = ADVICE if met.isdisjoint(self.optimizers) else ADVICE + OTHER_OPTIMIZER
+            raise StateMismatchError(self._stored.where, sorted(raised), advice)
         return Judged(tuple(unexpected), tuple(strictly_spare), tuple(problems))
 
     def _place_of(self, name: str) -> str | None:

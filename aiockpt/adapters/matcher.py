@@ -20,6 +20,7 @@ from aiockpt.adapters.leaves import LeafReader, LeafWriter
 from aiockpt.adapters.load_target import LoadTarget
 from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.made import OWN_KINDS, Made, Need, NeedFinder, ValueTensors
+from aiockpt.adapters.optimizer_forms import FoundOptimizer
 from aiockpt.adapters.overlaps import separate
 from aiockpt.adapters.plain_values import ValueMatch, has_named_parts, in_words, same_content
 from aiockpt.adapters.refill import Filling, refill
@@ -48,7 +49,9 @@ class Matcher:
         rename: Rename | None,
         codecs: CodecRegistry,
         judge_unexpected: bool = True,
+        optimizers: Sequence[FoundOptimizer] | None = None,
     ) -> None:
+        self.optimizers = optimizers
         self._differences = Differences(stored, strict)
         self._judge_unexpected = judge_unexpected
         self.stored = stored
@@ -445,9 +448,17 @@ class Matcher:
         """Return the names below *name* that the checkpoint was made without."""
         return [other for other in self.stored.left_out if other.startswith((f"{name}.", f"{name}["))]
 
-    def pass_over(self, path: Path) -> None:
-        """Say that what the checkpoint has below *path* is known, and not all of it wanted: the rest is no difference."""
-        self._differences.pass_over(self.stored_name(path))
+    def pass_over(self, path: Path, *, stored: str | None = None) -> None:
+        """Say that what the checkpoint has below *path* is known, and not all of it wanted: the rest is no difference.
+
+        Args:
+            stored: its name in the checkpoint, where it is another than `stored_name` of *path*.
+        """
+        self._differences.pass_over(stored or self.stored_name(path))
+
+    def note_optimizer(self, path: Path) -> None:
+        """Note that an optimizer is at *path*: a difference there says what may be done about another make-up."""
+        self._differences.optimizers.add(join_name(path))
 
     def mismatch(self, path: Path, problem: str) -> None:
         """Note that the leaf at *path* is in the checkpoint and does not fit."""

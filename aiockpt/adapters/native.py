@@ -37,7 +37,7 @@ from aiockpt.adapters.run import Facts, Run, Stale
 from aiockpt.adapters.schedulers import give_state, scheduler_class
 from aiockpt.adapters.selection import ALL, LeafChoice, Selection
 from aiockpt.adapters.stored import Stored
-from aiockpt.adapters.strictness import Strict
+from aiockpt.adapters.strictness import OptimizerState, Strict
 from aiockpt.adapters.target import open_target, read_tree
 from aiockpt.adapters.tensors import Leaf, describe, facts_of, is_plain, tensor_name
 from aiockpt.adapters.tree_size import TreeSize
@@ -49,7 +49,18 @@ from aiockpt.state.codecs import DEFAULT_CODECS, CodecRegistry
 from aiockpt.state.shards import ShardedState, TensorShard, are_same, digest_structure
 from aiockpt.state.tree import TAG, Node, Path, refuse, write_metadata
 
-__all__ = ["RNG", "LoadTarget", "Rename", "StateWalker", "Stored", "Strict", "open_target", "per_rank", "read_tree"]
+__all__ = [
+    "RNG",
+    "LoadTarget",
+    "OptimizerState",
+    "Rename",
+    "StateWalker",
+    "Stored",
+    "Strict",
+    "open_target",
+    "per_rank",
+    "read_tree",
+]
 
 _CONTAINERS = (dict, OrderedDict, list, tuple)
 _SEQUENCES = (list, tuple)

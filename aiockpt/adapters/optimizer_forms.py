@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from aiockpt.adapters.stored import members_of
 from aiockpt.format.names import join_name, split_name
 from aiockpt.format.optimizers import OptimizerNode
 from aiockpt.state.tree import TAG, Node, Path, damaged
@@ -127,6 +128,27 @@ def read_form(node: Node, path: Path) -> SavedOptimizer | None:
     if items is None:
         return None
     return _read_dict(items) if items.keys() == {"state", "param_groups"} else _read_flat(items)
+
+
+class FoundOptimizer(msgspec.Struct, frozen=True):
+    """An optimizer of the checkpoint: where it is there, what it says, and which of its parameters are met in the state."""
+
+    path: Path
+    saved: SavedOptimizer
+    met: set[Id] = msgspec.field(default_factory=set)
+
+
+def find_optimizers(node: Node, path: Path = ()) -> Iterator[FoundOptimizer]:
+    """Yield each optimizer, in any form, of a tree of values.
+
+    Raises:
+        ManifestError: as `read_node`.
+    """
+    if path and (saved := read_form(node, path)) is not None:
+        yield FoundOptimizer(path, saved)
+        return
+    for key, inner in members_of(node).items():
+        yield from find_optimizers(inner, (*path, key))
 
 
 def has_numbers(members: Iterable[Iterable[Id]]) -> bool:

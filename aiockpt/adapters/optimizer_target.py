@@ -62,6 +62,7 @@ class OptimizerMatch:
 def load_optimizer(optimizer: Optimizer, path: Path, index: Index, matcher: Matcher) -> None:
     """Ask *intake* for all that an optimizer holds."""
     matcher.claim(path)
+    matcher.note_optimizer(path)
     found = matcher.find(path)
     saved = None if found is None else read_form(found.node, split_name(matcher.stored_name(path)))
     if saved is None:
@@ -79,16 +80,27 @@ def load_optimizer(optimizer: Optimizer, path: Path, index: Index, matcher: Matc
             matcher.selects(place)
         matcher.mismatch(path, misfit)
         return
-    groups, states = _want_groups(match), _want_states(match)
+    groups, states = _want_groups(match), _want_states_of_all(match)
     rest = None if saved.rest is None else matcher.value((*path, "rest"), saved.rest, fresh=True)
-    if plain:
+    apply_later(match, groups, states, rest)
+
+
+def apply_later(
+    match: OptimizerMatch,
+    groups: Sequence[Thunks],
+    states: Sequence[tuple[torch.Tensor, Thunks]],
+    rest: Callable[[], Any] | None,
+) -> None:
+    """Have the optimizer here get what is asked for: the values of its groups, the state of parameters, and what is left."""
+    matcher, path = match.matcher, match.path
+    if is_plain(match.optimizer):
         whole = matcher.selects(path)
         if whole:  # all the state that is there is filled or dropped, also what the checkpoint does not have
             for place in (path, *_state_places(match)):
                 matcher.rewrites(place)
         matcher.later(lambda: _apply_plain(match, groups, states, rest, whole=whole))
     else:
-        matcher.later(lambda: _apply_general(optimizer, groups, states, rest))
+        matcher.later(lambda: _apply_general(match.optimizer, groups, states, rest))
 
 
 def _state_places(match: OptimizerMatch) -> Iterator[Path]:
@@ -157,23 +169,32 @@ def _leave_groups(match: OptimizerMatch) -> None:
         matcher.leave(join_name((*stored, *place)))
 
 
-def _want_states(match: OptimizerMatch) -> list[tuple[torch.Tensor, Thunks]]:
-    """Return what will set each parameter's state; tensors that are there are filled in place, others are made."""
+def _want_states_of_all(match: OptimizerMatch) -> list[tuple[torch.Tensor, Thunks]]:
+    """Return what will set each parameter's state; what the optimizer of the checkpoint has not is a difference."""
+    if match.saved.by_numbers and not match.ids:
+        match.matcher.problem(join_name(match.path), numbers_misfit(match))
+        return []
+    for owner in (owner for some in match.members for owner in some if owner not in match.ids):
+        why = f"the optimizer of the checkpoint has no parameter {match.names.name_of(owner)}"
+        match.matcher.miss((*match.path, "state", *owner), why)
+    return want_states(match, lambda owner, why: match.matcher.problem(join_name((*match.path, "state", *owner)), why))
+
+
+def want_states(match: OptimizerMatch, refuse: Callable[[Path, str], object]) -> list[tuple[torch.Tensor, Thunks]]:
+    """Return what will set the state of each parameter that is paired; tensors that are there are filled in place.
+
+    Args:
+        refuse: is told of a parameter that is another than the one that was saved, and why.
+    """
     found = []
     kept = {id(parameter) for group in match.keeper.param_groups for parameter in group["params"]}
-    if match.saved.by_numbers and not match.ids:
-        match.matcher.problem(join_name(match.path), _counts(match))
-        return []
     for group, owners in zip(match.optimizer.param_groups, match.members, strict=True):
         for parameter, owner in zip(group["params"], owners, strict=True):
             if owner not in match.ids:
-                name = match.names.name_of(owner)
-                why = f"the optimizer of the checkpoint has no parameter {name}"
-                match.matcher.miss((*match.path, "state", *owner), why)
                 continue
             flat = match.index.slice_of(parameter)
             if (problem := _parameter_misfit(match, owner, parameter, flat)) is not None:
-                match.matcher.problem(join_name((*match.path, "state", *owner)), problem)
+                refuse(owner, problem)
                 _leave_state(match, owner)
             elif id(parameter) not in kept or (flat is not None and flat.start == flat.end):
                 _leave_state(match, owner)  # what is here stays as it is: no step ever reaches it
@@ -207,7 +228,7 @@ def _parameter_misfit(
     return None
 
 
-def _counts(match: OptimizerMatch) -> str:
+def numbers_misfit(match: OptimizerMatch) -> str:
     """Say why the numbers of the checkpoint cannot be those of the parameters here."""
     there, here = ([len(some) for some in members] for members in (match.saved.members, match.members))
     return (

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
@@ -54,6 +54,35 @@ def take_state(value: Any, state: Any) -> None:
             take_state(vars(value)[key], state[key])
         state = {key: item for key, item in state.items() if key not in inner}
     value.load_state_dict(state)
+
+
+def keep_lists(value: Any, state: Any, tell: Callable[[str], object]) -> Any:
+    """Return the *state* for a scheduler with the lists that are here, where each has an item for each group.
+
+    A scheduler with as many rates as its optimizer had groups when it was saved would step none of the others.
+
+    Args:
+        tell: is told which lists stay.
+    """
+    if not isinstance(value, LRScheduler) or not isinstance(state, dict):
+        return state
+    own, count = give_state(value), len(value.optimizer.param_groups)
+    was = _length(state.get("_last_lr"))
+    if was in (None, count) or _length(own.get("_last_lr")) != count:
+        kept = {}
+    else:
+        kept = {key: own[key] for key in state if _length(state[key]) == was and _length(own.get(key)) == count}
+    if kept:
+        tell(
+            f"{_words(kept)} stay as they are here: they were of other groups of the optimizer, and there are {count} now"
+        )
+    inner = zip(getattr(value, "_schedulers", ()), state.get("_schedulers", ()), strict=False)
+    parts = [keep_lists(one, part, tell) for one, part in inner]
+    return {**state, **kept, **({"_schedulers": parts} if parts else {})}
+
+
+def _length(value: object) -> int | None:
+    return len(value) if type(value) is list else None
 
 
 def scheduler_class(value: Any) -> str | None:

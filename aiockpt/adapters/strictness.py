@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Literal
 
 from aiockpt.adapters.rename import near
 from aiockpt.errors import UsageError
 from aiockpt.format.names import prefixes
 
 Strict = bool | Mapping[str, bool]
+OptimizerState = Literal["by_optimizer", "by_parameter"]
 
 
 class Strictness:

@@ -21,16 +21,17 @@ from aiockpt.adapters.load_target import LoadTarget
 from aiockpt.adapters.loader import Loader
 from aiockpt.adapters.matcher import Matcher
 from aiockpt.adapters.module_target import is_saved_module, load_module, load_saved_module
+from aiockpt.adapters.optimizer_by_parameter import load_by_parameter, tell_left
 from aiockpt.adapters.optimizer_dicts import node_for
-from aiockpt.adapters.optimizer_forms import pairs_of, read_node
+from aiockpt.adapters.optimizer_forms import find_optimizers, pairs_of, read_node
 from aiockpt.adapters.optimizer_target import load_optimizer
 from aiockpt.adapters.own_optimizer import OwnOptimizer, of_this_rank
 from aiockpt.adapters.plain_values import name_of_node
 from aiockpt.adapters.rename import Rename
 from aiockpt.adapters.rng import RNG, derive_state
-from aiockpt.adapters.schedulers import give_state, scheduler_misfit, take_state
+from aiockpt.adapters.schedulers import give_state, keep_lists, scheduler_misfit, take_state
 from aiockpt.adapters.stored import Stored, is_tensor_node
-from aiockpt.adapters.strictness import Strict
+from aiockpt.adapters.strictness import OptimizerState, Strict
 from aiockpt.adapters.tensors import may_spread
 from aiockpt.errors import UsageError, kind_in_words
 from aiockpt.format.names import join_name
@@ -48,6 +49,7 @@ def open_target(
     rename: Rename | None = None,
     codecs: CodecRegistry | None = None,
     judge_unexpected: bool = True,
+    optimizer_state: OptimizerState = "by_optimizer",
 ) -> LoadTarget:
     """Match a state with a checkpoint; nothing of the state changes.
 
@@ -61,6 +63,7 @@ def open_target(
         codecs: the user's classes; None takes those of `aiockpt.register_codec`.
         judge_unexpected: False when other ranks may hold what this state does not: names that only the checkpoint has
             are no difference then; `LoadTarget.unexpected_claimed` has those that would be one.
+        optimizer_state: where the state of a parameter is looked for: in the optimizer of the same name, or in any.
 
     Raises:
         StateMismatchError: they do not fit, and strict; all differences are named.
@@ -75,8 +78,11 @@ def open_target(
         rename=rename,
         codecs=codecs or DEFAULT_CODECS,
         judge_unexpected=judge_unexpected,
+        optimizers=list(find_optimizers(stored.values)) if optimizer_state == "by_parameter" else None,
     )
     _load_parts(state, (), Index(state), matcher)
+    if judge_unexpected and only is None:
+        tell_left(matcher)
     return matcher.finish()
 
 
@@ -100,7 +106,8 @@ def _load_part(container: Any, key: Any, path: Path, index: Index, matcher: Matc
         case "module":
             load_module(value, path, index.slice_of, matcher)
         case "optimizer":
-            load_optimizer(value, path, index, matcher)
+            load = load_optimizer if matcher.optimizers is None else load_by_parameter
+            load(value, path, index, matcher)
         case "tensor":
             _load_tensor(container, key, path, matcher)
         case "container" | "value" if _load_saved_object(container, key, path, matcher):
@@ -163,7 +170,13 @@ def _load_stateful(value: Any, path: Path, matcher: Matcher) -> None:
         matcher.mismatch(path, misfit)
         return
     template = give_state(value) if may_spread() else None
-    matcher.hand_over(value, path, partial(take_state, value), matcher.value(path, node, template, fresh=True))
+    state = matcher.value(path, node, template, fresh=True)
+    tell = partial(_tell_at, path, matcher)
+    matcher.hand_over(value, path, partial(take_state, value), lambda: keep_lists(value, state(), tell))
+
+
+def _tell_at(path: Path, matcher: Matcher, what: str) -> None:
+    matcher.tell(f"{join_name(path)}: {what}")
 
 
 def _find_object(path: Path, kind: str, why_whole: str, matcher: Matcher) -> dict[str, Any] | None:

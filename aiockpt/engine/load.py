@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from aiockpt.adapters.native import LoadTarget, Rename, Stored, Strict, open_target
+from aiockpt.adapters.native import LoadTarget, OptimizerState, Rename, Stored, Strict, open_target
 from aiockpt.engine.find import Skipped, candidates, note_skipped
 from aiockpt.engine.place import Place
 from aiockpt.errors import CorruptionError, NoValidCheckpointError, RankFailedError, StateMismatchError, say_briefly
@@ -43,6 +43,7 @@ class LoadRequest(msgspec.Struct, frozen=True):
     only: Sequence[str] | None
     strict: Strict
     rename: Rename | None
+    optimizer_state: OptimizerState = "by_optimizer"
 
 
 class Traffic(msgspec.Struct, frozen=True):
@@ -213,6 +214,7 @@ async def open_manifest(place: Place, request: LoadRequest, manifest: Manifest) 
                 strict=request.strict,
                 rename=request.rename,
                 judge_unexpected=world_size == 1,  # other ranks may want what this one does not
+                optimizer_state=request.optimizer_state,
             ),
         )
     if target.missing and request.step is None and has_weights_only(manifest):

@@ -93,6 +93,7 @@ PREPARED: dict[str, Callable[[], Scope]] = {
     "index.md": make_scope,
     "migrating.md": make_scope,
     "guide/load.md": with_a_run,
+    "guide/optimizers.md": with_a_run,
     "guide/commandline.md": with_a_run,
     "guide/states.md": with_adapters,
     "guide/lazy.md": in_the_loop,
