@@ -1,19 +1,21 @@
-"""What people may read of a URL or an error: everything but the credentials in it.
+"""What people may read of a URL, an error or the environment: everything but the credentials in it.
 
 Guarantees:
 
 - `redact` leaves no user information with a password, and no value of a signature, token, key or password field of a query
   in a text, wherever in it a URL stands; what goes to people, to a log, an event, a report or a file passes it.
-- A password that a library quotes by itself is found, too, once `hide` has seen the URL that holds it.
+- A password that a library quotes by itself is found, too, once `hide` has seen the URL that holds it; and so are secrets of
+  the environment (``AWS_SECRET_ACCESS_KEY``, ``…_TOKEN``, a proxy's password, a SAS) from the first place that is opened.
 - A user or container that stands alone in front of the host stays: ``abfs://container@account…`` names a place.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 HIDDEN = "***"
 
@@ -41,8 +43,15 @@ _FIELD = re.compile(
 )
 _BEARER = re.compile(r"\b(Bearer|Basic)\s+[A-Za-z0-9._~+/=-]{8,}")
 _SECRET_OPTION = re.compile(rf"{_SECRET_NAME}|^key$", re.IGNORECASE)
-_SHORTEST = 5
+_SHORTEST, _SHORTEST_OF_THE_ENVIRONMENT = 5, 8
 """Characters; a shorter password is no word to be looked for in everything that is said."""
+_WHOLE_USER = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://([^/?#:@\[]*):(?!\d{1,5}(?:[/?#]|$))(.*)@", re.DOTALL)
+"""What stands in front of the host of a text that is a URL and nothing else, so that the password may hold anything."""
+_SECRET_VARIABLE = re.compile(
+    r"(?:^|_)(?:SECRET|TOKEN|PASSW(?:OR)?D|PASSPHRASE|(?:API|ACCESS|ACCOUNT|STORAGE|SECRET|PRIVATE|SAS|MASTER)_?KEY|SAS|SIGNATURE"
+    r"|CONNECTION_STRING)$",
+    re.IGNORECASE,
+)
 
 _seen: dict[str, re.Pattern[str]] = {}
 """Passwords and keys of the URLs that this process has opened."""
@@ -61,14 +70,33 @@ def redact(text: str) -> str:
 
 
 def hide(url: str) -> str:
-    """Return *url* redacted; from now on its passwords and keys are redacted wherever they turn up by themselves."""
+    """Return *url* redacted; from now on its passwords and keys are redacted wherever they turn up by themselves.
+
+    So are those of the environment, which is read now.
+    """
+    _hide(url)
+    for name, value in os.environ.items():
+        if "://" in value:
+            _hide(value)
+        if _SECRET_VARIABLE.search(name) and len(value) >= _SHORTEST_OF_THE_ENVIRONMENT:
+            _hide(f"?{value}")
+            _remember(value)
+    return redact(url)
+
+
+def _hide(url: str) -> None:
+    if (whole := _WHOLE_USER.match(url)) is not None:
+        parts = whole[2].split("@")
+        for count in range(1, len(parts) + 1):  # where the password ends and a path with an @ begins is anybody's guess
+            password = "@".join(parts[:count])
+            _remember(password)
+            _remember(f"{whole[1]}:{password}", in_front_of="@")
     for found in _USER.finditer(url):
         user, colon, password = _user(found).partition(":")
         if not _shows_user(found) and (colon or _looks_like_token(user)):
             _remember(password if colon else user)
     for found in _QUERY.finditer(url):
         _remember(found[2])
-    return redact(url)
 
 
 def _looks_like_token(user: str) -> bool:
@@ -135,7 +163,11 @@ def _shows_user(found: re.Match[str]) -> bool:
     return found[1].lower() in _NAMED and ":" not in _user(found)
 
 
-def _remember(secret: str) -> None:
-    for form in {secret, unquote(secret)}:
-        if len(form) >= _SHORTEST and form != HIDDEN and form not in _seen:
-            _seen[form] = re.compile(rf"(?<!\w){re.escape(form)}(?!\w)")
+def _remember(secret: str, in_front_of: str = "") -> None:
+    """Redact *secret* from now on, also encoded, decoded, or as `repr` shows it; a short one only *in_front_of* a mark."""
+    for plain in (secret, unquote(secret)):
+        for form in {plain, quote(plain, ":@"), repr(plain)[1:-1]} - {"", HIDDEN}:
+            if in_front_of or len(form) >= _SHORTEST:
+                before = r"(?<!\w)" if form[0].isalnum() else ""
+                after = f"(?={in_front_of})" if in_front_of else r"(?!\w)" if form[-1].isalnum() else ""
+                _seen.setdefault(form + in_front_of, re.compile(before + re.escape(form) + after))

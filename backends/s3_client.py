@@ -1,10 +1,12 @@
-"""How does one talk to a bucket? Its address, the settings of the client, and the client's life.
+"""A bucket: its address, the settings of its client, and the client's life.
 
 Guarantees:
 
 - Endpoint, region, credentials and addressing are taken as the AWS tools take them (arguments first, then environment,
   profile and configuration files). Nothing is read and no connection is made before the first call.
-- One client, made on first use on the running loop. It is closed by ``close``, or when that loop ends.
+- One client, made on first use on the running loop. It is closed by ``close``, or when that loop ends, also where nothing
+  refers to the bucket any more.
+- An endpoint with a user or a password in it is refused before anything is sent, and neither is shown.
 - The client never retries (`aiockpt.storage.retry` does), signs no payload, and adds no checksum of its own.
 - Credentials that the store calls expired are read anew for the next call.
 - What answers is the host that was asked: no redirect is followed (`s3_session`).
@@ -13,6 +15,8 @@ Guarantees:
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -26,10 +30,11 @@ from aiobotocore.session import AioSession
 from botocore.exceptions import ClientError
 from botocore.loaders import Loader, create_loader
 
+from aiockpt.backends.s3_credentials import guard_providers
 from aiockpt.backends.s3_errors import says_empty, says_expired, says_little, storage_errors
 from aiockpt.backends.s3_session import StoreSession
 from aiockpt.errors import StorageTimeoutError, UsageError
-from aiockpt.redaction import hide
+from aiockpt.redaction import hide, redact_error
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.progress import note_progress
 from aiockpt.storage.backend import check_key
@@ -41,6 +46,9 @@ Addressing = Literal["auto", "path", "virtual"]
 _CONNECTIONS = 64
 _SERVICE_FILES = (("s3", "service-2"), ("s3", "endpoint-rule-set-1"))
 _SHARED_FILES = ("endpoints", "partitions", "sdk-default-configuration")
+_held: dict[object, tuple[asyncio.AbstractEventLoop, AsyncGenerator[S3Client, None]]] = {}
+"""What closes each open client. A collector that found it with its bucket would leave the connections open: a loop that ends
+closes only what is still there."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,16 +107,19 @@ class Bucket:
 
     Attributes:
         name, prefix: the bucket, and what every key of ours begins with there ("" or without a slash at the end).
+        batches: how the store wants DeleteObjects: "plain", "with MD5", or not at all, "none".
     """
 
     def __init__(self, name: str, prefix: str, settings: Settings) -> None:
         self.name = name
         self.prefix = prefix
+        self.batches: Literal["plain", "with MD5", "none"] = "plain"
         self._settings = settings
+        check_endpoint(name, settings.endpoint_url)
         self._loading = Limiter("s3 client", 1)
         self._opening = anyio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._clients: list[AsyncGenerator[S3Client, None]] = []
+        self._clients: list[object] = []
         self._client: S3Client | None = None
         self._expired = False
 
@@ -198,8 +209,16 @@ class Bucket:
         """Close the connections. The next call makes new ones."""
         clients, self._clients = self._clients, []
         self._client = None
-        for held in clients:
-            await held.aclose()
+        for number in clients:
+            if number in _held:
+                await _held[number][1].aclose()
+
+    def _add_md5(self, params: dict[str, Any], **_: object) -> None:
+        """State the MD5 of a list of deletes in place of its CRC32, where the store wants that."""
+        if self.batches == "with MD5":
+            params["context"].pop("checksum", None)
+            digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
+            params["headers"]["Content-MD5"] = base64.b64encode(digest).decode()
 
     def _notice(self, error: Exception) -> None:
         self._expired = self._expired or says_expired(error)
@@ -213,28 +232,51 @@ class Bucket:
         if self._client is None or self._expired:
             session = AioSession(profile=self._settings.profile)
             session.register_component("data_loader", await run_blocking(self._loading, _load_descriptions))
-            client = self._hold(session)
-            try:
-                self._client = await anext(client)  # calls under way keep the one they have
-            except ValueError as error:
-                raise UsageError(
-                    f"s3://{self.name}: {error}; check AWS_ENDPOINT_URL or endpoint_url=…: http://host:port"
-                ) from error
-            self._clients.append(client)
+            guard_providers(session, f"s3://{self.name}")
+            for number in [number for number, (held_on, _) in _held.items() if held_on.is_closed()]:
+                del _held[number]
+            number = object()
+            _held[number] = loop, self._hold(session, number)
+            self._client = await self._open_client(_held[number][1])  # calls under way keep the one they have
+            self._clients.append(number)
             self._expired = False
 
-    async def _hold(self, session: AioSession) -> AsyncGenerator[S3Client, None]:
+    async def _open_client(self, client: AsyncGenerator[S3Client, None]) -> S3Client:
+        try:
+            return await anext(client)
+        except UsageError:
+            raise
+        except ValueError as error:
+            raise UsageError(
+                f"s3://{self.name}: {error}; check AWS_ENDPOINT_URL or endpoint_url=…: http://host:port"
+            ) from redact_error(error)
+
+    async def _hold(self, session: AioSession, number: object) -> AsyncGenerator[S3Client, None]:
         """Yield a client that is closed with this generator: by us, or by the loop when that ends."""
-        async with session.create_client(
-            "s3",
-            endpoint_url=self._settings.endpoint_url,
-            region_name=self._settings.region,
-            config=self._settings.config(),
-        ) as client:
-            client.meta.events.register_last("before-call.s3", _send_at_once)
-            if not _is_aws(client.meta.endpoint_url):
-                client.meta.events.register_last("before-call.s3", _stay_here)
-            yield client
+        try:
+            async with session.create_client(
+                "s3",
+                endpoint_url=self._settings.endpoint_url,
+                region_name=self._settings.region,
+                config=self._settings.config(),
+            ) as client:
+                check_endpoint(self.name, client.meta.endpoint_url)
+                client.meta.events.register_last("before-call.s3", _send_at_once)
+                client.meta.events.register_last("before-call.s3.DeleteObjects", self._add_md5)
+                if not _is_aws(client.meta.endpoint_url):
+                    client.meta.events.register_last("before-call.s3", _stay_here)
+                yield client
+        finally:
+            _held.pop(number, None)
+
+
+def check_endpoint(bucket: str, endpoint_url: str | None) -> None:
+    """Raise UsageError where an endpoint has a user or a password in it: no request to S3 is signed with one."""
+    if endpoint_url and "@" in endpoint_url:
+        raise UsageError(
+            f"s3://{bucket}: the endpoint {hide(endpoint_url)!r} has a user in it, which S3 knows nothing of. Take it out of"
+            " AWS_ENDPOINT_URL or endpoint_url=…, and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
 
 
 @cache

@@ -60,6 +60,8 @@ _CLOCK = {"RequestTimeTooSkewed"}
 _UNKNOWN_KEY = {"InvalidAccessKeyId", "SignatureDoesNotMatch"}
 _RETRYABLE_STATUS = {500, 502, 504}
 _ACCESS_STATUS = {401, 403}
+_UNKNOWN_STATUS = {400, 404, 405, 411, 415, 501}
+_VIRTUAL = {"SecondLevelDomainForbidden", "PathStyleDomainForbidden", "InvalidPathAccess", "VirtualHostDomainRequired"}
 _ELSEWHERE = {301, 302, 303, 307, 308}
 
 _NO_CREDENTIALS = "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or what else the AWS tools read."
@@ -80,9 +82,31 @@ def says_no_upload(error: BaseException | None) -> bool:
     return isinstance(error, ClientError) and error.response.get("Error", {}).get("Code") == "NoSuchUpload"
 
 
+def says_denied(error: BaseException | None) -> bool:
+    """Return whether *error* says that a policy does not allow this call with these credentials."""
+    return isinstance(error, ClientError) and error.response.get("Error", {}).get("Code") in ("AccessDenied", "403")
+
+
 def says_empty(error: ClientError) -> bool:
     """Return whether *error* says that the range asked for begins where the object ends."""
     return error.response.get("Error", {}).get("Code") in ("InvalidRange", "416")
+
+
+def says_damaged(error: ClientError) -> bool:
+    """Return whether *error* says that what came is not what its checksum states."""
+    return error.response.get("Error", {}).get("Code") in _DAMAGED
+
+
+def says_unknown(error: ClientError) -> bool:
+    """Return whether *error* may mean that the store does not know the call, or one of its headers.
+
+    Stores have no common word for it: NotImplemented, InvalidArgument, InvalidRequest, MalformedXML, and of those that sign
+    without what they do not know SignatureDoesNotMatch.
+    """
+    code = error.response.get("Error", {}).get("Code", "")
+    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    known = EXPIRED | _TIMED_OUT | _NO_BUCKET | _OTHER_REGION | _CLOCK | (_DAMAGED - {"InvalidDigest"})
+    return code == "SignatureDoesNotMatch" or (status in _UNKNOWN_STATUS and code not in known)
 
 
 @contextmanager
@@ -100,10 +124,10 @@ def storage_errors(doing: str, key: str, where: str, noticed: Callable[[Exceptio
     except ClientError as error:
         noticed(error)
         raise _from_answer(error, doing, where, key) from redact_error(error)
-    except (BotoCoreError, aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-        noticed(error)
+    except (BotoCoreError, aiohttp.ClientError, OSError) as error:
         if isinstance(error, StorageError):
             raise
+        noticed(error)
         raise _from_client(error, doing, key) from redact_error(error)
 
 
@@ -179,6 +203,14 @@ _MEANINGS: list[tuple[set[str] | frozenset[str], Callable[[str, str, str], Stora
         ),
     ),
     (
+        _VIRTUAL,
+        lambda message, where, key: StorageError(
+            f"{message}. The store wants the bucket in the host's name: set addressing_style = virtual below s3 = in the"
+            " AWS configuration, or pass addressing='virtual'.",
+            key=key,
+        ),
+    ),
+    (
         {"NoSuchUpload"},
         lambda message, where, key: StorageError(
             f"{message}. The multipart upload was aborted, by a lifecycle rule or a clean-up: save again.", key=key
@@ -187,7 +219,7 @@ _MEANINGS: list[tuple[set[str] | frozenset[str], Callable[[str, str, str], Stora
     (
         {"NotImplemented", "501"},
         lambda message, where, key: StorageError(
-            f"{message}. The store lacks a part of S3 that was asked for; for checksums pass checksum=None.", key=key
+            f"{message}. The store lacks a part of S3 that was asked for.", key=key
         ),
     ),
 ]
@@ -208,5 +240,9 @@ def _from_client(error: Exception, doing: str, key: str) -> StorageError:
         return StorageError(f"{message}. Is the store up, and AWS_ENDPOINT_URL right?", key=key, retryable=True)
     if isinstance(error, SSLError):
         return StorageError(f"{message}. Check the certificate (AWS_CA_BUNDLE) and https or http.", key=key)
+    if isinstance(getattr(error, "kwargs", {}).get("error", error), FileNotFoundError | PermissionError):
+        return StorageAccessError(
+            f"{message}. Check AWS_CA_BUNDLE and the files that the AWS configuration names.", key=key
+        )
     again = (ConnectionClosedError, HTTPClientError, ResponseParserError, aiohttp.ClientError, ConnectionError)
     return StorageError(message, key=key, retryable=isinstance(error, again))

@@ -5,22 +5,28 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
+from concurrent.futures import CancelledError
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from urllib.parse import quote
 
 import msgspec
 import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped,unused-ignore]
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 import aiockpt
+import aiockpt.monitor
 from aiockpt import redaction
 from aiockpt.backends.fsspec import FsspecBackend
 from aiockpt.cli.main import main
 from aiockpt.errors import CheckpointError, StorageError, UsageError
 from aiockpt.events import Event
 from aiockpt.options import Options
-from aiockpt.redaction import hide, hide_options, redact, redact_error
+from aiockpt.redaction import HIDDEN, hide, hide_options, redact, redact_error
 from aiockpt.storage.open import open_backend
 from aiockpt.worker.setup import compose_setup
 
@@ -79,6 +85,85 @@ def test_a_password_is_found_by_itself_once_its_url_was_seen() -> None:
         "Port could not be cast to integer value as '***'"
     )
     assert redact("hunter#2 and s3cr3tly, somewhere") == "*** and ***, somewhere"
+
+
+PASSWORDS = st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_size=1, max_size=20).filter(
+    lambda text: text not in f"{HIDDEN}sftp://me@host:443/run cannot connect to refused by user='***' Error()"
+)
+
+
+@given(password=PASSWORDS, encode=st.booleans(), scheme=st.sampled_from(["sftp", "http", "s3", "hdfs", "redis"]))
+def test_no_password_of_a_url_that_was_seen_is_in_what_a_library_says(password: str, encode: bool, scheme: str) -> None:
+    assume(encode or not password[0].isdigit())  # a port
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(redaction, "_seen", {})
+        given = quote(password, safe="") if encode else password
+        url = f"{scheme}://me:{given}@host/run"
+        said = [hide(url)]
+        for form in {password, given}:
+            said += [
+                redact(f"cannot connect to {kind}") for kind in (url, repr(url), f"me:{form}@host:443", ascii(url))
+            ]
+            if len(form) >= 5:
+                said += [redact(f"refused by user={form}"), repr(redact_error(OSError(5, f"refused by {form!r}")))]
+    for text in said:
+        assert password not in text
+        assert given not in text
+
+
+ENVIRONMENT = {
+    "AWS_SECRET_ACCESS_KEY": "wJalr/XUtnFEMI+bPxRfi",
+    "AWS_SESSION_TOKEN": "FwoGZXIvYXdzEBY==",
+    "AWS_CONTAINER_AUTHORIZATION_TOKEN": "tok-of-mine-777",
+    "AZURE_STORAGE_SAS_TOKEN": "sv=2026&sig=c2lnLW9mLW1pbmU%3D",
+    "AZURE_STORAGE_CONNECTION_STRING": "AccountName=me;AccountKey=a2V5LW9mLW1pbmU=",
+    "HTTPS_PROXY": "http://me:proxy-pw@proxy:3128",
+    "AWS_ENDPOINT_URL": "http://me:endpoint-pw@127.0.0.1:1",
+}
+SECRETS = [*list(ENVIRONMENT.values())[:3], "c2lnLW9mLW1pbmU", "a2V5LW9mLW1pbmU", "proxy-pw", "endpoint-pw"]
+
+
+@pytest.mark.parametrize("place", ["s3://bucket/run", "az://container/run", "sftp:b/run", "local"])
+def test_no_secret_of_the_environment_is_in_anything_that_is_emitted(
+    place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level(logging.DEBUG, "aiockpt")
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    told, trace, quoted = _Log(), tmp_path / "trace.jsonl", " ".join(ENVIRONMENT.values())
+    said: list[object] = []
+    with suppress(UsageError), aiockpt.Checkpointer(place, observers=[told, aiockpt.monitor.TraceFile(trace)]) as ckpt:
+        state = {"x": torch.ones(3)}
+        for call in (ckpt.load, partial(ckpt.load, step=1), partial(ckpt.save, 1)):
+            future = call(state)
+            with suppress(Exception, CancelledError):
+                future.result(60)
+            said += [future, *([] if future.cancelled() else [_traceback(future.exception())])]
+        said += [ckpt, ckpt.statistics()]
+    logging.getLogger("aiockpt").info("%s", StorageError(quoted))
+    for call_ in (["ls", place], ["verify", place], ["report", str(trace), "--text"], ["ls", f"{place}/{quoted}"]):
+        with monkeypatch.context() as patched, suppress(SystemExit):
+            patched.setattr(sys, "argv", ["aiockpt", *call_])
+            main()
+    said += [*told.events, caplog.text, capsys.readouterr(), trace.read_text() if trace.exists() else ""]
+    for secret in SECRETS:
+        for each in said:
+            assert secret not in f"{each!r}{each!s}", type(each)
+
+
+def _traceback(error: BaseException | None) -> str:
+    return "" if error is None else "".join(traceback.format_exception(error))
+
+
+def test_what_the_environment_calls_a_token_and_is_none_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TOKENIZERS_PARALLELISM": "parallel-is-fine", "AWS_WEB_IDENTITY_TOKEN_FILE": "/run/token/file",
+                        "PWD": "/work/folder", "HF_TOKEN": "off", "MY_SECRET": "seven77"}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    hide("s3://bucket/run")
+    text = "parallel-is-fine /run/token/file /work/folder off seven77"
+    assert redact(text) == text
 
 
 def test_errors_below_an_error_are_redacted_too() -> None:

@@ -5,6 +5,7 @@ Each has ``--json`` for programs and colour for people.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,6 +40,8 @@ def _fail(error: Exception, status: int) -> None:
 
 def main() -> None:
     """Run the command line."""
+    for library in ("botocore", "aiobotocore"):  # they print tracebacks of what they raise as well
+        logging.getLogger(library).addHandler(logging.NullHandler())
     with _told_plainly():
         app()
 

@@ -71,7 +71,7 @@ class LoopThread:
         self._thread = threading.Thread(target=context.run, args=(_run_loop, ready), name=f"{name}-loop", daemon=True)
         self._thread.start()
         self._loop, self._portal = ready.result()
-        self._dropped = weakref.finalize(self, _stop_soon, self._loop, self._portal, self._pid)
+        self._dropped = weakref.finalize(self, _stop_soon, self._loop, self._portal, self._pid, self._thread)
         self._dropped.atexit = False
         self._executor = _Workers(MOST_WORKERS, thread_name_prefix=f"{name}-worker")
         _start_first(self._executor)
@@ -279,9 +279,10 @@ def _run_loop(ready: Ready) -> None:
         ready.set_exception(error)
 
 
-def _stop_soon(loop: asyncio.AbstractEventLoop, portal: BlockingPortal, pid: int) -> None:
+def _stop_soon(loop: asyncio.AbstractEventLoop, portal: BlockingPortal, pid: int, thread: threading.Thread) -> None:
     """Have a loop end that nobody refers to any more, and its workers with it, without waiting for anything."""
     if os.getpid() == pid:
+        _stopping.add(thread)
         with suppress(RuntimeError):  # it has ended
             loop.call_soon_threadsafe(lambda: loop.create_task(portal.stop(cancel_remaining=True)))
 
@@ -309,6 +310,9 @@ def _start_first(executor: concurrent.futures.ThreadPoolExecutor) -> None:
 
 
 _open_loops: weakref.WeakSet[LoopThread] = weakref.WeakSet()
+_stopping: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_STOP_S = 5.0
+"""For a loop that nobody referred to any more to close its connections before the interpreter exits."""
 _exit_hook = threading.Lock()
 _exit_hook_registered = False
 
@@ -324,3 +328,5 @@ def _register_exit_hook() -> None:
 def _drain_all() -> None:
     for loop in list(_open_loops):
         loop.drain_at_exit()
+    for thread in list(_stopping):
+        thread.join(_STOP_S)
