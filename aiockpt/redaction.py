@@ -11,7 +11,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -70,18 +69,19 @@ def redact(text: str) -> str:
 
 
 def hide(url: str) -> str:
-    """Return *url* redacted; from now on its passwords and keys are redacted wherever they turn up by themselves.
-
-    So are those of the environment, which is read now.
-    """
+    """Return *url* redacted; from now on its passwords and keys are redacted wherever they turn up by themselves."""
     _hide(url)
-    for name, value in os.environ.items():
+    return redact(url)
+
+
+def hide_environment(environment: Mapping[str, str]) -> None:
+    """From now on, redact what variables hold whose names are those of secrets, and passwords of URLs in any."""
+    for name, value in environment.items():
         if "://" in value:
             _hide(value)
         if _SECRET_VARIABLE.search(name) and len(value) >= _SHORTEST_OF_THE_ENVIRONMENT:
             _hide(f"?{value}")
             _remember(value)
-    return redact(url)
 
 
 def _hide(url: str) -> None:

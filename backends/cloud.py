@@ -35,9 +35,10 @@ from aiockpt.backends.cloud_errors import cloud_errors
 from aiockpt.backends.cloud_upload import CloudStream
 from aiockpt.backends.in_order import InOrderUpload
 from aiockpt.errors import ObjectExistsError, ObjectNotFoundError, StorageError, StorageTransferError, UsageError
-from aiockpt.redaction import hide, redact_error
+from aiockpt.redaction import redact_error
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.world import World
+from aiockpt.storage.address import hide_secrets
 from aiockpt.storage.backend import PROOF, PROOF_KEY, Listing, Seen, Space, Stat, Traits, check_key
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class CloudBackend:
         unsafe_commit: bool = False,
         store: ObjectStore | None = None,
     ) -> None:
-        self._url = hide(url.rstrip("/"))
+        self._url = hide_secrets(url.rstrip("/"))
         self._world = world or World()
         self._store = store or _open_store(url, client_options, _NO_RETRY)
         self._uploading = store or _open_store(url, client_options, _PART_RETRY)

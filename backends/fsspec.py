@@ -36,10 +36,11 @@ from aiockpt.backends.fsspec_place import (
 )
 from aiockpt.backends.in_order import InOrderUpload
 from aiockpt.errors import ObjectNotFoundError, StorageError, UsageError
-from aiockpt.redaction import hide, hide_options
+from aiockpt.redaction import hide_options
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.runtime.world import World
+from aiockpt.storage.address import hide_secrets
 from aiockpt.storage.backend import Listing, Space, Stat, Traits, check_key
 
 fsspec: Any = import_module("fsspec")  # it has no types, and is not there where the extra is not installed
@@ -75,7 +76,7 @@ class FsspecBackend:
         world: World | None = None,
     ) -> None:
         self._true_url = url.rstrip("/")
-        self._url = hide(self._true_url)
+        self._url = hide_secrets(self._true_url)
         hide_options(storage_options or {})
         self._protocol = url.partition("://")[0]
         try:

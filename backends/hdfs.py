@@ -31,9 +31,9 @@ from aiockpt.backends.hdfs_concat import WebHdfs, parse_webhdfs
 from aiockpt.backends.hdfs_reader import HdfsReader
 from aiockpt.backends.hdfs_upload import HdfsUpload
 from aiockpt.errors import StorageError, UsageError
-from aiockpt.redaction import hide
 from aiockpt.runtime.limits import Limiter, LimiterStatistics, run_blocking
 from aiockpt.runtime.world import World
+from aiockpt.storage.address import hide_secrets
 from aiockpt.storage.backend import Listing, Space, Stat, Traits, check_key
 
 _BLOCK_WRITES = 4
@@ -81,7 +81,7 @@ class HdfsBackend:
         config: Mapping[str, str] | None = None,
     ) -> None:
         place = urlsplit(url)
-        self._url = hide(url)
+        self._url = hide_secrets(url)
         self._root = "/" + unquote(place.path).strip("/")
         self._world = world or World()
         self._client = connect(url, config)

@@ -1,17 +1,20 @@
-"""How are checkpoints kept in S3 and what speaks its language? The ``s3://`` backend, on aiobotocore.
+"""The ``s3://`` backend, on aiobotocore, for S3 and what speaks its language.
 
 Guarantees, besides those of the contract:
 
 - Data files are multipart uploads straight from the caller's memory and ranged GETs straight into it (`s3_upload`,
   `s3_reader`); nothing is staged on a local disk.
 - No key is ever overwritten but by ``put``: data files, receipts and manifests are created exclusively (`s3_create`).
-- Nothing is retried here; errors say in ``retryable`` what a retry could mend (`aiockpt.storage.retry`).
+- What a store does not know (checksums, batches of deletes without Content-MD5 or at all), and a policy that wants each
+  write conditional, is found out by the first refusal, done without, and remembered.
+- Nothing else is retried here; errors say in ``retryable`` what a retry could mend (`aiockpt.storage.retry`).
 
 ``list`` shows no multipart upload under way; what a crash left of them is found by ``leftover_uploads``.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -20,10 +23,10 @@ from typing import Any, Literal
 import msgspec
 from botocore.exceptions import ClientError
 
-from aiockpt.backends.s3_body import Checksum, find_summing
+from aiockpt.backends.s3_body import Checks, Checksum, find_summing
 from aiockpt.backends.s3_client import Addressing, Bucket, Settings, split_url
 from aiockpt.backends.s3_create import Creator
-from aiockpt.backends.s3_errors import says_empty, says_no_upload
+from aiockpt.backends.s3_errors import says_empty, says_no_upload, says_unknown
 from aiockpt.backends.s3_multipart import Multipart, abort_uploads
 from aiockpt.backends.s3_reader import S3Reader
 from aiockpt.backends.s3_upload import S3Upload
@@ -31,6 +34,8 @@ from aiockpt.errors import ObjectExistsError, StorageError, UsageError
 from aiockpt.runtime.limits import Limiter, LimiterStatistics
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Listing, Space, Stat, Traits, UnfinishedUpload, check_key
+
+logger = logging.getLogger("aiockpt")
 
 PART_BYTES = 16 << 20
 _PART_UNIT_BYTES = 8 << 20
@@ -61,7 +66,7 @@ class S3Backend:
         concurrency: parts, and reads, under way at once. One connection to AWS gives 50–100 MB/s: raise it where the
             network is faster than eight of these.
         checksum: what the store is to check the bytes it gets with: CRC64NVME or CRC32; "auto" takes the first where
-            awscrt is installed; None sends none, for stores that know neither.
+            awscrt is installed; None sends none. A store that knows neither is found out, and gets none.
         connect_timeout_s, stall_s: seconds for a connection, and without a byte moving, before a call is given up.
         unsafe_commit: use a store without conditional writes all the same, with a warning.
         world: the seam to random bytes.
@@ -102,9 +107,9 @@ class S3Backend:
         self._bucket = Bucket(name, prefix, settings)
         self._part_bytes = part_bytes
         self._concurrency = concurrency
-        self._summing = find_summing(checksum)
+        self._checks = Checks(find_summing(checksum), lambda: self._bucket.where)
         token = (world or World()).token
-        self._creator = Creator(self._bucket, self._summing, unsafe_commit=unsafe_commit, token=token)
+        self._creator = Creator(self._bucket, self._checks, unsafe_commit=unsafe_commit, token=token)
         self._sending = Limiter("s3 parts", concurrency)
         self._hashing = Limiter("s3 checksums", 4)
         self._creating: set[str] = set()
@@ -124,7 +129,7 @@ class S3Backend:
         )
 
     async def put(self, key: str, data: bytes) -> None:
-        await self._creator.put(check_key(key), data)
+        await self._creator.replace(check_key(key), data)
 
     async def put_new(self, key: str, data: bytes) -> None:
         await self._creator.put_new(check_key(key), data)
@@ -159,7 +164,7 @@ class S3Backend:
             await self._creator.find_out()
             if await self._creator.owner(key) is not None:
                 raise ObjectExistsError(f"creating {key!r}: it is there already, in {self._bucket.where}", key=key)
-            multipart = Multipart(self._bucket, self._creator, key, self._summing, self._sending)
+            multipart = Multipart(self._bucket, self._creator, key, self._checks, self._sending)
             await multipart.begin()
         except BaseException:
             self._creating.discard(key)
@@ -245,14 +250,29 @@ class S3Backend:
         client = await self._bucket.client()
         paths = [self._bucket.path(key) for key in keys]
         with self._bucket.errors("deleting", keys[0]):
-            if len(paths) == 1:  # needs no checksum over a list, which some stores want in another way than others
-                await client.delete_object(Bucket=self._bucket.name, Key=paths[0])
+            while len(paths) > 1 and self._bucket.batches != "none":
+                tried = self._bucket.batches
+                try:
+                    answer = await client.delete_objects(
+                        Bucket=self._bucket.name, Delete={"Objects": [{"Key": path} for path in paths], "Quiet": True}
+                    )
+                except ClientError as error:
+                    if not says_unknown(error):
+                        raise
+                    if self._bucket.batches == tried:
+                        self._bucket.batches = "with MD5" if tried == "plain" else "none"
+                        logger.info(
+                            "%s: %s; batches of deletes from now on: %s",
+                            self._bucket.where,
+                            error,
+                            self._bucket.batches,
+                        )
+                    continue
+                for failed in answer.get("Errors", ()):
+                    self._raise_undeleted(failed)
                 return
-            answer = await client.delete_objects(
-                Bucket=self._bucket.name, Delete={"Objects": [{"Key": path} for path in paths], "Quiet": True}
-            )
-            for failed in answer.get("Errors", ()):
-                self._raise_undeleted(failed)
+            for path in paths:  # one needs no checksum over a list, either
+                await client.delete_object(Bucket=self._bucket.name, Key=path)
 
     def _raise_undeleted(self, failed: dict[str, str]) -> None:
         """Raise what one key of a batch met, unless it was absent."""

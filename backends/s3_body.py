@@ -1,22 +1,26 @@
-"""How do bytes leave without being copied, and how does the store know that they are the right ones?
+"""Bodies that leave without being copied, and the checksum by which the store knows that they are the right ones.
 
 A part is sent from the caller's memory in slices. Its checksum goes ahead in a header (CRC64NVME through awscrt: 39 GB/s;
-CRC32 through zlib where that is missing), so neither signing nor a trailer makes the client read the body twice.
+CRC32 through zlib where that is missing), so neither signing nor a trailer makes the client read the body twice. A store
+that knows no such header is found out by its refusal (`Checks`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import logging
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import aiohttp
 import msgspec
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import StreamWriter
+from botocore.exceptions import ClientError
 
+from aiockpt.backends.s3_errors import says_damaged, says_unknown
 from aiockpt.backends.s3_wire import send
 from aiockpt.errors import UsageError
 
@@ -25,6 +29,9 @@ try:
 except ImportError:  # optional: it is a compiled package
     crt = None
 
+logger = logging.getLogger("aiockpt")
+
+T = TypeVar("T")
 Checksum = Literal["crc64nvme", "crc32"]
 
 
@@ -74,6 +81,48 @@ def find_summing(wanted: Checksum | Literal["auto"] | None) -> Summing | None:
         raise UsageError("checksum='crc64nvme' needs the package awscrt: pip install awscrt, or leave checksum='auto'")
     add: Any = crt.crc64nvme  # takes any buffer, and is declared to take bytes
     return Summing("CRC64NVME", 8, add, crt.combine_crc64nvme)
+
+
+class Checks:
+    """The checksum that goes with what is written, until the store turns out not to know it.
+
+    Args:
+        where: the bucket and the endpoint, for the log.
+
+    Attributes:
+        summing: None from then on. The data keep checksums of their own.
+    """
+
+    def __init__(self, summing: Summing | None, where: Callable[[], str]) -> None:
+        self.summing = summing
+        self._where = where
+
+    async def send(
+        self, fields: Mapping[str, Any], call: Callable[[Mapping[str, Any]], Awaitable[T]], *, proving: bool = False
+    ) -> T:
+        """Make *call* with *fields*, which state a checksum; where it is refused, once more without.
+
+        Args:
+            proving: the body is tiny, so that damage to it on the way twice is none.
+        """
+        for last_try in (not proving, True):
+            try:
+                return await call(fields)
+            except ClientError as error:
+                damaged = proving and says_damaged(error)
+                if not fields or not (damaged or says_unknown(error)):
+                    raise
+                refusal = error
+            if last_try or not damaged:
+                break
+        result = await call({})
+        if self.summing is not None:
+            self.summing = None
+            logger.warning(
+                "%s: the store knows no checksum of S3's (%s); what is written goes there without. The data keep our own",
+                *(self._where(), refusal.response.get("Error", {}).get("Code", "")),
+            )
+        return result
 
 
 class Body(aiohttp.Payload):

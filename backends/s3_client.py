@@ -37,6 +37,7 @@ from aiockpt.errors import StorageTimeoutError, UsageError
 from aiockpt.redaction import hide, redact_error
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.progress import note_progress
+from aiockpt.storage.address import hide_secrets
 from aiockpt.storage.backend import check_key
 
 S3Client = Any
@@ -115,6 +116,7 @@ class Bucket:
         self.prefix = prefix
         self.batches: Literal["plain", "with MD5", "none"] = "plain"
         self._settings = settings
+        hide_secrets(self.name)
         check_endpoint(name, settings.endpoint_url)
         self._loading = Limiter("s3 client", 1)
         self._opening = anyio.Lock()

@@ -1,4 +1,4 @@
-"""How is a key created exactly once? Conditional writes, and a write id to recognise our own when the answer is lost.
+"""Keys that are created exactly once: by conditional writes, and a write id to recognise our own when the answer is lost.
 
 Guarantees (docs/format.md#commit-on-object-stores):
 
@@ -12,17 +12,18 @@ Guarantees (docs/format.md#commit-on-object-stores):
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import anyio
 
-from aiockpt.backends.s3_body import Body, Summing
+from aiockpt.backends.s3_body import Body, Checks
 from aiockpt.backends.s3_client import Bucket
-from aiockpt.backends.s3_errors import says_no_upload
+from aiockpt.backends.s3_errors import says_denied, says_no_upload
 from aiockpt.errors import (
     ObjectExistsError,
     ObjectNotFoundError,
+    StorageAccessError,
     StorageError,
     StorageThrottledError,
     UsageError,
@@ -31,6 +32,7 @@ from aiockpt.storage.backend import PROOF, PROOF_KEY
 
 WRITE_ID = "aiockpt-write-id"
 _ONLY_NEW: dict[str, Any] = {"IfNoneMatch": "*"}
+_REPLACEMENTS = 8
 
 
 class Creator:
@@ -42,15 +44,14 @@ class Creator:
         token: random bytes.
     """
 
-    def __init__(
-        self, bucket: Bucket, summing: Summing | None, *, unsafe_commit: bool, token: Callable[[int], bytes]
-    ) -> None:
+    def __init__(self, bucket: Bucket, checks: Checks, *, unsafe_commit: bool, token: Callable[[int], bytes]) -> None:
         self._bucket = bucket
-        self._summing = summing
+        self._checks = checks
         self._unsafe_commit = unsafe_commit
         self._token = token
         self._proving = anyio.Lock()
         self._conditional: bool | None = None
+        self._replaces_conditionally = False
 
     @property
     def conditional(self) -> bool | None:
@@ -80,15 +81,44 @@ class Creator:
         if not self._conditional and await self.owner(key) != write_id:
             raise ObjectExistsError(f"creating {key!r}: another writer was as fast", key=key)
 
-    async def put(self, key: str, data: bytes, **more: Any) -> None:
+    async def replace(self, key: str, data: bytes) -> None:
+        """Write *key*, whatever is there; on condition of what is there where a policy of the bucket wants each write so."""
+        refused: StorageAccessError | None = None
+        if not self._replaces_conditionally:
+            try:
+                return await self.put(key, data)
+            except StorageAccessError as error:
+                if not says_denied(error.__cause__):
+                    raise
+                refused = error
+        for _ in range(_REPLACEMENTS):
+            try:
+                await self.put(key, data, **await self._condition_now(key))
+            except (ObjectExistsError, ObjectNotFoundError):
+                continue  # another writer was between
+            except StorageError as error:
+                raise error if refused is None else refused from error
+            self._replaces_conditionally = True
+            return None
+        raise StorageError(f"writing {key!r}: other writers were faster each time", key=key, retryable=True)
+
+    async def _condition_now(self, key: str) -> dict[str, Any]:
+        try:
+            return {"IfMatch": (await self._bucket.head("looking for", key))["ETag"]}
+        except ObjectNotFoundError:
+            return _ONLY_NEW
+
+    async def put(self, key: str, data: bytes, *, proving: bool = False, **more: Any) -> None:
         """Write a small object, with its checksum."""
-        check: dict[str, Any] = (
-            {} if self._summing is None else self._summing.field(self._summing.of([memoryview(data)]))
-        )
+        summing, view = self._checks.summing, memoryview(data)
         client = await self._bucket.client()
         with self._bucket.sending("writing", key) as moved:
-            body = Body([memoryview(data)], moved) if data else b""
-            await client.put_object(**self._bucket.address(key), Body=body, **check, **more)
+
+            async def put(check: Mapping[str, Any]) -> None:
+                body = Body([view], moved) if data else b""
+                await client.put_object(**self._bucket.address(key), Body=body, **check, **more)
+
+            await self._checks.send({} if summing is None else summing.field(summing.of([view])), put, proving=proving)
 
     async def was_ours(self, key: str, write_id: str, error: StorageError) -> bool:
         """Return whether the write that failed with *error* took effect all the same.
@@ -149,7 +179,7 @@ class Creator:
         """Create the one key that proves it, for good; return whether this, or doing it again, was refused."""
         try:
             for _ in range(2):
-                await self.put(PROOF_KEY, PROOF, **_ONLY_NEW)
+                await self.put(PROOF_KEY, PROOF, proving=True, **_ONLY_NEW)
         except ObjectExistsError:
             return True
         return False

@@ -1,4 +1,4 @@
-"""What does one multipart upload say to the store? Start, parts in any order, complete, abort.
+"""One multipart upload: start, parts in any order, complete, abort.
 
 Guarantees:
 
@@ -10,17 +10,21 @@ Guarantees:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 import anyio
 import msgspec
 
-from aiockpt.backends.s3_body import Body, Summing
+from aiockpt.backends.s3_body import Body, Checks
 from aiockpt.backends.s3_client import Bucket
 from aiockpt.backends.s3_create import WRITE_ID, Creator
 from aiockpt.errors import StorageError
 from aiockpt.runtime.limits import Limiter
+
+_IN_PARTS = "in parts"
+"""Among the parameters of a checksum: each part states its own; no parameter of S3."""
 
 
 class SentPart(msgspec.Struct, frozen=True):
@@ -38,11 +42,11 @@ class Multipart:
         sending: limits parts under way.
     """
 
-    def __init__(self, bucket: Bucket, creator: Creator, key: str, summing: Summing | None, sending: Limiter) -> None:
+    def __init__(self, bucket: Bucket, creator: Creator, key: str, checks: Checks, sending: Limiter) -> None:
         self._bucket = bucket
         self._creator = creator
         self._key = key
-        self._summing = summing
+        self._checks = checks
         self._sending = sending
         self._write_id = creator.new_write_id()
         self._upload_id = ""
@@ -55,16 +59,18 @@ class Multipart:
 
     def sum(self, views: Sequence[memoryview]) -> int:
         """Return the checksum of a part, for `send`. Any thread."""
-        return 0 if self._summing is None else self._summing.of(views)
+        return 0 if (summing := self._checks.summing) is None else summing.of(views)
 
     async def begin(self) -> None:
         """Start the upload."""
-        checked = {"ChecksumAlgorithm": self._summing.name, "ChecksumType": "FULL_OBJECT"} if self._summing else {}
+        summing = self._checks.summing
+        checked = {} if summing is None else {"ChecksumAlgorithm": summing.name, "ChecksumType": "FULL_OBJECT"}
         client = await self._bucket.client()
+        where, metadata = self._bucket.address(self._key), {WRITE_ID: self._write_id}
         try:
             with self._bucket.errors("creating", self._key):
-                answer = await client.create_multipart_upload(
-                    **self._bucket.address(self._key), Metadata={WRITE_ID: self._write_id}, **checked
+                answer = await self._checks.send(
+                    checked, lambda check: client.create_multipart_upload(**where, Metadata=metadata, **check)
                 )
         except BaseException as error:
             if not isinstance(error, StorageError) or error.retryable:  # it may have been started
@@ -78,12 +84,10 @@ class Multipart:
         client = await self._bucket.client()
         async with self._sending:
             with self._bucket.sending(f"writing part {part + 1} of", self._key) as moved:
-                answer = await client.upload_part(
-                    **self._bucket.address(self._key),
-                    **self._check(checksum),
-                    UploadId=self._upload_id,
-                    PartNumber=part + 1,
-                    Body=Body(views, moved) if views else b"",
+                address = {**self._bucket.address(self._key), "UploadId": self._upload_id, "PartNumber": part + 1}
+                answer = await self._checks.send(
+                    self._check(checksum),
+                    lambda check: client.upload_part(**address, **check, Body=Body(views, moved) if views else b""),
                 )
                 self._sent[part] = SentPart(answer["ETag"], checksum, sum(len(view) for view in views))
 
@@ -103,27 +107,41 @@ class Multipart:
 
     async def _complete(self) -> None:
         numbers = sorted(self._sent)
-        parts = [
-            {"PartNumber": number + 1, "ETag": self._sent[number].etag, **self._check(self._sent[number].sum)}
-            for number in numbers
-        ]
         client = await self._bucket.client()
-        with self._bucket.errors("finishing", self._key):
-            await client.complete_multipart_upload(
+        condition = self._creator.condition
+
+        def complete(check: Mapping[str, Any]) -> Awaitable[Any]:
+            parts = [
+                {
+                    "PartNumber": number + 1,
+                    "ETag": self._sent[number].etag,
+                    **(self._check(self._sent[number].sum) if check else {}),
+                }
+                for number in numbers
+            ]
+            whole = {name: value for name, value in check.items() if name != _IN_PARTS}
+            return client.complete_multipart_upload(  # type: ignore[no-any-return,unused-ignore]
                 **self._bucket.address(self._key),
-                **self._check_all([self._sent[number] for number in numbers]),
-                **self._creator.condition,
+                **whole,
+                **condition,
                 UploadId=self._upload_id,
                 MultipartUpload={"Parts": parts},
             )
 
+        with self._bucket.errors("finishing", self._key):
+            await self._checks.send(self._check_all([self._sent[number] for number in numbers]), complete)
+
     def _check(self, value: int) -> dict[str, str]:
-        return {} if self._summing is None else self._summing.field(value)
+        return {} if (summing := self._checks.summing) is None else summing.field(value)
 
     def _check_all(self, parts: Sequence[SentPart]) -> dict[str, str]:
-        """Return the parameters that state the checksum of all parts, where it can be had."""
-        value = None if self._summing is None else self._summing.of_all([(part.sum, part.size) for part in parts])
-        return {} if value is None else {"ChecksumType": "FULL_OBJECT", **self._check(value)}
+        """Return the parameters that state the checksum of all parts, where it can be had, and that the parts have one."""
+        if (summing := self._checks.summing) is None:
+            return {}
+        value = summing.of_all([(part.sum, part.size) for part in parts])
+        return (
+            {_IN_PARTS: ""} if value is None else {_IN_PARTS: "", "ChecksumType": "FULL_OBJECT", **self._check(value)}
+        )
 
 
 async def abort_uploads(bucket: Bucket, key: str, upload_id: str = "") -> None:

@@ -27,6 +27,7 @@ from aiockpt.errors import CheckpointError, StorageError, UsageError
 from aiockpt.events import Event
 from aiockpt.options import Options
 from aiockpt.redaction import HIDDEN, hide, hide_options, redact, redact_error
+from aiockpt.storage.address import parse_address
 from aiockpt.storage.open import open_backend
 from aiockpt.worker.setup import compose_setup
 
@@ -161,7 +162,7 @@ def test_what_the_environment_calls_a_token_and_is_none_is_left_alone(monkeypatc
     for name, value in {"TOKENIZERS_PARALLELISM": "parallel-is-fine", "AWS_WEB_IDENTITY_TOKEN_FILE": "/run/token/file",
                         "PWD": "/work/folder", "HF_TOKEN": "off", "MY_SECRET": "seven77"}.items():  # fmt: skip
         monkeypatch.setenv(name, value)
-    hide("s3://bucket/run")
+    parse_address("run")
     text = "parallel-is-fine /run/token/file /work/folder off seven77"
     assert redact(text) == text
 

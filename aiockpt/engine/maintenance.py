@@ -273,11 +273,11 @@ async def _mark(
 async def clean_up(place: Place, saved: SaveResult) -> None:
     """After a commit: move the hint, collect what the new generation made garbage, apply retention.
 
-    The checkpoint is safe by now: trouble here is logged, and tried again after the next commit.
+    The checkpoint is safe by now: trouble here is logged, and tried again after the next commit. Nothing needs the hint.
     """
     try:
         async with place.cleaning:
-            await place.backend.put(LATEST_KEY, f"{saved.id}\n".encode())
+            await _move_hint(place, saved)
             rules = place.retention
             if rules is not None:
                 pruned = await prune(place, rules, with_uploads=place.uploads_are_due())
@@ -288,6 +288,14 @@ async def clean_up(place: Place, saved: SaveResult) -> None:
                 await _collect_all(place, [entry], Retention(), place.engine.busy_attempts, [], dry_run=False)
     except CheckpointError as error:
         logger.warning("cleaning up after %s: %s", saved.id, error)
+
+
+async def _move_hint(place: Place, saved: SaveResult) -> None:
+    try:
+        await place.backend.put(LATEST_KEY, f"{saved.id}\n".encode())
+    except CheckpointError as error:  # another user's, or a bucket where nothing may be written over
+        if place.heads.is_news(f"{LATEST_KEY}: {error}"):
+            logger.warning("%s in %s cannot be written, and stays as it is: %s", LATEST_KEY, place.backend.url, error)
 
 
 async def prune(place: Place, rules: Retention, *, dry_run: bool = False, with_uploads: bool = True) -> Pruned:

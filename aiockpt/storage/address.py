@@ -20,7 +20,7 @@ from urllib.parse import quote, unquote
 import msgspec
 
 from aiockpt.errors import UsageError
-from aiockpt.redaction import hide
+from aiockpt.redaction import hide, hide_environment
 
 _SCHEMES = (
     "s3|s3a|s3n|gs|gcs|az|abfs|abfss|wasb|wasbs|adl|hdfs|webhdfs|memory|shm|file|https?|s?ftp|ssh|smb|dbfs|oss|hf|swift"
@@ -49,6 +49,12 @@ class Address(msgspec.Struct, frozen=True):
         return "file://" + quote(os.path.abspath(self.text)) if self.scheme == "file" else self.text
 
 
+def hide_secrets(url: str) -> str:
+    """Return *url* redacted; from now on what is secret in it, and in the environment, is redacted by itself, too."""
+    hide_environment(os.environ)
+    return hide(url)
+
+
 def parse_address(where: str | os.PathLike[str]) -> Address:
     """Return what *where* names.
 
@@ -58,7 +64,7 @@ def parse_address(where: str | os.PathLike[str]) -> Address:
     text = os.fspath(where)
     if not isinstance(text, str):
         raise UsageError(f"{text!r}: a path of bytes; give a str or a pathlib.Path")
-    hide(text)  # before anything can fail: an error quotes what it met
+    hide_secrets(text)  # before anything can fail: an error quotes what it met
     _check_characters(text)
     if isinstance(where, str) and not text.startswith("./"):
         _refuse_slip(text)

@@ -33,6 +33,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
             it; "unconditional": take the condition off; "whole": take the range off (both only before a store that
             checks no signature).
         method, match: which requests: their method, and a part of their path with query.
+        has, lacks: only those with a header whose name begins so, or without.
         at: at which of these it comes, from 1. *times*: at how many in a row; None for all from then on.
         to: where an answer sends the client on to.
         status, code: of the answer; a status of 200 has the error in its body all the same.
@@ -41,6 +42,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     do: Action
     method: str = ""
     match: str = ""
+    has: str = ""
+    lacks: str = ""
     at: int = 1
     times: int | None = 1
     status: int = 503
@@ -50,7 +53,12 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
     def meets(self, request: web.Request) -> bool:
         """Return whether it is about *request*."""
-        return self.method in ("", request.method) and self.match in request.raw_path
+        if self.method not in ("", request.method) or self.match not in request.raw_path:
+            return False
+        names = [name.lower() for name in request.headers]
+        return (not self.has or any(name.startswith(self.has) for name in names)) and (
+            not self.lacks or not any(name.startswith(self.lacks) for name in names)
+        )
 
 
 class Proxy:

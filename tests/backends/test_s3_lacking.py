@@ -1,0 +1,176 @@
+"""Stores that lack a part of S3, and policies of a bucket: found out by the first refusal, and done without."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+import aiockpt
+from aiockpt.backends.local import LocalBackend
+from aiockpt.backends.s3 import S3Backend
+from aiockpt.errors import StorageAccessError, StorageError
+from aiockpt.options import Retention
+from aiockpt.testing.backend_suite import patterned
+from aiockpt.testing.faults import Fault as BackendFault
+from aiockpt.testing.faults import FaultyBackend
+from tests.servers.proxy import Fault, Proxy, proxy_to
+from tests.servers.seaweed import Seaweed
+from tests.small_run import SMALL
+
+PART = 8 << 20
+UNKNOWN = [(501, "NotImplemented"), (400, "InvalidArgument"), (400, "InvalidRequest"), (403, "SignatureDoesNotMatch")]
+
+
+@pytest.fixture
+async def proxy(seaweed: Seaweed) -> AsyncIterator[Proxy]:
+    async with proxy_to(seaweed.endpoint_url) as running:
+        yield running
+
+
+@pytest.fixture
+async def s3(proxy: Proxy, s3_url: str) -> AsyncIterator[S3Backend]:
+    backend = S3Backend(s3_url, endpoint_url=proxy.endpoint_url, part_bytes=PART)
+    yield backend
+    await backend.close()
+
+
+async def write_all(s3: S3Backend) -> None:
+    """Write in each way that there is, and read it again."""
+    await s3.put_new("new", b"data")
+    await s3.put("small", b"data")
+    data = patterned(2 * PART + 5)
+    file = await s3.create("large", len(data))
+    await file.write(0, [data])
+    await file.finish()
+    assert await s3.get("small", 9) == await s3.get("new", 9) == b"data"
+    assert await s3.get("large", 3 * PART) == bytes(data)
+
+
+@pytest.mark.parametrize(("status", "code"), [*UNKNOWN, (400, "BadDigest")])
+async def test_a_store_that_knows_no_checksum_gets_none(
+    s3: S3Backend, proxy: Proxy, status: int, code: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy.misbehave(
+        Fault(do="answer", method="PUT", has="x-amz-checksum", status=status, code=code, times=None),
+        Fault(do="answer", method="POST", has="x-amz-checksum", status=status, code=code, times=None),
+    )
+    await write_all(s3)
+    assert len(proxy.met) == (2 if code == "BadDigest" else 1)
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "aiockpt"]
+    assert f"the store knows no checksum of S3's ({code})" in told
+
+
+@pytest.mark.parametrize("match", ["uploads", "partNumber=2", "uploadId="])
+async def test_a_checksum_that_is_refused_later_is_left_out_from_there(s3: S3Backend, proxy: Proxy, match: str) -> None:
+    method = "PUT" if match.startswith("part") else "POST"
+    proxy.misbehave(
+        Fault(
+            do="answer",
+            method=method,
+            match=match,
+            has="x-amz-checksum",
+            status=400,
+            code="InvalidArgument",
+            times=None,
+        )
+    )
+    await write_all(s3)
+    assert len(proxy.met) == 1
+
+
+async def test_bytes_that_were_damaged_once_are_no_store_without_checksums(s3: S3Backend, proxy: Proxy) -> None:
+    await s3.put("before", b"data")
+    proxy.misbehave(Fault(do="answer", method="PUT", status=400, code="BadDigest"))
+    with pytest.raises(StorageError) as caught:
+        await s3.put("small", b"data")
+    assert caught.value.retryable
+    await s3.put("small", b"data")
+    assert s3._checks.summing is not None
+
+
+async def test_what_is_refused_with_and_without_checksum_is_an_error(s3: S3Backend, proxy: Proxy) -> None:
+    proxy.misbehave(Fault(do="answer", method="PUT", status=400, code="InvalidArgument", times=None))
+    with pytest.raises(StorageError, match="InvalidArgument"):
+        await s3.put("small", b"data")
+    assert s3._checks.summing is not None
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(400, "MissingContentMD5"), (400, "InvalidRequest"), (411, "MissingDigest")]
+)
+async def test_a_store_that_wants_md5_for_a_batch_of_deletes_gets_it(
+    s3: S3Backend, proxy: Proxy, status: int, code: str
+) -> None:
+    await write_all(s3)
+    proxy.misbehave(
+        Fault(do="answer", method="POST", match="delete", lacks="content-md5", status=status, code=code, times=None)
+    )
+    for _ in range(2):
+        await s3.put("small", b"data")
+        await s3.delete(["small", "new", "large"])
+        assert (await s3.list("")).objects[1:] == ()
+    assert len(proxy.met) == 1
+
+
+@pytest.mark.parametrize(("status", "code"), [(501, "NotImplemented"), (405, "MethodNotAllowed"), (404, "")])
+async def test_a_store_without_batches_of_deletes_is_asked_for_each(
+    s3: S3Backend, proxy: Proxy, status: int, code: str
+) -> None:
+    await write_all(s3)
+    proxy.misbehave(Fault(do="answer", method="POST", match="delete", status=status, code=code, times=None))
+    for _ in range(2):
+        await s3.put("small", b"data")
+        await s3.delete(["small", "new", "large"])
+        assert (await s3.list("")).objects[1:] == ()
+    assert len(proxy.met) == 2
+
+
+async def test_a_bucket_where_each_put_has_to_be_conditional(proxy: Proxy, s3_url: str) -> None:
+    proxy.misbehave(Fault(do="answer", method="PUT", lacks="if-", status=403, code="AccessDenied", times=None))
+    s3 = S3Backend(s3_url, endpoint_url=proxy.endpoint_url)
+    for data in (b"one", b"two", b"three"):
+        await s3.put("LATEST", data)
+        assert await s3.get("LATEST", 9) == data
+    await s3.put_new("new", b"data")
+    assert len(proxy.met) == 1
+    proxy.misbehave(Fault(do="answer", method="PUT", status=403, code="AccessDenied", times=None))
+    with pytest.raises(StorageAccessError):
+        await s3.put("LATEST", b"four")
+    await s3.close()
+
+
+def test_clean_up_goes_on_without_the_hint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    refused = FaultyBackend(
+        LocalBackend(str(tmp_path)),
+        [BackendFault(do="fail", verb="put", match="LATEST", times=None, error=errno.EACCES)],
+    )
+    with aiockpt.Checkpointer(refused, io=SMALL, retention=Retention(last=1)) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, {"x": step}).result(30)
+    with aiockpt.Checkpointer(tmp_path) as ckpt:
+        assert [info.step for info in ckpt.steps().result(30)] == [3]
+    told = [record.getMessage() for record in caplog.records if "LATEST" in record.getMessage()]
+    assert len(told) == 1
+    assert "stays as it is" in told[0]
+
+
+async def test_the_addressing_style_of_the_aws_configuration_is_kept(
+    aws_environment: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "config").write_text("[default]\ns3 =\n  addressing_style = virtual\n")
+    aws_environment.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    aws_environment.setenv("AWS_ENDPOINT_URL", "http://store:9000")
+    s3 = S3Backend("s3://bucket/run")
+    client = await s3._bucket.client()
+    url = await client.generate_presigned_url("get_object", Params={"Bucket": "bucket", "Key": "run/key"})
+    assert url.startswith("http://bucket.store:9000/run/key?")
+    await s3.close()
+
+
+async def test_a_store_that_wants_the_bucket_in_its_name_says_which_setting(s3: S3Backend, proxy: Proxy) -> None:
+    proxy.misbehave(Fault(do="answer", status=403, code="SecondLevelDomainForbidden", times=None))
+    with pytest.raises(StorageError, match="addressing_style = virtual"):
+        await s3.list("")
