@@ -149,7 +149,7 @@ def _urgency(rank: RankNow) -> tuple[bool, float, int]:
 
 
 def _header(root: str, job: JobNow) -> list[str]:
-    well = job.world_size - len(job.missing) - len(job.silent)
+    well = sum(not one.silent for one in job.ranks)
     state = "[dim]ended[/]" if job.ended else f"{well} of {show.count(job.world_size, 'rank')} heard"
     if job.durable_step is None or job.durable_s is None:
         durable = "[yellow]no step is durable yet[/]"
@@ -169,6 +169,10 @@ def _header(root: str, job: JobNow) -> list[str]:
     ):
         if ranks:
             lines.append(f"[bold red]{what}: {name_ranks(ranks, _SHOWN_RANKS)}[/]")
+    if job.damaged:
+        more = f" and {len(job.damaged) - _SHOWN_RANKS} more" if len(job.damaged) > _SHOWN_RANKS else ""
+        names = ", ".join(job.damaged[:_SHOWN_RANKS])
+        lines.append(f"[bold red]damaged, or of another version of aiockpt: {escape(names)}{more}[/]")
     lines += [f"[yellow]{escape(_slow(one))}[/]" for one in job.slow[:MOST_SLOW]]
     errors = {one.beat.last_error for one in job.ranks if one.beat.last_error}
     if errors:

@@ -70,6 +70,11 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
     ended: bool = False
 
 
+def beat_key(rank: int) -> str:
+    """Return where the last beat of a rank lies."""
+    return f"{FOLDER}/{BEGINS}{rank:05}.json"
+
+
 class Heartbeat:
     """Says every few seconds what this rank does, for ``aiockpt top RUN``; give one to each checkpointer's ``observers``.
 
@@ -193,7 +198,7 @@ class Heartbeat:
             if beat.rank == 0 and beat.number % BEATS_TO_COMPARISON == 0:
                 for slow in await self._peers.compare(backend, self._opened):
                     self._emit(found_event(slow, time.monotonic_ns()))
-            await backend.put(f"{FOLDER}/{BEGINS}{beat.rank:05}.json", msgspec.json.encode(beat))
+            await backend.put(beat_key(beat.rank), msgspec.json.encode(beat))
         except CheckpointError as error:
             if not was_failing:
                 logger.warning("the heartbeat of rank %d cannot be written, and is tried again: %r", beat.rank, error)

@@ -11,7 +11,7 @@ from collections import defaultdict
 
 import msgspec
 
-from aiockpt.monitor.heartbeat import BEGINS, Beat
+from aiockpt.monitor.heartbeat import BEGINS, Beat, beat_key
 from aiockpt.monitor.stragglers import Straggler
 from aiockpt.monitor.trace import FOLDER
 from aiockpt.monitor.under_way import PendingWork
@@ -53,6 +53,7 @@ class JobNow(msgspec.Struct, frozen=True, kw_only=True):
             work since then.
         in_flight: the steps that are being saved.
         slow: ranks that are slower than their peers, the slowest first.
+        damaged: heartbeats in the storage that cannot be read, by key: the file is damaged, or of another version.
         doubled: ranks of which two processes speak in turns: two jobs have one place.
     """
 
@@ -64,6 +65,7 @@ class JobNow(msgspec.Struct, frozen=True, kw_only=True):
     durable_s: float | None
     in_flight: list[int]
     slow: list[Straggler]
+    damaged: list[str]
     doubled: list[int]
     bytes_per_s: float
     failed: int
@@ -85,12 +87,14 @@ class JobWatch:
         self._earlier: dict[int, set[tuple[str, int]]] = defaultdict(set)
         """Rank → processes that spoke of it before another one did."""
         self._doubled: set[int] = set()
+        self._damaged: set[str] = set()
 
     async def look(self) -> JobNow | None:
-        """Read what has changed, and return how the job does; None where no rank has ever said anything."""
+        """Read what has changed, and return how the job does; None where there is no heartbeat."""
         listing = await self._backend.list(FOLDER)
         there = {stat.key: stat for stat in listing.objects if stat.key.startswith(f"{FOLDER}/{BEGINS}")}
         self._known = {key: known for key, known in self._known.items() if key in there}
+        self._damaged &= there.keys()
         changed = [stat for key, stat in there.items() if key not in self._known or self._known[key][0] != stat]
         beats = await get_many(self._backend, [stat.key for stat in changed], MAX_BYTES)
         for stat, data in zip(changed, beats, strict=True):
@@ -101,8 +105,10 @@ class JobWatch:
     def _take(self, stat: Stat, data: bytes) -> None:
         try:
             beat = _decoder.decode(data)
-        except msgspec.MsgspecError:  # of another version
+        except msgspec.MsgspecError:
+            self._damaged.add(stat.key)
             return
+        self._damaged.discard(stat.key)
         if (before := self._known.get(stat.key)) is not None:
             self._compare_tellers(before[1], beat)
         silent_s = 0.0 if before is not None else max(time.time() - beat.time_s, 0.0)
@@ -119,24 +125,27 @@ class JobWatch:
     def _sum_up(self) -> JobNow | None:
         now_s = time.monotonic()
         found = [RankNow(beat=beat, heard_s=now_s - said_s) for _, beat, said_s in self._known.values()]
-        if not found:
+        if not found and not self._damaged:
             return None
-        newest = max(found, key=lambda one: one.beat.time_s)
-        ranks = sorted((one for one in found if one.beat.rank < newest.beat.world_size), key=lambda one: one.beat.rank)
+        newest = max(found, key=lambda one: one.beat.time_s, default=None)
+        world_size = 0 if newest is None else newest.beat.world_size
+        ranks = sorted((one for one in found if one.beat.rank < world_size), key=lambda one: one.beat.rank)
+        unreadable = {rank for rank in range(world_size) if beat_key(rank) in self._damaged}
         durable = [one for one in ranks if one.beat.durable_step is not None]
         last = max(durable, key=lambda one: one.beat.durable_step or 0, default=None)
         return JobNow(
             ranks=ranks,
-            world_size=newest.beat.world_size,
-            missing=sorted(set(range(newest.beat.world_size)) - {one.beat.rank for one in ranks}),
+            world_size=world_size,
+            missing=sorted(set(range(world_size)) - {one.beat.rank for one in ranks} - unreadable),
             silent=[one.beat.rank for one in ranks if one.silent],
             durable_step=None if last is None else last.beat.durable_step,
             durable_s=None if last is None else (last.beat.durable_s or 0.0) + last.heard_s,
             in_flight=sorted({work.step for one in ranks for work in one.beat.pending if work.operation == "save"}),
             slow=[slow for one in ranks[:1] for slow in one.beat.slow],
+            damaged=sorted(self._damaged),
             doubled=sorted(self._doubled),
             bytes_per_s=sum(one.beat.bytes_per_s for one in ranks if not one.silent and not one.beat.ended),
-            failed=max(one.beat.failed for one in ranks),
+            failed=max((one.beat.failed for one in ranks), default=0),
             retried=sum(one.beat.retried for one in ranks),
-            ended=all(one.beat.ended for one in ranks),
+            ended=bool(ranks) and all(one.beat.ended for one in ranks),
         )

@@ -299,7 +299,8 @@ def test_what_a_rank_wrote_before_it_ended_is_no_speed_of_the_job(tmp_path: Path
 def test_a_beat_that_cannot_be_read_is_no_rank(tmp_path: Path) -> None:
     write(tmp_path, beat_of(0, world_size=2))
     (tmp_path / "monitor" / "beat-00001.json").write_text('{"number": "of another version"}')
-    assert look(tmp_path).missing == [1]
+    job = look(tmp_path)
+    assert (len(job.ranks), job.missing, job.damaged) == (1, [], ["monitor/beat-00001.json"])
 
 
 class Deaf(LocalBackend):
@@ -497,3 +498,31 @@ def _read_until(terminal: int, wanted: bytes) -> bytes:
             break
     assert wanted in seen, seen[-2000:]
     return seen
+
+
+def test_a_heartbeat_that_is_damaged_is_told_as_damaged(tmp_path: Path) -> None:
+    write(tmp_path, *(beat_of(rank) for rank in (0, 2, 3)))
+    first, second = (tmp_path / "monitor" / f"beat-{rank:05}.json" for rank in (0, 1))
+    second.write_bytes(b'{"number": 1, "time')
+    job = look(tmp_path)
+    assert (job.damaged, job.missing, len(job.ranks)) == (["monitor/beat-00001.json"], [], 3)
+    assert "damaged, or of another version of aiockpt: monitor/beat-00001.json" in shown(view("run", job, 40))
+    assert "3 of 4 ranks heard" in shown(view("run", job, 40))
+    for path in (tmp_path / "monitor").iterdir():
+        path.unlink()
+    first.write_bytes(b"")
+    alone = CliRunner().invoke(app, ["top", str(tmp_path)]).output
+    assert "damaged, or of another version of aiockpt: monitor/beat-00000.json" in alone
+    assert "no rank has said anything" not in alone
+
+
+def test_a_heartbeat_that_was_damaged_is_well_again_with_the_next_one(tmp_path: Path) -> None:
+    write(tmp_path, beat_of(0, world_size=1))
+    (tmp_path / "monitor" / "beat-00000.json").write_bytes(b"[]")
+    watch = JobWatch(LocalBackend(tmp_path))
+    first = anyio.run(watch.look)
+    write(tmp_path, beat_of(0, world_size=1, number=2))
+    then = anyio.run(watch.look)
+    assert first is not None
+    assert then is not None
+    assert (first.damaged, first.ended, then.damaged, len(then.ranks)) == (["monitor/beat-00000.json"], False, [], 1)

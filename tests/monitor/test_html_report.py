@@ -215,7 +215,7 @@ def test_the_command_writes_the_page_and_says_where_it_is_and_what_is_wrong(
 def test_sizes_are_found_where_the_trace_says_that_the_run_is(tmp_path: Path) -> None:
     saved_run(tmp_path, TraceFile(tmp_path / "trace.jsonl"))
     page = tmp_path / "page.html"
-    assert CliRunner().invoke(app, ["report", str(tmp_path / "trace.jsonl"), "--out", str(page)]).exit_code == 0
+    assert CliRunner().invoke(app, ["report", str(tmp_path / "trace.jsonl"), "-o", str(page)]).exit_code == 0
     assert data_in(page)["sizes"]["step"] == 3
 
 

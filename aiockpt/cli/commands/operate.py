@@ -30,7 +30,8 @@ def report(
         str, typer.Argument(help="The folder of a run, a folder of traces, or one trace; or a URL.", show_default=False)
     ],
     out: Annotated[
-        Path | None, typer.Option(help="Where to write the page; report.html when left out.", metavar="FILE")
+        Path | None,
+        typer.Option("--out", "-o", help="Where to write the page; report.html when left out.", metavar="FILE"),
     ] = None,
     text: Annotated[bool, typer.Option("--text", help="Print it here instead of writing a page.")] = False,
     chrome: Annotated[
