@@ -14,7 +14,7 @@ import msgspec
 
 from aiockpt.adapters.untrained import HandedOut
 from aiockpt.errors import UsageError
-from aiockpt.state.samples import LoaderPart, in_lock_step, join_parts, read_part, reshard, write_part
+from aiockpt.state.samples import LoaderPart, in_lock_step, join_parts, read_part, reshard, with_counts, write_part
 
 
 class EpochLeft(msgspec.Struct, frozen=True):
@@ -124,6 +124,13 @@ def deal_epochs(
             parts = [part for left in of_ranks if left is not None for part in left.parts or ()]
             if parts:
                 reshard(parts, len(parts))  # refuses what two readers have
+            own = of_ranks[rank]
+            if own is not None and own.parts and len(parts) == size * count:
+                own = EpochLeft(
+                    number, own.batches, tuple(with_counts(parts, count)[rank * count : (rank + 1) * count])
+                )
+            if own is not None and any(epoch.number == number for epoch in saved[rank]):
+                dealt.append(own)
             continue
         lefts = [
             _begun(number, old_rank, saved, begin) if left is None else left for old_rank, left in enumerate(of_ranks)
@@ -131,9 +138,10 @@ def deal_epochs(
         parts = [part for left in lefts for part in left.parts or ()]
         batches = [batch for row in in_lock_step(left.batches for left in lefts) for batch in row]
         if parts or batches:
-            own = tuple(reshard(parts, size * count)[rank * count : (rank + 1) * count]) if parts else None
-            dealt.append(EpochLeft(number, tuple(batches[rank::size]), own))
-    return list(saved[rank]) if same else dealt
+            readers = with_counts(reshard(parts, size * count), count) if parts else []
+            own_parts = tuple(readers[rank * count : (rank + 1) * count]) or None
+            dealt.append(EpochLeft(number, tuple(batches[rank::size]), own_parts))
+    return dealt
 
 
 def _left_of(number: int, epochs: Sequence[EpochLeft]) -> EpochLeft | None:

@@ -48,6 +48,7 @@ from aiockpt.adapters.data_source import (
     worker_count,
 )
 from aiockpt.adapters.epochs import EpochLeft, add_untrained, deal_epochs, read_epochs, write_epochs
+from aiockpt.adapters.sampler import ShardedSampler
 from aiockpt.adapters.untrained import HandedOut, Untrained
 from aiockpt.errors import UsageError, kind_in_words
 from aiockpt.keywords import refuse_value
@@ -143,6 +144,8 @@ class Loader(Generic[Batch]):
         self._ahead_count = ahead_count
         self._prepare = prepare
         self._untrained = Untrained() if count == "trained" else None
+        if isinstance(self._reader, ShardedSampler):
+            self._reader.even = self._untrained is None
         self._lock = Mutex()
         self.handed_count = 0
         # The source after the batch that was handed out last; None where it stands there now.

@@ -1,4 +1,4 @@
-"""Which samples of a dataset with random access come next? Those of one global order that nobody has had yet.
+"""The samples of a dataset with random access that come next: those of one global order that no rank has had yet.
 
 `ShardedSampler` stands where ``DistributedSampler`` and ``BatchSampler`` would, and follows `aiockpt.adapters.loader`:
 its state is the places in the epoch's order that are left, dealt to the ranks one by one, and not tied to their number.
@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from aiockpt.adapters.data_source import data_ranks
 from aiockpt.errors import UsageError
 from aiockpt.keywords import check_count
-from aiockpt.state.samples import LoaderPart, Span, reshard, split
+from aiockpt.state.samples import LoaderPart, Span, reshard, split, with_counts
 
 ORDER = "order"
 
@@ -23,8 +24,13 @@ ORDER = "order"
 class ShardedSampler:
     """Yields lists of indices: this rank's batches of one epoch. Give it as ``batch_sampler``.
 
-    Without *drop_last* no sample is repeated to make ranks even, so that they may differ by a batch at the end of an
-    epoch. With it they are even, unless their number changed during the epoch: then the last round may not be.
+    Every rank gives the same number of batches in every epoch, also in the rest of one on another number of ranks, as
+    ``DistributedDataParallel`` needs it. Where the last round has fewer samples than ranks, it is dealt together with the
+    one before, in batches whose sizes differ by one, and each sample still comes once. One is repeated only where fewer
+    samples than ranks are left of all, or batches have one sample. With *drop_last* every batch is a full one.
+
+    Attributes:
+        even: whether ranks are kept even; `Loader` turns it off with ``count="trained"``, where they are not in step.
 
     Args:
         length: samples in the dataset.
@@ -60,7 +66,8 @@ class ShardedSampler:
         self._seed = seed
         self._shuffle = shuffle
         self._drop_last = drop_last
-        self._drawn: deque[tuple[tuple[Span, ...], tuple[Span, ...]]] = deque()
+        self.even = True
+        self._drawn: deque[tuple[tuple[Span, ...], LoaderPart]] = deque()
         self._begin_epoch(0)
 
     @property
@@ -70,22 +77,43 @@ class ShardedSampler:
 
     def __len__(self) -> int:
         """Return how many batches are left of the epoch."""
-        return -(-LoaderPart(spans=self._left).span_count // self.batch_size)
+        return self._batch_count(self._left)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the batches that training has not got yet."""
         self._drawn.clear()
         left = self._left
         order = self._order()
-        while left:
-            drawn, left = split(left, self.batch_size)
+        while self._batch_count(left):
+            drawn, left = self._draw(left)
             self._drawn.append((drawn, left))
-            yield order[[place for span in drawn for place in span.positions]].tolist()
+            # Where others have a sample more, this one repeats one, as DistributedSampler does.
+            places = [place for span in drawn for place in span.positions] or [self.rank % self._length]
+            yield order[places].tolist()
 
     def hand_out(self) -> LoaderPart:
         """Note that the oldest batch that was drawn is training's now; return it as a part."""
         drawn, self._left = self._drawn.popleft()
         return LoaderPart(self._shared, spans=drawn)
+
+    def _batch_count(self, left: LoaderPart) -> int:
+        """Return how many batches every rank has still to give, where this one has *left*."""
+        most, least = self._counts(left)
+        return least // self.batch_size if self._drop_last else -(-most // self.batch_size)
+
+    def _draw(self, left: LoaderPart) -> tuple[tuple[Span, ...], LoaderPart]:
+        """Return the samples of the next batch, and what is left after it."""
+        most, least = self._counts(left)
+        batch_count, size = self._batch_count(left), self.batch_size
+        if least - size < batch_count - 1 and not self._drop_last:
+            # A full batch would leave a rank with less than one sample for each of the others.
+            taken = [-(-count // batch_count) for count in (left.span_count, most, least)]
+        else:
+            taken = [min(size, count) for count in (left.span_count, most, least)]
+        drawn, rest = split(left.spans, taken[0])
+        if self._drop_last and batch_count == 1:
+            return drawn, LoaderPart(left.shared, most=0, least=0)
+        return drawn, LoaderPart(left.shared, spans=rest, most=most - taken[1], least=least - taken[2])
 
     def end_epoch(self) -> None:
         """Begin the next epoch."""
@@ -93,14 +121,15 @@ class ShardedSampler:
 
     def parts(self) -> list[LoaderPart]:
         """Return what this rank has still to give, as one part: workers have no say in which samples come next."""
-        return [LoaderPart(self._shared, spans=self._left)]
+        return [msgspec.structs.replace(self._left, shared=self._shared)]
 
     def epoch_parts(self, epoch: int, rank: int, size: int, count: int = 1) -> list[LoaderPart]:
         """Return what a rank out of *size* has before the first batch of an epoch, dealt to *count* readers."""
         round_count = self.batch_size * size
         stop = self._length - self._length % round_count if self._drop_last else self._length
         whole = LoaderPart({**self._shared, "epoch": epoch}, spans=(Span(ORDER, 0, stop),))
-        return reshard([reshard([whole], size)[rank]], count)
+        (own,) = with_counts(reshard([whole], size), 1)[rank : rank + 1]
+        return reshard([own], count)
 
     def load_parts(self, parts: Sequence[LoaderPart]) -> None:
         """Go on with a part.
@@ -115,7 +144,7 @@ class ShardedSampler:
                 "give the same dataset, or leave the loader out of load() with only="
             )
         self._epoch, self._seed, self._shuffle = (part.shared[key] for key in ("epoch", "seed", "shuffle"))
-        self._left = part.spans
+        self._left = part
 
     @property
     def _shared(self) -> dict[str, Any]:
@@ -123,7 +152,14 @@ class ShardedSampler:
 
     def _begin_epoch(self, epoch: int) -> None:
         self._epoch = epoch
-        self._left = self.epoch_parts(epoch, self.rank, self.size)[0].spans
+        self._left = self.epoch_parts(epoch, self.rank, self.size)[0]
+
+    def _counts(self, left: LoaderPart) -> tuple[int, int]:
+        """Return the most and the least samples that a rank has left; this one's where the others' are not known."""
+        own = left.span_count
+        if not self.even or left.most is None or left.least is None:
+            return own, own
+        return left.most, left.least
 
     def _order(self) -> torch.Tensor:
         """Return the index of the sample at each place of the epoch, (length,) int64, alike on every rank."""

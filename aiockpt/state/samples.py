@@ -72,17 +72,25 @@ class LoaderPart(msgspec.Struct, frozen=True):
         shared: what all readers have alike, such as seed and epoch; kept as it is.
         buffer: samples, or the beginning of one, that were read and not given out; they come first. Plain values.
         spans, streams: what is to be read after that, in order.
+        most, least: samples of spans that any of the ranks has, where that is known; not saved.
     """
 
     shared: Any = None
     buffer: tuple[Any, ...] = ()
     spans: tuple[Span, ...] = ()
     streams: tuple[Stream, ...] = ()
+    most: int | None = None
+    least: int | None = None
 
     @property
     def span_count(self) -> int:
         """How many samples the spans hold."""
         return sum(len(span.positions) for span in self.spans)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is left to give."""
+        return not (self.buffer or self.streams or self.span_count)
 
 
 def reshard(parts: Sequence[LoaderPart], new_size: int) -> list[LoaderPart]:
@@ -112,6 +120,12 @@ def reshard(parts: Sequence[LoaderPart], new_size: int) -> list[LoaderPart]:
         LoaderPart(shared, tuple(buffer[reader::new_size]), tuple(dealt_spans[reader]), tuple(dealt_streams[reader]))
         for reader in range(new_size)
     ]
+
+
+def with_counts(parts: Sequence[LoaderPart], per_rank: int) -> list[LoaderPart]:
+    """Return the parts of all ranks, *per_rank* of each, with the most and the least samples that a rank has."""
+    counts = [sum(part.span_count for part in parts[at : at + per_rank]) for at in range(0, len(parts), per_rank)]
+    return [msgspec.structs.replace(part, most=max(counts), least=min(counts)) for part in parts]
 
 
 def take(spans: Sequence[Span], count: int) -> tuple[list[int], tuple[Span, ...]]:

@@ -424,6 +424,40 @@ def test_ranks_get_the_same_number_of_full_batches_when_the_last_are_dropped() -
     assert [len(batch) for sampler in samplers for batch in sampler] == [3] * 12
 
 
+@pytest.mark.parametrize(
+    ("length", "size", "batch_size", "expected"),
+    [
+        (17, 2, 8, [[5, 4], [4, 4]]),
+        (17, 2, 1, [[1] * 9, [1] * 9]),
+        (33, 2, 8, [[8, 5, 4], [8, 4, 4]]),
+        (20, 2, 8, [[8, 2], [8, 2]]),
+        (19, 3, 8, [[7], [6], [6]]),
+        (2, 3, 4, [[1], [1], [1]]),
+        (9, 1, 8, [[8, 1]]),
+        (0, 2, 4, [[], []]),
+    ],
+)
+def test_the_tail_of_an_epoch_is_dealt_so_that_ranks_have_the_same_number_of_batches(
+    length: int, size: int, batch_size: int, expected: list[list[int]]
+) -> None:
+    batches = [list(ShardedSampler(length, batch_size, rank=rank, size=size)) for rank in range(size)]
+    assert [[len(batch) for batch in of_rank] for of_rank in batches] == expected
+    assert set(flat(chain.from_iterable(batches))) == set(range(length))
+
+
+def test_a_position_that_an_uneven_sampler_has_stored_is_loaded_and_ranks_are_even_from_then_on() -> None:
+    """As 0.1.0 has stored 17 samples on two ranks after one batch of eight: the first rank had one more."""
+    shared = {"epoch": 0, "seed": 0, "shuffle": True, "length": 17}
+    parts = [[["order", 16, 17, 2]], []]
+    owns = [{"iterating": True, "parts": [{"buffer": [], "spans": spans, "streams": []}]} for spans in parts]
+    loaders = [Loader(ShardedSampler(17, 8, rank=rank, size=2), rank=rank, size=2) for rank in range(2)]
+    for loader in loaders:
+        loader.resume(shared, owns)
+    assert [[len(batch) for batch in loader] for loader in loaders] == [[1], [1]]
+    assert [loader.epoch for loader in loaders] == [1, 1]
+    assert [[len(batch) for batch in loader] for loader in loaders] == [[5, 4], [4, 4]]
+
+
 def test_a_loader_tells_its_epoch() -> None:
     loader, epochs = sampled(), []
     for _ in range(2):

@@ -17,8 +17,10 @@ import pytest
 
 from aiockpt.adapters import matcher
 from aiockpt.adapters.load_target import LoadTarget
+from aiockpt.adapters.sampler import ShardedSampler
 from aiockpt.adapters.stored import Stored
 from aiockpt.pipeline.fetch import BlockCheck
+from aiockpt.state.samples import LoaderPart
 from aiockpt.storage import retry
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.forwarding import BackendCall
@@ -30,6 +32,7 @@ from tests.campaigns import (
     bit_flips,
     cancellations,
     decoders,
+    even_ranks,
     failing_calls,
     histories,
     hostile_manifests,
@@ -57,6 +60,7 @@ INLINE = [
     histories.CAMPAIGN,
     states.CAMPAIGN,
     decoders.MUTATED,
+    even_ranks.CAMPAIGN,
 ]
 
 
@@ -191,6 +195,18 @@ def test_the_campaign_of_states_finds_a_load_that_fills_nothing_tells_too_much_o
 ) -> None:
     monkeypatch.setattr(owner, name, broken)
     assert finds_something(states.CAMPAIGN, 400)
+
+
+class Uneven(ShardedSampler):
+    """A sampler whose ranks know only what they have themselves."""
+
+    def _counts(self, left: LoaderPart) -> tuple[int, int]:
+        return left.span_count, left.span_count
+
+
+def test_a_sampler_that_knows_only_its_own_samples_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(even_ranks, "make_sampler", Uneven)
+    assert finds_something(even_ranks.CAMPAIGN, 1000)
 
 
 def test_a_decoder_that_lets_a_foreign_error_out_is_found() -> None:

@@ -186,6 +186,54 @@ def what_only_knows_its_own_state_goes_on_where_the_ranks_are_the_same_and_is_re
         shutil.rmtree(root)
 
 
+EVEN = {
+    "the last two rounds are dealt together": (17, 8, False, 2, 2, 0),
+    "the same, saved between the two": (17, 8, False, 2, 2, 1),
+    "the last round is short": (21, 8, False, 2, 3, 1),
+    "a sample comes again, of batches of one": (17, 1, False, 2, 4, 3),
+    "a sample comes again, of fewer than ranks": (3, 2, False, 2, 4, 0),
+    "only full batches": (20, 2, True, 2, 3, 1),
+}
+"""For each branch of the rule: samples, batch size, drop_last, ranks before and after, and rounds before the save."""
+
+
+def train_in_step(loader: aiockpt.Loader[Any], group: Any, rounds: int | None) -> Iterator[int]:
+    """Train with DDP, which hangs where ranks differ by a batch; yield the sizes of the batches."""
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1), process_group=group)
+    for (batch,), _ in zip(loader, range(LENGTH if rounds is None else rounds), strict=False):
+        model(batch[:, None].float()).sum().backward()
+        yield len(batch)
+
+
+@check(4)
+def ranks_stay_even_under_ddp_in_an_epoch_its_rest_and_the_next() -> None:
+    groups = {size: dist.new_group(list(range(size))) for size in (2, 3, 4)}
+    for why, (length, batch_size, drop_last, before, after, rounds) in EVEN.items():
+        root, sizes = shared_folder(), []
+        for size, count in ((before, rounds), (after, None)):
+            with job_of(size, root) as ckpt:
+                if ckpt is None:
+                    continue
+                sampler = aiockpt.ShardedSampler(
+                    length, batch_size, rank=dist.get_rank(), size=size, drop_last=drop_last
+                )
+                data = DataLoader(torch.utils.data.TensorDataset(torch.arange(length)), batch_sampler=sampler)
+                loader = aiockpt.Loader(data, rank=dist.get_rank(), size=size)
+                ckpt.load({"loader": loader}).result()
+                loop = train_in_step(loader, groups[size], count)
+                sizes = list(loop)
+                if count is not None:
+                    ckpt.save(1, {"loader": loader}).result()
+                else:
+                    assert loader.epoch == 1, why
+                    sizes += train_in_step(loader, groups[size], None)
+        counts = from_all([len(sizes)])[:after]
+        assert len(set(counts)) == 1, (why, counts)
+        assert not drop_last or set(sizes) <= {batch_size}, (why, sizes)
+        if dist.get_rank() == 0:
+            shutil.rmtree(root)
+
+
 def trained_late(make: Make) -> Make:
     """Return loaders like those of *make* that count what is trained."""
 
