@@ -1,4 +1,4 @@
-"""Which batch comes next after a resume, on more or fewer ranks than before? Each sample once, none left out.
+"""The batch that comes next after a resume, on more or fewer ranks than before: each sample once, none left out.
 
 `Loader` wraps what training iterates over, and is put into the state. What it saves is the state *at the batch that was
 handed out last*, whatever is prefetched behind it:
@@ -91,7 +91,7 @@ class Loader(Generic[Batch]):
     """Iterates over *source*, and can be saved and loaded at every batch.
 
     Iterate over it instead of over *source*; to save in the middle of an epoch and go on afterwards costs nothing. After a
-    load, start a new ``for``: it gives the rest of the epoch. It is empty where the checkpoint was made after the last
+    load, start a new ``for``: it gives the rest of the epoch, or the next epoch where the checkpoint was made after the last
     batch, inside the loop.
 
     With ``count="trained"`` a batch counts when `trained` is called with it, from any thread and in any order. A checkpoint
@@ -106,6 +106,9 @@ class Loader(Generic[Batch]):
     ``StatefulDataLoader`` (which by itself draws once more after a resume, and when it is saved before its first batch).
     It does not hold for what workers draw (random augmentation): they are seeded anew in the middle of an epoch. Nor does
     it for ``count="trained"``, where training does not draw in the order of the batches.
+
+    Attributes:
+        is_over: whether a load brought an epoch of which no rank has anything left: the next loop is the next epoch.
 
     Args:
         source: a `Reshardable`, a ``DataLoader`` whose ``batch_sampler`` (or, without workers, whose dataset) is one, or
@@ -152,6 +155,7 @@ class Loader(Generic[Batch]):
         self._after: Any = None
         self._iteration: object = None
         self._goes_on = False
+        self.is_over = False
         # What a load brought and the source does not give: batches that come first, and what follows this epoch.
         self._again: deque[Any] = deque()
         self._later: deque[EpochLeft] = deque()
@@ -172,6 +176,8 @@ class Loader(Generic[Batch]):
         not all batches are trained.
         """
         told = self._source_epoch()
+        if told is not None and self.is_over:
+            return told + 1
         return self._number if told is not None and self._number != self._source_number else told
 
     @property
@@ -239,9 +245,14 @@ class Loader(Generic[Batch]):
         if self._number != self._source_number:
             self._end_epoch()
             return
+        if self.is_over:
+            self._goes_on = False
+            self._end_epoch()
+        may_be_over = self._goes_on and self._reader is None
         iteration, batches = self._begin()
         try:
             for taken in self._take_ahead(iteration, batches):
+                may_be_over = False
                 with self._lock:
                     number = self._note(taken, by_number=by_number)
                 yield give(number, taken.prepared)
@@ -249,6 +260,8 @@ class Loader(Generic[Batch]):
         finally:
             if self._iteration is iteration:
                 self._iteration = None
+        if may_be_over:  # the checkpoint was made after the last batch: only the source can tell, by giving none
+            yield from self._iterate(give, by_number=by_number)
 
     def _begin(self) -> tuple[object, Iterator[Batch]]:
         with self._lock:
@@ -305,6 +318,7 @@ class Loader(Generic[Batch]):
                 self._number += 1
                 self._source_number = self._number
             self._after = self._iteration = None
+            self.is_over = False
 
     # ------------------------------------------------------------ saving
 
@@ -421,6 +435,13 @@ class Loader(Generic[Batch]):
             self._goes_on = any(own.get("iterating", False) for own in owns)
             if self._untrained is not None:
                 self._untrained.forget()
+            self.is_over = self._goes_on and self._has_none_left(saved)
+
+    def _has_none_left(self, saved: Sequence[Sequence[EpochLeft]]) -> bool:
+        """Return whether no rank can give anything of the epoch that was saved; alike on every rank."""
+        if isinstance(self._reader, ShardedSampler) and self._reader.even:
+            return not (len(self._reader) or self._again or self._later)
+        return isinstance(self._reader, Prefetched) and all(map(_is_empty, saved))
 
     def _deal(self, saved: Sequence[Sequence[EpochLeft]]) -> list[EpochLeft]:
         """Return what this rank goes on with: what it saved where there are as many readers as then, else new shares."""
@@ -431,3 +452,9 @@ class Loader(Generic[Batch]):
             )
         begins = self._reader.epoch_parts if isinstance(self._reader, EpochDealer) else None
         return deal_epochs(saved, rank=self.rank, size=self.size, count=len(self._reader.parts()), begin=begins)
+
+
+def _is_empty(epochs: Sequence[EpochLeft]) -> bool:
+    """Return whether a rank has nothing left of one epoch, and is in no other one."""
+    (first, *others) = epochs
+    return not others and not first.batches and all(part.is_empty for part in first.parts or ())

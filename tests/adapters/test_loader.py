@@ -179,13 +179,17 @@ def test_after_an_epoch_the_next_one_is_another_order_and_a_load_finds_it() -> N
     assert rest(again) == second
 
 
-def test_a_checkpoint_after_the_last_batch_inside_the_loop_has_nothing_left_of_the_epoch() -> None:
-    loader = sampled()
+@pytest.mark.parametrize("make", [sampled, opaque])
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_after_a_checkpoint_at_the_last_batch_inside_the_loop_comes_the_next_epoch(make: Any, ahead: int) -> None:
+    loader = make(ahead_count=ahead)
     saved = [World([{"loader": loader}]) for _ in loader][-1]
-    again = sampled()
+    again = make()
     saved.load([{"loader": again}])
-    assert rest(again) == []
-    assert rest(again) == rest(loader)
+    assert again.epoch == loader.epoch
+    following = rest(again)
+    assert sorted(flat(following)) == list(range(LENGTH))
+    assert following == rest(loader)
 
 
 def test_a_loop_that_was_left_goes_on_with_what_training_has_not_had() -> None:

@@ -28,11 +28,18 @@ class WholeEpochs:
         self.loader = loader
         self._length = len(loader)
         self._batches: Iterator[Any] = iter(())
+        self._has_ended = False
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
+        if (
+            self.loader.is_over and not self._has_ended
+        ):  # Lightning ends the epoch that was saved, and then begins the next
+            self._has_ended = True
+            return iter(())
+        self._has_ended = False
         if len(self.loader) == 0:  # the last batch was given, and nobody asked for more
             next(self._batches, None)
         self._batches = iter(self.loader)
