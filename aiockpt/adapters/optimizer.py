@@ -26,7 +26,7 @@ from aiockpt.adapters.composites import has_own_bytes
 from aiockpt.adapters.index import Index
 from aiockpt.adapters.local_shards import FlatRange
 from aiockpt.adapters.optimizer_forms import NAMES
-from aiockpt.adapters.optimizer_groups import default_keys
+from aiockpt.adapters.optimizer_groups import default_keys, innermost
 from aiockpt.adapters.optimizer_parts import Form, Owner, Placed, StateParts, digest_of
 from aiockpt.adapters.run import Run
 from aiockpt.adapters.tensors import is_spread
@@ -211,7 +211,7 @@ class OptimizerPart:
         }
         node = {
             TAG: "optimizer",
-            "class": class_name(type(self._keeper)),
+            "class": class_name(type(innermost(self._keeper))),
             "keys": default_keys(self._keeper),
             "groups": [
                 {"params": names, "values": self._refresh_group(group, number, run, digests)}

@@ -1,4 +1,4 @@
-"""Do an optimizer here and one of a checkpoint fit, and what do its groups become?
+"""The fit of an optimizer here and one of a checkpoint, and what its groups become.
 
 - What a group says belongs to its parameters. A group takes what the groups of its parameters agree on in the checkpoint,
   however many there were; what they do not agree on is a difference that names two of them. A group without parameters, or
@@ -6,7 +6,7 @@
 - How a step is computed (``foreach``, ``fused``, ``capturable``, ``differentiable``) is a property of the job: the running
   optimizer keeps its own.
 - Another class fits when its groups have the same values by default (Adam, AdamW); else it would fail in its next step,
-  for want of what it never saved.
+  for want of what it never saved. Of a wrapper counts the class inside.
 """
 
 from __future__ import annotations
@@ -34,9 +34,17 @@ def default_keys(optimizer: Optimizer) -> list[str]:
     return sorted(key for key in defaults if type(key) is str and key not in HOW_TO_STEP)
 
 
+def innermost(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that *optimizer* hands all calls on to, as wrappers of accelerate and Lightning do; or itself."""
+    inner = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]
+    if len(inner) != 1 or inner[0].state is not optimizer.state or inner[0].param_groups is not optimizer.param_groups:
+        return optimizer
+    return innermost(inner[0])
+
+
 def class_misfit(optimizer: Optimizer, saved: SavedOptimizer) -> str | None:
     """Return in words why *optimizer* cannot go on with what another class *saved*, or None."""
-    cls = type(optimizer)
+    cls = type(innermost(optimizer))
     if saved.class_name is not None and saved.class_name in map(class_name, cls.__mro__):
         return None
     present = {key for group in optimizer.param_groups for key in group}

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from aiockpt.adapters.dtensors import dtensor_placed, is_dtensor, local_of, placements_of
 from aiockpt.adapters.optimizer import is_plain
 from aiockpt.adapters.optimizer_forms import NAMES
-from aiockpt.adapters.optimizer_groups import HOW_TO_STEP
+from aiockpt.adapters.optimizer_groups import HOW_TO_STEP, innermost
 from aiockpt.adapters.optimizer_target import set_value
 from aiockpt.adapters.rng import PerRank
 from aiockpt.adapters.zero import keeper_of
@@ -45,7 +45,7 @@ class OwnOptimizer:
         said = self._keeper.state_dict()
         shapes = [list(map(_local_shape, group["params"])) for group in self._keeper.param_groups]
         return {
-            "class": class_name(type(self._keeper)),
+            "class": class_name(type(innermost(self._keeper))),
             "shapes": shapes,
             "groups": [_without_names(group) for group in said["param_groups"]],
             "state": {number: _take_apart(entry) for number, entry in said["state"].items()},
@@ -59,7 +59,8 @@ class OwnOptimizer:
         """
         keeper = self._keeper
         here = [list(map(_local_shape, group["params"])) for group in keeper.param_groups]
-        if saved["class"] != class_name(type(keeper)) or saved["shapes"] != here:
+        own = {class_name(type(keeper)), class_name(type(innermost(keeper)))}  # 0.1.0 has written that of the wrapper
+        if saved["class"] not in own or saved["shapes"] != here:
             raise ValueError(
                 f"it was saved for a {saved['class']} with parts of shapes {saved['shapes']}, and here is a "
                 f"{class_name(type(keeper))} with parts of shapes {here}; what belongs to one rank is not resharded"

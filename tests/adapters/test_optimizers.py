@@ -355,6 +355,47 @@ def test_a_class_with_the_same_keys_and_a_subclass_go_on(save: Any) -> None:
     assert save(found).bytes.keys() == save(state).bytes.keys()
 
 
+class Wrapped(torch.optim.Optimizer):
+    """Hands all on to the optimizer inside, as accelerate's does."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    state = property(lambda self: self.inner.state)
+    param_groups = property(lambda self: self.inner.param_groups)
+    defaults = property(lambda self: self.inner.defaults)
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict)
+
+
+class Both(Wrapped):
+    """Two wrappers around one another."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(Wrapped(inner))
+
+
+@pytest.mark.parametrize("wrap", [Wrapped, Both])
+@pytest.mark.parametrize("how", ["both", "saved", "here", "stored by 0.1.0"])
+def test_of_a_wrapped_optimizer_the_class_inside_is_compared(save: Any, wrap: Any, how: str) -> None:
+    def made(name: str, *, wrapped: bool) -> State:
+        state = build(OPTIMIZERS[name])
+        train(state, 1)
+        return {**state, "optimizer": wrap(state["optimizer"])} if wrapped else state
+
+    for name, other in (("AdamW one by one", "SGD momentum"), ("SGD momentum", "AdamW one by one")):
+        saved = save(made(name, wrapped=how != "here"))
+        if how == "stored by 0.1.0":
+            saved.stored.values["optimizer"]["class"] = f"{__name__}.{wrap.__qualname__}"
+        saved.load(made(name, wrapped=how != "saved"))
+        with pytest.raises(StateMismatchError, match=f"{other.split()[0]} in the state"):
+            saved.load(made(other, wrapped=how != "saved"))
+
+
 def test_a_checkpoint_that_does_not_say_the_class_is_judged_by_what_its_groups_have(save: Any) -> None:
     state = build(OPTIMIZERS["SGD momentum"])
     train(state, 1)
