@@ -7,11 +7,11 @@ sample is read for it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 
 import aiockpt
 
@@ -59,7 +59,7 @@ class Indices:
     def __init__(self, source: Any, loader: DataLoader[Any]) -> None:
         self._source = source
         self._generators = find_generators(loader, loader.sampler, source)
-        self._go_on: tuple[Any, int] | None = None
+        self._go_on: tuple[Any, int, int] | None = None
         self.start: Any = None
 
     def __getattr__(self, name: str) -> Any:
@@ -75,18 +75,45 @@ class Indices:
             yield from self._source
             return
         now = _RNG.state_dict()
-        self.start, passed = go_on
+        self.start, passed, seen = go_on
         self.write(self.start)
-        given = iter(self._source)
+        given = self._after(seen)
         drawn = list(islice(given, max(passed, 1)))  # the first one draws the order
         _RNG.load_state_dict(now)
         yield from drawn[passed:]
         yield from given
 
-    def go_on(self, start: Any, passed: int) -> None:
-        """Have the next iteration be the one that began at *start*, without its first *passed* items."""
+    def _after(self, seen: int) -> Iterator[Any]:
+        """Return the items of an iteration that begins after the first *seen* samples of its order."""
+        sampler = _batch_sampler(self._source)
+        if not seen or sampler is None:
+            return iter(self._source)
+        order, sampler.sampler = sampler.sampler, _Rest(sampler.sampler, seen)
+        try:
+            given = iter(self._source)
+            return chain(list(islice(given, 1)), given)
+        finally:
+            sampler.sampler = order
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether batches are cut from an order of samples, so that they may have another size after a resume."""
+        return _batch_sampler(self._source) is not None
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the samples come in the order of the data, however many there are."""
+        return isinstance(getattr(_batch_sampler(self._source), "sampler", self._source), SequentialSampler)
+
+    def go_on(self, start: Any, passed: int, seen: int = 0) -> None:
+        """Have the next iteration be the one that began at *start*, without its first items.
+
+        Args:
+            passed: how many items.
+            seen: samples that come before those items, where `counts_samples`.
+        """
         if start is not None:
-            self._go_on = (start, passed)
+            self._go_on = (start, passed, seen)
 
     def forget(self) -> None:
         """Have the next iteration be a whole one: of the one that was to go on, nothing was left."""
@@ -108,3 +135,22 @@ class Indices:
         """Set all generators."""
         _RNG.load_state_dict(state["global"])
         self.write_own(state["own"])
+
+
+class _Rest:
+    """The order of a sampler without its beginning."""
+
+    def __init__(self, sampler: Any, count: int) -> None:
+        self._sampler = sampler
+        self._count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self._sampler), self._count, None)
+
+
+def _batch_sampler(source: Any) -> Any:
+    """Return the sampler of torch that cuts an order of samples into batches; None where they are made otherwise."""
+    while hasattr(source, "batch_sampler"):
+        source = source.batch_sampler
+    is_plain = type(source).__name__ == "BatchSampler" and type(source).__module__.startswith(("torch.", "torchdata."))
+    return source if is_plain else None

@@ -124,7 +124,7 @@ class Progress:
 class Run:
     """What a user's script prepares."""
 
-    def __init__(self, folder: Any, kind: str = "plain", **named: Any) -> None:
+    def __init__(self, folder: Any, kind: str = "plain", *, batch_size: int = 4, **named: Any) -> None:
         set_seed(3)
         loading, data, loader = KINDS[kind]
         naming = {"automatic_checkpoint_naming": kind != "named folders", "total_limit": 3, **named}
@@ -140,7 +140,7 @@ class Run:
         self.kind, self.folder, self.progress = kind, Path(folder or "."), Progress()
         if kind == "generator":
             loader = {**loader, "generator": torch.Generator().manual_seed(5)}
-        batches: Any = DataLoader(data(), batch_size=4, **loader)
+        batches: Any = DataLoader(data(), batch_size=batch_size, **loader)
         self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
             model, optimizer, scheduler, batches
         )

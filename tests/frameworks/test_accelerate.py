@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import inspect
+import itertools
 import json
 import os
 import shutil
@@ -29,6 +30,8 @@ from aiockpt.integrations.huggingface import attach
 from tests.docs.running import run_page
 
 accelerate: Any = pytest.importorskip("accelerate")
+from tests.frameworks import published  # noqa: E402  it needs accelerate
+
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
 HERE = Path(__file__).parent
@@ -271,13 +274,203 @@ def test_a_loader_that_was_prepared_later_is_known_too(tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, rest, strict=True))
 
 
-def test_batches_skipped_in_an_unseen_way_are_refused(tmp_path: Path) -> None:
+def test_batches_read_in_an_unseen_way_are_refused(tmp_path: Path) -> None:
     run = make(tmp_path)
     attach(run.accelerator)
-    batches = iter(accelerate.skip_first_batches(run.loader, 2))
+    batches = iter(accelerate.data_loader.DataLoaderShard(run.loader.dataset, batch_size=4))
     next(batches)
-    with pytest.raises(UsageError, match=r"accelerator\.skip_first_batches"):
+    with pytest.raises(UsageError, match=r"accelerator\.prepare\(…\), or accelerator\.skip_first_batches"):
         run.accelerator.save_state()
+
+
+# ------------------------------------------------------------------ the habits of scripts
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("killed", [8, 11, 14])
+@pytest.mark.parametrize("script", published.SCRIPTS)
+def test_a_published_script_goes_on_as_the_run_that_was_never_stopped(
+    script: str, killed: int, accumulate: int
+) -> None:
+    """Killed at the first, a middle and the last batch of its second epoch; whether it skips, and how, is of no matter."""
+    found = published.certify(published.Variant(script, killed, accumulate, seedable=killed == 11))
+    assert not found["worse"]
+    assert found["aiockpt"]["lost"] == found["aiockpt"]["twice"] == 0
+    # What draws random numbers at the end of an epoch is not done again: so two of them go on with other ones.
+    assert found["aiockpt"]["equal"] or (killed == 14 and script in ("complete_nlp", "checkpointing"))
+
+
+@pytest.mark.parametrize("killed", [8, 11])
+@pytest.mark.parametrize("script", published.SCRIPTS)
+def test_with_another_batch_size_the_rest_of_the_epoch_is_the_rest(script: str, killed: int) -> None:
+    found = published.certify(published.Variant(script, killed, other_size=True))
+    assert not found["worse"]
+    assert found["aiockpt"]["twice"] == 0
+    # Scripts of diffusers end at a number of steps.
+    assert found["aiockpt"]["lost"] == 0 or script in ("unconditional", "text_to_image", "lora")
+
+
+def by_hand(run: Any, stop: int | None = None, *, fetch: int = 1, epochs: int = 2) -> list[Any]:
+    """Train from the place that the run itself keeps (its registered progress), and skip up to there by hand; *fetch*
+    batches are taken for each step. Return what was trained."""
+    trained: list[Any] = []
+    first, passed = divmod(max(run.progress.batches - 1, 0), 7)
+    for epoch in range(first, epochs):
+        batches = iter(run.loader)
+        for step, batch in enumerate(batches):
+            if run.progress.batches and fetch == 1 and epoch == first and step <= passed:
+                continue
+            for one in [batch, *itertools.islice(batches, fetch - 1)]:
+                run.train(one)
+                run.progress.batches += 1
+                trained.append(one)
+            if stop is not None:
+                run.accelerator.save_state()
+            if run.progress.batches == stop:
+                return trained
+    return trained
+
+
+@pytest.mark.parametrize("kind", ["plain", "seedable", "stream", "dispatched", "stateful stream", "generator"])
+@pytest.mark.parametrize("stop", [1, 3, 7])
+def test_a_whole_epoch_too_may_be_skipped_by_hand(stop: int, kind: str, tmp_path: Path) -> None:
+    expected = by_hand(make(tmp_path, kind))
+    first = make(tmp_path, kind)
+    attach(first.accelerator)
+    by_hand(first, stop)
+    first.accelerator.end_training()
+    again = go_on(tmp_path, kind)
+    rest = by_hand(again)
+    assert len(rest) == 14 - stop
+    assert all(torch.equal(one, other) for one, other in zip(rest, expected[stop:], strict=True))
+    assert again.loader.iteration == 2
+
+
+@pytest.mark.parametrize("stop", [2, 4])
+def test_a_loop_that_collects_batches_for_each_step_is_not_taken_for_one_that_skips(stop: int, tmp_path: Path) -> None:
+    expected = by_hand(make(tmp_path), fetch=2, epochs=1)
+    first = make(tmp_path)
+    attach(first.accelerator)
+    by_hand(first, stop, fetch=2)
+    first.accelerator.end_training()
+    rest = by_hand(go_on(tmp_path), fetch=2, epochs=1)
+    assert all(torch.equal(one, other) for one, other in zip(rest, expected[stop:], strict=True))
+
+
+def test_a_batch_that_was_looked_at_and_dropped_is_not_given_again(tmp_path: Path) -> None:
+    first = make(tmp_path)
+    attach(first.accelerator)
+    first.loop(3)
+    first.accelerator.end_training()
+    again = go_on(tmp_path)
+    batches = iter(again.loader)
+    again.model(next(batches))  # and no gradient: it was no number, say
+    assert len(list(batches)) == 3
+    assert not again.model._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("skip", "said"),
+    [
+        (lambda run: run.loader, "no skipping"),
+        (lambda run: run.accelerator.skip_first_batches(run.loader, 3), "skip_first_batches"),
+        (lambda run: accelerate.skip_first_batches(run.loader, 3), "skip_first_batches"),
+    ],
+)
+def test_how_a_script_skips_is_logged_once(
+    skip: Callable[[Any], Any], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "aiockpt")
+    first = make(tmp_path)
+    attach(first.accelerator)
+    first.loop(3)
+    first.accelerator.end_training()
+    again = go_on(tmp_path)
+    for batch in skip(again):
+        again.train(batch)
+    for batch in again.loader:
+        again.train(batch)
+    told = [record.getMessage() for record in caplog.records if "skipping seen" in record.getMessage()]
+    assert [one.rpartition(": ")[2] for one in told] == [said]
+
+
+def test_a_script_that_skips_another_number_of_batches_is_told_both(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = make(tmp_path)
+    attach(first.accelerator)
+    first.loop(3)
+    first.accelerator.end_training()
+    again = go_on(tmp_path)
+    assert len(list(again.accelerator.skip_first_batches(again.loader, 5))) == 2
+    assert "skip_first_batches(…, 5): 3 batches of this epoch were trained" in caplog.text
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_data_that_have_grown_are_told_with_both_numbers_where_the_order_is_another_one(
+    shuffle: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def started(count: int) -> Any:
+        run = make(tmp_path)
+        run.accelerator._dataloaders.clear()
+        rows: Any = torch.arange(count)
+        run.loader = run.accelerator.prepare(torch.utils.data.DataLoader(rows, batch_size=4, shuffle=shuffle))
+        attach(run.accelerator)
+        return run
+
+    run = started(26)
+    batches = iter(run.loader)
+    next(batches)
+    run.accelerator.save_state()
+    run.accelerator.end_training()
+    again = started(30)
+    again.accelerator.load_state()
+    rest = torch.cat(list(again.loader)).tolist()
+    assert len(rest) == 26
+    assert ("the data have 30 samples, and had 26" in caplog.text) == shuffle
+    assert shuffle or rest == list(range(4, 30))
+
+
+def trained_samples(run: Any) -> int:
+    return sum(len(batch) for batch in run.loader if run.train(batch) is None)
+
+
+@pytest.mark.parametrize("kind", ["stream", "dispatched"])
+def test_a_stream_goes_on_at_whole_batches_of_the_new_size_and_says_so(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = make(tmp_path, kind)
+    attach(first.accelerator)
+    first.loop(3)
+    first.accelerator.end_training()
+    again = make(tmp_path, kind, batch_size=5)
+    attach(again.accelerator)
+    again.accelerator.load_state()
+    assert trained_samples(again) == 16
+    assert "batches have 5 samples, and had 4 when 12 samples of this epoch were trained" in caplog.text
+
+
+def test_another_size_and_then_the_same_again_go_on_in_the_same_epoch(tmp_path: Path) -> None:
+    first = make(tmp_path)
+    attach(first.accelerator)
+    batches = iter(first.loader)
+    seen = [next(batches) for _ in range(3) if first.train(torch.ones(1, 4)) is None]
+    first.accelerator.save_state()
+    first.accelerator.end_training()
+    for _ in range(2):
+        again = make(tmp_path, batch_size=5)
+        attach(again.accelerator)
+        again.accelerator.load_state()
+        batches = iter(again.loader)
+        seen.append(next(batches))
+        again.train(seen[-1])
+        again.accelerator.save_state()
+        again.accelerator.end_training()
+    assert len({tuple(row) for row in torch.cat(seen).tolist()}) == 22
+    again = make(tmp_path, batch_size=5)
+    attach(again.accelerator)
+    again.accelerator.load_state()
+    assert trained_samples(again) == 4
 
 
 def test_gradients_between_the_batches_of_a_step_are_kept(tmp_path: Path) -> None:

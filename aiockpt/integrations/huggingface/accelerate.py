@@ -81,6 +81,7 @@ class _AttachedAccelerator:
         self._skip_theirs: Callable[..., Any] = accelerator.skip_first_batches
         self._end_theirs: Callable[..., Any] = accelerator.end_training
         self._backward_theirs: Callable[..., Any] = accelerator.backward
+        self._add_theirs: Callable[[Any], None] = accelerator.gradient_state._add_dataloader
         self._next = 0
         self._has_loaded = False
 
@@ -93,6 +94,7 @@ class _AttachedAccelerator:
         accelerator.skip_first_batches = self._skip_first_batches
         accelerator.end_training = self._end_training
         accelerator.backward = self._backward
+        accelerator.gradient_state._add_dataloader = self._add_dataloader
         for loader in accelerator._dataloaders:
             self._loop.position(loader)
         steps = self._ckpt.steps().result()
@@ -114,12 +116,17 @@ class _AttachedAccelerator:
             return self._skip_theirs(dataloader, num_batches)
         return position.follow(self._skip_theirs, num_batches)
 
+    def _add_dataloader(self, dataloader: Any) -> None:
+        """Learn of a loop that begins, also over a loader that a function of accelerate has made of a prepared one."""
+        any(one.recognise(dataloader) for one in self._loop.positions())
+        self._add_theirs(dataloader)
+
     def _check_seen(self) -> None:
         active = self._accelerator.gradient_state.active_dataloader
         if active is not None and any(one.is_read_unseen(active) for one in self._loop.positions()):
             raise UsageError(
                 "save_state(): it is not known which batches of this loop were read: make its loader by "
-                "accelerator.skip_first_batches(…) in place of accelerate.skip_first_batches(…)"
+                "accelerator.prepare(…), or accelerator.skip_first_batches(…) of a prepared one"
             )
 
     # ------------------------------------------------------------------ saving
@@ -262,6 +269,7 @@ class _AttachedAccelerator:
     def _backward(self, *args: Any, **named: Any) -> None:
         """Let the folders of what was committed since the last batch appear."""
         self._backward_theirs(*args, **named)
+        self._loop.training.backward_count += 1
         self._folders.publish()
 
     def _end_training(self) -> None:

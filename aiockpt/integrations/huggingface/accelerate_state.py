@@ -10,6 +10,7 @@ import torch
 
 import aiockpt
 from aiockpt.integrations.huggingface.loader_position import LoaderPosition
+from aiockpt.integrations.huggingface.loop_habit import TrainingTraces
 
 logger = logging.getLogger("aiockpt")
 
@@ -34,6 +35,7 @@ class LoopState:
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
+        self.training = TrainingTraces(accelerator)
         self._positions: list[LoaderPosition] = []
 
     def models(self) -> list[tuple[str, Any]]:
@@ -44,7 +46,7 @@ class LoopState:
         """Return the position in a loader, which is followed from now on."""
         found = next((one for one in self._positions if one.loader is loader), None)
         if found is None:
-            found = LoaderPosition(loader)
+            found = LoaderPosition(loader, self.training)
             self._positions.append(found)
         return found
 
@@ -115,9 +117,5 @@ class LoopState:
             for key, parameter in accelerator.unwrap_model(model).named_parameters():
                 parameter.grad = held[key].to(parameter.device) if key in held else None
         for position, values, values_of_rank in zip(self.positions(), shared["loaders"], own["loaders"], strict=True):
-            if position.go_on(values, values_of_rank):
-                logger.info(
-                    "the last batch of epoch %d was trained: the next loop over its loader is empty",
-                    values["iteration"],
-                )
+            position.go_on(values, values_of_rank)
         return int(shared["saves"])

@@ -1,27 +1,33 @@
-"""Where in its data is a loop over a loader that accelerate has prepared? Accelerate itself does not say.
+"""The position of a loop in a loader that accelerate has prepared; accelerate itself keeps none.
 
 A prepared loader reads one batch ahead of what it yields. So what is kept with a position is how many batches were yielded,
 the random state that the epoch began with, the one that the batch ahead was read with, and the one at the save. The next
-loop over the loader then gives the rest of the epoch, and may be empty. How it gets there:
+loop over the loader then gives the rest of the epoch, and after the last batch the next epoch. How it gets there:
 
 - Indices are drawn again with the random numbers of the begin of the epoch, and those that were yielded are passed over.
 - A stream (`IterableDataset`, ``dispatch_batches``) is read again from its begin, and what was yielded is not yielded again.
 - A stream with ``use_stateful_dataloader`` has a state of its own.
+
+A script that skips by hand, or by accelerate's ways to skip, ends in the same place (`loop_habit`).
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data import IterableDataset
 
 import aiockpt
+from aiockpt.integrations.huggingface.loop_habit import Habit, TrainingTraces
+from aiockpt.integrations.huggingface.loop_reading import GoOn, LoopReading, Values
 from aiockpt.integrations.indices import Indices, find_generators, read_generators, write_generators
 
+logger = logging.getLogger("aiockpt")
+
 _RNG = aiockpt.RNG()
-Values = dict[str, Any]
 
 
 class _TrackedIndices(Indices):
@@ -32,109 +38,27 @@ class _TrackedIndices(Indices):
         return type(self._source)
 
 
-class _GoOn(NamedTuple):
-    """What the next loop goes on with: after *passed* batches, and with random states of the rank that saved."""
-
-    passed: int
-    own: Values
-
-
-class _Reading:
-    """One loop over a loader, as the source of its batches. It ends with the loop, which alone holds it.
-
-    Args:
-        go_on: what it goes on with; None begins an epoch.
-        offset: batches of the epoch that are passed over without being fetched.
-    """
-
-    def __init__(
-        self,
-        position: LoaderPosition,
-        loader: Any,
-        begin: Callable[[], Iterator[Any]],
-        go_on: _GoOn | None,
-        offset: int,
-    ) -> None:
-        self.loader = loader
-        self.epoch = position.sampler_epoch
-        self._position = position
-        self._go_on = go_on
-        self._draws = loader.num_workers == 0
-        self._edge = 0 if go_on is None or not position.reads_again else go_on.passed
-        self._offset, self.fetched = offset, 0
-        self.before: Any = None
-        self.start: Any = None
-        if position.reads_again:
-            if go_on is not None:
-                _RNG.load_state_dict(go_on.own["start"]["global"])
-                position.write_generators(go_on.own["start"]["own"])
-            self.start = {"global": _RNG.state_dict(), "own": position.read_generators()}
-        self._is_over = go_on is not None and position.keeps_itself and go_on.own["finished"]
-        self._batches = iter(()) if self._is_over else begin()
-
-    @property
-    def passed(self) -> int:
-        """The batches of this epoch that were yielded."""
-        return self._offset + self.fetched - (0 if self.loader.end_of_dataloader else 1)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        return next(self._batches) if self._position.dispatches else self.fetch(lambda: next(self._batches))
-
-    def fetch(self, get: Callable[[], Any], has_ended: Callable[[Any], bool] = lambda _: False) -> Any:
-        """Fetch the batch that is one ahead; the first new one with the random numbers that it was read with."""
-        at_edge = self._go_on is not None and self.fetched == self._edge
-        if at_edge:
-            assert self._go_on is not None
-            self.before = self._go_on.own["before"]
-            if self.before is not None:
-                _RNG.load_state_dict(self.before)
-        elif self._draws:
-            self.before = _RNG.state_dict()
-        try:
-            batch = get()
-        except StopIteration:
-            self._end()
-            raise
-        finally:
-            if at_edge and self._go_on is not None:
-                _RNG.load_state_dict(self._go_on.own["now"])
-        if has_ended(batch):
-            self._end()
-        else:
-            self.fetched += 1
-        return batch
-
-    def _end(self) -> None:
-        """Have the loader that was prepared know of the end of an epoch that another one read, or that had nothing left."""
-        whole = self._position.loader
-        if self.fetched == 0 and self._offset:
-            self.loader.iteration += 1  # accelerate does not count a loop without batches
-            whole.iteration = self.loader.iteration
-        elif self.loader is not whole:
-            whole.iteration = self.loader.iteration + 1
-
-
 class LoaderPosition:
     """The position in one prepared loader.
 
     Attributes:
+        training: the traces that training leaves.
         dispatches: whether the first rank reads, and sends the others what they need.
         keeps_itself: whether it is a stream that has a state of its own.
         reads_again: whether it is read from the begin of the epoch to get to the middle of it.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, training: TrainingTraces) -> None:
         self.loader = loader
+        self.training = training
         self.dispatches = hasattr(loader, "_fetch_batches")
         streams = isinstance(loader.dataset, IterableDataset)
         self.keeps_itself = streams and bool(loader.use_stateful_dataloader)
         self.reads_again = not self.keeps_itself and (streams or self.dispatches)
-        self._go_on: _GoOn | None = None
-        self._reading: weakref.ref[_Reading] | None = None
+        self._go_on: GoOn | None = None
+        self._reading: weakref.ref[LoopReading] | None = None
         self._followers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._habit = Habit()
         self._indices = None if self.reads_again or self.keeps_itself else self._track()
         self._bind(loader, None)
 
@@ -147,47 +71,121 @@ class LoaderPosition:
         base.__dict__[name] = indices  # a DataLoader refuses this by its setter; accelerate makes a new one for it
         return indices
 
+    # ------------------------------------------------------------------ loops
+
     def _bind(self, loader: Any, skipped: int | None) -> None:
         """Have each loop over *loader* be known here; *skipped* batches of an epoch are none of its own."""
         base = loader.base_dataloader
         begin, own_skip = base.__iter__, loader.skip_batches
         self._followers.add(loader)
 
-        def read() -> _Reading:
-            go_on, self._go_on = self._go_on, None
-            if go_on is not None and skipped is not None:
-                go_on = go_on._replace(passed=skipped)
-            if go_on is not None and self._indices is not None and skipped is None:
-                self._indices.go_on(go_on.own["start"], go_on.passed)
-            loader.skip_batches = go_on.passed if go_on is not None and self.reads_again else own_skip
-            passed = 0 if go_on is None else go_on.passed
-            offset = 0 if self.reads_again else passed if skipped is None else skipped
-            reading = _Reading(self, loader, begin, go_on, offset)
+        def read() -> LoopReading:
+            loaded, self._go_on = self._go_on, None
+            by_script = skipped if loaded is None or skipped is None else self._agree(loader, loaded, skipped)
+            is_next = loaded is not None and _is_next(loaded, by_script)
+            go_on, ended = (None, loaded) if is_next else (loaded, None)
+            if ended is not None:
+                _RNG.load_state_dict(ended.own["now"])
+            if go_on is not None and by_script is not None:
+                go_on = go_on._replace(passed=by_script)
+            if go_on is not None and by_script is None and self._indices is not None:
+                self._indices.go_on(go_on.own["start"], go_on.passed, go_on.seen)
+            passed = (by_script or 0) if go_on is None else go_on.passed
+            loader.skip_batches = passed if self.reads_again else own_skip
+            reading = LoopReading(self, loader, begin, go_on, 0 if self.reads_again else passed, ended)
+            if loaded is not None and by_script is None and (go_on is not None or loaded.counts_samples):
+                reading.watch_skips(loaded)
+            if loaded is not None and by_script is not None:
+                self.log_habit("skip_first_batches", reading)
             self._reading = weakref.ref(reading)
+            self._habit.begin(self.training.backward_count)
             return reading
 
         base.__iter__ = read
+        _follow(loader, lambda batches: self._hand_out(batches))
         if self.dispatches:
             fetch = loader._fetch_batches
             loader._fetch_batches = lambda reading: reading.fetch(
                 lambda: fetch(reading), lambda fetched: fetched[1][0] is None
             )
 
+    def _agree(self, loader: Any, loaded: GoOn, skipped: int) -> int | None:
+        """Return how many batches the first loop after a load skips that wants to skip so many; None: as *loaded* says."""
+        if loaded.own["finished"] and not _is_next(loaded, skipped):
+            return skipped
+        if loaded.counts_samples:
+            sampler = _skipping_sampler(loader)
+            if sampler is not None:
+                sampler.skip_batches = 0
+            logger.warning(
+                "skip_first_batches(…, %d): batches have another size than when the checkpoint was made; the loop gives "
+                "what was not trained of the epoch, counted in samples",
+                skipped,
+            )
+            return None
+        if not loaded.own["finished"] and abs(skipped - loaded.passed) > 1:  # some scripts skip the last one by hand
+            logger.warning(
+                "skip_first_batches(…, %d): %d batches of this epoch were trained when the checkpoint was made",
+                *(skipped, loaded.passed),
+            )
+        return skipped
+
+    def _hand_out(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches of a loop; one of them again for each batch before it that the script skips by hand."""
+        reading: LoopReading | None = None
+        try:
+            for batch in batches:
+                reading = None if self._reading is None else self._reading()
+                self._habit.note_fetch(self.training.backward_count)
+                is_again = True
+                while is_again:
+                    yield batch
+                    is_again = reading is not None and reading.is_skipped()
+        finally:
+            if reading is not None and reading.window is not None:
+                reading.window.close()
+        if reading is not None and reading.ended is not None and not reading.trains:
+            self._give_back(reading, reading.ended)
+
+    def _give_back(self, reading: LoopReading, ended: GoOn) -> None:
+        """Begin again the epoch of a loop that trained nothing: all batches that the script skips are of the one before."""
+        if not ended.own.get("skippable", True):
+            return
+        self.log_habit("continue", reading)
+        self._reading = None
+        self.loader.iteration = reading.iteration
+        self.sampler_epoch = reading.epoch
+        if self.keeps_itself:
+            _drop_begun(self.loader.base_dataloader)
+        _RNG.load_state_dict(ended.own["now"])
+        self.write_generators(ended.own["generators"])
+        self._habit = Habit(*ended.own["habit"])
+
+    def log_habit(self, habit: str, reading: LoopReading) -> None:
+        """Say once how the script comes to where it was."""
+        logger.info("the loop goes on in epoch %d of its loader; skipping seen: %s", reading.iteration, habit)
+
     def follow(self, skip: Callable[[Any, int], Any], count: int) -> Any:
         """Return what *skip* makes of the loader, without the first *count* batches; loops over it are known, too."""
-        if self._go_on is not None and self._go_on.own["finished"] and count < self._go_on.passed:
-            self._begin_next_epoch()
         skipping = skip(self.loader, count)
-        self._bind(skipping, count)
+        self._take_skipping(skipping, count)
         return skipping
 
-    def _begin_next_epoch(self) -> None:
-        """The last batch of an epoch was yielded, and the caller goes on with the first one of the next."""
-        self._go_on = None
-        self.loader.iteration += 1
-        self.sampler_epoch = self.loader.iteration
-        if self._indices is not None:
-            self._indices.forget()
+    def recognise(self, loader: Any) -> bool:
+        """Follow a loop that begins over *loader*, where accelerate's function made it of this one to skip batches."""
+        sampler = _skipping_sampler(loader)
+        if self.reads(loader) or loader.dataset is not self.loader.dataset:
+            return False
+        if self._indices is not None and (sampler is None or sampler.batch_sampler is not self._indices):
+            return False
+        self._take_skipping(loader, loader.skip_batches if sampler is None else sampler.skip_batches)
+        return True
+
+    def _take_skipping(self, loader: Any, count: int) -> None:
+        go_on = self._go_on
+        if go_on is not None and go_on.own["finished"] and not _is_next(go_on, count):
+            loader.iteration = self.loader.iteration - 1
+        self._bind(loader, count)
 
     def reads(self, loader: Any) -> bool:
         """Return whether loops over *loader* are known here."""
@@ -202,13 +200,21 @@ class LoaderPosition:
     def shared(self) -> Values:
         """Return what is the same on all ranks."""
         reading = None if self._reading is None else self._reading()
-        passed = None if self._go_on is None else self._go_on.passed  # loaded, and no loop has begun since
-        return {
+        state: Values = {
             "iteration": (self.loader if reading is None else reading.loader).iteration,
-            "passed": passed if reading is None else reading.passed,
+            "passed": None if reading is None else reading.passed,
+            "seen": 0 if reading is None else reading.seen,
             "epoch": self.sampler_epoch if reading is None else reading.epoch,
             "seed": getattr(self.loader.get_sampler(), "initial_seed", None),
+            "batch_size": self._batch_size(),
+            "length": _length(self.loader.dataset),
         }
+        if reading is None and self._go_on is not None:  # loaded, and no loop has begun since
+            state |= {"passed": self._go_on.passed, "seen": self._go_on.seen}
+            if self._go_on.own["finished"]:
+                state["iteration"] -= 1
+                state["epoch"] = None if state["epoch"] is None else state["epoch"] - 1
+        return state
 
     def own(self) -> Values:
         """Return what belongs to this rank."""
@@ -217,14 +223,16 @@ class LoaderPosition:
         state: Values = {**loaded, "generators": self.read_generators(), "now": _RNG.state_dict()}
         if self.keeps_itself and "loader" not in loaded:
             state["loader"] = (self.loader if reading is None else reading.loader).state_dict()
+        state["habit"] = self._habit.counts(self.training.backward_count)
         if reading is not None:
             start = reading.start if self._indices is None else self._indices.start
             finished = bool(reading.loader.end_of_dataloader)
-            state |= {"start": start, "before": reading.before, "finished": finished}
+            skippable = reading.trains and not Habit(*state["habit"]).collects
+            state |= {"start": start, "before": reading.before, "finished": finished, "skippable": skippable}
         return state
 
-    def go_on(self, shared: Values, own: Values) -> bool:
-        """Go on from there; return whether of the epoch nothing is left."""
+    def go_on(self, shared: Values, own: Values) -> None:
+        """Go on from there: with the rest of the epoch, or with the next one if nothing is left of it."""
         self.loader.iteration = shared["iteration"]
         self.sampler_epoch = shared["epoch"]
         if shared["seed"] is not None and hasattr(self.loader.get_sampler(), "initial_seed"):
@@ -236,14 +244,56 @@ class LoaderPosition:
             self.loader.load_state_dict(own["loader"])
         self.write_generators(own["generators"])
         self._reading, self._go_on = None, None
+        self._habit = Habit(*own.get("habit", ()))
         if self._indices is not None:
             self._indices.forget()
         if shared["passed"] is None:
-            return False
-        self._go_on = _GoOn(shared["passed"], own)
-        if self._indices is not None:
+            return
+        self._go_on = self._in_samples(shared, own)
+        if own["finished"]:
+            self.loader.iteration += 1
+            self.sampler_epoch = None if shared["epoch"] is None else shared["epoch"] + 1
+        elif self._indices is not None:
             self._indices.go_on(own["start"], 0)
-        return bool(own["finished"])
+
+    def _in_samples(self, shared: Values, own: Values) -> GoOn:
+        """Return what the next loop goes on with, where batches may have another size now, and the data another length."""
+        passed, seen, size = shared["passed"], shared.get("seen", 0), self._batch_size()
+        before, length = shared.get("batch_size", size), _length(self.loader.dataset)
+        if size is None or before is None:
+            return GoOn(passed, own, by_hand=passed)
+        samples, by_hand = seen + passed * before, max(passed, -(-(seen + passed * before) // size))
+        if own["finished"]:
+            return GoOn(by_hand, own, 0, by_hand, counts_samples=size != before)
+        in_order = self._indices is not None and self._indices.is_in_order
+        if length != shared.get("length", length) and not in_order:
+            logger.warning(
+                "the data have %s samples, and had %s when the checkpoint was made: the rest of this epoch is drawn of "
+                "another order, so that some of its samples come twice, and others not",
+                *(length, shared["length"]),
+            )
+        if size == before:
+            return GoOn(passed, own, seen, by_hand, seen > 0)
+        if self._indices is not None and self._indices.counts_samples:
+            return GoOn(0, own, samples, by_hand, counts_samples=True)
+        logger.warning(
+            "batches have %d samples, and had %d when %d samples of this epoch were trained: this loader goes on at whole "
+            "batches, after %d samples",
+            *(size, before, samples, samples // size * size),
+        )
+        return GoOn(samples // size, own, 0, by_hand, counts_samples=True)
+
+    def _batch_size(self) -> int | None:
+        """Return the samples of a batch over all ranks; None where the loader does not say."""
+        loader = self.loader
+        try:
+            if self.dispatches:  # its own total_batch_size asks the dataset
+                return int(
+                    loader.batch_sampler.batch_size * (1 if loader.split_batches else loader.state.num_processes)
+                )
+            return int(loader.total_batch_size)
+        except (AttributeError, TypeError):
+            return None
 
     @property
     def sampler_epoch(self) -> int | None:
@@ -276,3 +326,30 @@ def _drop_begun(base: Any) -> None:
     """Have a ``StatefulDataLoader`` begin anew: it has begun to read already, when accelerate asked it for its state."""
     base._iterator = None
     base.__dict__["_initial_iter_for_state_dict"] = False
+
+
+def _follow(loader: Any, loop: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
+    """Have each ``for`` over *loader* go through *loop*: Python looks up ``__iter__`` in its type alone."""
+    kind = type(loader)
+    followed = type(kind.__name__, (kind,), {"__iter__": lambda self: loop(kind.__iter__(self))})
+    # The __class__ of these loaders is a property of accelerate, without a setter.
+    object.__dict__["__class__"].__set__(loader, followed)
+
+
+def _is_next(go_on: GoOn, skipped: int | None) -> bool:
+    """Return whether a loop that skips so many batches is one of the next epoch: of the one before nothing is left."""
+    return bool(go_on.own["finished"]) and (skipped or 0) < go_on.passed
+
+
+def _skipping_sampler(loader: Any) -> Any:
+    """Return what passes over the first indices in a loader that accelerate made for that; None where nothing does."""
+    samplers = (loader.batch_sampler, loader.sampler)
+    return next((one for one in samplers if type(one).__name__ == "SkipBatchSampler"), None)
+
+
+def _length(dataset: Any) -> int | None:
+    """Return the number of samples; None where it is not known."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
