@@ -25,12 +25,13 @@ from urllib.parse import quote
 import msgspec
 
 from aiockpt.backends.local_handle import PAGE_BYTES, DirectMode, Handle
+from aiockpt.backends.local_mounts import explain_bucket
 from aiockpt.backends.local_reader import BOUNCE_BYTES, BouncePool, LocalReader, open_regular, stat_regular
 from aiockpt.backends.local_tree import LEFTOVER_PREFIX, Tree, split_key
 from aiockpt.backends.local_upload import LocalUpload, write_all
 from aiockpt.errors import StorageError, UsageError, is_damage
 from aiockpt.runtime.limits import Limiter, LimiterStatistics, run_blocking
-from aiockpt.runtime.world import World
+from aiockpt.runtime.world import OsFiles, World
 from aiockpt.storage.backend import Listing, Space, Stat, Traits, check_key
 
 _BLOCK_WRITES = 4  # four O_DIRECT writers reach what the disk can do, more only use threads
@@ -78,6 +79,7 @@ class LocalBackend:
         self._tree = Tree(self._files, self._root)
         self._direct = DirectMode(direct)
         self._hard_links: bool | None = None
+        self._may_keep = not isinstance(self._files, OsFiles)
         self._bounces = BouncePool()
         self._cached_read_bytes = 0
         self._direct_read_bytes = 0
@@ -189,6 +191,9 @@ class LocalBackend:
 
     def _in_folder(self, key: str, work: Callable[[], None]) -> None:
         """Run *work* in the folder of *key*; once more when somebody removes the empty folder under it."""
+        if not self._may_keep and (why := explain_bucket(self._root)) is not None:
+            raise UsageError(why)
+        self._may_keep = True
         for _ in range(_ATTEMPTS):
             try:
                 self._tree.ensure(split_key(key)[0])

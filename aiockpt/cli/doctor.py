@@ -1,4 +1,4 @@
-"""What can this place do, and how fast is it? Asked before a run is trusted to it.
+"""What a place can do, and how fast it is: to be known before a run is trusted to it.
 
 Guarantee: what is tried is tried in a folder of its own that is removed, also after control-C; the large files have no
 name from the start.
@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
+from aiockpt.backends.local_mounts import explain_bucket, find_mount
 from aiockpt.testing.disk import OnMoved, measure_disk
 
 FLUSHES = 20
@@ -45,16 +46,16 @@ class Diagnosis(msgspec.Struct, frozen=True):
     file_system: str
     free_bytes: int
     total_bytes: int
-    direct: bool
-    link: bool
-    exclusive_create: bool
-    file_flush_ms: float
-    folder_flush_ms: float
-    slowest_flush_ms: float
-    write_bytes_per_s: float
-    read_bytes_per_s: float
-    problems: tuple[str, ...]
-    warnings: tuple[str, ...]
+    direct: bool = False
+    link: bool = False
+    exclusive_create: bool = False
+    file_flush_ms: float = 0.0
+    folder_flush_ms: float = 0.0
+    slowest_flush_ms: float = 0.0
+    write_bytes_per_s: float = 0.0
+    read_bytes_per_s: float = 0.0
+    problems: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def survives_reboot(self) -> bool:
@@ -72,6 +73,9 @@ def examine(root: Path, size_bytes: int, on_moved: OnMoved = lambda _: None) -> 
         OSError: nothing can be written there, or there is no room.
     """
     space = os.statvfs(root)
+    free_bytes, total_bytes = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+    if (why := explain_bucket(str(root))) is not None:
+        return Diagnosis(str(root), _kind(root), free_bytes, total_bytes, problems=(why,))
     with TemporaryDirectory(dir=root, prefix=".doctor-") as name:
         folder = Path(name)
         link, exclusive = _works(lambda: _refuses_second_link(folder)), _works(lambda: _refuses_second_file(folder))
@@ -81,9 +85,9 @@ def examine(root: Path, size_bytes: int, on_moved: OnMoved = lambda _: None) -> 
         reading = measure_disk(folder, size_bytes, REPEATS, kind="read", on_moved=on_moved)
     found = Diagnosis(
         root=str(root),
-        file_system=_file_system(root),
-        free_bytes=space.f_bavail * space.f_frsize,
-        total_bytes=space.f_blocks * space.f_frsize,
+        file_system=_kind(root),
+        free_bytes=free_bytes,
+        total_bytes=total_bytes,
         direct=writing.direct,
         link=link,
         exclusive_create=exclusive,
@@ -93,9 +97,12 @@ def examine(root: Path, size_bytes: int, on_moved: OnMoved = lambda _: None) -> 
         write_bytes_per_s=median(writing.bytes_per_s),
         read_bytes_per_s=median(reading.bytes_per_s),
         problems=() if link or exclusive else ("two writers could both commit here: neither link nor O_EXCL refuses",),
-        warnings=(),
     )
     return msgspec.structs.replace(found, warnings=tuple(_warnings(found)))
+
+
+def _kind(root: Path) -> str:
+    return "unknown" if (mount := find_mount(str(root))) is None else mount.kind
 
 
 def _works(attempt: Callable[[], bool]) -> bool:
@@ -161,19 +168,3 @@ def _warnings(found: Diagnosis) -> Iterator[str]:
         yield f"flushes are slow: a save takes {commit_ms / 1e3:.1f} s or more, however small it is"
     if found.free_bytes < found.total_bytes / 20:
         yield f"{1 - found.free_bytes / found.total_bytes:.0%} of the space is used"
-
-
-def _file_system(root: Path) -> str:
-    """Return the type of the file system that holds *root*, as the kernel's mount table names it."""
-    path = os.path.realpath(root)
-    best, kind = "", "unknown"
-    try:
-        mounts = Path("/proc/self/mounts").read_text().splitlines()
-    except OSError:
-        return kind
-    for line in mounts:
-        _, mount, name, *_ = line.split()
-        inside = path == mount or path.startswith(mount.rstrip("/") + "/")
-        if inside and len(mount) >= len(best):
-            best, kind = mount, name
-    return kind

@@ -1,0 +1,63 @@
+"""The mount that holds a path, and buckets that are mounted as folders, which cannot keep checkpoints.
+
+Such a mount has no exclusive creation that another host would see, no hard links, and no flush that means "stored". (A FUSE
+file system that has all that, JuiceFS or SSHFS, is a file system as any other.)
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import msgspec
+
+_BUCKETS = ("rclone", "s3fs", "goofys", "geesefs", "mountpoint-s3")
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+
+
+class Mount(msgspec.Struct, frozen=True):
+    """A line of the kernel's table of mounts.
+
+    Attributes:
+        source: what is mounted: a device, or a name that the program gave.
+        at: the folder.
+        kind: of the file system.
+    """
+
+    source: str
+    at: str
+    kind: str
+
+
+def find_mount(path: str) -> Mount | None:
+    """Return the mount that holds *path*, as the kernel tells it; None where it tells nothing."""
+    path = os.path.realpath(path)
+    best: Mount | None = None
+    try:
+        with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as table:
+            lines = table.read().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        source, at, kind, *_ = (_ESCAPED.sub(lambda found: chr(int(found[1], 8)), part) for part in line.split(" "))
+        inside = path == at or path.startswith(at.rstrip("/") + "/")
+        if inside and (best is None or len(at) >= len(best.at)):
+            best = Mount(source, at, kind)
+    return best
+
+
+def explain_bucket(path: str) -> str | None:
+    """Return why *path* keeps no checkpoints, where it is in a bucket that is mounted as a folder; else None."""
+    mount = find_mount(path)
+    if mount is None or not mount.kind.startswith("fuse"):
+        return None
+    program = next((name for name in _BUCKETS if name in (mount.kind.removeprefix("fuse."), mount.source)), None)
+    if program is None:
+        return None
+    below = os.path.relpath(os.path.realpath(path), mount.at).removeprefix(".")
+    bucket = mount.source.partition(":")[2].strip("/") if program == "rclone" else ""
+    address = "/".join(part for part in ("s3:/", bucket or "BUCKET", below) if part)
+    return (
+        f"{path} is in a bucket that {program} has mounted at {mount.at}: nothing is created exclusively there or linked,"
+        f" and a flush does not mean that the store has it. Give the store's own address: {address} (or gs://…, az://…)"
+    )
