@@ -28,7 +28,7 @@ from aiockpt.engine.load import LoadRequest, telling_failures
 from aiockpt.engine.maintenance import Copied, Description, Pruned, StepInfo, Verified
 from aiockpt.engine.place import Place as EnginePlace
 from aiockpt.engine.read import read
-from aiockpt.engine.submit import SaveRequest, check_step
+from aiockpt.engine.submit import SaveRequest, check_step, plain_json
 from aiockpt.errors import BackgroundSaveError, UsageError
 from aiockpt.events import Observer, StatisticsReader
 from aiockpt.futures import Future, LoadFuture, LoadResult, SaveFuture
@@ -136,6 +136,9 @@ class Checkpointer:
         load_group: a ``torch.distributed`` process group of gloo that nobody else uses. Its ranks read each block once and
             send it to those that want it, too; worth it where storage is slower than the network between them. Give
             every rank the group it is in; None lets each rank read all that it wants.
+        config: the configuration of the program, a dict of what JSON can hold, kept with each step. A load logs what has
+            changed since (``LoadResult.config_changes``), and ``aiockpt diff`` shows it. Values under names of secrets are
+            stored, and not shown.
         world: the outside (files, clock, random bytes, threads); tests pass a simulated one.
 
     Raises:
@@ -168,6 +171,7 @@ class Checkpointer:
         observers: Sequence[Observer] = (),
         ranks: Ranks | None = None,
         load_group: torch.distributed.ProcessGroup | None = None,
+        config: Mapping[str, Any] | None = None,
         world: World | None = None,
     ) -> None:
         self._selection = make_selection(only, exclude)
@@ -187,6 +191,7 @@ class Checkpointer:
             worker=worker,
             io=io,
             deadlines=deadlines,
+            config=_as_config(config),
         )
         _check_outside(ranks, world)
         self._found_ranks = find_ranks() if ranks is None else None
@@ -784,6 +789,12 @@ def _check_outside(ranks: object, world: object) -> None:
         refuse_value("", "ranks", ranks, "aiockpt.Ranks(rank, world_size, store), or None for torch.distributed")
     if not isinstance(world, World | None):
         refuse_value("", "world", world, "an aiockpt.runtime.world.World, or None for this machine's files and clocks")
+
+
+def _as_config(config: Mapping[str, Any] | None) -> object:
+    if not isinstance(config, Mapping | None):
+        refuse_value("", "config", config, "a dict of plain values, such as {'lr': 3e-4}")
+    return None if config is None else plain_json("config", dict(config))
 
 
 def _as_names(option: str, names: Sequence[str]) -> tuple[str, ...]:

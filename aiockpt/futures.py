@@ -57,6 +57,7 @@ class LoadResult(msgspec.Struct, frozen=True):
             not be filled; and with ``strict=False`` all that did not fit and was left as it was.
         left_out: names of the state that stay as they are, because they were left out of the checkpoint when it was saved
             (``save(…, only=…, exclude=…)``).
+        config_changes: what of ``Checkpointer(…, config=…)`` is another than when the step was saved, a line each.
         renamed: what ``rename=`` did: name in the checkpoint → name in the state of what this rank loaded.
     """
 
@@ -74,6 +75,7 @@ class LoadResult(msgspec.Struct, frozen=True):
     url: str = ""
     left_out: tuple[str, ...] = ()
     renamed: Mapping[str, str] = {}
+    config_changes: tuple[str, ...] = ()
 
 
 class Stage(Generic[T]):

@@ -298,6 +298,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     worker: Worker = "thread"
     io: IO = IO()
     deadlines: Deadlines = Deadlines()
+    config: object = None
 
     def __post_init__(self) -> None:
         for name, kind in (("retention", Retention), ("io", IO), ("deadlines", Deadlines)):

@@ -13,6 +13,7 @@ import torch
 from aiockpt.cli.leaf_values import read_values, shorten
 from aiockpt.cli.reading import StepReader
 from aiockpt.engine.load import stored_state
+from aiockpt.format.configuration import flatten, shown_value
 from aiockpt.format.dtypes import itemsize
 from aiockpt.format.manifest import Manifest, TensorEntry
 from aiockpt.format.names import prefixes
@@ -258,4 +259,6 @@ def _all_values(manifest: Manifest) -> dict[str, Any]:
         values |= {f"rank {rank}: {name}": value for name, value in theirs.items() if name.startswith(own)}
     if manifest.user is not None:
         values["user"] = manifest.user
+    if manifest.config is not msgspec.UNSET:
+        values |= {name: shown_value(name, value) for name, value in flatten(manifest.config)}
     return values

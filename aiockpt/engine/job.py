@@ -39,6 +39,7 @@ class SaveCall(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     metrics: Mapping[str, float] = {}
     user: object = None
+    config: object = None
     save_round: SaveRound | None = None
     begun_ns: int | None = None
 
@@ -92,7 +93,7 @@ class SaveJob:
         self.promise.when_settled(lambda: self.copied.resolve(None))
         self.promise.snapshotted.on_told = self.recheck
         self.metrics = dict(call.metrics)
-        self.user = call.user
+        self.user, self.config = call.user, call.config
         self.slabs = []
         self.hand_over: Callable[[Window, Slab], object] = self._hand_over
         self._engine = engine

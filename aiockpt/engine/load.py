@@ -15,6 +15,7 @@ from aiockpt.engine.find import Skipped, candidates, note_skipped
 from aiockpt.engine.place import Place
 from aiockpt.errors import CorruptionError, NoValidCheckpointError, RankFailedError, StateMismatchError, say_briefly
 from aiockpt.events import Loaded, LoadFailed
+from aiockpt.format.configuration import config_changes
 from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import list_names
 from aiockpt.futures import LoadResult
@@ -33,6 +34,10 @@ logger = logging.getLogger("aiockpt")
 
 SCRATCH_READS = 4
 """Scratch memory has room for so many times the reads that are under way at once: 256 MiB for a folder."""
+
+
+CHANGES_LOGGED = 20
+"""Values of a configuration in one line of the log; the result of the load has all."""
 
 
 class LoadRequest(msgspec.Struct, frozen=True):
@@ -249,6 +254,7 @@ def finish(
             found,
             place.backend.url,
         )
+    changes = _config_changes(engine, manifest)
     result = LoadResult(
         step=manifest.step,
         id=manifest.id,
@@ -264,6 +270,7 @@ def finish(
         differences=(*target.problems, *target.told),
         left_out=target.left_out,
         renamed=target.renamed,
+        config_changes=changes,
     )
     engine.emit(
         Loaded(
@@ -276,6 +283,22 @@ def finish(
         )
     )
     return Filled(result, target)
+
+
+def _config_changes(engine: Engine, manifest: Manifest) -> tuple[str, ...]:
+    """Return what of the configuration is another than when the step was saved, and log it once for all ranks."""
+    if engine.options.config is None or manifest.config is msgspec.UNSET:
+        return ()
+    changes = config_changes(manifest.config, engine.options.config)
+    if changes and engine.coordinator.rank == 0:
+        more = f"; and {len(changes) - CHANGES_LOGGED} more" if len(changes) > CHANGES_LOGGED else ""
+        logger.info(
+            "step %d: the configuration has changed since it was saved: %s%s",
+            manifest.step,
+            "; ".join(changes[:CHANGES_LOGGED]),
+            more,
+        )
+    return changes
 
 
 class FillTensors(Protocol):

@@ -223,6 +223,7 @@ def _receipt(place: Place, job: SaveJob, attempt: Attempt, files: tuple[FileEntr
         per_rank=state.per_rank,
         metrics=job.metrics,
         user=job.user,
+        config=msgspec.UNSET if job.config is None else job.config,
     )
 
 

@@ -133,7 +133,8 @@ class Submitter:
             call = SaveCall(
                 step=step,
                 metrics=_plain_metrics(request.metrics),
-                user=_plain_json(request.user),
+                user=plain_json("user", request.user),
+                config=self._engine.options.config,
                 save_round=save_round,
                 begun_ns=begun_ns,
             )
@@ -344,10 +345,15 @@ def _plain_number(value: float | torch.Tensor) -> float:
     return float(value.detach() if isinstance(value, torch.Tensor) else value)
 
 
-def _plain_json(user: object) -> object:
+def plain_json(option: str, value: object) -> object:
+    """Return a value as JSON has it.
+
+    Raises:
+        UsageError: JSON cannot hold it.
+    """
     try:
-        encoded = msgspec.json.encode(user)
+        encoded = msgspec.json.encode(value)
         check_tree(encoded, "it")
         return msgspec.json.decode(encoded)
     except (TypeError, ValueError, RecursionError, msgspec.MsgspecError, ManifestError) as error:
-        raise UsageError(f"user={type(user)}: give what JSON can hold ({error})") from error
+        raise UsageError(f"{option}={type(value)}: give what JSON can hold ({error})") from error

@@ -179,6 +179,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         left_out: what was not saved because the caller said so; a state that has it keeps it as it is.
         state: ``{"global": tree, "per_rank": {"0": tree, …}}``, encoded by `state.tree`.
         metrics: what retention may choose by; None where the value was not finite.
+        config: the configuration of the program, where it gave one.
     """
 
     format: Literal["aiockpt"] = "aiockpt"
@@ -206,6 +207,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     state: dict[str, Any] = {}
     metrics: Mapping[str, float | None] = {}
     user: Any = None
+    config: Any = msgspec.UNSET
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
@@ -243,6 +245,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     per_rank: Any = None
     metrics: Mapping[str, float | None] = {}
     user: Any = None
+    config: Any = msgspec.UNSET
 
 
 Verdict = Literal["commit", "collect"]
@@ -267,6 +270,7 @@ class _Envelope(msgspec.Struct):
     state: Raw = Raw(b"{}")
     per_rank: Raw = Raw(b"null")
     user: Raw = Raw(b"null")
+    config: Raw = Raw(b"null")
 
 
 class _ManifestState(msgspec.Struct, rename={"everyone": "global"}):
@@ -338,7 +342,7 @@ def _check_body(body: bytes, expected_format: str, what: str) -> None:
 
 
 def _check_trees(envelope: _Envelope, what: str) -> None:
-    trees = [bytes(envelope.user), bytes(envelope.per_rank)]
+    trees = [bytes(envelope.user), bytes(envelope.config), bytes(envelope.per_rank)]
     if envelope.format == "aiockpt":
         state = parse(envelope.state, _ManifestState, f"the state of {what}")
         trees += [bytes(state.everyone), *map(bytes, state.per_rank.values())]

@@ -84,6 +84,7 @@ def _merge(votes: Sequence[Receipt], writer: str, write_id: str, created_ns: int
         },
         metrics=first.metrics,
         user=first.user,
+        config=first.config,
     )
     try:
         check_manifest(manifest, manifest.id, manifest.generation)

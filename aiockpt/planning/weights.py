@@ -288,4 +288,5 @@ def _vote(
         state=tree,
         metrics=whole.metrics,
         user=whole.user,
+        config=whole.config,
     )

@@ -148,6 +148,7 @@ class WriterClient:
             left_out=dict(job.state.left_out),
             metrics=job.metrics,
             user=to_json(job.user),
+            config=to_json(job.config),
             position=self.engine.lineage.position(),
             save_round=job.save_round,
             board=self.engine.coordinator.board_name,

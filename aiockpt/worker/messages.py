@@ -65,7 +65,7 @@ class Save(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         begun_ns: when it was called; both processes have the same monotonic clock.
-        values, per_rank, user: JSON.
+        values, per_rank, user, config: JSON.
         position: where it stands among all saves.
         save_round: which save it is among those of all ranks; None for a process that saves alone.
         board: the name of the ranks' notes.
@@ -82,6 +82,7 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     alias: dict[str, str]
     metrics: dict[str, float]
     user: bytes
+    config: bytes
     position: Position
     save_round: SaveRound | None = None
     board: str = ""

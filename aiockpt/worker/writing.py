@@ -42,6 +42,7 @@ class Writing:
             step=order.step,
             metrics=order.metrics,
             user=from_json(order.user),
+            config=from_json(order.config),
             save_round=order.save_round,
             begun_ns=order.begun_ns,
         )

@@ -284,7 +284,7 @@ class Wire:
 def save_order(number: int) -> Save:
     return Save(
         number=number, step=number, position=Position("0" * 12, None, 0), nonce="0" * 12, begun_ns=0, alias={}, values=b"1",
-        per_rank=b"1", metrics={}, user=b"null",
+        per_rank=b"1", metrics={}, user=b"null", config=b"null",
     )  # fmt: skip
 
 
