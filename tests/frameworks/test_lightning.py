@@ -106,6 +106,31 @@ def test_a_resumed_run_is_the_same_with(options: list[str]) -> None:
         certify(lambda: fit(*options), Proof(kills=2, seed=2)).check()
 
 
+LOOKS = ["--one-cycle", "--looks=setup", "--looks=setup-of-callback", "--looks=configure", "--looks=on-fit-start"]
+
+
+@pytest.mark.parametrize("loader", ["shuffled", "stateful", "ours", "streamed"])
+@pytest.mark.parametrize("looks", LOOKS)
+def test_a_loader_that_is_looked_at_before_the_fit_goes_on(looks: str, loader: str) -> None:
+    if loader == "streamed" and "one-cycle" in looks:
+        pytest.skip("a loader without a length has no number of steps")
+    certify(lambda: fit("--loader", loader, "--every-steps=3", "--epochs=2", looks), Proof(kills=2, seed=4)).check()
+
+
+@pytest.mark.parametrize("finds", ["--finds=rate", "--finds=batch"])
+def test_a_search_for_the_rate_or_the_batch_size_saves_nothing_and_the_run_goes_on(finds: str) -> None:
+    straight = weights(fit("--dir", "straight", "--every-steps=3", "--epochs=2", "--datamodule", finds))
+    fit("--every-steps=3", "--max-steps=7", "--no-last", "--epochs=2", "--datamodule", finds)
+    assert steps_in() == [3, 6]
+    assert_equal(straight, weights(fit("--every-steps=3", "--epochs=2", "--datamodule", finds)))
+
+
+@pytest.mark.parametrize("saves", ["--every-steps=1", "--every-epochs=1"])
+@pytest.mark.parametrize("changes", ["--changes=finetuning", "--changes=averaging"])
+def test_a_callback_that_changes_the_optimizer_or_its_schedule_goes_on(changes: str, saves: str) -> None:
+    certify(lambda: fit(saves, "--epochs=4", "--norm=layer", changes), Proof(kills=3, seed=4)).check()
+
+
 @pytest.mark.parametrize("first", ["--max-steps=7", "--epochs=2"])
 def test_a_run_that_came_to_its_end_goes_on_with_more_steps(first: str) -> None:
     straight = weights(fit("--dir", "straight", "--every-steps=50"))
@@ -285,6 +310,21 @@ def test_sigterm_is_saved_where_it_came(options: list[str], saved: list[int]) ->
     assert_equal(weights(fit("--dir=straight", "--every-steps=50")), weights(fit("--every-steps=50")))
 
 
+@pytest.mark.parametrize("to", ["group", "workers"])
+def test_sigterm_is_saved_where_it_reaches_the_workers_too(to: str) -> None:
+    command = [*PROGRAM, "--every-epochs=9", "--sigterm-at=4", "--workers=2", f"--sigterm-to={to}"]
+    done = subprocess.run(
+        command, check=False, env=environment(), capture_output=True, text=True, timeout=120, process_group=0
+    )
+    assert steps_in() == [4], done.stderr
+
+
+@pytest.mark.parametrize(("last", "saved"), [(33, [2]), (25, [])], ids=["between steps", "within a step"])
+def test_sigterm_that_ends_a_fetch_is_saved_between_two_steps(last: int, saved: list[int]) -> None:
+    program("--every-epochs=9", f"--last-sample={last}", check=False)
+    assert steps_in() == saved
+
+
 def test_a_save_that_failed_is_told() -> None:
     Path("ckpt").write_text("in the way")
     with pytest.raises(aiockpt.CheckpointError):
@@ -350,6 +390,12 @@ def test_a_hook_of_load_may_change_the_weights() -> None:
     fit("--every-steps=4", "--max-steps=4")
     again = fit("--every-steps=4", "--max-steps=4", "--hook-of-load")
     assert all(bool((one == 0.5).all()) for one in again.lightning_module.parameters())
+
+
+def test_the_hook_of_load_comes_before_the_optimizers_are_made() -> None:
+    fit("--every-steps=4", "--max-steps=4")
+    again = fit("--every-steps=4", "--max-steps=6")
+    assert again.lightning_module.hooks == ["on_load_checkpoint", "configure_optimizers"]
 
 
 def test_the_states_of_the_datamodule_and_of_the_precision_go_on() -> None:
@@ -492,6 +538,8 @@ UPSTREAM = {
     "trainer.connectors.logger_connector.logger_connector": "5011375abd51a92a",
     "trainer.connectors.logger_connector.result": "3286aba7341a262d",
     "trainer.call": "e5d448f69a181079",
+    "callbacks.finetuning": "e61d2b8ff69adff6",
+    "callbacks.stochastic_weight_avg": "bb03342ad874816e",
     "utilities.combined_loader": "b598e43331c4f6e1",
 }
 

@@ -81,6 +81,8 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
         self._checkpointer: aiockpt.Checkpointer | None = None
         self._source: aiockpt.Checkpointer | None = None
         self._asked: str | None = None
+        self._step: int | None = None
+        self._is_fitting = False
         self._fit: Resume | None = None
 
     @property
@@ -106,9 +108,10 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
         self._fit = Resume(trainer, self)
         if stage == "fit" and not trainer.fast_dev_run:
             self._fit.follow_loops()
+            self._fit.take_loaders()
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Load where this fit goes on: model, optimizers and schedulers are there and on their devices."""
+    def begin(self, trainer: Any) -> None:
+        """Open the place, and give hooks and callbacks their part of where this fit goes on."""
         if trainer.fast_dev_run:
             return
         self._checkpointer = aiockpt.Checkpointer(self.dir, **self._options)
@@ -116,14 +119,25 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
         if self.monitor is not None:
             known = {info.step: info.metrics.get(self.monitor) for info in self._checkpointer.steps().result()}
             self._scores = {step: score for step, score in known.items() if score is not None}
-        if trainer._checkpoint_connector._loaded_checkpoint or (not self._resume and self._asked is None):
+        place, self._step = split_path(self._asked) if self._asked is not None else (self._place(), None)
+        if place.rstrip("/") != self._place().rstrip("/"):
+            self._source = aiockpt.Checkpointer(place)
+        if self._resumes(trainer) and not trainer.strategy.restore_checkpoint_after_setup:
+            assert self._fit is not None
+            self._fit.load_first(self._source or self._checkpointer, self._step)
+
+    def _resumes(self, trainer: Any) -> bool:
+        return not trainer._checkpoint_connector._loaded_checkpoint and (self._resume or self._asked is not None)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Load where this fit goes on: model, optimizers and schedulers are there and on their devices."""
+        if self._checkpointer is None:
+            self.begin(trainer)
+        self._is_fitting = self._checkpointer is not None
+        if self._checkpointer is None or not self._resumes(trainer):
             return
         assert self._fit is not None
-        place, step = split_path(self._asked) if self._asked is not None else (self._place(), None)
-        source = self._checkpointer
-        if place.rstrip("/") != self._place().rstrip("/"):
-            source = self._source = aiockpt.Checkpointer(place)
-        loaded = self._fit.load(source, step)
+        loaded = self._fit.load(self._source or self._checkpointer, self._step)
         if loaded is not None:
             self.last_step = loaded.step
             trainer._checkpoint_connector._ckpt_path = posixpath.join(loaded.url, loaded.id)
@@ -134,7 +148,7 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Save where SIGTERM has stopped training; wait until all is committed; tell other ranks that this one leaves."""
-        if isinstance(exception, SIGTERMException) and self._fit is not None:
+        if (isinstance(exception, SIGTERMException) or trainer.received_sigterm) and self._fit is not None:
             self._fit.stop()
         checkpointer, self._checkpointer = self._checkpointer, None
         if checkpointer is not None:
@@ -153,6 +167,7 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
             if checkpointer is not None:
                 checkpointer.close()
         self._source = self._checkpointer = None
+        self._is_fitting = False
 
     # ------------------------------------------------------------------ what the loops come to
 
@@ -176,6 +191,16 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
         del saved["loops"], saved["aiockpt"]
         return {"state_dict": trainer.lightning_module.state_dict(), **saved}
 
+    def read_weights(self, step: int) -> dict[str, torch.Tensor]:
+        """Return the weights of a step by their names; this rank alone asks."""
+        place = self.dir if self._asked is None else split_path(self._asked)[0]
+        with aiockpt.Checkpointer(place, ranks=aiockpt.Ranks()) as source:
+            names = [info.name for info in source.describe(step).result().tensors]
+            reads = {
+                name.removeprefix("model."): source.read(step, name) for name in names if name.startswith("model.")
+            }
+            return {name: read.result() for name, read in reads.items()}
+
     def reach(self, trainer: Any, point: Point, *, ends: bool) -> None:
         """Save if this end of a step or an epoch is to be saved.
 
@@ -183,7 +208,7 @@ class AsyncCheckpoint(Checkpoint):  # type: ignore[misc]  # Any, where Lightning
             ends: whether nothing is trained after it.
         """
         step = trainer.global_step
-        if self._checkpointer is None or step == self.last_step or step == 0:
+        if self._checkpointer is None or not self._is_fitting or step == self.last_step or step == 0:
             return
         if point == "batch":
             due = (

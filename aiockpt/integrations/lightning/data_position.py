@@ -16,6 +16,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 import aiockpt
+from aiockpt.adapters.data_source import let_workers_outlive_signals
 from aiockpt.integrations.indices import Indices
 
 _RNG = aiockpt.RNG()
@@ -72,6 +73,7 @@ class DataPosition:
     def _take(self, loader: Any) -> Any:
         """Return what Lightning is to read in place of *loader*."""
         indices = None
+        let_workers_outlive_signals(loader)
         if isinstance(loader, WholeEpochs):
             self.loaders.append(loader.loader)
         elif isinstance(loader, aiockpt.Loader):

@@ -29,6 +29,8 @@ def _choose() -> str:
 NAME = _choose()
 FABRIC = "lightning.fabric" if NAME == "lightning.pytorch" else "lightning_fabric"
 Checkpoint: Any = import_module(f"{NAME}.callbacks").Checkpoint
+BaseFinetuning: Any = import_module(f"{NAME}.callbacks").BaseFinetuning
+StochasticWeightAveraging: Any = import_module(f"{NAME}.callbacks").StochasticWeightAveraging
 SIGTERMException: Any = import_module(f"{NAME}.utilities.exceptions").SIGTERMException
 call: Any = import_module(f"{NAME}.trainer.call")
 TorchCheckpointIO: Any = import_module(f"{FABRIC}.plugins.io.torch_io").TorchCheckpointIO

@@ -9,6 +9,7 @@ random generators are set: what is set up in between (loaders, sanity checks, ``
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import aiockpt
@@ -35,6 +36,8 @@ class Resume:
         self._from: aiockpt.Checkpointer | None = None
         self._saved: dict[str, Any] | None = None
         self._step = 0
+        self._first: tuple[int, dict[str, Any], trainer_state.Restored] | None = None
+        self._has_position = False
         self._own: dict[str, Any] | None = None
         self._random: Any = None
         self._bindings.bind(trainer._checkpoint_connector, "resume_start", self._begin_restore)
@@ -46,6 +49,7 @@ class Resume:
     def follow_loops(self) -> None:
         """Be told where the loops of a fit are."""
         fit, epoch = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
+        self._bindings.bind(fit, "setup_data", self._take_data)
         self._bindings.bind(fit, "_load_combined_loader_states", self._set_up_data)
         self._bindings.bind(fit, "on_advance_start", self._begin_epoch)
         self._bindings.bind(epoch, "on_run_start", self._begin_batches)
@@ -56,7 +60,7 @@ class Resume:
 
     def state(self, point: Point) -> dict[str, Any]:
         """Return the state to save, at a point between two batches or two epochs."""
-        trainer = self._trainer
+        trainer, module = self._trainer, self._trainer.lightning_module
         assert self._data is not None
         mine = {"data": self._data.state(), "logged": logged.collect(trainer)}
         state = {**self._trained(), "rng": aiockpt.RNG(), "rank": aiockpt.per_rank(mine), "loaders": self._data.loaders}
@@ -67,6 +71,7 @@ class Resume:
                 "aiockpt": {
                     "point": point,
                     "ranks": trainer.world_size,
+                    "frozen": [name for name, one in module.named_parameters() if not one.requires_grad],
                     "batches": trainer.fit_loop.epoch_loop.batch_progress.current.ready,
                 },
             }
@@ -83,33 +88,88 @@ class Resume:
 
     # ------------------------------------------------------------------ load
 
-    def load(self, checkpointer: aiockpt.Checkpointer, step: int | None) -> aiockpt.LoadResult | None:
-        """Fill what is there before the data is; the rest follows when the loops come to it."""
-        trainer, state = self._trainer, self._trained()
-        if trainer.global_rank == 0:  # which saved it
-            state["lightning"] = None
-        loaded = checkpointer.load(state, step, strict=trainer.lightning_module.strict_loading).result()
+    def load_first(self, checkpointer: aiockpt.Checkpointer, step: int | None) -> int | None:
+        """Give callbacks, the datamodule and hooks their part before optimizers are made; return the step that is loaded.
+
+        Lightning does it there: a callback then makes the groups of its optimizers, or takes schedulers away.
+        """
+        trainer = self._trainer
+        state: dict[str, Any] = {} if trainer.global_rank else {"lightning": None}  # rank 0 saved it
+        loaded = checkpointer.load(state, step).result()
         saved = trainer.strategy.broadcast(state.get("lightning"))
         if loaded is None or saved is None:
             return None
-        self._from, self._step, self._saved = checkpointer, loaded.step, saved.pop("aiockpt")
-        trainer_state.restore(trainer, saved)
+        reads = partial(self._callback.read_weights, loaded.step)
+        self._first = (loaded.step, saved.pop("aiockpt"), trainer_state.Restored(saved, reads))
+        trainer_state.restore_first(trainer, self._first[2])
+        return loaded.step
+
+    def load(self, checkpointer: aiockpt.Checkpointer, step: int | None) -> aiockpt.LoadResult | None:
+        """Fill what is there before the data is; the rest follows when the loops come to it."""
+        trainer = self._trainer
+        if self._first is None and self.load_first(checkpointer, step) is None:
+            return None
+        assert self._first is not None
+        _, self._saved, checkpoint = self._first
+        trainer_state.restore_loops(trainer, checkpoint)
+        trainer_state.prepare_callbacks(trainer, self._saved)
+        state = self._trained()
+        if not state["schedulers"]:  # a callback has taken them away, to make its own when an epoch begins
+            del state["schedulers"]
+        is_strict = trainer.lightning_module.strict_loading
+        # Where the model is sharded, Lightning's own way loads no weights from this dict either.
+        by_hook = checkpoint.has_other_weights and trainer.strategy.lightning_restore_optimizer
+        strict = {"model": False} if by_hook else is_strict
+        loaded = checkpointer.load(state, step, strict=strict).result()
+        assert loaded is not None
+        if loaded.step != self._first[0]:  # of the newest one something is damaged that was not read before
+            self._first = None
+            return self.load(checkpointer, loaded.step)
+        if by_hook:
+            trainer.strategy.load_model_state_dict(checkpoint, strict=is_strict)
+        self._from, self._step = checkpointer, loaded.step
         return loaded
 
     def _begin_restore(self, original: Callable[..., Any], path: Any = None, weights_only: Any = None) -> None:
         """Leave a checkpoint of ours to the callback, and others to Lightning."""
-        if path is None or not self._callback.take_path(path):
+        is_ours = path is not None and self._callback.take_path(path)
+        fits = self._trainer.state.fn == "fit"
+        if not is_ours:
             original(path, weights_only)
-        elif self._trainer.state.fn != "fit":
+        elif not fits:
             self._trainer._checkpoint_connector._loaded_checkpoint = self._callback.load_weights(self._trainer)
+        if fits and (is_ours or path is None) and not self._trainer.strategy.restore_checkpoint_after_setup:
+            self._callback.begin(self._trainer)
 
     def _set_up_data(self, original: Callable[[], Any]) -> None:
         """Know the loaders, which nobody has begun to read."""
-        fit = self._trainer.fit_loop
-        self._data = DataPosition(fit._combined_loader)
-        if self._saved is None or self._from is None:
+        self._data = DataPosition(self._trainer.fit_loop._combined_loader)
+        if self._saved is None:
             original()
-            return
+        else:
+            self._take_position()
+
+    def _take_data(self, original: Callable[[], Any]) -> None:
+        """Go on in loaders that were set up before the fit: for the number of batches, say, in ``configure_optimizers``."""
+        original()
+        if self._saved is not None and not self._has_position:
+            self._take_position()
+            iter(self._trainer.fit_loop._data_fetcher)
+
+    def take_loaders(self) -> None:
+        """Know the loaders that another callback has had set up already."""
+        fit = self._trainer.fit_loop
+        if fit._combined_loader is not None:
+            self._data = DataPosition(fit._combined_loader)
+            iter(fit._data_fetcher)
+
+    def _take_position(self) -> None:
+        """Load what belongs to this rank, and have the loaders go on where it was."""
+        fit = self._trainer.fit_loop
+        assert self._saved is not None
+        assert self._from is not None
+        assert self._data is not None
+        self._has_position = True
         self._load_own(self._from, self._data)
         for loader in fit._combined_loader.flattened:
             set_sampler_epoch(loader, fit.epoch_progress.current.processed)
@@ -143,9 +203,11 @@ class Resume:
         aiockpt.RNG().load_state_dict(self._random)
 
     def stop(self) -> None:
-        """Note that training stops between two batches or epochs, as it does on SIGTERM."""
+        """Note that training stops, as it does on SIGTERM: it is saved where that is between two batches or epochs."""
         fit = self._trainer.fit_loop
-        total = fit.epoch_progress.total
+        total, batches = fit.epoch_progress.total, fit.epoch_loop.batch_progress.total
+        if batches.completed != batches.ready:  # in the middle of a batch, by another error
+            return
         if total.completed == total.ready:
             self._callback.reach(self._trainer, "epoch", ends=True)
         elif self._data is not None and self._saved is None and not fit.epoch_loop._should_accumulate():

@@ -6,11 +6,11 @@ optimizers: those are saved from where they are, shard by shard.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-from aiockpt.integrations.lightning.package import NAME, call
+from aiockpt.integrations.lightning.package import NAME, BaseFinetuning, StochasticWeightAveraging, call
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
@@ -42,20 +42,81 @@ def collect(trainer: Any) -> dict[str, Any]:
     return checkpoint
 
 
-def restore(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    """Give all but the model and the optimizers, which are filled already, what `collect` returned; call the hooks."""
-    module, connector = trainer.lightning_module, trainer._checkpoint_connector
-    checkpoint.setdefault("state_dict", dict(module.state_dict()))
+class Restored(dict[str, Any]):
+    """What `collect` returned, with the weights where a hook reads them: ``checkpoint["state_dict"]``.
+
+    Args:
+        reads: returns the weights.
+
+    Attributes:
+        has_other_weights: whether the module's hook has changed them, and its own are to be loaded.
+    """
+
+    def __init__(self, saved: dict[str, Any], reads: Callable[[], dict[str, Any]]) -> None:
+        super().__init__(saved)
+        self.has_other_weights = False
+        self._reads = reads
+        self._given = self._weights()
+
+    def note_changes(self) -> None:
+        """Note whether the weights are other ones than those that were given."""
+        self.has_other_weights = self._given != self._weights()
+
+    def _weights(self) -> dict[str, tuple[int, int]]:
+        """Return which tensors the weights are, with torch's counters of their changes."""
+        found: dict[str, Any] = dict.get(self, "state_dict") or {}
+        return {name: (id(one), getattr(one, "_version", 0)) for name, one in found.items()}
+
+    def _read(self, key: object) -> None:
+        if key == "state_dict" and not super().__contains__(key):
+            self["state_dict"] = self._reads()
+            self._given = self._weights()
+
+    def __getitem__(self, key: str) -> Any:
+        self._read(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return what is under *key*."""
+        self._read(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        return key == "state_dict" or super().__contains__(key)
+
+
+def restore_first(trainer: Any, checkpoint: Restored) -> None:
+    """Give the hooks, the datamodule and callbacks what `collect` returned, in Lightning's order."""
+    connector = trainer._checkpoint_connector
     connector._loaded_checkpoint = checkpoint
-    connector.restore_datamodule()
-    given = dict(checkpoint["state_dict"])
     call._call_lightning_module_hook(trainer, "on_load_checkpoint", checkpoint)
-    if not _is_same(checkpoint["state_dict"], given):  # the hook has a say in the weights
-        trainer.strategy.load_model_state_dict(checkpoint, strict=module.strict_loading)
+    checkpoint.note_changes()
+    connector.restore_datamodule()
     connector.restore_callbacks()
+    connector._loaded_checkpoint = {}
+
+
+def restore_loops(trainer: Any, checkpoint: Restored) -> None:
+    """Give the precision plug-in and the loops theirs, when the callbacks have begun the fit."""
+    connector = trainer._checkpoint_connector
+    connector._loaded_checkpoint = checkpoint
     connector.restore_precision_plugin_state()
     connector.restore_loops()
     connector._loaded_checkpoint = {}
+
+
+def prepare_callbacks(trainer: Any, saved: dict[str, Any]) -> None:
+    """Bring callbacks that change optimizers to where they were, which Lightning leaves to the next epoch."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, BaseFinetuning) and "frozen" in saved:
+            frozen = set(saved["frozen"])
+            for name, parameter in trainer.lightning_module.named_parameters():
+                parameter.requires_grad_(name not in frozen)
+        elif isinstance(callback, StochasticWeightAveraging) and callback._scheduler_state is not None:
+            latest, callback._latest_update_epoch = callback._latest_update_epoch, trainer.current_epoch
+            if trainer.current_epoch <= callback.swa_end:
+                callback.on_train_epoch_start(trainer, trainer.lightning_module)  # makes its schedule, averages nothing
+            callback._latest_update_epoch = latest
 
 
 def _is_same(one: Any, other: Mapping[str, Any]) -> bool:

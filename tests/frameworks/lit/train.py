@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,17 +49,31 @@ def options(*given: str) -> Any:
     parser.add_argument("--counting-precision", action="store_true")
     parser.add_argument("--sigterm-at", type=int)
     parser.add_argument("--sigterm-within", action="store_true")
+    parser.add_argument("--sigterm-to", choices=["process", "group", "workers"], default="process")
     parser.add_argument("--raise", dest="error")
     parser.add_argument("--no-last", action="store_true")
     parser.add_argument("--plugin", choices=["ours", "theirs"])
     parser.add_argument("--imported-first")
+    parser.add_argument("--one-cycle", action="store_true")
+    parser.add_argument("--looks", choices=["setup", "setup-of-callback", "configure", "on-fit-start"])
+    parser.add_argument("--finds", choices=["rate", "batch"])
+    parser.add_argument("--changes", choices=["finetuning", "averaging"])
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=96)
+    parser.add_argument("--last-sample", type=int, default=0)
     return parser.parse_args(given)
 
 
 class Noisy(TensorDataset):
-    """Samples that are augmented by random numbers."""
+    """Samples that are augmented by random numbers; the *last* one tells the process to end, and fails."""
+
+    given, last = 0, 0
 
     def __getitem__(self, index: int) -> Any:
+        self.given += 1
+        if self.given == self.last:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Terminated. ")
         inputs, targets = (tensor[index] for tensor in self.tensors)
         return inputs + 0.01 * torch.randn_like(inputs), targets
 
@@ -74,8 +89,8 @@ class Streamed(IterableDataset[Any]):
         return (self.samples[place] for place in order)
 
 
-def make_loader(kind: str, data: Dataset[Any], workers: int) -> Any:
-    common: dict[str, Any] = {"batch_size": 8, "num_workers": workers}
+def make_loader(kind: str, data: Dataset[Any], workers: int, batch: int = 8) -> Any:
+    common: dict[str, Any] = {"batch_size": batch, "num_workers": workers}
     if kind == "generator":
         return DataLoader(data, shuffle=True, generator=torch.Generator().manual_seed(5), **common)
     if kind == "stateful":
@@ -108,7 +123,11 @@ def meet_fate(trainer: Any, arguments: Any) -> None:
         trainer.global_step == arguments.sigterm_at
         and trainer.fit_loop._should_accumulate() == arguments.sigterm_within
     ):
-        os.kill(os.getpid(), signal.SIGTERM)
+        if arguments.sigterm_to == "workers":
+            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+            for pid in map(int, children):
+                os.kill(pid, signal.SIGTERM)
+        os.kill(0 if arguments.sigterm_to == "group" else os.getpid(), signal.SIGTERM)
     if trainer.global_step == 10 and arguments.error:
         raise getattr(builtins, arguments.error)
 
@@ -132,19 +151,34 @@ def running_error() -> Any:
     return Running()
 
 
-def make_module(package: Any, arguments: Any) -> Any:
+def make_optimizers(module: Any, arguments: Any) -> Any:
+    trained = module.net[-1].parameters() if arguments.changes == "finetuning" else module.parameters()
+    optimizer = torch.optim.AdamW(trained, lr=0.01 if arguments.finds is None else module.rate)
+    if arguments.changes is not None:
+        return optimizer
+    schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+    if arguments.one_cycle:
+        steps = module.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=steps)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def make_module(package: Any, arguments: Any) -> Any:  # noqa: C901  its methods are many, and short
     class Module(package.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             metrics = import_module("torchmetrics")
             plain = {"width": 32, "layers": [12, {"out": 1}]}
-            self.save_hyperparameters(plain if arguments.plugin else {**plain, "activation": nn.ReLU})
+            self.save_hyperparameters(
+                plain if arguments.plugin or arguments.finds else {**plain, "activation": nn.ReLU}
+            )
             # What each rank has its own of (statistics of a batch, attributes) is saved as rank 0 has it.
             norm = nn.BatchNorm1d(32) if arguments.ranks == 1 and arguments.norm == "batch" else nn.LayerNorm(32)
             self.net = nn.Sequential(nn.Linear(12, 32), norm, nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 1))
             kinds = {"list": metrics.SpearmanCorrCoef, "mean": metrics.MeanAbsoluteError, "running": running_error}
             self.error: Any = kinds[arguments.metric]() if arguments.metric in kinds else None
-            self.seen = 0.0
+            self.hooks: list[str] = []
+            self.seen, self.rate, self.batch_size = 0.0, 0.01, arguments.batch
 
         def configure_model(self) -> None:
             mesh = getattr(self, "_device_mesh", None)
@@ -175,16 +209,27 @@ def make_module(package: Any, arguments: Any) -> Any:
             checkpoint["seen"] = self.seen
 
         def on_load_checkpoint(self, checkpoint: Any) -> None:
+            self.hooks.append("on_load_checkpoint")
             self.seen = checkpoint["seen"]
             if arguments.hook_of_load:
                 checkpoint["state_dict"] = {
                     name: torch.full_like(one, 0.5) for name, one in checkpoint["state_dict"].items()
                 }
 
+        def look(self, where: str) -> None:
+            if arguments.looks == where:
+                assert self.trainer.estimated_stepping_batches != 0
+
+        def setup(self, stage: str) -> None:
+            self.look("setup")
+
+        def on_fit_start(self) -> None:
+            self.look("on-fit-start")
+
         def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-            cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cosine, "interval": "step"}}
+            self.hooks.append("configure_optimizers")
+            self.look("configure")
+            return make_optimizers(self, arguments)
 
     return Module()
 
@@ -194,6 +239,8 @@ def make_datamodule(package: Any, loaders: list[Any]) -> Any:
         """Data that knows how often it was saved."""
 
         saves = 0
+
+        batch_size = 8
 
         def train_dataloader(self) -> Any:
             return loaders[0]
@@ -233,6 +280,30 @@ def make_precision(arguments: Any) -> Any:
     return Counting()
 
 
+def make_finetuning(callbacks: Any) -> Any:
+    class Finetuning(callbacks.BaseFinetuning):  # type: ignore[misc]
+        """Trains the first layer from the second epoch on."""
+
+        def freeze_before_training(self, module: Any) -> None:
+            self.freeze(module.net[0])
+
+        def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(module.net[0], optimizer, lr=0.003)
+
+    return Finetuning()
+
+
+def make_looker(callbacks: Any) -> Any:
+    class Looker(callbacks.Callback):  # type: ignore[misc]
+        """Has the loaders set up before any other callback is."""
+
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            assert trainer.estimated_stepping_batches != 0
+
+    return Looker()
+
+
 def make_trainer(arguments: Any, package: Any, callback: Any) -> Any:
     callbacks = import_module(f"{arguments.package}.callbacks")
     stop = callbacks.EarlyStopping("train_loss_epoch", patience=50, check_on_train_epoch_end=True)
@@ -255,6 +326,15 @@ def make_trainer(arguments: Any, package: Any, callback: Any) -> Any:
         )
         if arguments.plugin == "ours":
             plugins.append(import_module("aiockpt.integrations.lightning").AiockptCheckpointIO())
+    changing = {
+        "averaging": lambda: callbacks.StochasticWeightAveraging(0.02, swa_epoch_start=1, annealing_epochs=2),
+        "finetuning": lambda: make_finetuning(callbacks),
+        "rate": lambda: callbacks.LearningRateFinder(num_training_steps=5, attr_name="rate"),
+        "batch": lambda: callbacks.BatchSizeFinder(max_trials=1, init_val=arguments.batch, steps_per_trial=1),
+    }
+    more = [changing[one]() for one in (arguments.changes, arguments.finds) if one is not None]
+    if arguments.looks == "setup-of-callback":
+        more.append(make_looker(callbacks))
     average = [callbacks.EMAWeightAveraging(decay=0.9)] if arguments.average else []
     return package.Trainer(
         fast_dev_run=arguments.fast,
@@ -269,9 +349,16 @@ def make_trainer(arguments: Any, package: Any, callback: Any) -> Any:
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[stop, callback, *average],
+        callbacks=[stop, callback, *average, *more],
         plugins=plugins,
     )
+
+
+def samples_of(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs and targets; more of them begin with the same ones."""
+    generator = torch.Generator().manual_seed(1)
+    samples = torch.randn(count, 13, generator=generator)
+    return samples[:, :12], samples[:, 12:]
 
 
 def main(arguments: Any, **of_fit: Any) -> Any:
@@ -283,7 +370,8 @@ def main(arguments: Any, **of_fit: Any) -> Any:
     package.seed_everything(7, verbose=False)
     torch.use_deterministic_algorithms(True)
     generator = torch.Generator().manual_seed(1)
-    data = Noisy(torch.randn(96, 12, generator=generator), torch.randn(96, 1, generator=generator))
+    data = Noisy(*samples_of(arguments.samples))
+    data.last = arguments.last_sample
     held_out = TensorDataset(torch.randn(24, 12, generator=generator), torch.randn(24, 1, generator=generator))
     callback = callback_of(
         arguments.dir,
@@ -297,7 +385,10 @@ def main(arguments: Any, **of_fit: Any) -> Any:
     )
     trainer = make_trainer(arguments, package, callback)
     module = make_module(package, arguments)
-    loaders = [make_loader(arguments.loader, data, arguments.workers), DataLoader(held_out, batch_size=8)]
+    loaders = [
+        make_loader(arguments.loader, data, arguments.workers, arguments.batch),
+        DataLoader(held_out, batch_size=8),
+    ]
     if arguments.datamodule:
         trainer.fit(module, datamodule=make_datamodule(package, loaders), **of_fit)
     else:
