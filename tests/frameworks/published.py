@@ -388,11 +388,11 @@ def main(arguments: list[str]) -> int:
         "equal_to_the_straight_run_alone": sum(one["alone"]["equal"] for one in done),
         "samples_lost": {by: sum(one[by]["lost"] for one in done) for by in ("aiockpt", "alone")},
         "samples_twice": {by: sum(one[by]["twice"] for one in done) for by in ("aiockpt", "alone")},
-        "variants": done,
     }
     if chosen.out is not None:
-        chosen.out.write_text(json.dumps(figures, indent=1) + "\n")
-    told = [json.dumps({key: value for key, value in figures.items() if key != "variants"}, indent=1), *map(str, worse)]
+        lines = ",\n".join("  " + json.dumps(one) for one in done)
+        chosen.out.write_text(f'{json.dumps(figures, indent=1)[:-2]},\n "variants": [\n{lines}\n ]\n}}\n')
+    told = [json.dumps(figures, indent=1), *map(str, worse)]
     sys.stdout.write("\n".join(told) + "\n")
     return 1 if worse else 0
 
