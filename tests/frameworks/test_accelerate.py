@@ -1130,8 +1130,8 @@ def test_what_cannot_be_replaced_is_refused(tmp_path: Path, monkeypatch: pytest.
         run.accelerator.save_state()
     with pytest.raises(UsageError, match="exclude_frozen_parameters"):
         run.accelerator.save_state(tmp_path / "x", exclude_frozen_parameters=True)
-    monkeypatch.setattr(run.accelerator.state, "distributed_type", accelerate.DistributedType.DEEPSPEED)
-    with pytest.raises(UsageError, match="DeepSpeed"):
+    monkeypatch.setattr(run.accelerator.state, "distributed_type", accelerate.DistributedType.MEGATRON_LM)
+    with pytest.raises(UsageError, match="Megatron-LM"):
         attach(run.accelerator, tmp_path / "place")
 
 

@@ -16,6 +16,7 @@ import aiockpt
 from aiockpt.errors import BackgroundSaveError, CorruptionError, StepNotFoundError, UsageError
 from aiockpt.integrations.first_rank import ask_first_rank
 from aiockpt.integrations.huggingface.accelerate_state import LoopState
+from aiockpt.integrations.huggingface.engine_inside import EngineInside
 from aiockpt.integrations.huggingface.state_folders import (
     StateFolders,
     check_folder,
@@ -28,7 +29,7 @@ logger = logging.getLogger("aiockpt")
 
 _RESTORED = 8
 """How many of the newest steps may lack their folder after a kill; more than saves that can be under way."""
-_REFUSED = {"DEEPSPEED": "DeepSpeed's engine", "MEGATRON_LM": "Megatron-LM", "XLA": "XLA"}
+_REFUSED = {"MEGATRON_LM": "Megatron-LM", "XLA": "XLA"}
 
 
 def attach(
@@ -48,7 +49,7 @@ def attach(
         **options: of `aiockpt.Checkpointer`.
 
     Raises:
-        UsageError: something else writes the checkpoints of this Accelerator (DeepSpeed, Megatron-LM, XLA), or there is
+        UsageError: something else writes the checkpoints of this Accelerator (Megatron-LM, XLA), or there is
             no place.
     """
     kind = accelerator.distributed_type.name
@@ -75,7 +76,8 @@ class _AttachedAccelerator:
         self._folders = folders
         self._only = only
         self._exclude = [exclude] if isinstance(exclude, str) else list(exclude or ())
-        self._loop = LoopState(accelerator)
+        self._inside = EngineInside(accelerator)
+        self._loop = LoopState(accelerator, self._inside)
         self._load_theirs: Callable[..., Any] = accelerator.load_state
         self._prepare_theirs: Callable[..., Any] = accelerator.prepare_data_loader
         self._skip_theirs: Callable[..., Any] = accelerator.skip_first_batches
@@ -258,6 +260,9 @@ class _AttachedAccelerator:
         same_ranks = values["accelerate"]["ranks"] == accelerator.num_processes
         left_out = {*theirs, *(() if same_ranks else ("rank",)), *({"scaler"} - set(values))}
         loose = {} if strict else {name: False for name, _ in self._loop.models()}
+        if self._inside.engine is not None:
+            left_out |= self._inside.keys
+            self._inside.load_step(self._ckpt, step, strict=strict)
         self._ckpt.load(
             state, step, only=[name for name in state if name not in left_out], strict=loose or True
         ).result()

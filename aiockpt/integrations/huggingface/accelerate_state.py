@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import aiockpt
+from aiockpt.integrations.huggingface.engine_inside import EngineInside, bare_scheduler
 from aiockpt.integrations.huggingface.loader_position import LoaderPosition
 from aiockpt.integrations.huggingface.loop_habit import TrainingTraces
 
@@ -33,8 +34,9 @@ class _RankState:
 class LoopState:
     """The state of one Accelerator's loop, and the positions in the data of its prepared loaders."""
 
-    def __init__(self, accelerator: Any) -> None:
+    def __init__(self, accelerator: Any, inside: EngineInside) -> None:
         self._accelerator = accelerator
+        self._inside = inside
         self.training = TrainingTraces(accelerator)
         self._positions: list[LoaderPosition] = []
 
@@ -71,12 +73,14 @@ class LoopState:
         state: dict[str, Any] = {
             **dict(self.models()),
             **dict(self._named("optimizer", accelerator._optimizers)),
-            **dict(self._named("scheduler", accelerator._schedulers)),
+            **dict(self._named("scheduler", map(bare_scheduler, accelerator._schedulers))),
             **dict(self._named("registered", accelerator._custom_objects)),
         }
         if accelerator.scaler is not None:
             state["scaler"] = accelerator.scaler
         state["rng"] = aiockpt.RNG()
+        if self._inside.engine is not None:
+            state |= self._inside.build_state()
         state["accelerate"] = {
             "step": accelerator.step,
             "syncs": bool(accelerator.sync_gradients),
@@ -94,8 +98,8 @@ class LoopState:
         accelerator = self._accelerator
         if accelerator.sync_gradients:
             return {}
-        if accelerator.distributed_type.name == "FSDP":
-            logger.warning("save_state() between the batches of one step: their gradients are not saved under FSDP")
+        if (kind := accelerator.distributed_type.name) in ("FSDP", "DEEPSPEED"):
+            logger.warning("save_state() between the batches of one step: their gradients are not saved under %s", kind)
             return {}
         models = ((name, accelerator.unwrap_model(model)) for name, model in self.models())
         return {

@@ -1,4 +1,4 @@
-"""The engine of DeepSpeed inside a Trainer: its state is saved and loaded as `aiockpt.integrations.deepspeed` has it.
+"""The engine of DeepSpeed inside a Trainer or an Accelerator, saved and loaded as `aiockpt.integrations.deepspeed` does it.
 
 So a run goes on under another stage of ZeRO, on another number of ranks, and without DeepSpeed.
 """
@@ -6,6 +6,7 @@ So a run goes on under another stage of ZeRO, on another number of ranks, and wi
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,10 @@ class EngineInside:
     """The engine that an accelerator has prepared, while it has one.
 
     Args:
-        load: takes the place of ``engine.load_checkpoint``; it is called with the engine's own method first.
+        load: takes the place of ``engine.load_checkpoint``, and is given the engine's own method first; None leaves that.
     """
 
-    def __init__(self, accelerator: Any, load: Load) -> None:
+    def __init__(self, accelerator: Any, load: Load | None = None) -> None:
         self._accelerator = accelerator
         self._load = load
         self._prepare_theirs: Callable[..., Any] = accelerator.prepare
@@ -38,14 +39,20 @@ class EngineInside:
     def _prepare(self, *args: Any, **named: Any) -> Any:
         made = self._prepare_theirs(*args, **named)
         engine = self.engine
-        if engine is not None and "load_checkpoint" not in vars(engine):
+        if engine is not None:
             import_module("aiockpt.integrations.deepspeed.partitions").refuse_engine(engine)
-            theirs = engine.load_checkpoint
-            engine.load_checkpoint = lambda *args, **named: self._load(theirs, *args, **named)
+        if engine is not None and self._load is not None and "load_checkpoint" not in vars(engine):
+            engine.load_checkpoint = partial(self._load, engine.load_checkpoint)
         return made
 
+    @property
+    def keys(self) -> set[str]:
+        """The keys of the engine's state."""
+        found: set[str] = import_module("aiockpt.integrations.deepspeed.engine_state").names_taken(self.engine)
+        return found
+
     def build_state(self) -> dict[str, Any]:
-        """Return what to save of the engine; the schedule is the Trainer's to save."""
+        """Return what to save of the engine; the schedule is saved beside it."""
         state: dict[str, Any] = import_module("aiockpt.integrations.deepspeed.engine_state").build_state(self.engine)
         state.pop("lr_scheduler", None)
         return state
