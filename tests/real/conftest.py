@@ -46,6 +46,7 @@ def pytest_sessionfinish() -> None:
         "name": NAME,
         "certificates": small.certified,
         "refused": _REFUSED,
+        **({"compared": small.compared} if small.compared else {}),
         "failed": _FAILED,
         "seconds": round(time.monotonic() - _BEGUN, 1),
         "versions": _versions(),

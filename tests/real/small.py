@@ -16,6 +16,8 @@ WIDTH, BATCH = 6, 8
 
 certified = 0
 """Certificates of this process, for the count of `tests/real/run --count`."""
+compared: dict[str, dict[str, bool]] = {}
+"""Scripts of trainers: whether the resumed run is the one that was never stopped, with us and with the trainer alone."""
 
 
 class Run(NamedTuple):
