@@ -116,6 +116,11 @@ def _find_factory(scheme: str, url: str) -> Callable[..., Backend]:
         others = _fsspec_schemes()
         if scheme in _WEB:
             raise _no_place(scheme, url)
+        if scheme == "dcp":
+            raise UsageError(
+                f"{url!r}: a checkpoint of torch.distributed.checkpoint is no place for steps. Load it by "
+                f"aiockpt.convert.foreign.load({url!r}, state), or make a step of it: aiockpt convert {url} RUN"
+            )
         if scheme in others:
             return _import_fsspec()
         raise _unknown(scheme, url, found, others)
