@@ -106,6 +106,34 @@ def test_a_resumed_run_is_the_same_with(options: list[str]) -> None:
         certify(lambda: fit(*options), Proof(kills=2, seed=2)).check()
 
 
+def numbers(*arguments: str) -> list[int]:
+    """Train; return the numbers of the samples that were read."""
+    return list(
+        fit(
+            "--accumulate=1", "--every-steps=5", "--val-every=4", "--norm=layer", *arguments
+        ).train_dataloader.dataset.numbers
+    )
+
+
+@pytest.mark.parametrize("loader", ["shuffled", "generator", "in-order"])
+@pytest.mark.parametrize("batch", [3, 6, 7, 12])
+def test_with_another_batch_size_the_rest_of_the_epoch_is_the_rest(batch: int, loader: str) -> None:
+    before = numbers("--epochs=1", "--max-steps=5", f"--loader={loader}")
+    between = numbers("--epochs=1", "--max-steps=10", f"--batch={batch}", f"--loader={loader}")
+    after = numbers("--epochs=1", f"--loader={loader}") if len(before + between) < 96 else []
+    assert sorted(before + between + after) == list(range(96))
+
+
+def test_data_that_have_grown_go_on_where_they_are_read_in_order_and_are_told_of_otherwise(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before = numbers("--epochs=1", "--max-steps=5", "--loader=in-order")
+    assert before + numbers("--epochs=1", "--samples=120", "--loader=in-order") == list(range(120))
+    numbers("--dir=other", "--epochs=1", "--max-steps=5")
+    numbers("--dir=other", "--epochs=1", "--samples=120")
+    assert "the data have 120 samples, and had 96" in caplog.text
+
+
 LOOKS = ["--one-cycle", "--looks=setup", "--looks=setup-of-callback", "--looks=configure", "--looks=on-fit-start"]
 
 

@@ -10,6 +10,7 @@ Kinds of loaders, by how they go on in the middle of an epoch:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ import aiockpt
 from aiockpt.adapters.data_source import let_workers_outlive_signals
 from aiockpt.integrations.indices import Indices
 
+logger = logging.getLogger("aiockpt")
 _RNG = aiockpt.RNG()
 
 
@@ -64,6 +66,7 @@ class DataPosition:
         self.loaders: list[aiockpt.Loader[Any]] = []
         self.indices: list[Indices | None] = []
         self._is_read = False
+        self._counted = (0, 0)
         combined.flattened = [self._take(loader) for loader in combined.flattened]
         if self._is_read and self.loaders:
             raise aiockpt.UsageError(
@@ -98,18 +101,68 @@ class DataPosition:
             "indices": [None if one is None else {"start": one.start, "own": one.own()} for one in self.indices],
         }
 
+    def samples(self, batches: int) -> dict[str, Any] | None:
+        """Return how many samples of the epoch this rank has trained, of how many; None where that is not known."""
+        size = self._batch_size()
+        if size is None:
+            return None
+        before, samples = self._counted
+        length = len(self._combined.flattened[0].dataset)
+        return {"size": size, "samples": samples + (batches - before) * size, "length": length}
+
+    def _batch_size(self) -> int | None:
+        """Return the samples of a batch, where there is one loader, and it is read by indices."""
+        only = self.indices[0] if len(self.indices) == 1 else None
+        return None if only is None else getattr(only, "batch_size", None)
+
+    def recount(self, saved: dict[str, Any], ranks: int) -> tuple[int, int]:
+        """Return how many batches of today's size count as trained, and samples that come before the first one.
+
+        Args:
+            saved: what the checkpoint says for all ranks.
+            ranks: today's.
+        """
+        batches = saved["batches"] * saved["ranks"] // ranks
+        trained, size = saved.get("samples"), self._batch_size()
+        if trained is None or size is None:
+            return batches, 0
+        loader, only = self._combined.flattened[0], self.indices[0]
+        assert only is not None
+        samples, length = trained["samples"] * saved["ranks"] // ranks, len(loader.dataset)
+        if length != trained["length"] and not only.is_in_order:
+            logger.warning(
+                "the data have %d samples, and had %d when the checkpoint was made: the rest of this epoch is drawn of "
+                "another order, so that some of its samples come twice, and others not",
+                *(length, trained["length"]),
+            )
+        if samples == batches * size:
+            return batches, 0
+        if not only.counts_samples:
+            logger.warning(
+                "batches have %d samples, and had %d when %d samples of this epoch were trained: this loader goes on at "
+                "whole batches, after %d samples",
+                *(size, trained["size"], samples, samples // size * size),
+            )
+            return samples // size, 0
+        left = max(0, len(only.sampler) - samples)
+        batches = len(loader) - (left // size if only.drop_last else -(-left // size))
+        self._counted = (batches, samples)
+        return batches, samples
+
     def begin(self) -> None:
         """Note that an epoch is about to be read from its begin."""
+        self._counted = (0, 0)
         for one in self.indices:
             if one is not None:
                 one.forget()
         self.start = _RNG.state_dict()
 
-    def go_on(self, state: Any, passed: int) -> None:
+    def go_on(self, state: Any, passed: int, seen: int = 0) -> None:
         """Have the iteration that is made next be the one of *state*, where *passed* batches were trained.
 
         Args:
             state: what `state` returned on this rank; None where the number of ranks is another one.
+            seen: samples that come before the batches; these are cut anew then, where it is not 0.
         """
         if self._is_read:
             if state is not None:
@@ -122,7 +175,10 @@ class DataPosition:
             start = one.read() if state is None else state["indices"][place]["start"]
             length = _length(loader)
             cycles = self._combined._mode == "max_size_cycle" and 0 < length < passed
-            one.go_on(start, (passed - 1) % length + 1 if cycles else passed)
+            if seen:
+                one.go_on(start, 0, seen)
+            else:
+                one.go_on(start, (passed - 1) % length + 1 if cycles else passed)
 
     def pass_over(self, fetcher: Any, passed: int) -> None:
         """Read again what was trained, where nothing else brings a loader there."""

@@ -62,6 +62,7 @@ class Resume:
         """Return the state to save, at a point between two batches or two epochs."""
         trainer, module = self._trainer, self._trainer.lightning_module
         assert self._data is not None
+        batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         mine = {"data": self._data.state(), "logged": logged.collect(trainer)}
         state = {**self._trained(), "rng": aiockpt.RNG(), "rank": aiockpt.per_rank(mine), "loaders": self._data.loaders}
         checkpoint = trainer_state.collect(trainer)  # on all ranks, as its hooks may be collective
@@ -72,7 +73,8 @@ class Resume:
                     "point": point,
                     "ranks": trainer.world_size,
                     "frozen": [name for name, one in module.named_parameters() if not one.requires_grad],
-                    "batches": trainer.fit_loop.epoch_loop.batch_progress.current.ready,
+                    "batches": batches,
+                    "samples": self._data.samples(batches),
                 },
             }
         return state
@@ -175,10 +177,9 @@ class Resume:
             set_sampler_epoch(loader, fit.epoch_progress.current.processed)
         if self._saved["point"] == "batch":
             progress = fit.epoch_loop.batch_progress.current
-            if self._saved["ranks"] != self._trainer.world_size:
-                passed = self._saved["batches"] * self._saved["ranks"] // self._trainer.world_size
-                progress.ready = progress.started = progress.processed = progress.completed = passed
-            self._data.go_on(self._own and self._own["data"], progress.ready)
+            passed, seen = self._data.recount(self._saved, self._trainer.world_size)
+            progress.ready = progress.started = progress.processed = progress.completed = passed
+            self._data.go_on(self._own and self._own["data"], passed, seen)
 
     def _load_own(self, checkpointer: aiockpt.Checkpointer, data: DataPosition) -> None:
         """Load what belongs to this rank: loaders, generators, what was logged."""

@@ -69,8 +69,13 @@ class Noisy(TensorDataset):
 
     given, last = 0, 0
 
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        super().__init__(*tensors)
+        self.numbers: list[int] = []
+
     def __getitem__(self, index: int) -> Any:
         self.given += 1
+        self.numbers.append(index)
         if self.given == self.last:
             os.kill(os.getpid(), signal.SIGTERM)
             raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Terminated. ")
@@ -104,6 +109,8 @@ def make_loader(kind: str, data: Dataset[Any], workers: int, batch: int = 8) -> 
         return import_module("torchdata.stateful_dataloader").StatefulDataLoader(Streamed(data), **common)
     if kind == "mixed":
         return [make_loader("stateful", data, workers), make_loader("streamed", data, workers)]
+    if kind == "in-order":
+        return DataLoader(data, **common)
     if kind == "streamed":
         return DataLoader(Streamed(data), **common)
     if kind == "two":
