@@ -156,6 +156,14 @@ class LocalBackend:
             check_key(key)
         await run_blocking(self._small, self._delete, tuple(keys))
 
+    async def move(self, key: str, to: str, *, new: bool) -> None:
+        with self._tree.errors(f"renaming {check_key(key)!r} to", check_key(to)):
+            await run_blocking(self._small, self._move, key, to, new)
+
+    async def now_ns(self) -> int:
+        with self._tree.errors("dating", ""):
+            return await run_blocking(self._small, self._date_root)
+
     async def space(self) -> Space:
         with self._tree.errors("asking for the free space of", ""):
             return await run_blocking(self._small, self._space)
@@ -350,6 +358,24 @@ class LocalBackend:
         with suppress(FileNotFoundError):
             self._tree.flush(folder)  # also when it was gone: whoever removed it may not have flushed
         return folder
+
+    def _move(self, key: str, to: str, new: bool) -> None:
+        folders = split_key(to)[0], split_key(key)[0]
+        for folder in folders:
+            self._tree.refuse_links(folder)
+        if new:
+            self._files.link(self._tree.path(key), self._tree.path(to))
+            self._tree.flush(folders[0])
+            self._files.unlink(self._tree.path(key))
+        else:
+            self._files.rename(self._tree.path(key), self._tree.path(to))
+        for folder in folders:  # the new name first: a power cut leaves the object both names, and never none
+            self._tree.flush(folder)
+        self._tree.prune(folders[1])
+
+    def _date_root(self) -> int:
+        self._files.utime(self._root)
+        return self._files.lstat(self._root).st_mtime_ns
 
     def _space(self) -> Space:
         found = self._tree.space()

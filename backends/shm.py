@@ -108,6 +108,14 @@ class ShmBackend:
         await self._guard("")
         await self._local.delete(keys)
 
+    async def move(self, key: str, to: str, *, new: bool) -> None:
+        await self._guard(check_key(to))
+        await self._local.move(key, to, new=new)
+
+    async def now_ns(self) -> int:
+        await self._guard("")
+        return await self._local.now_ns()
+
     async def space(self) -> Space:
         """Say what the mount has left, or the host where that is less: the mount promises what others may have taken."""
         mounted = await self._local.space()
@@ -186,6 +194,7 @@ class ShmFiles:
         self.unlink = files.unlink
         self.listdir = files.listdir
         self.statvfs = files.statvfs
+        self.utime = files.utime
 
     def mkdir(self, path: str, /) -> None:
         """Create a folder of the user alone."""

@@ -16,7 +16,7 @@ import msgspec
 from aiockpt.engine.context import Engine
 from aiockpt.engine.find import ListedStep
 from aiockpt.engine.job import SaveJob
-from aiockpt.engine.maintenance import clean_up
+from aiockpt.engine.maintenance import clean_up, making_room
 from aiockpt.engine.place import Place
 from aiockpt.futures import SaveResult
 from aiockpt.options import Tier
@@ -157,7 +157,8 @@ class OnePlace:
     async def save(self, job: SaveJob) -> SaveResult:
         """Save one state; when this returns it is committed."""
         (place,), coordinator = self.places, self.engine.coordinator
-        async with coordinator.taking_part(job, self.places), self._one_at_a_time.saving(job.step):
+        taking_part, alone = coordinator.taking_part(job, self.places), self._one_at_a_time.saving(job.step)
+        async with taking_part, alone, making_room(place):
             result = await coordinator.save(place, job)
         return msgspec.structs.replace(result, url=place.backend.url, durable=place.backend.traits.durable)
 

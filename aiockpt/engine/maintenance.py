@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from aiockpt.engine.find import committed_steps, find_manifest, find_step, finish_commits, newest_first
 from aiockpt.engine.place import Place
-from aiockpt.errors import CheckpointError, CorruptionError, StorageError
+from aiockpt.errors import CheckpointError, CorruptionError, RankFailedError, StorageError, StorageFullError
 from aiockpt.events import GarbageDeleted, StepDeleted
 from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import LATEST_KEY, damaged_key, parse_step, verified_key
@@ -115,6 +115,7 @@ class Pruned(msgspec.Struct, frozen=True):
 
     Attributes:
         left: (step id, reason) of what should go, or should be looked at for garbage, and could not.
+        failed: the ids of those that are left because the storage, or what lies there, did not allow it: not for a reader.
         kept: the steps that stay, the newest first, with what keeps them.
         thinned: the steps that keep their weights alone from now on, or would.
         uploads: the keys of unfinished uploads of dead saves that were aborted, or would be.
@@ -128,6 +129,7 @@ class Pruned(msgspec.Struct, frozen=True):
     uploads: tuple[str, ...] = ()
     note: str | None = None
     thinned: tuple[Thinned, ...] = ()
+    failed: tuple[str, ...] = ()
 
 
 async def steps(destination: Destination) -> tuple[StepInfo, ...]:
@@ -285,7 +287,7 @@ async def clean_up(place: Place, saved: SaveResult) -> None:
                     logger.info("%s: %s", place.backend.url, pruned.note)
             elif saved.generation > 1:
                 entry = await look_at(place.backend, saved.id)
-                await _collect_all(place, [entry], Retention(), place.engine.busy_attempts, [], dry_run=False)
+                await _collect_all(place, [entry], Retention(), place.engine.busy_attempts, _Left(), dry_run=False)
     except CheckpointError as error:
         logger.warning("cleaning up after %s: %s", saved.id, error)
 
@@ -296,6 +298,27 @@ async def _move_hint(place: Place, saved: SaveResult) -> None:
     except CheckpointError as error:  # another user's, or a bucket where nothing may be written over
         if place.heads.is_news(f"{LATEST_KEY}: {error}"):
             logger.warning("%s in %s cannot be written, and stays as it is: %s", LATEST_KEY, place.backend.url, error)
+
+
+@asynccontextmanager
+async def making_room(place: Place) -> AsyncIterator[None]:
+    """Apply retention when a save in the block found no room, here or on another rank, so that a later one does."""
+    try:
+        yield
+    except (StorageFullError, RankFailedError):
+        await make_room(place)
+        raise
+
+
+async def make_room(place: Place) -> None:
+    """Apply retention: the clean-up after the last save may have failed, or others may have filled the place."""
+    if place.retention is None or place.engine.coordinator.rank != 0:
+        return
+    try:
+        async with place.cleaning:
+            await prune(place, place.retention, with_uploads=False)
+    except CheckpointError as error:
+        logger.warning("making room in %s: %s", place.backend.url, error)
 
 
 async def prune(place: Place, rules: Retention, *, dry_run: bool = False, with_uploads: bool = True) -> Pruned:
@@ -320,7 +343,7 @@ async def prune(place: Place, rules: Retention, *, dry_run: bool = False, with_u
     saving = {entry.id for entry in entries if busy.intersection(entry.attempts)}
     protected = place.being_read | saving
     doomed: list[Doomed] = []
-    left: list[tuple[str, str]] = []
+    left = _Left()
     for step in plan_retention(facts, rules, protected):
         entry = by_id[step.id]
         with _leaving(place, entry.id, left):
@@ -351,12 +374,27 @@ async def prune(place: Place, rules: Retention, *, dry_run: bool = False, with_u
     if not dry_run:
         for key in keys:
             engine.emit(GarbageDeleted(at_ns=engine.now_ns(), step=parse_step(key.partition("/")[0]) or 0, key=key))
-    return Pruned(tuple(doomed), tuple(garbage), tuple(left), tuple(kept), keys, swept.problem, tuple(thinned))
+    return Pruned(
+        tuple(doomed),
+        tuple(garbage),
+        tuple(left),
+        tuple(kept),
+        keys,
+        swept.problem,
+        tuple(thinned),
+        tuple(dict.fromkeys(left.failed)),
+    )
 
 
-async def _thin(
-    place: Place, rules: Retention, steps: list[StepFacts], left: list[tuple[str, str]], *, dry_run: bool
-) -> list[Thinned]:
+class _Left(list[tuple[str, str]]):
+    """What is left, with the reasons; *failed*: the steps that are not left for a reader."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed: list[str] = []
+
+
+async def _thin(place: Place, rules: Retention, steps: list[StepFacts], left: _Left, *, dry_run: bool) -> list[Thinned]:
     """Have the older of the kept *steps*, the newest first, keep their weights alone; return which."""
     engine = place.engine
     thinned: list[Thinned] = []
@@ -387,12 +425,13 @@ async def _thin(
 
 
 @contextmanager
-def _leaving(place: Place, step_id: str, left: list[tuple[str, str]]) -> Iterator[None]:
+def _leaving(place: Place, step_id: str, left: _Left) -> Iterator[None]:
     """Go on from what cannot be done to one step in the block: *left* gets the reason, the log once."""
     try:
         yield
     except CheckpointError as error:
         left.append((step_id, str(error)))
+        left.failed.append(step_id)
         if place.heads.is_news(f"{step_id}: {error}"):
             logger.warning("%s in %s is left as it is: %s", step_id, place.backend.url, error)
 
@@ -402,7 +441,7 @@ async def _collect_all(
     entries: list[StepEntry],
     rules: Retention,
     busy: Collection[str],
-    left: list[tuple[str, str]],
+    left: _Left,
     *,
     dry_run: bool,
 ) -> list[Garbage]:

@@ -15,6 +15,7 @@ import msgspec
 
 from aiockpt.engine.context import Engine
 from aiockpt.engine.job import SaveJob
+from aiockpt.engine.maintenance import make_room
 from aiockpt.engine.place import Place
 from aiockpt.errors import CheckpointError, CommitTimeoutError, CorruptionError, StepExistsError, StorageFullError
 from aiockpt.events import Committed, DataWritten, NotFiniteFound, SaveSkipped, SaveStarted
@@ -122,9 +123,13 @@ def records_bytes(plan: SavePlan) -> int:
 
 
 async def check_space(place: Place, job: SaveJob) -> None:
-    free = (await place.backend.space()).free_bytes
+    """Refuse a save that does not fit, before a byte is written; what retention does not keep goes first."""
     reserve = records_bytes(job.plan)
     needed = job.plan.file_bytes + reserve
+    free = (await place.backend.space()).free_bytes
+    if free is not None and free < needed:
+        await make_room(place)
+        free = (await place.backend.space()).free_bytes
     if free is not None and free < needed:
         raise StorageFullError(
             f"step {job.step} has {job.plan.file_bytes:,} bytes and keeps {reserve:,} in reserve for its "

@@ -248,6 +248,9 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     config: Any = msgspec.UNSET
 
 
+RECEIPT_START = b'{"format":"aiockpt-receipt"'
+"""Every receipt begins like that."""
+
 Verdict = Literal["commit", "collect"]
 
 

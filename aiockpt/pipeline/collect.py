@@ -17,7 +17,7 @@ from contextlib import suppress
 
 import msgspec
 
-from aiockpt.errors import CheckpointError, ManifestError, ObjectNotFoundError, StorageError
+from aiockpt.errors import CheckpointError, ManifestError, ObjectNotFoundError, StorageError, StorageFullError
 from aiockpt.format.manifest import Decision, Manifest
 from aiockpt.format.names import (
     attempt_folder,
@@ -27,7 +27,7 @@ from aiockpt.format.names import (
     receipt_key,
     verified_key,
 )
-from aiockpt.pipeline.commit import check_sizes, claim
+from aiockpt.pipeline.commit import check_sizes, claim, take_name_of_record
 from aiockpt.pipeline.discover import StepEntry, look_at, newest_manifest, votes_to_finish
 from aiockpt.pipeline.manifests import read_manifest
 from aiockpt.pipeline.thinning import remove_overtaken
@@ -145,6 +145,8 @@ async def _overrule(backend: Backend, step_id: str, attempt: str) -> None:
     data = msgspec.json.encode(Decision(decision="collect", attempt=attempt, write_id=""))
     try:
         await backend.put(key, data)
+    except StorageFullError:  # where nothing can be renamed its vote goes all the same, before its manifest
+        await take_name_of_record(backend, step_id, attempt, new=False)
     except StorageError as error:
         if not error.damaged:
             raise

@@ -11,6 +11,7 @@ Guarantees (docs/format.md#the-commit; power-cut in tests/crash):
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
 import anyio
 import msgspec
@@ -22,9 +23,11 @@ from aiockpt.errors import (
     ManifestError,
     ObjectExistsError,
     ObjectNotFoundError,
+    StorageFullError,
 )
 from aiockpt.format.manifest import (
     MAX_ANCESTORS,
+    RECEIPT_START,
     Ancestors,
     Decision,
     Manifest,
@@ -34,15 +37,15 @@ from aiockpt.format.manifest import (
     encode_receipt,
 )
 from aiockpt.format.merge import merge_receipts
-from aiockpt.format.names import decision_key, manifest_key, receipt_key
+from aiockpt.format.names import LATEST_KEY, attempt_folder, decision_key, manifest_key, receipt_key
 from aiockpt.format.parts import detach
 from aiockpt.pipeline.discover import StepEntry, votes_to_finish
 from aiockpt.pipeline.manifests import read_manifest
 from aiockpt.pipeline.receipts import ReceiptReader
 from aiockpt.runtime.notes import name_ranks
 from aiockpt.runtime.world import World
-from aiockpt.storage.backend import Backend
-from aiockpt.storage.transfer import put_once, read_record
+from aiockpt.storage.backend import Backend, works_when_full
+from aiockpt.storage.transfer import put_once, read_start, walk
 
 WRITER = "aiockpt 0.1.0"
 DECISION_LIMIT_BYTES = 4096
@@ -203,13 +206,61 @@ async def _decide(backend: Backend, manifest: Manifest) -> None:
 
 
 async def claim(backend: Backend, step_id: str, attempt: str, wish: Verdict, write_id: str) -> Verdict:
-    """Create the attempt's one decision record; return what was decided, by us or by whoever was first."""
+    """Create the attempt's one decision record; return what was decided, by us or by whoever was first.
+
+    Raises:
+        StorageFullError: it does not fit; of *collect*, nothing of the attempt can take its name either.
+    """
     key = decision_key(step_id, attempt)
     decision = Decision(decision=wish, attempt=attempt, write_id=write_id)
     try:
-        if await put_once(backend, key, msgspec.json.encode(decision), DECISION_LIMIT_BYTES):
+        try:
+            await backend.put_new(key, msgspec.json.encode(decision))
             return wish
-        return msgspec.json.decode(await read_record(backend, key, DECISION_LIMIT_BYTES), type=Decision).decision
+        except StorageFullError:
+            if wish == "commit" or not await take_name_of_record(backend, step_id, attempt, new=True):
+                raise
+            return wish
+    except ObjectExistsError:
+        return await _decided(backend, key)
+
+
+async def take_name_of_record(backend: Backend, step_id: str, attempt: str, *, new: bool) -> bool:
+    """Have a receipt of an attempt, or a data file of it, bear the name of its decision record, which decides *collect*.
+
+    That takes no room. Return False where nothing of it can.
+
+    Args:
+        new: only where nothing was decided. Else the attempt may be committed, and its data files stay where they are.
+
+    Raises:
+        ObjectExistsError: *new*, and it was decided.
+    """
+    if (place := works_when_full(backend)) is None:
+        return False
+    vote = receipt_key(step_id, attempt, 0)
+    others = [stat.key async for stat in walk(backend, attempt_folder(step_id, attempt)) if new and stat.key != vote]
+    for key in (vote, *others):
+        with suppress(ObjectNotFoundError):
+            if _is_of_attempt(await backend.get(key, len(RECEIPT_START))):
+                if new:  # some file systems count a second name as a file: the hint for people makes room for one
+                    await backend.delete([LATEST_KEY])
+                await place.move(key, decision_key(step_id, attempt), new=new)
+                return True
+    return False
+
+
+def _is_of_attempt(start: bytes) -> bool:
+    """Say whether a receipt or a data file begins like that, which no decision record does."""
+    return start.startswith(RECEIPT_START) or start[8:10] == b'{"'
+
+
+async def _decided(backend: Backend, key: str) -> Verdict:
+    try:
+        data = await read_start(backend, key, DECISION_LIMIT_BYTES + 1)
+        if _is_of_attempt(data):
+            return "collect"
+        return msgspec.json.decode(data, type=Decision).decision
     except ObjectNotFoundError:
         return "collect"  # it was there and went while we looked: the attempt is being removed
     except (msgspec.DecodeError, UnicodeDecodeError, ManifestError) as error:  # msgspec lets the second one through

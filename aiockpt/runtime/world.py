@@ -46,6 +46,7 @@ class Files(Protocol):
     def unlink(self, path: str, /) -> None: ...
     def listdir(self, path: str, /) -> list[str]: ...
     def statvfs(self, path: str, /) -> os.statvfs_result: ...
+    def utime(self, path: str, /) -> None: ...
 
 
 class OsFiles:
@@ -68,6 +69,7 @@ class OsFiles:
     unlink = staticmethod(os.unlink)
     listdir = staticmethod(os.listdir)
     statvfs = staticmethod(os.statvfs)
+    utime = staticmethod(os.utime)
 
 
 class Clock(Protocol):

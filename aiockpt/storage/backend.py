@@ -213,6 +213,22 @@ class KeepsUploads(Protocol):
         ...
 
 
+class WorksWhenFull(Protocol):
+    """What a file system can do besides where nothing more fits into it: names and dates take no room."""
+
+    async def move(self, key: str, to: str, *, new: bool) -> None:
+        """Have the object *key* bear the name *to*, durably, in place of what has it; if *new*, only where that is free.
+
+        Raises:
+            ObjectExistsError: it is not free.
+            ObjectNotFoundError: there is no *key*.
+        """
+
+    async def now_ns(self) -> int:
+        """Return the time by the clock that dates objects."""
+        ...
+
+
 class GetsMany(Protocol):
     """What a place can do besides where a hop to a thread costs more than a small read."""
 
@@ -224,6 +240,14 @@ class GetsMany(Protocol):
 def keeps_uploads(backend: Backend) -> KeepsUploads | None:
     """Return *backend* as what can show and abort unfinished uploads; None where that means nothing."""
     return cast("KeepsUploads", backend) if callable(getattr(backend, "leftover_uploads", None)) else None
+
+
+def works_when_full(backend: Backend) -> WorksWhenFull | None:
+    """Return *backend* as what can rename and date objects; None where it, or what it wraps, cannot."""
+    inner = getattr(backend, "inner", None)
+    if not callable(getattr(backend, "move", None)) or (inner is not None and works_when_full(inner) is None):
+        return None
+    return cast("WorksWhenFull", backend)
 
 
 PROOF_KEY = ".aiockpt"

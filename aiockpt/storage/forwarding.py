@@ -7,9 +7,9 @@ down or made to fail (`aiockpt.testing`). The contract's verbs stand here once, 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
-from aiockpt.storage.backend import Backend, Listing, Reader, Seen, Space, Stat, Traits, Upload
+from aiockpt.storage.backend import Backend, Listing, Reader, Seen, Space, Stat, Traits, Upload, WorksWhenFull
 
 
 class BackendCall:
@@ -97,6 +97,14 @@ class Forwarding:
     async def space(self) -> Space:
         space: Space = await self.forward(BackendCall("space", "", self.inner.space))
         return space
+
+    async def move(self, key: str, to: str, *, new: bool) -> None:
+        inner = cast("WorksWhenFull", self.inner)
+        await self.forward(BackendCall("move", to, lambda: inner.move(key, to, new=new)))
+
+    async def now_ns(self) -> int:
+        now_ns: int = await self.forward(BackendCall("now_ns", "", cast("WorksWhenFull", self.inner).now_ns))
+        return now_ns
 
     async def close(self) -> None:
         await self.forward(BackendCall("close", "", self.inner.close))

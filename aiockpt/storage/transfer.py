@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from aiockpt.errors import ManifestError, ObjectExistsError, StorageError
-from aiockpt.storage.backend import Backend, Listing, Stat
+from aiockpt.errors import ManifestError, ObjectExistsError, StorageError, StorageFullError
+from aiockpt.storage.backend import Backend, Listing, Stat, works_when_full
 
 RECORD_LIMIT_BYTES = 256 << 20
 """No manifest or receipt is longer (docs/format.md#limits)."""
@@ -78,11 +78,16 @@ async def delete_below(backend: Backend, prefix: str) -> None:
 async def storage_now_ns(backend: Backend, nonce: str) -> int:
     """Return the time by the storage's own clock: write a probe, look at its date, remove it.
 
-    Local clocks are skewed, frozen or wrong; only the storage's decides what is old enough to be garbage
-    (docs/format.md#deletion).
+    Where no probe fits, the root is dated instead. Local clocks are skewed, frozen or wrong; only the storage's decides
+    what is old enough to be garbage (docs/format.md#deletion).
     """
     key = f".clock-{nonce}"
-    await backend.put(key, b"")
+    try:
+        await backend.put(key, b"")
+    except StorageFullError:
+        if (place := works_when_full(backend)) is None:
+            raise
+        return await place.now_ns()
     try:
         return (await backend.stat(key)).modified_ns
     finally:

@@ -106,3 +106,6 @@ class ForwardingFiles:
     def statvfs(self, path: str) -> os.statvfs_result:
         room: os.statvfs_result = self._on_path("statvfs", path)
         return room
+
+    def utime(self, path: str) -> None:
+        self._on_path("utime", path)

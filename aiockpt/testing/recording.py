@@ -102,7 +102,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.verb} {self.path}" + (f" → {self.target}" if self.target else "")
 
 
-_LOOKS = frozenset({"preadv", "fadvise", "fstat", "lstat", "listdir", "statvfs"})
+_LOOKS = frozenset({"preadv", "fadvise", "fstat", "lstat", "listdir", "statvfs", "utime"})
 
 
 class RecordingFiles(ForwardingFiles):

@@ -8,7 +8,7 @@ Guarantees:
   512 bytes. That is harsher than a journalled file system, which keeps names in order.
 - Each call is one step, from any thread. Without threads everything is deterministic: numbers, times and order.
 
-The model has regular files and directories, hard links, renames within one directory, O_EXCL, O_DIRECT with its rules,
+The model has regular files and directories, hard links, renames, O_EXCL, O_DIRECT with its rules,
 the page-cache probe (RWF_NOWAIT) and a full disk. Symbolic links (that lead nowhere) and pipes can be put there, to be
 looked at, refused and removed. It has no permissions or memory maps.
 """
@@ -254,15 +254,17 @@ class SimulatedFiles:
         node = self._node(source)
         folder, old = self._parent(source)
         other, name = self._parent(target)
-        if folder is not other:
-            raise _error(errno.EXDEV, target)
         if isinstance(replaced := folder.names.get(name), Folder) or isinstance(node, Folder):
             raise _error(errno.EISDIR, target)
         if replaced is node:
             return  # two names of one file: POSIX keeps both
         if replaced is not None:
             replaced.links -= 1
-        folder.change(NameChange(name, node, old))
+        if folder is other:
+            folder.change(NameChange(name, node, old))
+        else:  # harsher than any journal: each of the two names is kept or lost alone
+            other.change(NameChange(name, node))
+            folder.change(NameChange(old, None))
 
     @_one_step
     def unlink(self, path: str) -> None:
@@ -283,6 +285,10 @@ class SimulatedFiles:
         total = _FREE_BYTES if self.capacity_bytes is None else self.capacity_bytes
         free = max(0, total - self._used_bytes())
         return os.statvfs_result((1, 1, total, free, free, 1 << 30, 1 << 30, 1 << 30, 0, 255))
+
+    @_one_step
+    def utime(self, path: str) -> None:
+        self._node(path).modified_ns = self._now()
 
     # Within a step
 

@@ -120,7 +120,8 @@ class Tiers:
         coordinator, places = self.engine.coordinator, self.places_for(job.step)
         async with coordinator.taking_part(job, places), self._one_at_a_time.saving(job.step):
             place = await coordinator.choose_place(job, places, partial(self._choose, job, places))
-            result = await coordinator.save(place, job)
+            async with maintenance.making_room(place):
+                result = await coordinator.save(place, job)
             result = msgspec.structs.replace(result, url=place.backend.url, durable=place.backend.traits.durable)
             return await self._promote(self._promoters[place.number], job, result)
 

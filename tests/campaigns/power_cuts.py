@@ -31,6 +31,8 @@ STEPS = (1, 2, 3)
 ROUNDS = 3
 CUT_FRACTION = 0.35
 """Of the calls that change something, at how many the power is cut."""
+FULL_FRACTION = 0.4
+"""Of the deletions, how many happen on a disk that takes no byte more."""
 CHOICES, LOOKED_AT = 48, 4
 """Crash states made at such a call, and those of them that are looked at."""
 
@@ -81,7 +83,10 @@ class Job:
         held = [step for step, _ in self._steps]
         if held and self._dice.random() < 0.25:
             begun, step = self._now, self._dice.choice(held)
+            full = self._dice.random() < FULL_FRACTION
+            self._files.capacity_bytes = 0 if full else None
             await process.ckpt.delete(step)
+            self._files.capacity_bytes = None
             self._note(Effect(begun, self._now, step, None))
         else:
             await self._save(process, self._dice.choice(STEPS))

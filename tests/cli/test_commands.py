@@ -449,6 +449,18 @@ def test_prune_takes_a_dry_run_as_other_commands_do(aiockpt_command: Command, ro
     assert len(list(root.glob("step-*"))) == 3
 
 
+def test_prune_that_cannot_delete_what_it_should_does_not_end_well(aiockpt_command: Command, root: Path) -> None:
+    (record,) = root.glob("step-00000100/a-*/DECISION.json")
+    (root / "step-00000100" / "MANIFEST-1.json").unlink()
+    record.write_text("{}")
+    next(root.glob("step-00000100/a-*/r/r00000.json")).unlink()
+    shown = aiockpt_command("prune", root, "--last", 3, "--grace-hours", 0)
+    assert shown.status == 0
+    done = aiockpt_command("prune", root, "--last", 3, "--grace-hours", 0, "--yes")
+    assert done.status == 3
+    assert "DECISION.json" in done.out.replace("\n", "")
+
+
 def test_prune_says_of_each_step_that_stays_why(aiockpt_command: Command, root: Path) -> None:
     save(root, [400, 500], load=200)
     shown = aiockpt_command("prune", root, "--last", 2, "--every", 100, "--best", "loss").out

@@ -32,8 +32,16 @@ def record(start: SimulatedFiles, work: Callable[[Process], Awaitable[object]]) 
     return recording.calls
 
 
-def test_a_deleted_newest_step_is_whole_or_gone_and_never_comes_back() -> None:
-    start = saved_files(2)
+def saved(steps: int, *, full: bool) -> SimulatedFiles:
+    """Return a disk with *steps* steps; a *full* one takes no byte more."""
+    files = saved_files(steps)
+    files.capacity_bytes = 0 if full else None
+    return files
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_deleted_newest_step_is_whole_or_gone_and_never_comes_back(full: bool) -> None:
+    start = saved(2, full=full)
     calls = record(start, lambda process: process.ckpt.delete(2))
     unlinked = next(index for index, call in enumerate(calls) if call.verb == "unlink" and "MANIFEST" in call.path)
     flushed = next(index for index, call in enumerate(calls) if index > unlinked and call.is_flush)
@@ -49,18 +57,20 @@ def test_a_deleted_newest_step_is_whole_or_gone_and_never_comes_back() -> None:
     assert gone_at is not None
 
 
+@pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("step", [1, 2])
-def test_another_step_is_never_harmed_by_a_deletion(step: int) -> None:
-    start = saved_files(2)
+def test_another_step_is_never_harmed_by_a_deletion(step: int, full: bool) -> None:
+    start = saved(2, full=full)
     calls = record(start, lambda process: process.ckpt.delete(step))
     other = 3 - step
     for done, after in power_cuts(calls, start=start, limit=8):
         assert load_value(after, other) == float(other), f"after call {done}"
 
 
-def test_a_deletion_that_stopped_half_way_is_not_undone_by_the_loss_of_its_decision_record() -> None:
+@pytest.mark.parametrize("full", [False, True])
+def test_a_deletion_that_stopped_half_way_is_not_undone_by_the_loss_of_its_decision_record(full: bool) -> None:
     """The job ends at any call of a deletion; then the records that say *collect* are removed, and another job looks."""
-    start = saved_files(2)
+    start = saved(2, full=full)
     calls = record(start, lambda process: process.ckpt.delete(2))
     lost = 0
     for count, now in replay(calls, start=start):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from aiockpt.format.names import attempt_folder
 from aiockpt.options import Best, Snapshot, Worker
 from aiockpt.pipeline.discover import Heads, StepEntry, scan
 from aiockpt.retention import StepFacts, lineage, plan_retention
-from aiockpt.storage.backend import Backend
+from aiockpt.storage.backend import Backend, Space
 from aiockpt.testing.faults import Fault, FaultyBackend
 from aiockpt.testing.recording import RecordingBackend
 from tests.gates import Gate
@@ -338,6 +340,117 @@ def test_a_save_whose_job_died_before_its_vote_is_garbage_only_after_the_grace(t
         collected = ckpt.prune(aiockpt.Retention(grace_s=0)).result(30).garbage
         assert [f"a-{garbage.attempt}" for garbage in collected] == [attempt.name]
         assert not attempt.exists()
+
+
+FULL = Fault(do="fail", verb="put*", times=None, error=errno.ENOSPC)
+
+
+def test_a_place_that_takes_no_byte_more_is_cleaned_up_all_the_same(tmp_path: Path) -> None:
+    attempt = dead_attempt(tmp_path, voted=False)
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state(step)).result(30)
+        ckpt.save(9, state(9)).result(30)
+    with aiockpt.Checkpointer(FaultyBackend(LocalBackend(tmp_path), [FULL]), io=SMALL) as ckpt:
+        pruned = ckpt.prune(aiockpt.Retention(last=3, grace_s=0)).result(30)
+        assert ([step.step for step in pruned.steps], pruned.left, pruned.failed) == ([1], (), ())
+        assert not attempt.parent.exists()
+        ckpt.delete(2).result(30)
+    assert steps(tmp_path) == [9, 3]
+    assert not (tmp_path / "step-00000002").exists()
+
+
+class NoRenames(FaultyBackend):
+    """An object store: nothing in it can be given another name."""
+
+    move = None  # type: ignore[assignment]
+
+
+def test_a_step_of_a_full_store_that_can_rename_nothing_is_deleted(tmp_path: Path) -> None:
+    save_steps(tmp_path, range(1, 4), last=9)
+    recorded = RecordingBackend(NoRenames(LocalBackend(tmp_path), [FULL]))
+    with aiockpt.Checkpointer(recorded, io=SMALL) as ckpt:
+        ckpt.delete(2).result(30)
+    assert steps(tmp_path) == [3, 1]
+    first = next(done.key for done in recorded.operations if done.verb == "delete")
+    assert first.partition(" ")[0].endswith("r/r00000.json")
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_what_was_collected_on_a_full_disk_can_not_be_committed_any_more(tmp_path: Path, committed: bool) -> None:
+    """The collector ends before all is gone: something of the attempt has the name of its decision record."""
+    save_steps(tmp_path, range(7, 8))
+    folder = tmp_path / "step-00000007"
+    (attempt,) = folder.glob("a-*")
+    receipt, (data,) = attempt / "r" / "r00000.json", attempt.glob("d/*")
+    votes, content = receipt.read_bytes(), data.read_bytes()
+    if not committed:
+        for path in (folder / "MANIFEST-1.json", attempt / "DECISION.json", receipt):
+            path.unlink()
+    stays = Fault(do="fail", verb="delete", match="*DECISION.json", times=None)
+    with aiockpt.Checkpointer(FaultyBackend(LocalBackend(tmp_path), [FULL, stays]), io=SMALL) as ckpt:
+        if committed:
+            with pytest.raises(aiockpt.StorageError):
+                ckpt.delete(7).result(30)
+        else:
+            assert ckpt.prune(aiockpt.Retention(grace_s=0)).result(30).failed == ("step-00000007",)
+    assert (attempt / "DECISION.json").read_bytes() == (votes if committed else content)
+    for path, was in ((receipt, votes), (data, content)):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(was)
+    with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
+        assert ckpt.finish_commits().result(30) == ()
+        assert ckpt.load(state(0)).result(30) is None
+        shutil.rmtree(receipt.parent)
+        for path in attempt.rglob("*"):
+            os.utime(path, (1e9, 1e9))
+        ckpt.prune(aiockpt.Retention(grace_s=0)).result(30)
+    assert not folder.exists()
+
+
+def test_a_full_disk_takes_no_data_file_from_a_committed_step(tmp_path: Path) -> None:
+    """A copy has no receipts: there is nothing to decide, and what its manifest names stays until that is gone."""
+    save_steps(tmp_path, range(1, 3))
+    for receipts in tmp_path.glob("*/a-*/r"):
+        shutil.rmtree(receipts)
+    recorded = RecordingBackend(FaultyBackend(LocalBackend(tmp_path), [FULL]))
+    with aiockpt.Checkpointer(recorded, io=SMALL) as ckpt:
+        ckpt.delete(1).result(30)
+    assert "move" not in {done.verb for done in recorded.operations}
+    assert steps(tmp_path) == [2]
+
+
+class SmallDisk(FaultyBackend):
+    """Room for five steps, of which each one that is deleted leaves its own."""
+
+    steps_there = 5
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        self.steps_there -= any("MANIFEST" in key for key in keys)
+        await super().delete(keys)
+
+    async def space(self) -> Space:
+        return Space((5 - self.steps_there) * 1_000_000, 5_000_000)
+
+
+def test_a_save_finds_room_that_retention_makes_for_it(tmp_path: Path) -> None:
+    save_steps(tmp_path, range(1, 6), last=9)
+    with aiockpt.Checkpointer(SmallDisk(LocalBackend(tmp_path)), io=SMALL, retention=aiockpt.Retention(last=2)) as ckpt:
+        ckpt.load(state(0)).result(30)
+        ckpt.save(6, state(6)).result(30)
+    assert steps(tmp_path) == [6, 5]
+
+
+def test_retention_is_applied_when_a_save_finds_no_room_while_it_writes(tmp_path: Path) -> None:
+    save_steps(tmp_path, range(1, 6), last=9)
+    full = FaultyBackend(LocalBackend(tmp_path), [Fault(do="fail", verb="create", error=errno.EDQUOT)])
+    with aiockpt.Checkpointer(full, io=SMALL, retention=aiockpt.Retention(last=2), on_error="warn") as ckpt:
+        ckpt.load(state(0)).result(30)
+        with pytest.raises(aiockpt.StorageError):
+            ckpt.save(6, state(6)).result(30)
+        assert steps(tmp_path) == [5, 4]
+        ckpt.save(6, state(6)).result(30)
+    assert steps(tmp_path) == [6, 5]
 
 
 def test_a_collected_attempt_can_not_be_committed_any_more(tmp_path: Path) -> None:

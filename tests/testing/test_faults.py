@@ -166,6 +166,7 @@ FILES_VERBS: dict[str, Callable[[FaultyFiles, int], object]] = {
     "lstat": lambda files, fd: files.lstat("/a"),
     "listdir": lambda files, fd: files.listdir("/a"),
     "statvfs": lambda files, fd: files.statvfs("/a"),
+    "utime": lambda files, fd: files.utime("/a"),
     "fstat": lambda files, fd: files.fstat(fd),
     "fadvise": lambda files, fd: files.fadvise(fd, 0, 0, 0),
     "fallocate": lambda files, fd: files.fallocate(fd, 0, 10),

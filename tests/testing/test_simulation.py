@@ -135,6 +135,15 @@ def test_a_rename_is_old_or_new_and_never_neither(files: SimulatedFiles) -> None
     assert outcomes(files) == [{"/key": b"old", "/tmp": b"new"}, {"/key": b"new"}]
 
 
+def test_of_a_rename_to_another_folder_each_name_is_kept_or_lost_alone(files: SimulatedFiles) -> None:
+    files.mkdir("/a")
+    files.fsync(files.open("/f", CREATE))
+    flush_folder(files)
+    files.rename("/f", "/a/g")
+    expected: list[dict[str, bytes]] = [{}, {"/f": b""}, {"/a/g": b""}, {"/a/g": b"", "/f": b""}]
+    assert sorted(map(str, map(sorted, outcomes(files)))) == sorted(map(str, map(sorted, expected)))
+
+
 def test_an_unflushed_removal_may_be_undone(files: SimulatedFiles) -> None:
     files.open("/f", CREATE)
     flush_folder(files)

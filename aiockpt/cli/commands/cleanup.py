@@ -8,7 +8,7 @@ import anyio
 import typer
 
 from aiockpt.cli import show
-from aiockpt.cli.commands.common import Json, Root, app, open_checkpointer, step_number
+from aiockpt.cli.commands.common import STORAGE_FAILED, Json, Root, app, open_checkpointer, step_number
 from aiockpt.errors import UsageError
 
 
@@ -63,6 +63,8 @@ def prune(
         if delete:
             found = ckpt.prune(rules).result()
     show.json_or(as_json, found, lambda: show_pruned(found, sizes, delete, ruled=last is not None))
+    if delete and found.failed:
+        raise typer.Exit(STORAGE_FAILED)
 
 
 @app.command("rm")
