@@ -299,6 +299,14 @@ class StorageAccessError(StorageError, PermissionError):
     """The storage refused: credentials are missing, wrong or expired, or do not give this right."""
 
 
+def archived(message: str, key: str) -> StorageError:
+    """Return the error of an object in a class of storage out of which it must be restored before it is read."""
+    return StorageError(
+        f"{message}. It is archived: restore it first, and have the lifecycle rule leave steps that are still needed.",
+        key=key,
+    )
+
+
 def say_briefly(error: BaseException) -> str:
     """Return the kind of *error* and two lines of what it says, as one line: some errors name all tensors of a state."""
     lines = [line.strip().removeprefix("- ").rstrip(".") for line in str(error).splitlines()]

@@ -28,11 +28,13 @@ from aiockpt.errors import (
     StorageThrottledError,
     StorageTimeoutError,
     StorageTransferError,
+    archived,
 )
 from aiockpt.redaction import redact_error
 
 _STATUS = re.compile(r"\bstatus: (\d{3}),")
 _KIND = re.compile(r"\bHttpError \{\s*kind: (\w+)")
+_ARCHIVED = re.compile(r"\b(InvalidObjectState|BlobArchived)\b")
 _DEBUG = "\n\nDebug source:"
 _THROTTLED = {429, 503}
 _TIMED_OUT = {408, 504}
@@ -59,6 +61,8 @@ def from_obstore(error: Exception, doing: str, key: str) -> StorageError:
         return ObjectNotFoundError(message, key=key)
     if isinstance(error, AlreadyExistsError | PreconditionError):
         return ObjectExistsError(message, key=key)
+    if _ARCHIVED.search(text):
+        return archived(message, key)
     if isinstance(error, PermissionDeniedError | UnauthenticatedError):
         return StorageAccessError(f"{message}. Check the credentials and their rights.", key=key)
     if (status := _STATUS.search(text)) is not None:

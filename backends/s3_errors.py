@@ -37,6 +37,7 @@ from aiockpt.errors import (
     StorageThrottledError,
     StorageTimeoutError,
     StorageTransferError,
+    archived,
 )
 from aiockpt.redaction import redact, redact_error
 
@@ -179,6 +180,7 @@ _MEANINGS: list[tuple[set[str] | frozenset[str], Callable[[str, str, str], Stora
         ),
     ),
     (_TAKEN, lambda message, where, key: ObjectExistsError(message, key=key)),
+    ({"InvalidObjectState"}, lambda message, where, key: archived(message, key)),
     (_BUSY, lambda message, where, key: StorageError(message, key=key, retryable=True)),
     (_THROTTLED, lambda message, where, key: StorageThrottledError(message, key=key)),
     (_TIMED_OUT, lambda message, where, key: StorageTimeoutError(message, key=key)),

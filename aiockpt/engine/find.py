@@ -186,7 +186,8 @@ async def finish_commits(place: Place, entry: StepEntry) -> list[Manifest]:
         CorruptionError,
         StorageError,
     ) as error:  # a place that can only be read, say: what is committed can be loaded
-        logger.warning("%s has votes that cannot be turned into a commit here: %s", entry.id, error)
+        if place.heads.is_news(f"votes of {entry.id}"):
+            logger.warning("%s has votes that cannot be turned into a commit here: %s", entry.id, error)
         return []
     for manifest in finished:
         engine.emit(RolledForward(at_ns=engine.now_ns(), step=entry.step, attempt=manifest.attempt))

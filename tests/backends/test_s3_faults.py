@@ -473,6 +473,14 @@ async def test_credentials_of_another_store_are_told_from_a_missing_right(
         await s3.get("key", 10)
 
 
+async def test_an_archived_object_is_said_to_be_that_and_is_no_matter_of_rights(s3: S3Backend, proxy: Proxy) -> None:
+    proxy.misbehave(Fault(do="answer", status=403, code="InvalidObjectState"))
+    with pytest.raises(StorageError, match="It is archived: restore it first") as caught:
+        await s3.get("key", 10)
+    assert not isinstance(caught.value, StorageAccessError)
+    assert (caught.value.damaged, caught.value.retryable) == (False, False)
+
+
 async def test_a_message_about_the_root_names_the_bucket_and_no_empty_key(s3: S3Backend, proxy: Proxy) -> None:
     proxy.misbehave(Fault(do="answer", status=500, code="InternalError"))
     with pytest.raises(StorageError, match="listing s3://test at "):

@@ -188,6 +188,17 @@ def test_a_place_that_can_only_be_read_is_loaded_from_all_the_same(tmp_path: Pat
     assert target["value"] == 3
 
 
+def test_votes_that_cannot_be_finished_here_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dead_attempt(tmp_path, voted=True)
+    read_only = FaultyBackend(LocalBackend(tmp_path), [Fault(do="fail", verb="put*", times=None, error=errno.EROFS)])
+    with aiockpt.Checkpointer(read_only, io=SMALL) as ckpt:
+        for _ in range(3):
+            assert ckpt.load(state(0)).result(30) is None
+            assert ckpt.steps().result(30) == ()
+    told = [record.getMessage() for record in caplog.records if "cannot be turned into a commit" in record.getMessage()]
+    assert len(told) == 1
+
+
 def test_votes_that_are_all_there_are_no_garbage(tmp_path: Path) -> None:
     dead_attempt(tmp_path, voted=True)
     with aiockpt.Checkpointer(tmp_path, io=SMALL) as ckpt:
