@@ -87,7 +87,9 @@ def hide_environment(environment: Mapping[str, str]) -> None:
 def _hide(url: str) -> None:
     if (whole := _WHOLE_USER.match(url)) is not None:
         parts = whole[2].split("@")
-        for count in range(1, len(parts) + 1):  # where the password ends and a path with an @ begins is anybody's guess
+        # Where the password ends and a path with an @ begins is unknown: the longest is looked for first, or a shorter
+        # one would leave its rest.
+        for count in range(len(parts), 0, -1):
             password = "@".join(parts[:count])
             _remember(password)
             _remember(f"{whole[1]}:{password}", in_front_of="@")

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped,unused-ignore]
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 import aiockpt
@@ -93,6 +93,7 @@ PASSWORDS = st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_
 )
 
 
+@example(password="@0", encode=False, scheme="sftp")
 @given(password=PASSWORDS, encode=st.booleans(), scheme=st.sampled_from(["sftp", "http", "s3", "hdfs", "redis"]))
 def test_no_password_of_a_url_that_was_seen_is_in_what_a_library_says(password: str, encode: bool, scheme: str) -> None:
     assume(encode or not password[0].isdigit())  # a port

@@ -105,11 +105,11 @@ class _StateValues:
         self._seen: set[int] = set()
         self._read(state)
         self.overflows = len(self.values) > MOST_VALUES
-        self._sizes = [(len(one.state), len(one.param_groups)) for one in self.optimizers]
+        self.sizes = [(len(one.state), len(one.param_groups)) for one in self.optimizers]
 
     def has_roots_of(self, other: _StateValues) -> bool:
         """Say whether both have the same modules, optimizers with as many tensors, and tensors."""
-        return self._sizes == other._sizes and all(
+        return self.sizes == other.sizes and all(
             len(mine) == len(theirs) and all(map(is_, mine, theirs))
             for mine, theirs in (
                 (self.modules, other.modules),

@@ -66,7 +66,7 @@ SOURCES: list[tuple[Callable[..., Any], str, set[str]]] = [
 BY_WHAT_THEY_DO = {
     "_make_wrapper_subclass",
     *("_indices", "_values", "_coalesced_", "_empty_affine_quantized", "_empty_per_channel_affine_quantized"),
-    *("_C", "_getframe", "_register_atexit", "_adjust_thread_count", "_rmdir"),
+    *("_C", "_getframe", "_register_atexit", "_adjust_thread_count", "_threads", "_rmdir"),
 }
 
 
