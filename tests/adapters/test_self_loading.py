@@ -428,7 +428,9 @@ def new_norm(rows: int, columns: int) -> Any:
 @pytest.mark.parametrize("as_dict", [False, True])
 @pytest.mark.parametrize("first", ["model", "optimizer"])
 @pytest.mark.parametrize(
-    ("old", "new"), [(old_norm, new_norm), (Kernel, RenamesByHook), (Kernel, RenamesItself)], ids=str
+    ("old", "new"),
+    [(old_norm, new_norm), (Kernel, RenamesByHook), (Kernel, RenamesItself)],
+    ids=lambda made: made.__name__,  # an address would differ between the workers that run the tests
 )
 def test_the_optimizer_follows_a_module_that_takes_a_parameter_from_another_key(
     through: Through, old: Any, new: Any, first: str, as_dict: bool
