@@ -1,4 +1,4 @@
-"""Where does aiockpt touch the outside? Here, and nowhere else.
+"""The seams to the outside: the one place where aiockpt touches files, clocks, random bytes, devices and threads.
 
 ``Files`` is every file-system call the engine makes, ``Clock`` every look at the time, ``World.token`` every random
 byte, ``Accelerator`` every stream and event of a device, ``Loop`` every thread of a checkpointer. The real ones are thin.
@@ -9,6 +9,8 @@ Blocking calls reach threads through `runtime.limits.run_blocking` only.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -49,14 +51,47 @@ class Files(Protocol):
     def utime(self, path: str, /) -> None: ...
 
 
+_libc = ctypes.CDLL(None, use_errno=True)
+_fallocate = getattr(_libc, "fallocate64", None) or getattr(
+    _libc, "fallocate", None
+)  # musl has the 64 bits in one name
+if _fallocate is not None:
+    _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+def fallocate(fd: int, offset: int, size: int) -> None:
+    """Reserve space, as ``fallocate(2)`` does: at once, or not at all.
+
+    Not ``os.posix_fallocate``: where the file system cannot (NFS before 4.2, many in user space), the C library imitates
+    it by a write into each block of 4 KiB, which were 16,902 requests instead of 517 for a file of 64 MiB.
+    """
+    if _fallocate is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    while _fallocate(fd, 0, offset, size):
+        if (error := ctypes.get_errno()) != errno.EINTR:  # a signal came; ctypes does not go on by itself
+            raise OSError(error, os.strerror(error))
+
+
+def preadv(fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+    """Read into *buffers*; into the first alone, by way of a copy, where a kernel or sandbox has no such call."""
+    try:
+        return os.preadv(fd, buffers, offset, flags)
+    except OSError as error:
+        if flags or error.errno not in (errno.ENOSYS, errno.EPERM):
+            raise
+    data = os.pread(fd, buffers[0].nbytes, offset)
+    buffers[0].cast("B")[: len(data)] = data
+    return len(data)
+
+
 class OsFiles:
     """The operating system itself."""
 
     open = staticmethod(os.open)
     close = staticmethod(os.close)
     pwrite = staticmethod(os.pwrite)
-    preadv = staticmethod(os.preadv)
-    fallocate = staticmethod(os.posix_fallocate)
+    preadv = staticmethod(preadv)
+    fallocate = staticmethod(fallocate)
     fadvise = staticmethod(os.posix_fadvise)
     fdatasync = staticmethod(os.fdatasync)
     fsync = staticmethod(os.fsync)

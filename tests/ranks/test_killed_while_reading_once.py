@@ -31,7 +31,7 @@ class DyingFiles(OsFiles):
     def __init__(self, last: int) -> None:
         self._left = last
 
-    def preadv(self, fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:  # type: ignore[override]
+    def preadv(self, fd: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
         self._left -= 1
         if not self._left:
             os.kill(os.getpid(), signal.SIGKILL)
