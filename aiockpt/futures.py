@@ -29,7 +29,8 @@ class SaveResult(msgspec.Struct, frozen=True):
         seconds: from the call of ``save()`` to *committed*.
         existed: True when the step was committed before and ``on_exists="skip"`` left it.
         url: the place.
-        durable: whether it outlives this host; a memory tier's copy does not.
+        durable: whether it outlives this host and a power cut; a memory tier's copy does not, nor one where no folder can
+            be flushed.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""How are bytes kept on a POSIX file system so that *committed* survives a power cut? The local backend.
+"""The local backend: bytes on a POSIX file system, kept so that *committed* survives a power cut.
 
 Guarantees, besides those of the contract:
 
@@ -6,7 +6,10 @@ Guarantees, besides those of the contract:
   renamed to their key. Where hard links are missing (some network and FAT file systems), ``put_new`` creates the key
   itself exclusively: still one winner, but a crash may leave it torn, which its digest tells
   (docs/format.md#commit-on-posix).
-- When a verb returns, its names are durable too, up to the root and above it where we may flush.
+- When a verb returns, its names are durable too, up to the root and above it where we may flush. Where no folder can be
+  flushed, ``traits.flushes_names`` is False from the first write on (`aiockpt.backends.local_optional`).
+- A handle that went stale, and a folder that another client made and this one does not see yet, are waited for: what is
+  asked of a network file system may be answered from a cache of some seconds.
 - ``delete`` is durable key by key: after a crash the keys that are gone are a prefix of those that were given.
 
 Also for callers: ``delete`` takes the key of an empty folder, or of an absent object in one, and removes the folders
@@ -20,16 +23,19 @@ import os
 import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TypeVar, TypeVarTuple
 from urllib.parse import quote
 
+import anyio
 import msgspec
 
 from aiockpt.backends.local_handle import PAGE_BYTES, DirectMode, Handle
 from aiockpt.backends.local_mounts import explain_bucket
+from aiockpt.backends.local_optional import OptionalCalls
 from aiockpt.backends.local_reader import BOUNCE_BYTES, BouncePool, LocalReader, open_regular, stat_regular
 from aiockpt.backends.local_tree import LEFTOVER_PREFIX, Tree, split_key
 from aiockpt.backends.local_upload import LocalUpload, write_all
-from aiockpt.errors import StorageError, UsageError, is_damage
+from aiockpt.errors import ObjectExistsError, ObjectNotFoundError, StorageError, UsageError, is_damage
 from aiockpt.runtime.limits import Limiter, LimiterStatistics, run_blocking
 from aiockpt.runtime.world import OsFiles, World
 from aiockpt.storage.backend import Listing, Space, Stat, Traits, check_key
@@ -37,8 +43,12 @@ from aiockpt.storage.backend import Listing, Space, Stat, Traits, check_key
 _BLOCK_WRITES = 4  # four O_DIRECT writers reach what the disk can do, more only use threads
 _BLOCK_READS = 4
 _SMALL_VERBS = 8
-_ATTEMPTS = 16  # how often a folder may be removed under a writer before it gives up
-_NO_LINK = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS}
+_AT_ONCE = 8  # how often a folder may be removed under a writer before it waits
+_WAITS_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8)
+"""What a network file system answers from a cache is a minute old at most, and a few seconds as a rule."""
+_NAMES = 16  # random ones, before something is wrong with the source
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class LocalStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,8 +86,9 @@ class LocalBackend:
         self._root = os.path.abspath(os.fspath(root))
         self._world = world or World()
         self._files = self._world.files
-        self._tree = Tree(self._files, self._root)
-        self._direct = DirectMode(direct)
+        self._optional = OptionalCalls(self._root)
+        self._tree = Tree(self._files, self._root, self._optional)
+        self._direct = DirectMode(direct, self._optional)
         self._hard_links: bool | None = None
         self._may_keep = not isinstance(self._files, OsFiles)
         self._bounces = BouncePool()
@@ -96,6 +107,7 @@ class LocalBackend:
         return Traits(
             scope="shared",
             durable=True,
+            flushes_names=self._optional.has("fsync of a folder"),
             alignment=1 if self._direct.works is False else PAGE_BYTES,
             block_writes=_BLOCK_WRITES,
             block_reads=_BLOCK_READS,
@@ -104,26 +116,39 @@ class LocalBackend:
 
     async def put(self, key: str, data: bytes) -> None:
         with self._tree.errors(f"writing {len(data):,} bytes to", check_key(key)):
-            await run_blocking(self._small, self._store, key, data, self._replace)
+            await self._patiently(self._store, key, data, self._replace, makes=key)
 
     async def put_new(self, key: str, data: bytes) -> None:
-        with self._tree.errors(f"creating ({len(data):,} bytes)", check_key(key)):
-            await run_blocking(self._small, self._store, key, data, self._publish_new)
+        stale = anyio.Event()
+        try:
+            with self._tree.errors(f"creating ({len(data):,} bytes)", check_key(key)):
+                await self._patiently(self._store, key, data, self._publish_new, makes=key, on_stale=stale.set)
+        except ObjectExistsError:
+            # After a lost answer what is there may be what an earlier attempt of ours made.
+            if not (stale.is_set() and await self._holds(key, data)):
+                raise
 
     async def get(self, key: str, max_bytes: int) -> bytes:
         with self._tree.errors("reading", check_key(key)):
-            return await run_blocking(self._small, self._read_whole, key, max_bytes)
+            return await self._patiently(self._read_whole, key, max_bytes)
 
     async def get_many(self, keys: Sequence[str], max_bytes: int) -> tuple[bytes | None, ...]:
-        return await run_blocking(self._small, self._read_each, keys, max_bytes)
+        return await self._patiently(self._read_each, keys, max_bytes)
 
     async def open(self, key: str) -> LocalReader:
         reader = LocalReader(
-            self._files, self._tree, self._reads, self._direct, self._bounces, check_key(key), self._count_read
+            self._files,
+            self._tree,
+            self._reads,
+            self._direct,
+            self._optional,
+            self._bounces,
+            check_key(key),
+            self._count_read,
         )
         try:
             with self._tree.errors("opening", key):
-                await run_blocking(self._small, reader.begin)
+                await self._patiently(reader.begin)
         except BaseException:
             await reader.close()
             raise
@@ -132,10 +157,10 @@ class LocalBackend:
     async def create(self, key: str, size: int) -> LocalUpload:
         if size < 0:
             raise UsageError(f"{key!r}: a file of {size} bytes cannot be created")
-        upload = LocalUpload(self._files, self._tree, self._writes, self._direct, check_key(key), size)
+        upload = LocalUpload(self._files, self._tree, self._writes, self._direct, self._optional, check_key(key), size)
         try:
             with self._tree.errors(f"creating a file of {size:,} bytes,", key):
-                await run_blocking(self._small, self._in_folder, key, upload.begin)
+                await self._patiently(self._in_folder, key, upload.begin, makes=key)
         except BaseException:
             await upload.abort()
             raise
@@ -143,18 +168,18 @@ class LocalBackend:
 
     async def stat(self, key: str) -> Stat:
         with self._tree.errors("looking for", check_key(key)):
-            return await run_blocking(self._small, self._stat, key)
+            return await self._patiently(self._stat, key)
 
     async def list(self, prefix: str) -> Listing:
         if prefix:
             check_key(prefix)
         with self._tree.errors("listing", prefix):
-            return await run_blocking(self._small, self._list, prefix)
+            return await self._patiently(self._list, prefix)
 
     async def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             check_key(key)
-        await run_blocking(self._small, self._delete, tuple(keys))
+        await self._patiently(self._delete, tuple(keys))
 
     async def move(self, key: str, to: str, *, new: bool) -> None:
         with self._tree.errors(f"renaming {check_key(key)!r} to", check_key(to)):
@@ -162,11 +187,11 @@ class LocalBackend:
 
     async def now_ns(self) -> int:
         with self._tree.errors("dating", ""):
-            return await run_blocking(self._small, self._date_root)
+            return await self._patiently(self._date_root)
 
     async def space(self) -> Space:
         with self._tree.errors("asking for the free space of", ""):
-            return await run_blocking(self._small, self._space)
+            return await self._patiently(self._space)
 
     async def close(self) -> None:
         """Release what no reader needs; uploads and readers are closed by those who have them."""
@@ -188,6 +213,47 @@ class LocalBackend:
         direct = {None: "untried", True: "yes", False: "no"}[self._direct.works]
         return f"<LocalBackend {self._root!r} direct={direct}, {self._bounces.readers} readers open>"
 
+    async def _patiently(
+        self,
+        work: Callable[[*Ts], T],
+        *args: *Ts,
+        makes: str = "",
+        on_stale: Callable[[], object] = lambda: None,
+    ) -> T:
+        """Run *work* on a worker thread; again where a handle went stale, after a while each time.
+
+        Args:
+            makes: the key that *work* creates; then also where its folder is not there: it was removed, or is seen late.
+            on_stale: told of each stale handle: *work* may have taken effect.
+        """
+        failure: Exception | None = None
+        for wait_s in (*[0.0] * _AT_ONCE, *_WAITS_S):
+            try:
+                return await run_blocking(self._small, work, *args)
+            except (OSError, StorageError) as error:
+                failure = error
+                if _is_stale(error):
+                    on_stale()
+                elif not makes or isinstance(error, StorageError) or not isinstance(error, FileNotFoundError):
+                    raise
+            self._tree.forget()
+            if wait_s:
+                await anyio.sleep(wait_s)
+        if failure is not None and _is_stale(failure):
+            raise failure
+        raise StorageError(
+            f"{self._root}: the folder of {makes!r} was removed {_AT_ONCE + len(_WAITS_S)} times while it was written, or is"
+            f" not seen after {sum(_WAITS_S):.0f} s; stop the program that cleans up there, or look at the mount",
+            key=makes,
+            retryable=True,
+        ) from failure
+
+    async def _holds(self, key: str, data: bytes) -> bool:
+        try:
+            return await self.get(key, len(data) + 1) == data
+        except ObjectNotFoundError:
+            return False
+
     # What follows runs on worker threads.
 
     def _store(self, key: str, data: bytes, publish: Callable[[str, bytes], None]) -> None:
@@ -197,25 +263,13 @@ class LocalBackend:
             self._tree.flush(folder)
             self._tree.ensure_still(folder)  # flushes again what was removed and made again meanwhile
 
-    def _in_folder(self, key: str, work: Callable[[], None]) -> None:
-        """Run *work* in the folder of *key*; once more when somebody removes the empty folder under it."""
+    def _in_folder(self, key: str, work: Callable[[], object]) -> None:
+        """Run *work* in the folder of *key*, which is made first."""
         if not self._may_keep and (why := explain_bucket(self._root)) is not None:
             raise UsageError(why)
         self._may_keep = True
-        for _ in range(_ATTEMPTS):
-            try:
-                self._tree.ensure(split_key(key)[0])
-                return work()
-            except FileNotFoundError:
-                self._tree.forget()
-        if not self._tree.has_root():
-            raise StorageError(f"{self._root}: this folder cannot be made; name another one", key=key)
-        raise StorageError(
-            f"{self._root}: the folder of {key!r} was removed {_ATTEMPTS} times while it was written; "
-            "stop the program that cleans up there",
-            key=key,
-            retryable=True,
-        )
+        self._tree.ensure(split_key(key)[0])
+        work()
 
     def _replace(self, key: str, data: bytes) -> None:
         temporary = self._write_temporary(self._tree.path(split_key(key)[0]), data)
@@ -241,19 +295,19 @@ class LocalBackend:
 
     def _write_temporary(self, folder: str, data: bytes) -> str:
         """Write *data* to a new file and return its path; a name that is taken must not look like a taken key."""
-        for _ in range(_ATTEMPTS):
+        for _ in range(_NAMES):
             path = os.path.join(folder, LEFTOVER_PREFIX + self._world.token(8).hex())
             with suppress(FileExistsError):
                 self._write_flushed(path, data)
                 return path
-        raise OSError(errno.EIO, f"{_ATTEMPTS} random names of temporary files were taken; look at the random source")
+        raise OSError(errno.EIO, f"{_NAMES} random names of temporary files were taken; look at the random source")
 
     def _link(self, temporary: str, path: str) -> bool:
         """Give the file its final name if that is free. Return False where the file system has no hard links."""
         try:
             self._files.link(temporary, path)
         except OSError as error:
-            if error.errno in _NO_LINK:
+            if self._optional.lacks("link", error):
                 self._hard_links = False
                 return False
             if self._files.lstat(temporary).st_nlink != 2:
@@ -378,7 +432,12 @@ class LocalBackend:
         return self._files.lstat(self._root).st_mtime_ns
 
     def _space(self) -> Space:
-        found = self._tree.space()
+        try:
+            found = self._tree.space()
+        except OSError as error:
+            if not self._optional.lacks("statfs", error):
+                raise
+            return Space(None, None)
         if not found.f_blocks:  # /proc and the like: no size is not "full"
             return Space(None, None)
         return Space(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
@@ -386,3 +445,8 @@ class LocalBackend:
     def _count_read(self, cached_bytes: int, direct_bytes: int) -> None:
         self._cached_read_bytes += cached_bytes
         self._direct_read_bytes += direct_bytes
+
+
+def _is_stale(error: BaseException) -> bool:
+    """Return whether a name led to what is no longer there (ESTALE): a network file system looks it up when asked again."""
+    return errno.ESTALE in (getattr(error, "errno", None), getattr(error.__cause__, "errno", None))

@@ -1,4 +1,4 @@
-"""When may a descriptor be closed? The open descriptors of one file, and the calls that use them.
+"""The open descriptors of one file, and the calls that use them.
 
 Guarantees:
 
@@ -8,13 +8,13 @@ Guarantees:
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import anyio
 
+from aiockpt.backends.local_optional import OptionalCalls
 from aiockpt.errors import StorageError, UsageError
 from aiockpt.runtime.world import Files
 
@@ -91,8 +91,9 @@ class Handle:
 class DirectMode:
     """Whether files are opened with O_DIRECT: asked for (True), forbidden (False), or tried (None) and remembered."""
 
-    def __init__(self, wanted: bool | None) -> None:
+    def __init__(self, wanted: bool | None, optional: OptionalCalls) -> None:
         self._wanted = wanted
+        self._optional = optional
         self.works: bool | None = False if wanted is False else None
 
     def open(self, handle: Handle, path: str, flags: int) -> int | None:
@@ -106,18 +107,24 @@ class DirectMode:
         try:
             fd = handle.open(path, flags | os.O_DIRECT)
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if not self.refused(error, handle.key):
                 raise
-            self.refuse(handle.key)
             return None
         self.works = True
         return fd
 
-    def refuse(self, key: str) -> None:
-        """Note that the file system turned O_DIRECT down (EINVAL), at open or at the first transfer."""
+    def refused(self, error: OSError, key: str) -> bool:
+        """Return whether *error* turns O_DIRECT down, at open or at a transfer; it is not used again then.
+
+        Raises:
+            StorageError: it was asked for.
+        """
+        if not self._optional.lacks("O_DIRECT", error):
+            return False
         self.works = False
         if self._wanted:
             raise StorageError(
                 f"{key!r}: direct=True was asked for and this file system cannot do O_DIRECT; leave direct=None",
                 key=key,
-            )
+            ) from error
+        return True

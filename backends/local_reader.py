@@ -1,4 +1,4 @@
-"""How does a file get into tensors at the disk's own speed? Cached bytes directly, uncached ones past the page cache.
+"""Reading of a file at the disk's own speed: cached bytes directly, uncached ones past the page cache.
 
 Guarantees:
 
@@ -25,6 +25,7 @@ import anyio
 import numpy as np
 
 from aiockpt.backends.local_handle import PAGE_BYTES, DirectMode, Handle
+from aiockpt.backends.local_optional import OptionalCalls
 from aiockpt.backends.local_tree import Tree, link_error, split_key
 from aiockpt.errors import ObjectNotFoundError, StorageError, UsageError
 from aiockpt.runtime.host_memory import map_pages
@@ -38,7 +39,6 @@ _BUFFERS_PER_CALL = 1024  # IOV_MAX on Linux
 _COPY_HOLDING_THE_GIL_BYTES = 1 << 15  # below this numpy's set-up costs more than the wait for the GIL
 BELIEVED_BYTES = 64 << 20
 """What is read past the page cache before it is asked again: where one run is not cached, its neighbours rarely are."""
-_NO_NOWAIT = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS}
 
 
 def stat_regular(files: Files, tree: Tree, key: str) -> os.stat_result:
@@ -119,6 +119,7 @@ class LocalReader:
         tree: Tree,
         limiter: Limiter,
         direct: DirectMode,
+        optional: OptionalCalls,
         bounces: BouncePool,
         key: str,
         count_read: Callable[[int, int], None],
@@ -127,6 +128,7 @@ class LocalReader:
         self._tree = tree
         self._limiter = limiter
         self._direct = direct
+        self._optional = optional
         self._bounces = bounces
         self._key = key
         self._count_read = count_read
@@ -135,7 +137,6 @@ class LocalReader:
         self._direct_fd: int | None = None
         self._identity = (0, 0)
         self._size = 0
-        self._nowait = os.RWF_NOWAIT
         self._unasked_bytes = 0
         bounces.readers += 1
 
@@ -183,7 +184,7 @@ class LocalReader:
     def _is_cached(self, offset: int, buffers: UnfilledBuffers) -> bool:
         """Say whether the first page is in the page cache, or cannot be asked for; believe a "no" for a while."""
         probe = buffers.peek(PAGE_BYTES)
-        if not self._nowait or not probe:
+        if not probe or not self._optional.has("preadv2"):
             return True
         if self._unasked_bytes > 0:
             self._unasked_bytes -= buffers.left_bytes
@@ -208,7 +209,7 @@ class LocalReader:
 
     def _preadv(self, into: Sequence[memoryview], offset: int) -> int:
         """Read what is cached, or anything when O_DIRECT is out of the question; return -1 for "not cached"."""
-        flags = 0 if self._direct.works is False else self._nowait
+        flags = os.RWF_NOWAIT if self._direct.works is not False and self._optional.has("preadv2") else 0
         try:
             return self._files.preadv(self._fd, into, offset, flags)
         except OSError as error:
@@ -216,9 +217,8 @@ class LocalReader:
                 raise
             if error.errno == errno.EAGAIN:
                 return -1
-            if error.errno not in _NO_NOWAIT:
+            if not self._optional.lacks("preadv2", error):
                 raise
-            self._nowait = 0
             return self._files.preadv(self._fd, into, offset)
 
     def _fill_direct(self, offset: int, buffers: UnfilledBuffers, seen: Seen | None) -> None:
@@ -238,9 +238,8 @@ class LocalReader:
                 _show_and_copy(bounce[skipped : skipped + count], buffers, seen)
                 offset += count
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if not self._direct.refused(error, self._key):
                 raise
-            self._direct.refuse(self._key)
         finally:
             self._bounces.give_back(bounce)
 

@@ -1,8 +1,9 @@
-"""Which names under a root are durable? The directories of the local backend, and the system calls that flush them.
+"""The directories of the local backend, and the system calls that make their names durable.
 
 Guarantees:
 
 - A folder that `Tree.ensure` returned for is durable up to the root: each name on the way was flushed in its parent.
+  (Where folders cannot be flushed at all, `OptionalCalls` says so, and who commits there.)
 - No key leads through a symbolic link: each part below the root is looked at before it is used.
 - What is wrong with the root itself is said of the root, by its path, and not of the first object below it.
 - Removing a folder makes every "known to be durable" void first (`_era`), so a folder that is removed and made again
@@ -18,6 +19,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from aiockpt.backends.local_optional import OptionalCalls
 from aiockpt.errors import StorageError, from_os_error
 from aiockpt.runtime.world import Files
 
@@ -42,9 +44,10 @@ def split_key(key: str) -> tuple[str, str]:
 class Tree:
     """The directories below *root*. Blocking; for worker threads; raises ``OSError`` and `StorageError`."""
 
-    def __init__(self, files: Files, root: str) -> None:
+    def __init__(self, files: Files, root: str, optional: OptionalCalls) -> None:
         self.root = root
         self._files = files
+        self._optional = optional
         self._era = object()
         self._durable: dict[str, object] = {}  # folder -> the era in which its name was flushed
         self._ancestors_flushed = False
@@ -125,10 +128,6 @@ class Tree:
             f"{where} is {what}, and checkpoints are kept in a folder; name another one, or move it away"
         )
 
-    def has_root(self) -> bool:
-        """Return whether the root is there."""
-        return self._look(self.root) is not None
-
     def space(self) -> os.statvfs_result:
         """Ask for the space of the file system that the root is on, or will be."""
         self.check_root()
@@ -178,7 +177,12 @@ class Tree:
         self.check_root()
         path, _, missing = self._lowest_there()
         for made in reversed(missing):
-            self._make(made)
+            try:
+                self._make(made)
+            except FileNotFoundError as error:
+                if self._look(os.path.dirname(made)) is None:
+                    raise  # removed under us
+                raise StorageError(f"{self.root}: this folder cannot be made; name another one") from error
             self._flush_path(os.path.dirname(made))
         if not self._ancestors_flushed:
             self._flush_ancestors(path)
@@ -232,6 +236,9 @@ class Tree:
             self._files.fsync(fd)
         except FileNotFoundError as error:  # of an open folder: a failed flush, and not "somebody removed it"
             raise OSError(errno.EIO, f"flushing {path!r} failed ({error.strerror})") from error
+        except OSError as error:
+            if not self._optional.lacks("fsync of a folder", error):
+                raise
         finally:
             self._files.close(fd)
 

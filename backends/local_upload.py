@@ -1,8 +1,9 @@
-"""How does a data file get onto a disk at the disk's own speed? Blocks past the page cache, odd ends through it.
+"""Writing of a data file at the disk's own speed: blocks past the page cache, odd ends through it.
 
 Guarantees:
 
-- The file is created exclusively, its space is reserved before the first byte, and it is removed by `abort`.
+- The file is created exclusively, its space is reserved before the first byte where the file system can do that, and it is
+  removed by `abort`.
 - No page is written both ways: a whole aligned page goes through the O_DIRECT descriptor, every other byte through the
   buffered one.
 - `finish` flushes once, on the buffered descriptor. It is open from before the first byte, so it reports every
@@ -21,13 +22,12 @@ import anyio
 import numpy as np
 
 from aiockpt.backends.local_handle import PAGE_BYTES, DirectMode, Handle
+from aiockpt.backends.local_optional import OptionalCalls
 from aiockpt.backends.local_tree import Tree, split_key
 from aiockpt.errors import StorageError, UsageError
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.world import Files
 from aiockpt.storage.backend import Seen
-
-_NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 
 
 def write_some(files: Files, fd: int, data: memoryview, offset: int) -> int:
@@ -47,11 +47,21 @@ def write_all(files: Files, fd: int, data: memoryview, offset: int) -> None:
 class LocalUpload:
     """One data file of *size* bytes under *key*; see `aiockpt.storage.backend.Upload`."""
 
-    def __init__(self, files: Files, tree: Tree, limiter: Limiter, direct: DirectMode, key: str, size: int) -> None:
+    def __init__(
+        self,
+        files: Files,
+        tree: Tree,
+        limiter: Limiter,
+        direct: DirectMode,
+        optional: OptionalCalls,
+        key: str,
+        size: int,
+    ) -> None:
         self._files = files
         self._tree = tree
         self._limiter = limiter
         self._direct = direct
+        self._optional = optional
         self._key = key
         self._size = size
         self._path = tree.path(key)
@@ -67,8 +77,9 @@ class LocalUpload:
         Raises:
             OSError, StorageError: it exists, or does not fit; call `abort` then.
         """
-        self._buffered_fd = self._handle.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        self._created = True
+        if not self._created:  # what comes after it failed, and is tried again
+            self._buffered_fd = self._handle.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            self._created = True
         # A second descriptor, and not one for both: O_CREAT|O_DIRECT leaves a file behind where it says EINVAL.
         self._direct_fd = self._direct.open(self._handle, self._path, os.O_WRONLY)
         self._reserve()
@@ -104,12 +115,12 @@ class LocalUpload:
             await run_blocking(self._limiter, self._close_and_remove)
 
     def _reserve(self) -> None:
-        if not self._size:
+        if not self._size or not self._optional.has("fallocate"):
             return
         try:
             self._files.fallocate(self._buffered_fd, 0, self._size)
         except OSError as error:
-            if error.errno not in _NO_FALLOCATE:
+            if not self._optional.lacks("fallocate", error):
                 raise
 
     def _write_all(self, offset: int, runs: Sequence[memoryview], seen: Seen | None) -> None:
@@ -142,9 +153,8 @@ class LocalUpload:
             try:
                 done += write_some(self._files, self._direct_fd, data[done:], offset + done)
             except OSError as error:
-                if error.errno != errno.EINVAL:
+                if not self._direct.refused(error, self._key):
                     raise
-                self._direct.refuse(self._key)
                 break
         return done
 

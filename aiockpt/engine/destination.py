@@ -160,7 +160,7 @@ class OnePlace:
         taking_part, alone = coordinator.taking_part(job, self.places), self._one_at_a_time.saving(job.step)
         async with taking_part, alone, making_room(place):
             result = await coordinator.save(place, job)
-        return msgspec.structs.replace(result, url=place.backend.url, durable=place.backend.traits.durable)
+        return msgspec.structs.replace(result, url=place.backend.url, durable=place.backend.traits.survives_power_cuts)
 
     async def clean_up(self, result: SaveResult) -> None:
         """Clean up after a save."""

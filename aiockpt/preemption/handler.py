@@ -99,6 +99,8 @@ class PreemptionHandler:
         """
         self.engine = engine
         self.destination = destination
+        places = [place.backend for place in destination.places]
+        self.saves.lasting = frozenset(backend.url for backend in places if backend.traits.durable)
         self.agreement = agreement
         self._running = engine.loop.submit(self._run)
         if self.policy.signals:

@@ -1,4 +1,4 @@
-"""What became of the last saves, and how long they took: what can still be flushed, and whether another one fits."""
+"""Outcomes and durations of the last saves: what can still be flushed, and whether another one fits."""
 
 from __future__ import annotations
 
@@ -27,9 +27,14 @@ class DurableStep(msgspec.Struct, frozen=True):
 
 
 class RecentSaves:
-    """The saves of one checkpointer. An observer too: it hears what promotions took. Any thread."""
+    """The saves of one checkpointer. An observer too: it hears what promotions took. Any thread.
+
+    Attributes:
+        lasting: URLs of places where a step outlives its job, also those that cannot promise it for a power cut.
+    """
 
     def __init__(self) -> None:
+        self.lasting: frozenset[str] = frozenset()
         self._count = 0
         self._running: dict[int, tuple[SavePromise, int]] = {}
         self._newest: DurableStep | None = None
@@ -56,7 +61,7 @@ class RecentSaves:
         if running is None:
             return
         promise, begun_ns = running
-        if promise.error is not None or not promise.value.durable:
+        if promise.error is not None or not (promise.value.durable or promise.value.url in self.lasting):
             return
         if self._newest is None or self._newest.number < number:
             self._newest = DurableStep(number, promise.step)

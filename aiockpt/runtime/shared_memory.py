@@ -1,4 +1,4 @@
-"""What memory do a trainer and its writer process share? Pieces of one file without a name, in huge pages where they can be.
+"""Memory that a trainer and its writer process share: pieces of one file without a name, in huge pages where they can be.
 
 Guarantees:
 
@@ -11,12 +11,13 @@ Guarantees:
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import weakref
 from threading import Lock
 
-from aiockpt.errors import ClosedError
+from aiockpt.errors import ClosedError, UsageError
 from aiockpt.runtime.host_memory import Pages, advise, fault_in
 
 HUGE_BYTES = 2 << 20
@@ -37,10 +38,21 @@ class SharedMemory:
 
     Attributes:
         fd: of the file; not inherited by programs that this one starts, unless it is passed on.
+
+    Raises:
+        UsageError: the kernel or a sandbox has no such memory.
     """
 
     def __init__(self) -> None:
-        self.fd = os.memfd_create("aiockpt-slabs")
+        try:
+            self.fd = os.memfd_create("aiockpt-slabs")
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
+                raise
+            raise UsageError(
+                f"worker='process' needs memory that two processes share, and memfd_create is refused here"
+                f" ({error.strerror}, by a sandbox or the kernel): use worker='thread', or allow that call"
+            ) from error
         self._growing = Lock()
         self._closed = False
 

@@ -36,6 +36,8 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         scope: who else sees an object: every host, this host, or this process.
         durable: whether objects outlive this process and a power cut.
+        flushes_names: False where the place was found unable to flush a folder: then what is there outlives the process,
+            and a power cut only by luck.
         alignment: bytes; ``Upload.write`` is fastest when offset, length and address are multiples of it.
         block_writes: how many ``Upload.write`` calls the place likes to have under way at once.
         block_reads: the same for ``Reader.read``.
@@ -44,10 +46,16 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
 
     scope: Scope
     durable: bool
+    flushes_names: bool = True
     alignment: int = 1
     block_writes: int = 4
     block_reads: int = 4
     read_buffer_bytes: int | None = None
+
+    @property
+    def survives_power_cuts(self) -> bool:
+        """Whether what is committed there does, as far as is known."""
+        return self.durable and self.flushes_names
 
 
 class Stat(msgspec.Struct, frozen=True):

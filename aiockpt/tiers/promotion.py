@@ -302,8 +302,9 @@ class Promoter:
         if self.tier.full:
             promotion.copies[self.number] = copied
         manifest = copied.manifest
+        durable = self.place.backend.traits.survives_power_cuts
         result = msgspec.structs.replace(
-            promotion.result, generation=manifest.generation, url=self.url, durable=self.durable, existed=False
+            promotion.result, generation=manifest.generation, url=self.url, durable=durable, existed=False
         )
         engine = self.engine
         engine.emit(

@@ -122,7 +122,8 @@ class Tiers:
             place = await coordinator.choose_place(job, places, partial(self._choose, job, places))
             async with maintenance.making_room(place):
                 result = await coordinator.save(place, job)
-            result = msgspec.structs.replace(result, url=place.backend.url, durable=place.backend.traits.durable)
+            durable = place.backend.traits.survives_power_cuts
+            result = msgspec.structs.replace(result, url=place.backend.url, durable=durable)
             return await self._promote(self._promoters[place.number], job, result)
 
     async def tell_lost(self, step: int, nonce: str, numbers: Iterable[int], error: Exception) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -16,6 +17,7 @@ import torch
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.runtime.world import OsFiles, World
+from aiockpt.testing.faults import Fault, FaultyFiles
 from tests.preemption.programs import start
 from tests.small_run import SMALL
 
@@ -117,6 +119,7 @@ def test_inside_a_long_call_of_c_the_last_snapshot_is_flushed_and_the_log_says_w
     script = """
 from aiockpt.backends.local import LocalBackend
 from aiockpt.runtime.world import OsFiles, World
+from aiockpt.testing.faults import Fault, FaultyFiles
 
 
 class SlowFiles(OsFiles):
@@ -269,6 +272,19 @@ def test_a_state_that_cannot_be_saved_ends_the_run_too_and_names_the_last_step_t
             ckpt.step(2, {**state, "value": object()})
     assert (ended.value.step, ended.value.code) == (1, 77)
     assert isinstance(ended.value.__cause__, aiockpt.UnsupportedStateError)
+
+
+def test_a_folder_that_cannot_be_flushed_keeps_the_last_step_all_the_same(
+    tmp_path: Path, state: dict[str, Any]
+) -> None:
+    files = FaultyFiles(OsFiles(), [Fault(do="fail", verb="fsync", times=None, error=errno.EINVAL)])
+    place = LocalBackend(tmp_path, world=World(files))
+    with aiockpt.Checkpointer(place, on_preempt=aiockpt.Preemption(recent_s=0), io=SMALL) as ckpt:
+        assert not ckpt.save(1, state).result().durable
+        tell()
+        with pytest.raises(aiockpt.Preempted) as ended:
+            reach(ckpt, 2, state)
+    assert (ended.value.step, ended.value.code) == (2, 75)
 
 
 def test_when_full_skip_does_not_skip_the_last_save(tmp_path: Path, state: dict[str, Any]) -> None:
