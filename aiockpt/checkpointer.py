@@ -41,6 +41,7 @@ from aiockpt.options import (
     OnError,
     OnExists,
     Options,
+    Replicas,
     Retention,
     Screen,
     Scrub,
@@ -111,6 +112,9 @@ class Checkpointer:
         debug: ``"digest"`` compares the state before and after each snapshot, and fails a save whose state has changed.
         screen: ``"finite"`` looks for numbers that are NaN or infinite while they are hashed. A step with some is committed,
             and told (`aiockpt.events.NotFiniteFound`); retention keeps the newest one without.
+        replicas: ``"check"`` fails a save in which ranks have other values of the same tensor, and names it; ``"first"``
+            saves one rank's without a look. Of buffers of modules those of the lowest rank are saved. See
+            docs/guide/ranks.md.
         every: ``step()`` saves when the step is a multiple of it, when so much time has passed (``"30min"``), or when a
             `Cadence` says so: on all ranks in the same step. None leaves the decision to you.
         only: what of the state is saved, unless a call says otherwise; see `save`. For LoRA: ``only=aiockpt.trainable()``.
@@ -155,6 +159,7 @@ class Checkpointer:
         immutable: Sequence[str] = (),
         debug: Debug | None = None,
         screen: Screen | None = None,
+        replicas: Replicas = "check",
         retention: Retention | None = None,
         every: int | str | Cadence | None = None,
         only: str | Sequence[str] | Trainable | None = None,
@@ -182,6 +187,7 @@ class Checkpointer:
             immutable=_as_names("immutable", immutable),
             debug=debug,
             screen=screen,
+            replicas=replicas,
             retention=retention,
             every=None if isinstance(every, str | Cadence) else every,
             max_in_flight=max_in_flight,

@@ -15,7 +15,8 @@
     │   └── NoValidCheckpointError                     steps exist and none is valid
     ├── CommitError                                  the save did not become visible
     │   ├── CommitConflictError                        someone else committed this generation first
-    │   └── CommitTimeoutError(TimeoutError)           outcome unknown: the next look at the storage decides
+    │   ├── CommitTimeoutError(TimeoutError)           outcome unknown: the next look at the storage decides
+    │   └── ReplicasDifferError                        ranks have other values of what all should have alike
     ├── RankError                                    the ranks of the job did not act together; all of them hear of it
     │   ├── RankFailedError                            another rank failed
     │   ├── RankTimeoutError(TimeoutError)             nothing was heard from some ranks before the deadline
@@ -170,6 +171,20 @@ class CommitTimeoutError(CommitError, TimeoutError):
     def __init__(self, message: str, missing_ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.missing_ranks = tuple(missing_ranks)
+
+
+class ReplicasDifferError(CommitError):
+    """Ranks have different values of tensors that all of them should have alike; raised on every rank.
+
+    Attributes:
+        tensors: their names.
+        ranks: those that differ from the lowest rank that has them.
+    """
+
+    def __init__(self, message: str, tensors: Sequence[str] = (), ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.tensors = tuple(tensors)
+        self.ranks = tuple(ranks)
 
 
 class RankError(CheckpointError):

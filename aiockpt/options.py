@@ -40,6 +40,9 @@ Debug = Literal["digest"]
 Screen = Literal["finite"]
 """What is looked for while a save is written: numbers that are NaN or infinite."""
 
+Replicas = Literal["check", "first"]
+"""What several ranks have of a tensor must be the same, or the save fails (default); or that of one rank counts, unseen."""
+
 WhenFull = Literal["wait", "skip", "eager"]
 """``max_in_flight`` saves are running, or no slab is free for a lazy one: wait (default; a lazy save does so in the
 background, and holds the optimizers meanwhile), skip this save, or wait and copy in the call."""
@@ -289,6 +292,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     immutable: tuple[str, ...] = ()
     debug: Debug | None = None
     screen: Screen | None = None
+    replicas: Replicas = "check"
     retention: Retention | None = None
     every: int | None = None
     max_in_flight: int = 2
@@ -315,6 +319,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         check_choice("when_full", self.when_full, WhenFull)
         check_choice("on_exists", self.on_exists, OnExists)
         check_choice("worker", self.worker, Worker)
+        check_choice("replicas", self.replicas, Replicas)
         if self.debug is not None:
             check_choice("debug", self.debug, Debug)
         if self.screen is not None:

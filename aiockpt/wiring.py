@@ -262,7 +262,11 @@ def start_writer(here: Destination, tiers: Sequence[Tier], memory: SharedMemory,
 def _terms(tiers: Sequence[Tier], options: Options) -> dict[str, str]:
     """Return the options that all ranks must share, in words."""
     places = [f"every={tier.every}, content={tier.content!r}" for tier in tiers]
-    return {"on_exists": repr(options.on_exists), "the list of tiers": "; ".join(places)}
+    return {
+        "on_exists": repr(options.on_exists),
+        "replicas": repr(options.replicas),
+        "the list of tiers": "; ".join(places),
+    }
 
 
 def make_snapshotter(engine: Engine, destination: Destination, copies: PendingCopies) -> ByCall:

@@ -373,6 +373,16 @@ TABLES = (
         ("load plan of a rank", "load_plan_s", within(1.0)),
     ),
     _table(
+        "Replicas that are compared",
+        "comparing",
+        ("pause, 2 ranks", "pause_2_s", "both"),
+        ("read for it", "read_2_s", "both"),
+        ("pause, 8 ranks", "pause_8_s", "both"),
+        ("read for it", "read_8_s", "both"),
+        ("receipt, simulated", "receipt_bytes", "bytes"),
+        ("merge", "merge_s", "median"),
+    ),
+    _table(
         "From the last vote to the commit",
         "gathering",
         ("last vote to commit", "commit_s", "median"),

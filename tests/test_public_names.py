@@ -16,7 +16,7 @@ PUBLIC = frozenset(
     CommitError CommitTimeoutError Copied
     CorruptionError Deadlines Description ForkedProcessError Future IO
     LoadFuture LoadResult Loader LoaderPart NewerFormatError NoValidCheckpointError Preempted Preemption Pruned RNG
-    RankError RankFailedError RankTimeoutError Ranks RanksDisagreeError
+    RankError RankFailedError RankTimeoutError Ranks RanksDisagreeError ReplicasDifferError
     Retention SaveCancelledError SaveFuture SaveResult SaveSkippedError Scrub ShardedSampler Shards Span StateMismatchError
     StepExistsError StepInfo StepNotFoundError StorageAccessError StorageError StorageFullError StorageTimeoutError
     Stream StreamLoader TensorInfo Tier TornSnapshotError UnsupportedStateError UsageError Verified WriterLostError per_rank

@@ -187,12 +187,13 @@ class ModulePart:
     ) -> None:
         state, versions = own_state(member, path)
         live = _live_parameters(member) if self._choice.by_rule else {}
+        buffers = plain_keys(unwrap(member), dict(member.named_buffers(remove_duplicate=False)))
         for key, value in state.items():
             place = (*path, *key.split("."))
             if not self._choice.keeps(place, live.get(key)):
                 run.left_out[join_name(place)] = facts_of(value) if isinstance(value, torch.Tensor) else None
             elif isinstance(value, torch.Tensor) and not is_composite(value):
-                run.put(place, value)
+                run.put(place, value, is_buffer=key in buffers)
             else:
                 values[below(self._path, place)] = run.encode(value, place)
         metadata |= {below(self._path, (*path, *split_key(key))): versions[key] for key in versions}

@@ -159,7 +159,13 @@ class _StatePlan:
         self.keep(path, tensor, flat, may_differ=False)
 
     def keep(
-        self, path: Path, tensor: torch.Tensor, flat: FlatRange | None = None, *, may_differ: bool | None = None
+        self,
+        path: Path,
+        tensor: torch.Tensor,
+        flat: FlatRange | None = None,
+        *,
+        may_differ: bool | None = None,
+        is_buffer: bool = False,
     ) -> None:
         """Take a tensor that stays where it is between walks; arguments as for `describe`.
 
@@ -167,7 +173,7 @@ class _StatePlan:
             may_differ: None where the tensor says it.
         """
         may_differ = not isinstance(tensor, torch.nn.Parameter) if may_differ is None else may_differ
-        leaf = describe(tensor_name(path), tensor, path, flat, may_differ=may_differ)
+        leaf = describe(tensor_name(path), tensor, path, flat, may_differ=may_differ, is_buffer=is_buffer)
         if leaf.name in self._kept:
             refuse(path, SAME_NAME)
         self._kept[leaf.name] = leaf
@@ -182,7 +188,7 @@ class _StatePlan:
         elif is_composite(tensor):
             return True
         else:
-            self.keep(path, tensor, flat)
+            self.keep(path, tensor, flat, is_buffer=not isinstance(tensor, torch.nn.Parameter))
         return False
 
     def leave_out(self, path: Path, value: object = None, flat: FlatRange | None = None) -> None:

@@ -56,13 +56,19 @@ class Leaf(msgspec.Struct, frozen=True, eq=False):
 
 
 def describe(
-    name: str, tensor: torch.Tensor, path: Path, flat: FlatRange | None = None, *, may_differ: bool = True
+    name: str,
+    tensor: torch.Tensor,
+    path: Path,
+    flat: FlatRange | None = None,
+    *,
+    may_differ: bool = True,
+    is_buffer: bool = False,
 ) -> Leaf:
     """Return what this rank holds of *tensor*, which is at *path* of the state and is called *name* in the checkpoint.
 
     Args:
         flat: the elements of which tensor a 1-D *tensor* has; None takes it for what it is.
-        may_differ: as of `TensorShard`.
+        may_differ, is_buffer: as of `TensorShard`.
 
     Raises:
         UnsupportedStateError: it cannot be stored.
@@ -77,6 +83,7 @@ def describe(
         tensor if is_dtensor(tensor) else None,
         may_differ,
         _axes_of(tensor, held, flat),
+        is_buffer or getattr(tensor, "_is_buffer", False),  # a torch.nn.Buffer
     )
     return Leaf(name, shards, tensor, _leaf_key(tensor, shards))
 
@@ -119,10 +126,11 @@ def shards_of(
     outer: torch.Tensor | None = None,
     may_differ: bool = False,
     axes: tuple[int, ...] | None = None,
+    is_buffer: bool = False,
 ) -> tuple[TensorShard, ...]:
-    """Return the shards of the tensor called *name*, of dtype *code*; *outer*, *may_differ*, *axes* as in `TensorShard`."""
+    """Return the shards of the tensor called *name*, of dtype *code*; what follows *held* as in `TensorShard`."""
     return tuple(
-        TensorShard(name, code, held.shape, piece.boxes, bytes_of(piece.local), outer, may_differ, axes)
+        TensorShard(name, code, held.shape, piece.boxes, bytes_of(piece.local), outer, may_differ, axes, is_buffer)
         for piece in held.pieces
     )
 

@@ -29,6 +29,8 @@ from aiockpt.state.shards import ShardedState, TensorShard
 
 if TYPE_CHECKING:
     from aiockpt.engine.coordinator import Coordinator
+    from aiockpt.engine.snapshotter import Capture
+    from aiockpt.pipeline.replica_samples import ReplicaSamples, Sampling
     from aiockpt.pipeline.snapshot import CopyProgram  # a writer process copies no state, and need not load torch
 
 logger = logging.getLogger("aiockpt")
@@ -46,6 +48,7 @@ class Engine:
         lineage: where new saves stand among all others.
         block_bytes: of data files: what one checksum is of.
         busy_attempts: nonces of attempts under way here; garbage collection leaves them alone.
+        differing_buffers: those that ranks had differently when that was logged.
         not_finite: tensors in which the last save found numbers that are not finite.
         failures: the saves that have failed, until the caller has heard of them.
         tell_given_up: told a step, and why a place has given it up whose ``on_error`` says that the next call raises.
@@ -73,6 +76,7 @@ class Engine:
         self.block_bytes = options.io.block_bytes or (BLOCK_BYTES if alone else SHARED_BLOCK_BYTES)
         self._payload_alignment = PAGE_BYTES if alone else max(PAGE_BYTES, self.block_bytes)
         self.busy_attempts: set[str] = set()
+        self.differing_buffers: tuple[str, ...] = ()
         self.not_finite: frozenset[str] = frozenset()
         self.failures = Failures()
         self.tell_given_up: Callable[[int, BaseException], object] = self._note_given_up
@@ -80,6 +84,7 @@ class Engine:
         self._observers = list(observers)
         self._plan: tuple[str, SavePlan] | None = None
         self._program: tuple[SavePlan, CopyProgram] | None = None
+        self._samples: ReplicaSamples | None = None
         self._spans: tuple[SavePlan, list[list[FloatSpan]]] | None = None
 
     def _note_given_up(self, step: int, error: BaseException) -> None:
@@ -132,10 +137,22 @@ class Engine:
             self._program = (plan, program) if program.serves(shards) else None
         return program
 
+    def sample_replicas(self, state: ShardedState, capture: Capture) -> Sampling | None:
+        """Read some of what this rank and others have of *state*; None where that is nothing, or not to be compared."""
+        if not state.replicas or self.options.replicas == "first":
+            return None
+        from aiockpt.pipeline.replica_samples import ReplicaSamples
+
+        samples = self._samples
+        if samples is None or not samples.serves(state.replicas):
+            samples = ReplicaSamples(state.replicas, self.accelerator, whole=self.options.debug == "digest")
+            self._samples = None if capture.is_temporary else samples
+        return samples.begin(capture.after, self.options.deadlines.slab_s)
+
     def release_memory(self) -> None:
         """Let go of the staging pool and of the state's tensors, at the end."""
         self.pool.close()
-        self._program = None
+        self._program = self._samples = None
         self._spans = None
 
     async def begin_attempt(self, entry: StepEntry, nonce: str, number: int) -> Attempt:

@@ -13,6 +13,7 @@ from aiockpt.engine.context import Engine
 from aiockpt.engine.snapshotter import Capture
 from aiockpt.errors import SaveCancelledError, TornSnapshotError
 from aiockpt.events import SaveFailed, SnapshotTaken
+from aiockpt.format.replicas import ReplicaTables
 from aiockpt.futures import SaveFuture, SaveResult
 from aiockpt.options import Snapshot
 from aiockpt.pipeline.upload import Handover
@@ -24,6 +25,7 @@ from aiockpt.state.shards import ShardedState
 
 if TYPE_CHECKING:
     from aiockpt.engine.coordinator import SaveRound
+    from aiockpt.pipeline.replica_samples import Sampling
 
 logger = logging.getLogger("aiockpt")
 
@@ -65,6 +67,8 @@ class SaveJob:
         voting: whether this rank's receipt may be in storage: from there on others may commit.
         slabs: the way of full slabs to the writers, by data file; set by `prepare`.
         hand_over: takes each full slab, on the thread that copies; gives it to *slabs* unless somebody else is to have it.
+        replica_tables: returns what the receipt says of replicas.
+        hand_samples: takes the samples of replicas, on the thread that copies, before the copy counts as made.
     """
 
     plan: SavePlan
@@ -96,6 +100,8 @@ class SaveJob:
         self.user, self.config = call.user, call.config
         self.slabs = []
         self.hand_over: Callable[[Window, Slab], object] = self._hand_over
+        self.replica_tables: Callable[[], ReplicaTables] = ReplicaTables
+        self.hand_samples: Callable[[Sampling], object] = self._hand_samples
         self._engine = engine
         self._stopped_by: BaseException | None = None
         self._scope: anyio.CancelScope | None = None
@@ -142,6 +148,7 @@ class SaveJob:
     def _run_program(self) -> None:
         capture = self._capture
         self._guard.check_addresses()  # before anything is read; from there on the program does that
+        sampling = self._engine.sample_replicas(self.state, capture)
         program = self._engine.copy_program(self.plan, self.state.tensors, keep=not capture.is_temporary)
         try:
             program.run(
@@ -152,11 +159,15 @@ class SaveJob:
                 beside=capture.beside,
                 after=capture.after,
                 guard=self._guard,
+                begun={} if sampling is None else sampling.events,
                 host_copied=self.host_copied.resolve,
             )
         finally:
             if capture.is_temporary:
                 program.forget()
+        if sampling is not None and self._stopped_by is None:
+            sampling.finish()
+            self.hand_samples(sampling)
 
     def recheck(self) -> BaseException | None:
         """Compare the state once more, if the copy is over and nobody has; return why the save ends when it was torn."""
@@ -202,6 +213,9 @@ class SaveJob:
 
     def _hand_over(self, window: Window, slab: Slab) -> None:
         self._engine.loop.call_soon(self.slabs[window.file].arrive, window, slab)
+
+    def _hand_samples(self, sampling: Sampling) -> None:
+        self.replica_tables = sampling.tables
 
     def refuse(self, error: BaseException) -> None:
         """End a save that may never run."""
@@ -277,4 +291,4 @@ class SaveJob:
 
 
 def _without_tensors(state: ShardedState) -> ShardedState:
-    return msgspec.structs.replace(state, tensors=())
+    return msgspec.structs.replace(state, tensors=(), replicas=())

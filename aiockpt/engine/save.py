@@ -21,7 +21,8 @@ from aiockpt.errors import CheckpointError, CommitTimeoutError, CorruptionError,
 from aiockpt.events import Committed, DataWritten, NotFiniteFound, SaveSkipped, SaveStarted
 from aiockpt.format.checksum import digest128
 from aiockpt.format.manifest import FileEntry, Manifest, Receipt
-from aiockpt.format.names import data_path, step_id
+from aiockpt.format.names import data_path, list_names, step_id
+from aiockpt.format.replicas import find_differences
 from aiockpt.futures import SaveResult
 from aiockpt.pipeline.collect import Garbage, collect
 from aiockpt.pipeline.commit import Attempt, cast_vote, commit
@@ -29,6 +30,7 @@ from aiockpt.pipeline.discover import StepEntry, look_at, newest_manifest
 from aiockpt.pipeline.hints import refuse_step
 from aiockpt.planning.write_plan import SavePlan
 from aiockpt.runtime.tasks import open_tasks
+from aiockpt.units import count
 
 logger = logging.getLogger("aiockpt")
 
@@ -214,7 +216,7 @@ def _tell_not_finite(engine: Engine, step: int, files: Sequence[FileEntry]) -> N
 
 
 def _receipt(place: Place, job: SaveJob, attempt: Attempt, files: tuple[FileEntry, ...]) -> Receipt:
-    state = job.state
+    state, tables = job.state, job.replica_tables()
     return Receipt(
         **msgspec.structs.asdict(attempt),
         created_ns=place.engine.world.clock.time_ns(),
@@ -229,6 +231,8 @@ def _receipt(place: Place, job: SaveJob, attempt: Attempt, files: tuple[FileEntr
         metrics=job.metrics,
         user=job.user,
         config=msgspec.UNSET if job.config is None else job.config,
+        replicas=tables.replicas or msgspec.UNSET,
+        buffers=tables.buffers or msgspec.UNSET,
     )
 
 
@@ -252,7 +256,21 @@ async def commit_votes(place: Place, attempt: Attempt, votes: Sequence[Receipt])
             f"{attempt.id}: the storage did not answer within {deadline_s:g} s; whether the step "
             "is committed is unknown. Run `aiockpt commit`, or look with `aiockpt ls`."
         )
+    _log_buffers(place.engine, votes)
     return manifest
+
+
+def _log_buffers(engine: Engine, votes: Sequence[Receipt]) -> None:
+    """Log, once, how many buffers ranks have differently."""
+    if not engine.differing_buffers:
+        engine.differing_buffers = names = tuple(one.name for one in find_differences(votes, "buffers"))
+        if names:
+            logger.info(
+                "step %d: %s of modules differ between ranks (%s); those of the lowest rank are saved",
+                votes[0].step,
+                count(len(names), "buffer"),
+                list_names(names),
+            )
 
 
 def committed(engine: Engine, job: SaveJob, generation: int) -> SaveResult:

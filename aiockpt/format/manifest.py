@@ -218,6 +218,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         files, tensors: as in the manifest; pieces number this rank's own files.
         state: the global tree as this rank sees it.
         per_rank: the tree that belongs to this rank alone, or None.
+        replicas, buffers: digests of what other ranks have, too (`aiockpt.format.replicas`).
     """
 
     format: Literal["aiockpt-receipt"] = "aiockpt-receipt"
@@ -246,6 +247,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     metrics: Mapping[str, float | None] = {}
     user: Any = None
     config: Any = msgspec.UNSET
+    replicas: bytes | msgspec.UnsetType = msgspec.UNSET
+    buffers: bytes | msgspec.UnsetType = msgspec.UNSET
 
 
 RECEIPT_START = b'{"format":"aiockpt-receipt"'

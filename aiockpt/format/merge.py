@@ -6,6 +6,7 @@ Guarantees:
 - Only votes of one attempt and one world are merged; every rank has voted exactly once. Plans may differ: what counts
   is that the pieces of each tensor are complete.
 - A piece that several ranks wrote is taken from the lowest of them; what then overlaps or leaves a gap is refused.
+- Replicas that ranks have differently are refused (`aiockpt.format.replicas`).
 - Plain values are the union of what the ranks say, who must agree wherever they say the same (`values`).
 """
 
@@ -25,6 +26,7 @@ from aiockpt.format.manifest import FileEntry, LeftOut, Manifest, Piece, Receipt
 from aiockpt.format.memo import Memo
 from aiockpt.format.merge_parts import make_table
 from aiockpt.format.parts import REQUIRED, table_of
+from aiockpt.format.replicas import check_replicas
 from aiockpt.format.tiling import Extent
 from aiockpt.format.validate import MAX_PIECES, check_manifest
 from aiockpt.format.values import unite
@@ -45,6 +47,7 @@ def merge_receipts(receipts: Sequence[Receipt], *, writer: str, write_id: str, c
 
     Raises:
         CommitError: the votes do not make a checkpoint; names the ranks and the fact, value or tensor.
+        ReplicasDifferError: ranks have other values of the same tensors.
     """
     votes = sorted(receipts, key=lambda receipt: receipt.rank)
     with collector_paused():
@@ -59,6 +62,8 @@ def _merge(votes: Sequence[Receipt], writer: str, write_id: str, created_ns: int
     tensors = _merge_tensors(votes)
     alias = _merge_alias(votes, tensors)
     files = _merge_files(votes)
+    values = _merge_values(votes)
+    check_replicas(votes)
     manifest = Manifest(
         writer=writer,
         id=first.id,
@@ -79,7 +84,7 @@ def _merge(votes: Sequence[Receipt], writer: str, write_id: str, created_ns: int
         alias=alias,
         left_out=_merge_left_out(votes, {*tensors, *alias}),
         state={
-            "global": _merge_values(votes),
+            "global": values,
             "per_rank": {str(vote.rank): vote.per_rank for vote in votes if vote.per_rank is not None},
         },
         metrics=first.metrics,

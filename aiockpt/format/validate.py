@@ -36,6 +36,7 @@ from aiockpt.format.names import (
     receipt_key,
 )
 from aiockpt.format.parts import REQUIRED, PieceRows, PieceTable, table_of
+from aiockpt.format.replicas import ROW
 from aiockpt.format.safetensors import Entry, Header, read_below
 from aiockpt.format.tiling import tiles
 
@@ -129,6 +130,9 @@ def check_receipt(receipt: Receipt, step_id: str, attempt: str, rank: int) -> No
         if file.rank != rank:
             _refuse(what, f"the file {file.p!r} is said to be of rank {file.rank}")
     _check_tensors(receipt.tensors, receipt.files, what)
+    for table in (receipt.replicas, receipt.buffers):
+        if table and len(table) % ROW.itemsize:
+            _refuse(what, f"a table of replicas has {len(table)} bytes, and rows of {ROW.itemsize}")
 
 
 def _refuse(what: str, reason: str) -> NoReturn:

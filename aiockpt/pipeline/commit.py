@@ -10,6 +10,7 @@ Guarantees (docs/format.md#the-commit; power-cut in tests/crash):
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
@@ -23,6 +24,7 @@ from aiockpt.errors import (
     ManifestError,
     ObjectExistsError,
     ObjectNotFoundError,
+    ReplicasDifferError,
     StorageFullError,
 )
 from aiockpt.format.manifest import (
@@ -46,6 +48,8 @@ from aiockpt.runtime.notes import name_ranks
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend, works_when_full
 from aiockpt.storage.transfer import put_once, read_start, walk
+
+logger = logging.getLogger("aiockpt")
 
 WRITER = "aiockpt 0.1.0"
 DECISION_LIMIT_BYTES = 4096
@@ -295,6 +299,8 @@ async def roll_forward(backend: Backend, entry: StepEntry, world: World) -> list
     for votes in sorted(complete, key=lambda votes: votes[0].sequence, reverse=True):
         try:
             done.append(await commit(backend, votes, world))
+        except ReplicasDifferError as error:
+            logger.warning("attempt %s is not finished for the dead: %s", votes[0].attempt, error)
         except CommitError:
             continue  # another attempt has the number, or it was collected: nothing to finish
     return done

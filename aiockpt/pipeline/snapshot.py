@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -88,6 +88,7 @@ class CopyProgram:
         beside: bool = False,
         after: Sequence[tuple[torch.device, DeviceEvent]] = (),
         guard: CopyGuard,
+        begun: Mapping[torch.device, DeviceEvent] = {},
         host_copied: Callable[[Sequence[DeviceEvent]], object] = lambda _: None,
     ) -> None:
         """Copy window after window into slabs of *pool*, and *deliver* each full one.
@@ -99,6 +100,7 @@ class CopyProgram:
             beside: whether the program runs on meanwhile, and needs the GIL.
             after: how far the compute stream of each device was at the call: copies there begin behind that.
             guard: has the copy wait where nobody waits for it, and compares the state before the last window is delivered.
+            begun: what else devices read of the state: the events behind that.
             host_copied: called once nothing is left but what devices will do by themselves, with the events behind that;
                 not where no device has a part.
 
@@ -109,7 +111,7 @@ class CopyProgram:
         throttle = guard.throttle
         copy = _copy_beside if beside else _copy_fast
         on_devices = self._devices.begin(after)
-        last_events: dict[torch.device, DeviceEvent] = {}
+        last_events = dict(begun)
         left_bytes = sum(window.size for window, _ in self._windows)
         with InFlightSlabs(pool, deliver, timeout_s) as in_flight:
             for number, (window, moves) in enumerate(self._windows):

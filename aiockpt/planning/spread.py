@@ -53,8 +53,20 @@ class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
     start: int
 
 
+class Shares(msgspec.Struct, frozen=True):
+    """Of each rank: the parts that it writes, and the numbers of its holdings of which other ranks have some, too."""
+
+    parts: list[tuple[Part, ...]]
+    replicas: list[tuple[int, ...]]
+
+
 def spread(holdings: Sequence[Sequence[LocalBoxes]], *, block_bytes: int = BLOCK_BYTES) -> list[tuple[Part, ...]]:
-    """Return what each rank writes: one tuple for each rank, ordered by holding, then by start.
+    """Return what each rank writes: one tuple for each rank, ordered by holding, then by start. As `plan_shares`."""
+    return plan_shares(holdings, block_bytes=block_bytes).parts
+
+
+def plan_shares(holdings: Sequence[Sequence[LocalBoxes]], *, block_bytes: int = BLOCK_BYTES) -> Shares:
+    """Return what each rank writes, ordered by holding, then by start; and what it has that others have, too.
 
     Args:
         holdings: of each rank, its list; the same list given for many ranks is looked at once.
@@ -65,11 +77,28 @@ def spread(holdings: Sequence[Sequence[LocalBoxes]], *, block_bytes: int = BLOCK
         UsageError: these are more pieces than a checkpoint can have; better said now than when all is written.
     """
     with collector_paused():
-        return _spread(holdings, block_bytes)
+        holders = survey(holdings)
+        return Shares(_spread(holdings, holders, block_bytes), _find_replicas(holders, len(holdings)))
 
 
-def _spread(holdings: Sequence[Sequence[LocalBoxes]], block_bytes: int) -> list[tuple[Part, ...]]:
-    holders = survey(holdings)
+def _find_replicas(holders: ShardMap, rank_count: int) -> list[tuple[int, ...]]:
+    """Return which of each rank's holdings have a box that several ranks have; one tuple for ranks with the same."""
+    found: list[list[Ints]] = [[] for _ in range(rank_count)]
+    for group in holders.groups:
+        if len(group.ranks) > 1:
+            for place in np.unique(group.places):
+                some = holders.holding[holders.first[group.boxes] + place]
+                for rank in group.ranks[group.places == place].tolist():
+                    found[rank].append(some)
+    known: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
+    for some in found:
+        same = tuple(map(id, some))
+        if same not in known:
+            known[same] = tuple(np.unique(np.concatenate(some)).tolist())
+    return [known[tuple(map(id, some))] for some in found]
+
+
+def _spread(holdings: Sequence[Sequence[LocalBoxes]], holders: ShardMap, block_bytes: int) -> list[tuple[Part, ...]]:
     parts: list[list[Part]] = [[] for _ in holdings]
     for rank, place in holders.empty:
         parts[rank].append(Part(place, Box.whole(holdings[rank][place].shape), 0))

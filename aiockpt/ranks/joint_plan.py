@@ -18,7 +18,7 @@ import msgspec
 
 from aiockpt.adapters.take_parts import take_parts
 from aiockpt.errors import RankError, RanksDisagreeError, RankTimeoutError
-from aiockpt.planning.spread import LocalBoxes, Part, local_boxes_of, spread
+from aiockpt.planning.spread import LocalBoxes, Part, local_boxes_of, plan_shares
 from aiockpt.ranks.waiting import Waiting
 from aiockpt.runtime.notes import NoteBoard, name_ranks
 from aiockpt.state.shards import ShardedState, TensorShard, are_same
@@ -42,19 +42,25 @@ class Intent(msgspec.Struct, frozen=True):
 
 
 class Share(msgspec.Struct, frozen=True):
-    """What the planner tells a rank: the parts it writes, or why nothing can be planned."""
+    """What the planner tells a rank: the parts it writes and the replicas it has, or why nothing can be planned."""
 
     parts: tuple[Part, ...] = ()
+    replicas: tuple[int, ...] = ()
     problem: str | None = None
 
 
 class _Plan(msgspec.Struct, frozen=True):
-    """What this rank writes of one structure."""
+    """What this rank writes of one structure; *replicas*: the numbers of the holdings that other ranks have, too."""
 
     structure: str
     holdings: tuple[LocalBoxes, ...]
     parts: tuple[Part, ...]
     label: str
+    replicas: tuple[int, ...]
+
+
+_Taken = tuple[tuple[TensorShard, ...], tuple[TensorShard, ...]]
+"""What a rank writes, and its replicas."""
 
 
 class PlanRound(msgspec.Struct, frozen=True):
@@ -81,7 +87,7 @@ class JointPlan:
         self._board = board
         self._plan: _Plan | None = None
         self._doubted = False
-        self._taken: tuple[_Plan, Sequence[TensorShard], tuple[TensorShard, ...]] | None = None
+        self._taken: tuple[_Plan, Sequence[TensorShard], _Taken] | None = None
 
     def invalidate(self) -> None:
         """Have the next save planned anew. Any thread."""
@@ -121,7 +127,8 @@ class JointPlan:
         if share.problem is not None:
             raise RanksDisagreeError(share.problem)
         parts = (*(part for some in kept.values() for part in some), *share.parts)
-        plan = _Plan(state.structure, holdings, parts, f"{state.structure}/{save.prefix}")
+        replicas = share.replicas if len(lost) == board.world_size else self._maybe_replicas(holdings, kept)
+        plan = _Plan(state.structure, holdings, parts, f"{state.structure}/{save.prefix}", replicas)
         self._plan, self._doubted = plan, False
         return self._take(plan, state)
 
@@ -190,6 +197,15 @@ class JointPlan:
                 kept[number].append(msgspec.structs.replace(part, holding=number))
         return kept
 
+    def _maybe_replicas(self, holdings: Sequence[LocalBoxes], kept: Mapping[int, object]) -> tuple[int, ...]:
+        """Return, by number, what other ranks may have, too, when only some of them have planned.
+
+        What is kept is what it was. Of what is new nobody has asked the ranks that did not plan: it counts as theirs, too.
+        """
+        assert self._plan is not None
+        before = {self._plan.holdings[number] for number in self._plan.replicas}
+        return tuple(number for number, one in enumerate(holdings) if number not in kept or one in before)
+
     async def _plan_for(self, save: PlanRound, lost: Sequence[int], waiting: Waiting) -> None:
         """Plan what the *lost* ranks do not keep, and tell each of them."""
         board, what = self._board, f"what they hold for {save.call}"
@@ -200,21 +216,25 @@ class JointPlan:
         kept = await board.gather(some_keep, list[int], save.deadline_s, what, waiting)
         new = [[number for number in range(len(held[rank])) if number not in set(kept.get(rank, ()))] for rank in lost]
         try:
-            shares = spread([[held[rank][number] for number in some] for rank, some in zip(lost, new, strict=True)])
+            shares = plan_shares(
+                [[held[rank][number] for number in some] for rank, some in zip(lost, new, strict=True)]
+            )
         except RankError as error:
             for rank in lost:
                 await board.post(save.key("share", rank), Share(problem=str(error)))
             return
-        for rank, numbers, parts in zip(lost, new, shares, strict=True):
+        for rank, numbers, parts, replicas in zip(lost, new, shares.parts, shares.replicas, strict=True):
             own = tuple(msgspec.structs.replace(part, holding=numbers[part.holding]) for part in parts)
-            await board.post(save.key("share", rank), Share(own))
+            await board.post(save.key("share", rank), Share(own, tuple(numbers[number] for number in replicas)))
 
     def _take(self, plan: _Plan, state: ShardedState) -> ShardedState:
         """Return the state with only the parts that this rank writes; the same shards while the tensors are the same."""
         taken = self._taken
         if taken is None or taken[0] is not plan or not are_same(taken[1], state.tensors):
-            taken = self._taken = (plan, state.tensors, tuple(take_parts(state.tensors, plan.parts)))
-        return msgspec.structs.replace(state, tensors=taken[2], structure=plan.label)
+            replicas = tuple(state.tensors[number] for number in plan.replicas)
+            taken = self._taken = (plan, state.tensors, (tuple(take_parts(state.tensors, plan.parts)), replicas))
+        tensors, replicas = taken[2]
+        return msgspec.structs.replace(state, tensors=tensors, structure=plan.label, replicas=replicas)
 
 
 PLAN_NOTES = ("intent", "holdings", "kept", "share")

@@ -24,7 +24,7 @@ import msgspec
 import xxhash
 
 from aiockpt.engine.coordinator import WARM_UP, SaveRound
-from aiockpt.errors import RankError, RankFailedError, StepExistsError
+from aiockpt.errors import RankError, RankFailedError, ReplicasDifferError, StepExistsError
 from aiockpt.ranks.gathering import vote_keys
 from aiockpt.ranks.joint_plan import PLAN_NOTES, JointPlan, PlanRound, shared_plan_notes
 from aiockpt.ranks.membership import Calls, Membership
@@ -36,6 +36,7 @@ from aiockpt.state.shards import ShardedState
 SESSION = "session"
 TELL_DEADLINE_S = 10.0
 """For the word of a rank that leaves."""
+_TENSORS_TOLD = 1000
 _LOOKS = 4
 """At rounds that this rank has left and others may not have, whenever it leaves one."""
 
@@ -47,6 +48,7 @@ class End(msgspec.Struct, frozen=True):
         rank: who says it.
         ranks: whose fault it was, where it was that of others.
         exists: whether nobody failed: the step is there, and ``on_exists="raise"`` refuses it on every rank.
+        tensors: what ranks have differently; then *ranks* are those that differ.
     """
 
     generation: int = 0
@@ -54,6 +56,7 @@ class End(msgspec.Struct, frozen=True):
     failure: str | None = None
     ranks: tuple[int, ...] = ()
     exists: bool = False
+    tensors: tuple[str, ...] = ()
 
 
 class Rounds:
@@ -132,6 +135,7 @@ class Rounds:
         Raises:
             RankFailedError: a rank said that it failed, or *lookout* that rank 0 will not say any more.
             StepExistsError: rank 0 found the step committed.
+            ReplicasDifferError: ranks have other values of the same tensors.
             RankTimeoutError: there is no end yet.
         """
         what = f"the commit of step {save_round.step}"
@@ -140,6 +144,8 @@ class Rounds:
             return end.generation
         if end.exists:
             raise StepExistsError(end.failure)
+        if end.tensors:
+            raise ReplicasDifferError(end.failure, end.tensors, end.ranks)
         what = "warm_up() was" if save_round.step == WARM_UP else f"step {save_round.step} was"
         if end.ranks:
             raise RankFailedError(f"{what} given up on rank {end.rank}: {end.failure}", end.ranks)
@@ -165,12 +171,8 @@ class Rounds:
         """
         if isinstance(error, RankFailedError) and not (error.seen_here or isinstance(error, StoreLostError)):
             return True
-        others = error.ranks if isinstance(error, RankError) and not isinstance(error, StoreLostError) else ()
         with anyio.move_on_after(self._deadline_s, shield=True), suppress(StoreLostError):
-            exists = isinstance(error, StepExistsError)
-            failure = str(error) if exists else f"{type(error).__name__}: {error}"
-            end = End(rank=self.board.rank, failure=failure, ranks=tuple(others), exists=exists)
-            await self.board.post(save_round.key("end"), end)
+            await self.board.post(save_round.key("end"), _end_by(error, self.board.rank))
             return True
         return False
 
@@ -305,3 +307,13 @@ class Rounds:
 
 def _nonce(secret: str, save_round: SaveRound) -> str:
     return xxhash.xxh3_128_hexdigest(f"{secret}/{save_round.step}/{save_round.number}".encode())[:12]
+
+
+def _end_by(error: BaseException, rank: int) -> End:
+    """Return the note of *rank* that there will be no checkpoint, because of *error*."""
+    if isinstance(error, StepExistsError):
+        return End(rank=rank, failure=str(error), exists=True)
+    if isinstance(error, ReplicasDifferError):
+        return End(rank=rank, failure=str(error), ranks=error.ranks, tensors=error.tensors[:_TENSORS_TOLD])
+    others = error.ranks if isinstance(error, RankError) and not isinstance(error, StoreLostError) else ()
+    return End(rank=rank, failure=f"{type(error).__name__}: {error}", ranks=tuple(others))

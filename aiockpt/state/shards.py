@@ -31,6 +31,7 @@ class TensorShard(msgspec.Struct, frozen=True, eq=False):
         axes: of the global tensor, as they lie in memory, slowest first; None where that is their own order, or where it
             cannot be told (`aiockpt.state.layout`). The same for all shards of one name.
         outer: what *data* is the local part of, where changes are counted there and not at *data* (a DTensor); else None.
+        is_buffer: whether a module holds it as a buffer, of which the lowest rank's counts where ranks differ.
     """
 
     name: str
@@ -41,6 +42,7 @@ class TensorShard(msgspec.Struct, frozen=True, eq=False):
     outer: Any = None
     may_differ: bool = False
     axes: tuple[int, ...] | None = None
+    is_buffer: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -59,6 +61,7 @@ class ShardedState(msgspec.Struct, frozen=True, eq=False):
         left_out: what the caller chose not to save: names of tensors, with dtype code and global shape, and of other
             things, with None.
         structure: equal if and only if a plan made for one state serves the other; values do not change it.
+        replicas: of all tensors that this rank has, those that other ranks have, too; empty until ranks have planned.
     """
 
     tensors: tuple[TensorShard, ...]
@@ -67,6 +70,7 @@ class ShardedState(msgspec.Struct, frozen=True, eq=False):
     per_rank: Any
     structure: str
     left_out: Mapping[str, tuple[str, tuple[int, ...]] | None] = {}
+    replicas: tuple[TensorShard, ...] = ()
 
 
 def are_same(some: Sequence[TensorShard], others: Sequence[TensorShard]) -> bool:

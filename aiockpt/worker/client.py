@@ -43,6 +43,7 @@ from aiockpt.worker.messages import (
     Order,
     Reached,
     Replied,
+    Sampled,
     Save,
     Seen,
     Settled,
@@ -134,6 +135,7 @@ class WriterClient:
         pending = PendingSave(connection, save, job.promise, self.stages(job.promise), job.recheck)
         self._pending[job.number] = self._begun[job.number] = pending
         job.hand_over = connection.takes_windows(job, self.engine.pool)
+        job.hand_samples = lambda sampling: connection.tell(Sampled(job.number, sampling.tables()))
         connection.begin(save, job.plan)
 
     def _order(self, job: SaveJob, nonce: str) -> Save:
@@ -153,6 +155,7 @@ class WriterClient:
             save_round=job.save_round,
             board=self.engine.coordinator.board_name,
             unsure=job.is_unsure,
+            compares=bool(job.state.replicas) and self.engine.options.replicas == "check",
             hastened=self._hastened[1] if job.step == self._hastened[0] else None,
         )
 

@@ -12,6 +12,7 @@ import msgspec
 
 from aiockpt import events
 from aiockpt.engine.coordinator import SaveRound
+from aiockpt.format.replicas import ReplicaTables
 from aiockpt.futures import SaveResult
 from aiockpt.options import IO, Content, Deadlines, OnExists, Retention, Screen
 from aiockpt.pipeline.lineage import Position
@@ -70,6 +71,7 @@ class Save(msgspec.Struct, frozen=True, tag=True):
         save_round: which save it is among those of all ranks; None for a process that saves alone.
         board: the name of the ranks' notes.
         unsure: whether the trainer is to be asked, before the vote, if the state was left alone while it was copied.
+        compares: whether `Sampled` follows.
         hastened: of a save that must not wait, what others took, by place; None for all other saves.
     """
 
@@ -88,6 +90,7 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     board: str = ""
     left_out: dict[str, tuple[str, tuple[int, ...]] | None] = {}
     unsure: bool = False
+    compares: bool = False
     hastened: dict[str, float] | None = None
 
 
@@ -97,6 +100,13 @@ class SlabFilled(msgspec.Struct, frozen=True, tag=True):
     number: int
     window: int
     slab: int
+
+
+class Sampled(msgspec.Struct, frozen=True, tag=True):
+    """What the receipt of a save says of replicas."""
+
+    number: int
+    tables: ReplicaTables
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -123,7 +133,7 @@ class Close(msgspec.Struct, frozen=True, tag=True):
     """No save will follow: end when all is done. What was asked is still replied to."""
 
 
-Order = Setup | Plan | Save | SlabFilled | Cancel | Confirmed | Replied | Close
+Order = Setup | Plan | Save | SlabFilled | Sampled | Cancel | Confirmed | Replied | Close
 """From the trainer."""
 
 

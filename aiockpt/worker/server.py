@@ -25,6 +25,7 @@ from aiockpt.worker.messages import (
     Plan,
     Reached,
     Replied,
+    Sampled,
     Save,
     Settled,
     SlabFilled,
@@ -106,6 +107,9 @@ class Service:
                     self._saves[order.number].arrive(order.window, slab)
                 else:
                     self._slabs.give(slab)  # the save has failed meanwhile
+            case Sampled():
+                if order.number in self._saves:
+                    self._saves[order.number].take_tables(order.tables)
             case Cancel():
                 if order.number in self._saves:
                     self._saves[order.number].job.stop(unpack(order.why))

@@ -9,6 +9,7 @@ from aiockpt.engine.context import Engine
 from aiockpt.engine.job import SaveCall, SaveJob
 from aiockpt.engine.snapshotter import Capture
 from aiockpt.errors import WriterLostError
+from aiockpt.format.replicas import ReplicaTables
 from aiockpt.pipeline.upload import Handover
 from aiockpt.planning.write_plan import SavePlan, Window
 from aiockpt.runtime.promise import Promise
@@ -57,7 +58,7 @@ class Writing:
         self.job.plan = plan
         self.job.slabs = [Handover(slabs, len(file.windows)) for file in plan.files]
         self._windows: list[Window] = [window for file in plan.files for window in file.windows]
-        self._missing = len(self._windows)
+        self._missing = len(self._windows) + order.compares
         self._note_if_complete()
 
     async def _ask(self) -> None:
@@ -70,6 +71,12 @@ class Writing:
         """Take in a full slab."""
         window = self._windows[number]
         self.job.slabs[window.file].arrive(window, slab)
+        self._missing -= 1
+        self._note_if_complete()
+
+    def take_tables(self, tables: ReplicaTables) -> None:
+        """Take what the receipt says of replicas."""
+        self.job.replica_tables = lambda: tables
         self._missing -= 1
         self._note_if_complete()
 

@@ -86,15 +86,15 @@ def measure(sharding: str, ranks: int, tensors: int) -> dict[str, float]:
              for place in range(shards)]  # fmt: skip
     holdings = [lists[rank % shards] for rank in range(ranks)]
     parts, plan_s = timed(lambda: spread(holdings, block_bytes=BLOCK_BYTES))
-    state = _take(holdings[0], parts[0])
+    state = take_share(holdings[0], parts[0])
     whole = [
         TensorShard(name=one.name, dtype=one.dtype, shape=one.shape, boxes=one.boxes, data=None) for one in lists[0]
     ]
-    _, rank_plan_s = timed(lambda: _plan(state))
+    _, rank_plan_s = timed(lambda: plan_state(state))
     _, warm_s = timed(lambda: digest_structure(whole, {}))
     receipts = []
     for rank in range(ranks):
-        receipts.append(planned_receipt(_plan(_take(holdings[rank], parts[rank])), rank, ranks))
+        receipts.append(planned_receipt(plan_state(take_share(holdings[rank], parts[rank])), rank, ranks))
         parts[rank] = ()  # ten million of them: what is done with makes room
     holdings.clear()
     lists.clear()
@@ -139,7 +139,7 @@ def _rows(shards: int, place: int, of: int | None = None) -> Box:
     return Box((place * size, 0), (size, COLUMNS))
 
 
-def _take(holdings: Sequence[LocalBoxes], parts: Sequence[Part]) -> ShardedState:
+def take_share(holdings: Sequence[LocalBoxes], parts: Sequence[Part]) -> ShardedState:
     """Return the state of a rank, with what it writes only."""
     shards = tuple(
         TensorShard(name=one.name, dtype=one.dtype, shape=one.shape, boxes=(part.box,), data=None)
@@ -149,7 +149,7 @@ def _take(holdings: Sequence[LocalBoxes], parts: Sequence[Part]) -> ShardedState
     return ShardedState(tensors=shards, alias={}, values={}, per_rank=None, structure="")
 
 
-def _plan(state: ShardedState) -> SavePlan:
+def plan_state(state: ShardedState) -> SavePlan:
     return plan_save(state, slab_bytes=SLAB_BYTES, file_bytes=FILE_BYTES)
 
 

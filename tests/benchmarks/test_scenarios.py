@@ -26,7 +26,7 @@ from tests.benchmarks.smoke import CHECKOUT, smoke
 from tests.servers.chromium import why_not
 from tests.servers.seaweed import find_weed
 
-HERE = ["every", "beside", "calls", "watching", "promotion", "device", "peaks", "planning", "gathering"]
+HERE = ["every", "beside", "calls", "watching", "promotion", "device", "peaks", "planning", "comparing", "gathering"]
 HERE += ["exchanges", "cadence"]
 PLACES = ["none", "folder", "folder, no limit", "bucket", "bucket, no limit", "bucket, weights"]
 PLACES += ["SeaweedFS here"] if find_weed() else []
@@ -47,6 +47,7 @@ def test_every_scenario_has_its_rows_its_table_and_its_targets(here: tuple[repor
     assert rows["promotion"] == PLACES
     assert rows["calls"] == rows["watching"] == ["8 tensors", "40 tensors"]
     assert rows["planning"] == ["HSDP, 2 × 10", "FSDP, 2 × 10", "HSDP, 8 × 10", "FSDP, 8 × 10"]
+    assert rows["comparing"] == ["check", "first"]
     assert rows["gathering"][1:] == [f"300 ranks, 20 ms, {way}" for way in SCENARIOS["gathering"].contenders]
     assert rows["exchanges"] == ["10 ranks", "50 ranks"]
     assert rows["cadence"] == ["many failures"]

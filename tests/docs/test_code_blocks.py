@@ -160,7 +160,7 @@ def test_the_fragments_of_the_guide_to_ranks_run_on_one_rank(folder: Path, monke
         monkeypatch.setenv(name, value)
     scope = make_scope()
     scope |= {"train_one_step": scope["train"], "steps": 101}
-    meeting, shards, own, _ = python_of("guide/ranks.md")
+    meeting, *_, shards, own, _ = python_of("guide/ranks.md")
     parts = {
         "first_rows": torch.ones(500, 64),
         "other_rows": torch.ones(500, 64),

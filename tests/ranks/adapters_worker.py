@@ -29,6 +29,7 @@ MODULES = (
     "optimizer_checks",
     "ragged_checks",
     "read_once_checks",
+    "replica_checks",
     "scenario_checks",
     "sizing_checks",
 )

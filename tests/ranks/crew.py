@@ -6,7 +6,7 @@ They meet in a `HashStore` as processes meet in a `TCPStore`; what they save lie
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ import torch.distributed
 
 import aiockpt
 from aiockpt.ranks.coordinator import RankCoordinator
+from aiockpt.runtime.world import World
 
 T = TypeVar("T")
 QUICK = aiockpt.Deadlines(ranks_s=20, commit_s=20, takeover_s=10, close_s=60)
@@ -36,15 +37,24 @@ class Crew:
 
     Args:
         url: where all of them save to; a callable gives each rank its own backend.
+        worlds: the outside of each rank; None for the real one.
     """
 
-    def __init__(self, world_size: int, url: str | Path | Callable[[int], Any], **options: Any) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        url: str | Path | Callable[[int], Any],
+        *,
+        worlds: Sequence[World | None] | None = None,
+        **options: Any,
+    ) -> None:
         store = torch.distributed.HashStore()  # type: ignore[attr-defined]
         self.world_size = world_size
         self.checkpointers = [
             aiockpt.Checkpointer(
                 url if isinstance(url, str | Path) else url(rank),
                 ranks=aiockpt.Ranks(rank, world_size, store),
+                world=worlds[rank] if worlds else None,
                 **{"io": SMALL, "deadlines": QUICK, **options},
             )
             for rank in range(world_size)

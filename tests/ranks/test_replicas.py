@@ -1,8 +1,9 @@
-"""Where each rank has its own values (buffers of DDP, an EMA, bare tensors), whose are in a checkpoint? One rank's."""
+"""Values that each rank has of its own, where replicas are not compared: those of one rank are saved."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -16,13 +17,18 @@ from tests.ranks.crew import Crew
 pytestmark = pytest.mark.timeout(60)
 
 
+_SEED = Lock()
+"""Ranks are threads here, and have one random generator."""
+
+
 def trained(rank: int) -> dict[str, Any]:
     """Return the state of a rank of DDP: parameters and optimizer alike, buffers of the batches that it has seen."""
-    torch.manual_seed(1)
-    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.BatchNorm1d(64))))
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.randn(8, 64)).sum().backward()
-    optimizer.step()
+    with _SEED:
+        torch.manual_seed(1)
+        model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.BatchNorm1d(64))))
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.randn(8, 64)).sum().backward()
+        optimizer.step()
     for buffer in model.buffers():
         buffer.fill_(rank + 1)
     ema = {name: torch.full_like(weight, rank + 1.0) for name, weight in model.named_parameters()}
@@ -49,7 +55,7 @@ def owners_of(place: Path) -> dict[str, set[int]]:
 
 
 def test_all_of_it_is_that_of_the_lowest_rank(tmp_path: Path) -> None:
-    with Crew(3, tmp_path) as crew:
+    with Crew(3, tmp_path, replicas="first") as crew:
         save(crew)
     assert set.union(*owners_of(tmp_path).values()) == {0}
 
@@ -58,7 +64,7 @@ def test_more_than_one_rank_can_write_beside_its_share_is_spread_a_module_or_dic
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spread, "LOWEST_RANK_BYTES", 1000)
-    with Crew(3, tmp_path) as crew:
+    with Crew(3, tmp_path, replicas="first") as crew:
         written = save(crew)
     owners = owners_of(tmp_path)
     assert all(len(ranks) == 1 for ranks in owners.values()), owners

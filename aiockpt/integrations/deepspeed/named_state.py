@@ -74,7 +74,7 @@ def module_leaves(engine: Any, partitions: list[FlatPartition]) -> Iterator[tupl
             yield before + name, weights_of(parameter) if master is None else master
         for name, buffer in member.named_buffers(recurse=False, remove_duplicate=False):
             if name not in member._non_persistent_buffers_set:
-                yield before + name, buffer
+                yield before + name, nn.Buffer(buffer)  # in the same memory; it says that ranks may differ
         if type(member).get_extra_state is not nn.Module.get_extra_state:
             yield before + EXTRA, member.get_extra_state()
 
