@@ -165,7 +165,7 @@ def test_a_rank_that_gets_more_state_later_is_compared_as_well(tmp_path: Path) -
         assert (
             errors_of(crew, lambda rank: {**alike(), **({"new": torch.ones(9)} if rank else {})}, step=2) == [None] * 2
         )
-        assert_told(errors_of(crew, lambda rank: {**alike(), "new": torch.full((9,), rank)}, step=3), "new")
+        assert_told(errors_of(crew, lambda rank: {**alike(), "new": torch.full((9,), float(rank))}, step=3), "new")
 
 
 def test_what_one_rank_has_and_who_saves_alone_cost_nothing(tmp_path: Path) -> None:
@@ -277,3 +277,35 @@ def test_replicas_on_a_device_are_those_of_the_call(tmp_path: Path, pace: Any, s
         for *before, last in crew.on_all(train):
             assert before == [None] * 3
             assert_told([last], "model.0.weight")
+
+
+class OnTwoDevices(torch.optim.SGD):
+    """Adds one to each of two parameters, whenever the compute stream of its device gets to it."""
+
+    twin: TwinAccelerator
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for device, parameter in enumerate(self.param_groups[0]["params"]):
+            self.twin.compute(lambda held=parameter.data: held.add_(1), f"cuda:{device}")  # type: ignore[misc]
+
+
+def test_an_optimizer_waits_for_a_device_that_reads_what_another_rank_writes(tmp_path: Path) -> None:
+    twins = [TwinAccelerator("late") for _ in range(2)]
+    models = [nn.ParameterList([torch.ones(64, 64), torch.ones(64, 64)]) for _ in twins]  # each rank writes one
+
+    def train(rank: int, ckpt: aiockpt.Checkpointer) -> list[BaseException | None]:
+        twin, model, errors = twins[rank], models[rank], []
+        for device, parameter in enumerate(model):
+            twin.place(parameter, f"cuda:{device}")
+        optimizer = OnTwoDevices(model.parameters(), lr=1)
+        optimizer.twin = twin
+        for step in range(3):
+            save = ckpt.save(step, {"model": model, "optimizer": optimizer})
+            optimizer.step()
+            errors.append(save.exception(60))
+        return errors
+
+    with Crew(
+        2, tmp_path, worlds=[World(accelerator=twin) for twin in twins], snapshot="lazy", on_error="warn"
+    ) as crew:
+        assert crew.on_all(train) == [[None] * 3] * 2
