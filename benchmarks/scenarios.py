@@ -317,7 +317,6 @@ _ALL = (
         question="What does it cost that ranks compare what they have alike?",
         measure="measure.comparing:comparing",
         contenders=dict.fromkeys(("check", "first"), ("", {})),
-        size_bytes=512 * MIB,
         smoke_bytes=MIB,
         repetitions=25,
         paired=True,
