@@ -147,9 +147,10 @@ class LoopThread:
         self._closed = True
         _open_loops.discard(self)
         self._portal.call(self._portal.stop, cancel)
-        threads = [self._thread, *self._executor._threads]
+        join_wholly(self._thread)  # first: what tasks clean up at their end still goes to the workers
+        workers = list(self._executor._threads)
         self._executor.shutdown(wait=True)
-        for thread in threads:
+        for thread in workers:
             join_wholly(thread)
         self._dropped.detach()
 

@@ -361,8 +361,8 @@ class Wrapped(torch.optim.Optimizer):
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
 
-    state = property(lambda self: self.inner.state)
-    param_groups = property(lambda self: self.inner.param_groups)
+    state = property(lambda self: self.inner.state)  # pyright: ignore[reportAssignmentType]
+    param_groups = property(lambda self: self.inner.param_groups)  # pyright: ignore[reportAssignmentType]
     defaults = property(lambda self: self.inner.defaults)
 
     def state_dict(self) -> Any:

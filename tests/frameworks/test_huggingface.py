@@ -445,12 +445,12 @@ def test_what_callbacks_and_overrides_write_is_kept_and_found_again(switch: bool
     straight.train()
     trainer = make_of(Writing, tmp_path / "run", save_total_limit=3)
     trainer.add_callback(Interruption(17))
+    ckpt = attach(trainer, resume=True) if switch else None
     if switch:
-        ckpt = attach(trainer, resume=True)
         trainer.add_callback(Ema())  # one that comes after the switch
     with pytest.raises(Stopped):
         trainer.train()
-    if switch:
+    if ckpt is not None:
         ckpt.wait()
     ema = [one for one in trainer.callback_handler.callbacks if isinstance(one, Ema)]
     assert all("trainer_state.json" in names for one in ema for names in one.seen)

@@ -111,9 +111,9 @@ if __name__ == "__main__":
                 self.direct.add(fd)
             return fd
 
-        def create(self, path: str, mode: int, flags: int) -> int:
+        def create(self, path: str, mode: int, fi: Any = None) -> int:
             meet("create")
-            return os.open(SOURCE + path, flags | os.O_CREAT, mode)
+            return os.open(SOURCE + path, fi | os.O_CREAT, mode)
 
         def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
             meet("read_direct" if fh in self.direct else "read")
@@ -123,42 +123,51 @@ if __name__ == "__main__":
             meet("write_direct" if fh in self.direct else "write")
             return os.pwrite(fh, data, offset)
 
-        def fallocate(self, path: str, mode: int, offset: int, size: int, fh: int) -> None:
+        def fallocate(self, path: str, mode: int, offset: int, size: int, fh: int) -> int:
             meet("fallocate")
             os.posix_fallocate(fh, offset, size)
+            return 0
 
-        def fsync(self, path: str, datasync: int, fh: int) -> None:
+        def fsync(self, path: str, datasync: int, fh: int) -> int:
             meet("fsync")
+            return 0
 
-        def fsyncdir(self, path: str, datasync: int, fh: int) -> None:
+        def fsyncdir(self, path: str, datasync: int, fh: int) -> int:
             meet("fsyncdir")
+            return 0
 
         def statfs(self, path: str) -> dict[str, int]:
             meet("statfs")
             found = os.statvfs(SOURCE)
             return {name: getattr(found, name) for name in ("f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail")}
 
-        def release(self, path: str, fh: int) -> None:
+        def release(self, path: str, fh: int) -> int:
             self.direct.discard(fh)
             os.close(fh)
+            return 0
 
-        def link(self, target: str, existing: str) -> None:
+        def link(self, target: str, source: str) -> int:
             meet("link")
-            os.link(SOURCE + existing, SOURCE + target)
+            os.link(SOURCE + source, SOURCE + target)
+            return 0
 
-        def rename(self, old: str, new: str) -> None:
+        def rename(self, old: str, new: str) -> int:
             meet("rename")
             os.rename(SOURCE + old, SOURCE + new)
+            return 0
 
-        def mkdir(self, path: str, mode: int) -> None:
+        def mkdir(self, path: str, mode: int) -> int:
             meet("mkdir")
             os.mkdir(SOURCE + path, mode)
+            return 0
 
-        def unlink(self, path: str) -> None:
+        def unlink(self, path: str) -> int:
             os.unlink(SOURCE + path)
+            return 0
 
-        def rmdir(self, path: str) -> None:
+        def rmdir(self, path: str) -> int:
             os.rmdir(SOURCE + path)
+            return 0
 
     options = {"entry_timeout": 0, "attr_timeout": 0, "negative_timeout": 0, "hard_remove": True, "big_writes": True}
     mfusepy.FUSE(Habits(), MOUNTED, foreground=True, nothreads=True, **options)
