@@ -92,9 +92,9 @@ class Source:
     @cached_property
     def docstrings(self) -> list[str]:
         """The docstrings of modules, classes and functions."""
-        kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-        nodes = [node for tree in self.trees.values() for node in ast.walk(tree) if isinstance(node, kinds)]
-        return [text for node in nodes if (text := ast.get_docstring(node))]
+        nodes = (node for tree in self.trees.values() for node in ast.walk(tree))
+        with_one = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        return [text for node in nodes if isinstance(node, with_one) and (text := ast.get_docstring(node))]
 
     def questions(self) -> list[str]:
         """Return the modules whose docstring has a question in its first sentence."""
