@@ -6,7 +6,8 @@
 - How a step is computed (``foreach``, ``fused``, ``capturable``, ``differentiable``) is a property of the job: the running
   optimizer keeps its own.
 - Another class fits when its groups have the same values by default (Adam, AdamW); else it would fail in its next step,
-  for want of what it never saved. Of a wrapper counts the class inside.
+  for want of what it never saved. Of a wrapper counts the class inside. DeepSpeed's FusedAdam and DeepSpeedCPUAdam compute
+  what torch's do: they fit unless a group says what the other class has no word for (``amsgrad=True``).
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from aiockpt.state.codecs import class_name
 from aiockpt.state.tree import TAG, Node
 
 HOW_TO_STEP = ("foreach", "fused", "capturable", "differentiable")
+_ADAM = frozenset({"lr", "betas", "eps", "weight_decay"})
+_UNSAID = {"bias_correction": True, "amsgrad": False, "maximize": False}
+"""What only some classes of Adam have in their groups, and what the others compute."""
 
 
 def default_keys(optimizer: Optimizer) -> list[str]:
@@ -68,13 +72,25 @@ def keys_misfit(
     if theirs is None:
         theirs = frozenset(key for group in saved.groups for key in group)
     own, theirs = own - {*HOW_TO_STEP}, theirs - {*HOW_TO_STEP}
+    is_adam = _is_adam(own) and _is_adam(theirs) and _computes_the_same(saved.groups, _UNSAID.keys() - present)
+    unsaid = {*_UNSAID, "decoupled_weight_decay"} if is_adam else set()
     # Where nobody says what is there by default, a scheduler may have added values, or a newer torch: both must lack some.
-    differ = bool(theirs - present and own - theirs) if lacks_by_default else own != theirs
+    differ = (
+        bool(theirs - present - unsaid and own - theirs - unsaid) if lacks_by_default else bool((own ^ theirs) - unsaid)
+    )
     # State comes with the first steps and with options: only what each has kept and the other has not tells.
     if not differ and not (saved.class_name is not None and own_state - their_state and their_state - own_state):
         return None
     there = "an optimizer of another class" if saved.class_name is None else saved.class_name.rpartition(".")[2]
     return f"{name} in the state ({_words(own, own_state)}), {there} in the checkpoint ({_words(theirs, their_state)})"
+
+
+def _is_adam(keys: AbstractSet[str]) -> bool:
+    return keys >= _ADAM and ("bias_correction" in keys or {"amsgrad", "maximize"} <= keys)
+
+
+def _computes_the_same(groups: Iterable[Mapping[str, Node]], lacking: AbstractSet[str]) -> bool:
+    return all(group.get(key, _UNSAID[key]) == _UNSAID[key] for group in groups for key in lacking)
 
 
 def state_keys(entries: Iterable[Any]) -> set[str]:

@@ -13,6 +13,7 @@ from torch import nn
 from aiockpt.adapters.native import StateWalker
 from aiockpt.adapters.optimizer_target import device_for
 from aiockpt.errors import ManifestError, StateMismatchError, UnsupportedStateError
+from tests.adapters.compiled import DeepSpeedCPUAdam, FusedAdam, FusedLamb, FusedLion
 
 State = dict[str, Any]
 Make = Callable[..., torch.optim.Optimizer]
@@ -394,6 +395,52 @@ def test_of_a_wrapped_optimizer_the_class_inside_is_compared(save: Any, wrap: An
         saved.load(made(name, wrapped=how != "saved"))
         with pytest.raises(StateMismatchError, match=f"{other.split()[0]} in the state"):
             saved.load(made(other, wrapped=how != "saved"))
+
+
+ADAMS = [torch.optim.AdamW, FusedAdam, DeepSpeedCPUAdam]
+
+
+@pytest.mark.parametrize("source", ADAMS)
+@pytest.mark.parametrize("target", ADAMS)
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_adams_of_torch_and_deepspeed_go_on_from_each_other(
+    save: Any, source: Any, target: Any, begun: bool, as_dict: bool
+) -> None:
+    state = build(two_groups(source))
+    train(state, 2)
+    saved = save({**state, "optimizer": state["optimizer"].state_dict()} if as_dict else state)
+    found = build(two_groups(target))
+    train(found, 3 * begun)
+    saved.load(found)
+    train(state, 2)
+    train(found, 2)
+    for name, weight in state["model"].state_dict().items():
+        torch.testing.assert_close(found["model"].state_dict()[name], weight, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "how"),
+    [
+        (FusedAdam, torch.optim.SGD, {}),
+        (torch.optim.SGD, DeepSpeedCPUAdam, {}),
+        (FusedAdam, FusedLamb, {}),
+        (FusedAdam, FusedLion, {}),
+        (FusedLion, FusedAdam, {}),
+        (torch.optim.RAdam, FusedAdam, {}),
+        (torch.optim.AdamW, FusedAdam, {"amsgrad": True}),
+        (torch.optim.AdamW, FusedAdam, {"maximize": True}),
+        (FusedAdam, torch.optim.AdamW, {"bias_correction": False}),
+    ],
+)
+def test_an_adam_that_computes_something_else_is_refused_by_both_names(
+    save: Any, source: Any, target: Any, how: Any
+) -> None:
+    state = build(two_groups(source, **how))
+    with pytest.raises(
+        StateMismatchError, match=f"{target.__name__} in the state.*{source.__name__} in the checkpoint"
+    ):
+        save(state).load(build(two_groups(target)))
 
 
 def test_a_checkpoint_that_does_not_say_the_class_is_judged_by_what_its_groups_have(save: Any) -> None:

@@ -7,12 +7,14 @@ import copy
 import hashlib
 import importlib
 import inspect
+import itertools
 import json
 import logging
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from aiockpt.cli.main import app
 from aiockpt.convert.foreign import load as load_foreign
 from aiockpt.convert.foreign import open_checkpoint
 from aiockpt.integrations.deepspeed import attach
+from tests.adapters.compiled import FusedAdam, FusedLion
 from tests.docs.running import run_page
 from tests.frameworks.ds.job import Job, Net, deepspeed, groups_of, start
 from tests.frameworks.ds.ranks import CHECKS, SHAPES, WORLDS, same
@@ -54,6 +57,9 @@ UPSTREAM = {
     "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler": "1d9d5c30cc4ec662",
 }
 """What is replaced or relied on, with the digests of their sources."""
+
+SGD, CPUAdam = partial(torch.optim.SGD, momentum=0.9), deepspeed.ops.adam.DeepSpeedCPUAdam
+ADAMS = [torch.optim.AdamW, FusedAdam, CPUAdam]
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
@@ -130,19 +136,50 @@ def test_parameters_that_zero_keeps_whole_are_whole_after_a_load(place: Path) ->
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_another_optimizer_keeps_what_it_has(place: Path, stage: int) -> None:
-    straight = saved(place, Job(stage, sgd=True), 0, 1)
-    other = Job(stage, sgd=True, seed=8)
+    straight = saved(place, Job(stage, optimizer=SGD), 0, 1)
+    other = Job(stage, optimizer=SGD, seed=8)
     loaded(place, other)
     assert other.steps(5, 6, 7) == straight
 
 
-def test_an_optimizer_of_another_class_is_refused(place: Path) -> None:
-    saved(place, Job(1, sgd=True), 0)
-    job = Job(1, seed=8)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(SGD, torch.optim.AdamW), (CPUAdam, SGD), (SGD, FusedAdam), (CPUAdam, FusedLion), (FusedLion, CPUAdam)],
+)
+def test_an_optimizer_of_another_class_is_refused_by_both_names(
+    place: Path, stage: int, source: Any, target: Any
+) -> None:
+    saved(place, Job(stage, optimizer=source), 0)
+    job = Job(stage, optimizer=target, seed=8)
     before = job.weights()
-    with pytest.raises(aiockpt.StateMismatchError, match="momentum"):
+    there, here = (getattr(cls, "func", cls).__name__ for cls in (source, target))
+    with pytest.raises(aiockpt.StateMismatchError, match=f"{here} in the state.*{there} in the checkpoint"):
         loaded(place, job)
     same(job.weights(), before)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize(("source", "target"), [*itertools.permutations(ADAMS, 2)])
+@pytest.mark.parametrize("begun", [False, True])
+def test_adams_go_on_from_each_other(place: Path, stage: int, source: Any, target: Any, begun: bool) -> None:
+    straight = saved(place, Job(stage, optimizer=source), 0, 1)
+    job = Job(stage, optimizer=target, seed=8)
+    job.steps(*[2, 3, 4] * begun)
+    loaded(place, job)
+    assert job.steps(5, 6, 7) == pytest.approx(straight, rel=1e-5)
+
+
+@pytest.mark.parametrize("source", [FusedAdam, CPUAdam])
+def test_a_plain_adamw_goes_on_from_those_of_deepspeed(place: Path, source: Any) -> None:
+    job = Job(1, optimizer=source)
+    saved(place, job, 0, 1)
+    module = Net()
+    optimizer = torch.optim.AdamW(groups_of(module), lr=0.5)
+    with aiockpt.Checkpointer(place, ranks=aiockpt.Ranks()) as ckpt:
+        ckpt.load({"model": module, "optimizer": optimizer}).result()
+    assert {int(entry["step"]) for entry in optimizer.state.values()} == {2}
+    assert all(isinstance(entry["step"], torch.Tensor) for entry in optimizer.state.values())
 
 
 @pytest.mark.parametrize(

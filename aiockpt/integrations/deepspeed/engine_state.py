@@ -13,7 +13,14 @@ from typing import Any
 import torch.distributed as dist
 
 import aiockpt
-from aiockpt.integrations.deepspeed.named_state import MODEL, OPTIMIZER, optimizer_state, weights_state
+from aiockpt.integrations.deepspeed.named_state import (
+    MODEL,
+    OPTIMIZER,
+    PROGRESS,
+    optimizer_kind,
+    optimizer_state,
+    weights_state,
+)
 from aiockpt.integrations.deepspeed.partitions import find_partitions
 from aiockpt.integrations.deepspeed.run_progress import progress_objects, read_progress, set_progress
 from aiockpt.integrations.deepspeed.state_to_load import StateToLoad
@@ -21,7 +28,7 @@ from aiockpt.integrations.first_rank import ask_first_rank
 
 logger = logging.getLogger("aiockpt")
 
-CLIENT, OF_RANK, PROGRESS = "client_state", "client_state_of_rank", "deepspeed"
+CLIENT, OF_RANK = "client_state", "client_state_of_rank"
 
 
 def names_taken(engine: Any) -> set[str]:
@@ -37,7 +44,7 @@ def build_state(engine: Any, client_state: Mapping[str, Any] | None = None) -> d
         **({OPTIMIZER: optimizer_state(engine, partitions)} if partitions else {}),
         **progress_objects(engine),
         "rng": aiockpt.RNG(),
-        PROGRESS: read_progress(engine) | {"ranks": _size()},
+        PROGRESS: read_progress(engine) | {"ranks": _size(), "optimizer": optimizer_kind(engine)},
         OF_RANK: aiockpt.per_rank(dict(client_state or {})),
         **({CLIENT: dict(client_state or {})} if _rank() == 0 else {}),
     }

@@ -18,10 +18,12 @@ from torch import nn
 import aiockpt
 from aiockpt.adapters.module import EXTRA
 from aiockpt.adapters.optimizer_forms import NAMES
+from aiockpt.adapters.optimizer_groups import default_keys, innermost
 from aiockpt.integrations.deepspeed.partitions import FlatPartition, ParameterSlice, inner_optimizer, weights_of
 from aiockpt.integrations.nested import put
+from aiockpt.state.codecs import class_name
 
-MODEL, OPTIMIZER = "model", "optimizer"
+MODEL, OPTIMIZER, PROGRESS = "model", "optimizer", "deepspeed"
 
 
 def weights_state(engine: Any, partitions: list[FlatPartition]) -> dict[str, Any]:
@@ -46,6 +48,12 @@ def optimizer_state(engine: Any, partitions: list[FlatPartition]) -> dict[str, A
         for one in partition.slices
     }
     return {"state": state, "param_groups": group_settings(engine, partitions)}
+
+
+def optimizer_kind(engine: Any) -> dict[str, Any]:
+    """Return the class of the optimizer and what its groups have by default: its state, a dict, does not say them."""
+    inner = inner_optimizer(engine)
+    return {} if inner is None else {"class": class_name(type(innermost(inner))), "keys": default_keys(inner)}
 
 
 def group_settings(engine: Any, partitions: list[FlatPartition]) -> list[dict[str, Any]]:

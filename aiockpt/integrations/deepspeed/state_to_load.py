@@ -6,16 +6,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 import aiockpt
 from aiockpt.adapters.module import EXTRA
-from aiockpt.adapters.optimizer_forms import NAMES, pair_up, read_form
-from aiockpt.adapters.optimizer_groups import HOW_TO_STEP, agreed_values
+from aiockpt.adapters.optimizer_forms import NAMES, SavedOptimizer, pair_up, read_form
+from aiockpt.adapters.optimizer_groups import HOW_TO_STEP, agreed_values, class_misfit
 from aiockpt.adapters.stored import is_tensor_node
 from aiockpt.format.dtypes import torch_name
 from aiockpt.format.names import split_name
-from aiockpt.integrations.deepspeed.named_state import MODEL, OPTIMIZER, group_settings, module_leaves
+from aiockpt.integrations.deepspeed.named_state import MODEL, OPTIMIZER, PROGRESS, group_settings, module_leaves
 from aiockpt.integrations.deepspeed.partition_fit import PartitionFit, different_values, fit_partition
 from aiockpt.integrations.deepspeed.partitions import (
     FlatPartition,
@@ -113,6 +114,8 @@ class StateToLoad:
                 found += agreed_values(saved, [ids[name] for name in group["params"]], str)[1]
         if saved is None or found:
             raise self._mismatch(found)
+        if (misfit := self._class_misfit(saved)) is not None:
+            raise self._mismatch([misfit])
         parts = [
             (part, {one.name: entry for one in part.slices if (entry := saved.state.get(ids[one.name]))})
             for part in self._partitions
@@ -129,6 +132,12 @@ class StateToLoad:
             self._after.append(partial(self._set_state, part, made))
         self.state[OPTIMIZER] = {"state": state, "param_groups": groups}
         self._after.append(self._set_groups)
+
+    def _class_misfit(self, saved: SavedOptimizer) -> str | None:
+        kind = self._values.get(PROGRESS, {}).get("optimizer")
+        if kind:
+            saved = msgspec.structs.replace(saved, class_name=kind["class"], keys=frozenset(kind["keys"]))
+        return class_misfit(inner_optimizer(self._engine), saved)
 
     def _mismatch(self, problems: list[str]) -> aiockpt.StateMismatchError:
         return aiockpt.StateMismatchError(
@@ -180,11 +189,14 @@ class StateToLoad:
             live.pop(part.key, None)
             return
         before = live.get(part.key, {})
+        counts_in_tensors = isinstance(inner_optimizer(self._engine), torch.optim.Adam)  # DeepSpeed's in integers
         entry: dict[Any, Any] = {}
         for key, tensor in made.items():
             if tensor is None:
                 values = {one.name: state[one.name][key] for one in part.slices if key in state.get(one.name, {})}
                 entry[key] = _single(values, before.get(key))
+                if counts_in_tensors and type(entry[key]) is int:
+                    entry[key] = torch.tensor(float(entry[key]))
                 continue
             entry[key] = tensor
             for one in part.slices:
@@ -217,5 +229,5 @@ def _single(values: dict[str, Any], before: Any) -> Any:
     """Return the value that all parameters of a partition have, as the optimizer has it already."""
     value = next(iter(values.values()))
     if isinstance(before, torch.Tensor):
-        return before.copy_(value)
+        return before.fill_(value)
     return value.clone() if isinstance(value, torch.Tensor) else value

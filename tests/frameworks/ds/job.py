@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -82,7 +81,7 @@ class Job:
     Args:
         stage: of ZeRO.
         precision: a key of `PRECISIONS`.
-        sgd: the optimizer with momentum in place of AdamW.
+        optimizer: its class.
         module: what to train, in one group; None is a `Net` with `groups_of` it.
         zero: more settings of ``zero_optimization``.
     """
@@ -93,7 +92,7 @@ class Job:
         precision: str = "fp32",
         *,
         dropout: float = 0.0,
-        sgd: bool = False,
+        optimizer: Any = torch.optim.AdamW,
         seed: int = 7,
         module: nn.Module | None = None,
         zero: dict[str, Any] | None = None,
@@ -103,8 +102,6 @@ class Job:
         made = Net(dropout) if module is None else module
         trained = [one for one in made.parameters() if one.requires_grad]
         groups: Any = groups_of(made) if module is None else trained
-        adam, momentum = torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)
-        optimizer = (momentum if sgd else adam)(groups, lr=0.02)
         settings: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": BATCH,
             "zero_optimization": {"stage": stage, **(zero or {})},
@@ -118,7 +115,7 @@ class Job:
             **PRECISIONS[precision],
             **config,
         }
-        self.engine, _, _, _ = deepspeed.initialize(model=made, optimizer=optimizer, config=settings)
+        self.engine, _, _, _ = deepspeed.initialize(model=made, optimizer=optimizer(groups, lr=0.02), config=settings)
 
     def step(self, number: int) -> float:
         """Train a batch that is made for this step and rank, and return its loss."""
