@@ -5,6 +5,7 @@ A *reader* is a data-parallel rank, or one worker of it; see `aiockpt.state.samp
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -16,6 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from aiockpt.errors import UsageError
 from aiockpt.state.samples import LoaderPart
+
+logger = logging.getLogger("aiockpt")
 
 Batch = TypeVar("Batch")
 
@@ -138,6 +141,19 @@ def find_reader(source: Any) -> Reshardable | None:
     if isinstance(reader, Prefetched) and not getattr(source, "in_order", True):
         raise UsageError("in_order=False: which samples a batch has is not known; leave it at True")
     return reader
+
+
+def warn_of_empty_loop(source: Any, state: Any, where: str) -> None:
+    """Log that the next loop over a ``StatefulDataLoader`` is empty, which is right only where the epoch was saved, too."""
+    with suppress(AttributeError, KeyError, TypeError):  # another loader, or a stream without a length
+        inside = state.get("_snapshot") or {"_snapshot_step": state["_num_yielded"]}
+        given = inside["_snapshot_step"] + state.get("_steps_since_snapshot", 0)
+        if not state["_iterator_finished"] and given == len(source):
+            logger.warning(
+                "%s: saved at the last batch of an epoch: its next loop is empty. A script that computes its epoch from "
+                "the step would lose one: wrap the loader in aiockpt.Loader, or save behind the loop",
+                where,
+            )
 
 
 def advise(source: Any) -> str:

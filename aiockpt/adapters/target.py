@@ -14,6 +14,7 @@ from aiockpt.adapters.composite_nodes import is_composite_node
 from aiockpt.adapters.composite_target import load_composite
 from aiockpt.adapters.composites import is_composite
 from aiockpt.adapters.containers import keys_only_here, set_part, set_tuple, settle_dict
+from aiockpt.adapters.data_source import warn_of_empty_loop
 from aiockpt.adapters.index import Index
 from aiockpt.adapters.kinds import kind_of, members, reads_data
 from aiockpt.adapters.leaves import read_plain_leaf
@@ -208,6 +209,8 @@ def _load_own(value: Any, path: Path, matcher: Matcher) -> None:
         return
     if kind_of(holder) in ("stateful", "per_rank"):
         state, may_refuse = matcher.value(path, found.node), isinstance(holder, OwnOptimizer)
+        if reads_data(holder):
+            matcher.later(lambda: warn_of_empty_loop(holder, state(), join_name(path)))
         matcher.hand_over(
             holder, path, holder.load_state_dict, state, last=isinstance(holder, RNG), may_refuse=may_refuse
         )

@@ -357,6 +357,24 @@ def test_a_bare_loader_of_another_world_is_refused_with_the_way_out() -> None:
         World([state]).load_one(state, 0, 2)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("batches", "goes_on"), [(2, False), (4, False), (4, True)])
+def test_a_bare_loader_is_torchdatas_own_and_an_empty_loop_is_told(
+    caplog: pytest.LogCaptureFixture, workers: int, batches: int, goes_on: bool
+) -> None:
+    loader, again, theirs = (StatefulDataLoader(Numbers(), batch_size=12, num_workers=workers) for _ in range(3))
+    loop = iter(loader)
+    for _ in range(batches):
+        next(loop)
+    if goes_on:
+        assert not list(loop)
+    state = loader.state_dict()
+    World([{"loader": loader}]).load_one({"loader": again}, 0, 1)
+    theirs.load_state_dict(state)
+    assert [len(list(again)) for _ in range(2)] == [len(list(theirs)) for _ in range(2)]
+    assert ("its next loop is empty" in caplog.text) == (batches == 4 and not goes_on)
+
+
 @pytest.mark.parametrize("damage", [{"size": "2"}, {"readers": []}, {"form": None}])
 def test_a_damaged_node_is_refused(damage: dict[str, Any]) -> None:
     world = World([{"loader": sampled()}])
