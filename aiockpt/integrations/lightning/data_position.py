@@ -37,11 +37,10 @@ class WholeEpochs:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        if (
-            self.loader.is_over and not self._has_ended
-        ):  # Lightning ends the epoch that was saved, and then begins the next
-            self._has_ended = True
-            return iter(())
+        # Lightning ends the epoch that was saved, and then begins the next; what it read of before the load is done with.
+        if self.loader.is_over and not self._has_ended:
+            self._has_ended, self._batches = True, iter(())
+            return self._batches
         self._has_ended = False
         if len(self.loader) == 0:  # the last batch was given, and nobody asked for more
             next(self._batches, None)
