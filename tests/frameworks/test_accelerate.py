@@ -346,6 +346,26 @@ def test_a_whole_epoch_too_may_be_skipped_by_hand(stop: int, kind: str, tmp_path
     assert again.loader.iteration == 2
 
 
+@pytest.mark.parametrize("kind", ["plain", "stream", "stateful stream", "stateful stream of its own"])
+def test_a_whole_epoch_may_be_skipped_by_the_way_of_accelerate(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.frameworks.accelerate_script import KINDS, OwnStream, StatefulStream
+
+    both = type("Both", (StatefulStream, OwnStream), {})
+    monkeypatch.setitem(KINDS, "stateful stream of its own", (KINDS["stateful stream"][0], both, {}))
+    expected = attached(tmp_path / "straight", kind)
+    first = make(tmp_path / "run", kind)
+    attach(first.accelerator)
+    first.loop(7, every=7)
+    first.accelerator.end_training()
+    again = go_on(tmp_path / "run", kind)
+    assert not list(again.accelerator.skip_first_batches(again.loader, 7))
+    again.loop()
+    assert again.progress.batches == 21
+    assert_same(again, expected)
+
+
 @pytest.mark.parametrize("stop", [2, 4])
 def test_a_loop_that_collects_batches_for_each_step_is_not_taken_for_one_that_skips(stop: int, tmp_path: Path) -> None:
     expected = by_hand(make(tmp_path), fetch=2, epochs=1)

@@ -76,7 +76,7 @@ class LoaderPosition:
     def _bind(self, loader: Any, skipped: int | None) -> None:
         """Have each loop over *loader* be known here; *skipped* batches of an epoch are none of its own."""
         base = loader.base_dataloader
-        begin, own_skip = base.__iter__, loader.skip_batches
+        begin = base.__iter__
         self._followers.add(loader)
 
         def read() -> LoopReading:
@@ -91,7 +91,8 @@ class LoaderPosition:
             if go_on is not None and by_script is None and self._indices is not None:
                 self._indices.go_on(go_on.own["start"], go_on.passed, go_on.seen)
             passed = (by_script or 0) if go_on is None else go_on.passed
-            loader.skip_batches = passed if self.reads_again else own_skip
+            if self.reads_again:
+                loader.skip_batches = passed
             reading = LoopReading(self, loader, begin, go_on, 0 if self.reads_again else passed, ended)
             if loaded is not None and by_script is None and (go_on is not None or loaded.counts_samples):
                 reading.watch_skips(loaded)
