@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -298,6 +299,23 @@ def test_a_published_script_goes_on_as_the_run_that_was_never_stopped(
     assert found["aiockpt"]["lost"] == found["aiockpt"]["twice"] == 0
     # What draws random numbers at the end of an epoch is not done again: so two of them go on with other ones.
     assert found["aiockpt"]["equal"] or (killed == 14 and script in ("complete_nlp", "checkpointing"))
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "alone"])
+def test_a_published_script_killed_by_a_signal_goes_on(ours: bool, tmp_path: Path) -> None:
+    variant = published.Variant("complete_nlp", 11)
+    straight = published.run(tmp_path / "straight", variant, ours=False, stop=None)
+    call = f"run(Path({str(tmp_path / 'run')!r}), Variant('complete_nlp', 11), ours={ours}, stop=11)"
+    script = f"from tests.frameworks.published import *\n{call}"
+    told = subprocess.run([sys.executable, "-c", script], check=False, env={**os.environ, "PUBLISHED_SIGKILL": "1"})
+    assert told.returncode == -signal.SIGKILL
+    there = max((int(one.name[5:]) for one in (tmp_path / "run").glob("step_*")), default=0)
+    assert there
+    again = published.run(tmp_path / "run", variant, ours=ours, stop=None, resume=f"step_{there}")
+    same = straight.trained[there:] == again.trained
+    assert same == ours  # accelerate alone goes on in another order
+    weights = zip(straight.model.state_dict().values(), again.model.state_dict().values(), strict=True)
+    assert not ours or all(torch.equal(one, other) for one, other in weights)
 
 
 @pytest.mark.parametrize("killed", [8, 11])

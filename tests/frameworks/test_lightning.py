@@ -166,6 +166,43 @@ def test_a_run_that_came_to_its_end_goes_on_with_more_steps(first: str) -> None:
     assert_equal(straight, weights(fit("--every-steps=50")))
 
 
+RATE = lambda trainer: trainer.optimizers[0].param_groups[0]["lr"]  # noqa: E731
+KEPT: dict[str, tuple[list[str], Any]] = {
+    "a look at the loaders": (["--looks=setup", "--max-steps=7"], lambda trainer: trainer.current_epoch),
+    "a look of another callback": (["--looks=setup-of-callback", "--max-steps=7"], RATE),
+    "what was unfrozen": (
+        ["--changes=finetuning", "--epochs=2"],
+        lambda trainer: [len(group["params"]) for group in trainer.optimizers[0].param_groups],
+    ),
+    "averaged weights": (["--changes=averaging", "--norm=layer", "--epochs=2"], RATE),
+    "a search for the rate": (["--finds=rate", "--datamodule", "--max-steps=7"], lambda trainer: trainer.current_epoch),
+    "a finished run with more epochs": (["--epochs=2"], lambda trainer: (trainer.global_step, trainer.current_epoch)),
+}
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "alone"])
+@pytest.mark.parametrize("row", KEPT)
+def test_what_the_own_resume_of_lightning_keeps_is_kept(row: str, ours: bool) -> None:
+    options, what = KEPT[row]
+    by = ["--every-steps=1"] if ours else ["--every-steps=1", "--plugin=theirs"]
+    of_fit: Any = {} if ours else {"ckpt_path": "last", "weights_only": False}
+    lasting = [one for one in options if not one.startswith(("--max-steps", "--epochs"))]
+    straight = fit("--dir=straight", *by, *lasting)
+    fit(*by, *options)
+    again = train.main(train.options(*by, *lasting), **of_fit)
+    assert "on_load_checkpoint" in again.lightning_module.hooks
+    assert what(again) == what(straight)
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "alone"])
+def test_a_trainer_fits_twice_in_one_process(ours: bool) -> None:
+    trainer = fit("--every-steps=3", "--epochs=1", *([] if ours else ["--plugin=theirs"]))
+    assert trainer.global_step == 6
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(trainer.lightning_module, trainer.train_dataloader)
+    assert trainer.global_step == 12
+
+
 @pytest.mark.parametrize("kind", ["--metric=list", "--metric=running"])
 def test_a_metric_that_keeps_samples_or_counts_goes_on_in_the_middle_of_an_epoch(kind: str) -> None:
     straight = fit("--dir", "straight", "--every-steps=4", "--epochs=2", kind).callback_metrics

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,8 +18,13 @@ WIDTH, BATCH = 6, 8
 
 certified = 0
 """Certificates of this process, for the count of `tests/real/run --count`."""
-compared: dict[str, dict[str, bool]] = {}
+compared: dict[str, dict[str, Any]] = {}
 """Scripts of trainers: whether the resumed run is the one that was never stopped, with us and with the trainer alone."""
+
+
+def status_of(module: str, call: str) -> int:
+    """Return how a process of its own ends that makes *call* with the names of *module*."""
+    return subprocess.run([sys.executable, "-c", f"from {module} import *\n{call}"], check=False).returncode
 
 
 class Run(NamedTuple):
