@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from tests.real import small
 transformers: Any = pytest.importorskip("transformers")
 pytest.importorskip("trl")
 
-from tests.real.trainers import BATCH, EPOCHS, SAMPLES, SCRIPTS, result  # noqa: E402  needs what was looked for
+from tests.real.trainers import BATCH, EPOCHS, SAMPLES, SCRIPTS, plain, result  # noqa: E402  needs what was looked for
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
@@ -31,11 +34,13 @@ class Killed(Exception):  # noqa: N818  as those of the interpreter are called
 class Kill(transformers.TrainerCallback):  # type: ignore[misc]
     """Ends it when a step is saved, while its callbacks run."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, *, by_signal: bool = False) -> None:
+        self.step, self.by_signal = step, by_signal
 
     def on_save(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         if state.global_step == self.step:
+            if self.by_signal:
+                os.kill(os.getpid(), signal.SIGKILL)
             raise Killed
 
 
@@ -98,6 +103,73 @@ def test_a_killed_script_is_never_worse_than_without_us(name: str, accumulation:
     if not same[True]:
         pytest.xfail("another run after a resume, with and without")
     small.certified += 1
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "workers": {"dataloader_num_workers": 2},
+    "grouped by length": {"train_sampling_strategy": "group_by_length"},
+    "no seedable sampler": {"accelerator_config": {"use_seedable_sampler": False}},
+}
+
+
+def fit(folder: Path, accumulation: int, *, switch: bool, kill: int = 0, resume: bool = False, **more: Any) -> Any:
+    """Train the plain one to the kill, 0 for none, or to the end; return what it has trained, and its result."""
+    runs._finished.clear()
+    trainer = plain(folder, accumulation, **more)
+    ckpt = attach(trainer, resume=True) if switch else None
+    trainer.add_callback(Kill(abs(kill), by_signal=kill < 0))
+    try:
+        trainer.train(**({"resume_from_checkpoint": True} if resume and not switch else {}))
+    except Killed:
+        pass
+    finally:
+        if ckpt is not None:
+            ckpt.close()
+        gc.collect()
+    return trainer.trained, result(trainer)
+
+
+def resumed(first: Any, again: Any, expected: Any) -> dict[str, Any]:
+    """Compare the run of two parts with the one that was never stopped."""
+    wanted, got = Counter(expected[0]), Counter([*first[0], *again[0]])
+    lost, twice = (wanted - got).total(), (got - wanted).total()
+    same = [*first[0], *again[0]] == expected[0] and is_same(again[1], expected[1])
+    return {"equal": same, "lost": lost, "twice": twice}
+
+
+@pytest.mark.parametrize("size", [BATCH, 2 * BATCH], ids=["the same size", "another size"])
+@pytest.mark.parametrize("kill", KILLS)
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_killed_trainer_is_never_worse_than_without_us(
+    variant: str, accumulation: int, kill: str, size: int, tmp_path: Path
+) -> None:
+    more, epoch = VARIANTS[variant], SAMPLES // BATCH // accumulation
+    step = epoch + {KILLS[0]: 0, KILLS[1]: 1, KILLS[2]: epoch // 2}[kill]
+    expected = fit(tmp_path / "straight", accumulation, switch=False, **more)
+    found = {}
+    for by in (True, False):
+        first = fit(tmp_path / str(by), accumulation, switch=by, kill=step, **more)
+        other = {"per_device_train_batch_size": size}
+        again = fit(tmp_path / str(by), accumulation, switch=by, resume=True, **more, **other)
+        found["ours" if by else "alone"] = resumed(first, again, expected)
+    small.compared[f"{variant}, accumulation {accumulation}, {kill}, batches of {size}"] = found
+    ours, alone = found["ours"], found["alone"]
+    assert ours["equal"] or not alone["equal"], "worse than the Trainer alone"
+    assert ours["lost"] <= alone["lost"] and ours["twice"] <= alone["twice"], "worse than the Trainer alone"  # noqa: PT018
+    small.certified += 1
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "alone"])
+def test_a_trainer_killed_by_a_signal_goes_on(ours: bool, tmp_path: Path) -> None:
+    trained, weights = fit(tmp_path / "straight", 1, switch=False)
+    call = f"fit(Path({str(tmp_path / 'run')!r}), 1, switch={ours}, kill=-12)"
+    assert small.status_of("tests.real.test_trainer", call) == -signal.SIGKILL
+    again, found = fit(tmp_path / "run", 1, switch=ours, resume=True)
+    same = trained[len(trained) - len(again) :] == again and is_same(found, weights)
+    small.compared.setdefault("killed by SIGKILL, middle of an epoch", {})["ours" if ours else "alone"] = same
+    assert same
+    small.certified += ours
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2), (2, 0), (0, 3)])

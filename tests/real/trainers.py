@@ -81,6 +81,27 @@ def tokens(number: int) -> dict[str, Any]:
     return {"input_ids": found, "labels": found}
 
 
+def plain(folder: Path, accumulation: int, **more: Any) -> Any:
+    """Rows of several lengths; what each batch had is in the ``trained`` of the Trainer."""
+
+    def short(number: int) -> dict[str, Any]:
+        found = tokenizer()(sentence(number, 3 + number % 4))["input_ids"]
+        return {"input_ids": found, "labels": found}
+
+    model = llama()
+    trained: list[tuple[int, ...]] = []
+
+    def note(module: Any, args: Any, named: dict[str, Any]) -> None:
+        trained.extend(tuple(row[row > 0].tolist()) for row in named["input_ids"])
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    arguments = transformers.TrainingArguments(**settings_of(folder, accumulation, **more))
+    collator = transformers.DataCollatorForSeq2Seq(tokenizer())
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows(short), data_collator=collator)
+    trainer.trained = trained
+    return trainer
+
+
 def peft(folder: Path, accumulation: int, **more: Any) -> Any:
     """Two adapters: one of an earlier stage, one that is trained, on a base whose vocabulary has grown."""
     library: Any = import_module("peft")
