@@ -22,14 +22,14 @@ from aiockpt.adapters.strictness import OptimizerState
 from aiockpt.cadence import Cadence
 from aiockpt.engine import maintenance
 from aiockpt.engine.coordinator import WARM_UP
-from aiockpt.engine.destination import Destination
+from aiockpt.engine.destination import Destination, OnePlace
 from aiockpt.engine.find import find_manifest
-from aiockpt.engine.load import LoadRequest, telling_failures
+from aiockpt.engine.load import Filled, LoadRequest, telling_failures
 from aiockpt.engine.maintenance import Copied, Description, Pruned, StepInfo, Verified
 from aiockpt.engine.place import Place as EnginePlace
 from aiockpt.engine.read import read
 from aiockpt.engine.submit import SaveRequest, check_step, plain_json
-from aiockpt.errors import BackgroundSaveError, UsageError
+from aiockpt.errors import BackgroundSaveError, StepNotFoundError, UsageError
 from aiockpt.events import Observer, StatisticsReader
 from aiockpt.futures import Future, LoadFuture, LoadResult, SaveFuture
 from aiockpt.interruption import ReachedCall
@@ -363,6 +363,7 @@ class Checkpointer:
         map: Mapping[str, str] | Callable[[str], str] | None = None,
         rename: Renames = (),
         optimizer_state: OptimizerState = "by_optimizer",
+        fork: Place | None = None,
     ) -> LoadFuture[LoadResult | None]:
         """Fill *state* in place from a step; from the newest valid one for None.
 
@@ -385,6 +386,8 @@ class Checkpointer:
             optimizer_state: ``"by_parameter"`` where optimizers have changed their make-up (a part of the parameters has
                 another optimizer now, a group was split): what was learnt of a parameter follows it by name, from whichever
                 optimizer had it, where it fits; else it begins anew. ``LoadResult.differences`` tells what did.
+            fork: another run's place, from whose *step* this run begins while it has no step of its own; later starts load
+                the newest of their own. What is saved tells where it came from (``StepInfo.forked_from``).
 
         Returns:
             A future of what was loaded; of None only when no checkpoint exists at all.
@@ -394,7 +397,7 @@ class Checkpointer:
             UsageError: an entry of ``map``, ``only`` or ``strict`` fits no name; names near it are listed. Rules give two
                 names of the checkpoint the same new one.
             NoValidCheckpointError: steps exist and none is valid.
-            CorruptionError, StepNotFoundError: the step asked for is damaged, or not there.
+            CorruptionError, StepNotFoundError: the step asked for is damaged, or not there; or *fork* holds no step at all.
         """
         step = _number(step)
         self._loop.check()
@@ -416,15 +419,23 @@ class Checkpointer:
         )
         self._unclaimed.append(promise)
 
-        number = self._engine.coordinator.next_load()
+        coordinator = self._engine.coordinator
+        number = coordinator.next_load()
+        fork_number = number if fork is None else coordinator.next_load()
 
         async def run() -> LoadResult | None:
+            nonlocal number
             for earlier in refused:
                 await earlier.settled()
             with telling_failures(self._engine, step):
-                filled = await self._engine.coordinator.load(self._destination, request, number)
-            if self._engine.coordinator.rank == 0:
-                log_loaded(None if filled is None else filled.result)
+                own = request if fork is None else msgspec.structs.replace(request, step=None)
+                filled = await coordinator.load(self._destination, own, number)
+                forked = False
+                if fork is not None and filled is None:
+                    forked, number = True, fork_number
+                    filled = await self._load_fork(fork, request, number)
+            if coordinator.rank == 0:
+                log_loaded(None if filled is None else filled.result, forked=forked)
             promise.on_finish = self._probe.watch_load(asked, filled)
             if filled is not None and filled.agree:
                 promise.agree = partial(self._agree_applied, number)
@@ -432,6 +443,20 @@ class Checkpointer:
 
         promise.follow(self._loop.submit(run))
         return LoadFuture(promise)
+
+    async def _load_fork(self, where: Place, request: LoadRequest, number: int) -> Filled:
+        """Fill a state from another run's place, which is written to by no save from here."""
+        source = open_backend(where, world=self._engine.world)
+        place = EnginePlace(self._engine, source)
+        self._engine.lineage.places.remove(source)
+        try:
+            filled = await self._engine.coordinator.load(OnePlace(place, Tier(source)), request, number)
+            if filled is None:
+                raise StepNotFoundError(f"fork={source.url!r} holds no checkpoint to begin from")
+            return filled
+        finally:
+            if source is not where:
+                await source.close()
 
     def _agree_applied(self, number: int, error: Exception | None) -> Promise[None]:
         """Have all ranks know whether the objects of all took what was loaded."""
@@ -582,17 +607,23 @@ class Checkpointer:
         strict: bool | Mapping[str, bool] = True,
         rename: Renames = (),
         optimizer_state: OptimizerState = "by_optimizer",
+        fork: Place | None = None,
+        step: int | None = None,
     ) -> int:
         """Load the newest valid step into *state* and return the next step to train; 0 when there is nothing. Blocks.
 
         Args:
             strict, rename, optimizer_state: as for `load`.
+            fork, step: begin from this step of another run (the newest for None) while this one has no step, as for `load`.
 
         Raises: Those of `load`, and
             BlockingCallError: this thread runs an event loop: ``await ckpt.load(state)`` there.
         """
         refuse_in_event_loop("resume()", "write `await ckpt.load(state)`")
-        loaded = self.load(state, strict=strict, rename=rename, optimizer_state=optimizer_state).result()
+        if step is not None and fork is None:
+            raise UsageError("resume(step=…) names a step of fork=…; to go back in this run: load(state, step)")
+        how = partial(self.load, state, step, strict=strict, rename=rename, optimizer_state=optimizer_state)
+        loaded = how(fork=fork).result()
         return 0 if loaded is None else loaded.step + 1
 
     def step(

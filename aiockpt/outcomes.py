@@ -90,7 +90,7 @@ def log_saved(saved: SaveResult, world_size: int) -> None:
     )
 
 
-def log_loaded(loaded: LoadResult | None) -> None:
+def log_loaded(loaded: LoadResult | None, *, forked: bool = False) -> None:
     """Log a load whose tensors are filled, or one that found no checkpoint at all."""
     if loaded is None:
         logger.info("nothing to load: there is no checkpoint yet")
@@ -98,7 +98,8 @@ def log_loaded(loaded: LoadResult | None) -> None:
     over = f", {len(loaded.skipped)} newer passed over" if loaded.skipped else ""
     differing = f", {len(loaded.differences)} differences" if loaded.differences else ""
     logger.info(
-        "loaded step %d: %s in %.2f s, from %s%s%s",
+        "%s step %d: %s in %.2f s, from %s%s%s",
+        "forked from" if forked else "loaded",
         loaded.step,
         size(loaded.bytes),
         loaded.seconds,

@@ -63,6 +63,8 @@ def _show_steps(root: str, steps: Sequence[StepInfo]) -> set[str]:
         facts.append(f"{tips} branches")
     if steps[0].created_ns:
         facts.append(f"newest {ago(steps[0].created_ns)}")
+    if steps[0].forked_from:
+        facts.append(steps[0].tell_origin())
     title(root, " · ".join(facts))
 
     table = columns("", "step", "saved", "size", *shown, "state", right=("step", "size", *shown), folds="state")

@@ -245,7 +245,7 @@ def finish(
 ) -> Filled:
     """Begin a new line of saves at a step that is loaded for good, and tell observers."""
     engine = place.engine
-    engine.lineage.descend_from(manifest)
+    engine.lineage.descend_from(manifest, place.backend)
     if manifest.finite is False:
         found = list_names(tuple(dict.fromkeys(name for file in manifest.files for name in file.not_finite or {})))
         logger.warning(

@@ -160,6 +160,8 @@ class PartEntry(msgspec.Struct, frozen=True):
 MAX_ANCESTORS = 16
 Ancestors = Annotated[tuple[tuple[str, Count], ...], Meta(max_length=MAX_ANCESTORS)]
 """Saves, by run and sequence."""
+ForkedFrom = tuple[str, str, str]
+"""Place, step id and run of a step of another place."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,6 +174,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             they are the lineage (docs/decisions.md#lineage): steps of one run follow each other, the first follows *parent*.
         ancestors: run and sequence of the save that was loaded, then of the one that its run had loaded, and so on, at most
             `MAX_ANCESTORS`: they stay true when a step is deleted or saved anew.
+        forked_from: place, step id and run of the step of another place that the line of saves began from.
         finite: whether no file holds a number that is NaN or infinite; unset where nobody has looked at all of them.
         write_id: random, of the writer who created this object; says whose create succeeded.
         created_ns: the writer's clock; a label for people.
@@ -194,6 +197,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     parent: str | None
     ancestors: Ancestors | msgspec.UnsetType = msgspec.UNSET
+    forked_from: ForkedFrom | msgspec.UnsetType = msgspec.UNSET
     attempt: str
     finite: bool | msgspec.UnsetType = msgspec.UNSET
     world_size: Count
@@ -232,6 +236,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     parent: str | None
     ancestors: Ancestors | msgspec.UnsetType = msgspec.UNSET
+    forked_from: ForkedFrom | msgspec.UnsetType = msgspec.UNSET
     attempt: str
     rank: Count
     world_size: Count

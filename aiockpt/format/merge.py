@@ -31,7 +31,7 @@ from aiockpt.format.tiling import Extent
 from aiockpt.format.validate import MAX_PIECES, check_manifest
 from aiockpt.format.values import unite
 
-_AGREED = ("id", "step", "attempt", "generation", "sequence", "run", "parent", "ancestors", "world_size")
+_AGREED = ("id", "step", "attempt", "generation", "sequence", "run", "parent", "ancestors", "forked_from", "world_size")
 _SHOWN = 5
 _DTYPE, _SHAPE, _AXES = attrgetter("dtype"), attrgetter("shape"), attrgetter("axes")
 _MEMO_PIECES = 100_000
@@ -73,6 +73,7 @@ def _merge(votes: Sequence[Receipt], writer: str, write_id: str, created_ns: int
         run=first.run,
         parent=first.parent,
         ancestors=first.ancestors,
+        forked_from=first.forked_from,
         attempt=first.attempt,
         finite=are_finite(files),
         write_id=write_id,

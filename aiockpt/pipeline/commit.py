@@ -32,6 +32,7 @@ from aiockpt.format.manifest import (
     RECEIPT_START,
     Ancestors,
     Decision,
+    ForkedFrom,
     Manifest,
     Receipt,
     Verdict,
@@ -44,6 +45,7 @@ from aiockpt.format.parts import detach
 from aiockpt.pipeline.discover import StepEntry, votes_to_finish
 from aiockpt.pipeline.manifests import read_manifest
 from aiockpt.pipeline.receipts import ReceiptReader
+from aiockpt.redaction import redact
 from aiockpt.runtime.notes import name_ranks
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend, works_when_full
@@ -82,6 +84,7 @@ class Attempt(msgspec.Struct, frozen=True):
     rank: int
     world_size: int
     ancestors: Ancestors | msgspec.UnsetType = msgspec.UNSET
+    forked_from: ForkedFrom | msgspec.UnsetType = msgspec.UNSET
 
 
 class Parent(msgspec.Struct, frozen=True):
@@ -89,12 +92,14 @@ class Parent(msgspec.Struct, frozen=True):
 
     id: str
     ancestors: Ancestors
+    forked_from: ForkedFrom | msgspec.UnsetType = msgspec.UNSET
 
     @classmethod
-    def of(cls, loaded: Manifest) -> Parent:
-        """Return what descends from *loaded* says of it."""
+    def of(cls, loaded: Manifest, elsewhere: str | None = None) -> Parent:
+        """Return what descends from *loaded* says of it; *elsewhere* is the place, where that is not the own one."""
         before = () if loaded.ancestors is msgspec.UNSET else loaded.ancestors
-        return cls(loaded.id, ((loaded.run, loaded.sequence), *before)[:MAX_ANCESTORS])
+        fork = loaded.forked_from if elsewhere is None else (redact(elsewhere), loaded.id, loaded.run)
+        return cls(loaded.id, ((loaded.run, loaded.sequence), *before)[:MAX_ANCESTORS], fork)
 
 
 def begin(
@@ -102,8 +107,11 @@ def begin(
 ) -> Attempt:
     """Return a new attempt at the step that *entry* describes; its generation is fixed here, once."""
     generation = max(entry.generations, default=0) + 1
-    parent_id, ancestors = (None, msgspec.UNSET) if parent is None else (parent.id, parent.ancestors)
-    return Attempt(entry.id, entry.step, nonce, generation, sequence, run, parent_id, rank, world_size, ancestors)
+    attempt = Attempt(entry.id, entry.step, nonce, generation, sequence, run, None, rank, world_size)
+    if parent is None:
+        return attempt
+    changed = {"parent": parent.id, "ancestors": parent.ancestors, "forked_from": parent.forked_from}
+    return msgspec.structs.replace(attempt, **changed)
 
 
 async def cast_vote(backend: Backend, receipt: Receipt) -> None:

@@ -198,9 +198,9 @@ class Lineage:
         self._parent = position.parent
         self._catch_up(position.seen)
 
-    def descend_from(self, loaded: Manifest) -> None:
-        """Begin a new line of saves at a step that was loaded: what was saved before is another branch."""
-        self._parent = Parent.of(loaded)
+    def descend_from(self, loaded: Manifest, place: Backend | None = None) -> None:
+        """Begin a new line of saves at a step that was loaded from *place*: what was saved before is another branch."""
+        self._parent = Parent.of(loaded, None if place is None or place in self.places else place.url)
         self._passed_by |= self._listed  # the newest of them was chosen
         self._enter(self._make_run())
         self._catch_up(loaded.sequence)

@@ -31,6 +31,7 @@ class StepInfo(msgspec.Struct, frozen=True):
         run: which checkpointer saved it.
         weights_only: whether it holds weights alone: thinned, or copied so.
         finite: whether no number in its tensors is NaN or infinite; None where nobody has looked (``screen="finite"``).
+        forked_from: place, step id and run of the step of another place that it goes back to (``load(…, fork=…)``).
         newest_generation: above *generation* where newer ones are damaged, and readers fall back.
     """
 
@@ -49,6 +50,11 @@ class StepInfo(msgspec.Struct, frozen=True):
     newest_generation: int = 0
     weights_only: bool = False
     finite: bool | None = None
+    forked_from: tuple[str, str, str] | None = None
+
+    def tell_origin(self) -> str:
+        """Return in words what the run began from, where that was a step of another place; else nothing."""
+        return "" if self.forked_from is None else f"forked from {self.forked_from[0]} {self.forked_from[1]}"
 
 
 async def look_into(backend: Backend, entry: StepEntry) -> StepInfo:
@@ -86,4 +92,5 @@ def tell(manifest: Manifest, entry: StepEntry) -> StepInfo:
         newest_generation=max((manifest.generation, *entry.generations)),
         weights_only=has_weights_only(manifest),
         finite=None if manifest.finite is msgspec.UNSET else manifest.finite,
+        forked_from=None if manifest.forked_from is msgspec.UNSET else manifest.forked_from,
     )

@@ -275,6 +275,7 @@ def _vote(
         run=whole.run,
         parent=whole.parent,
         ancestors=whole.ancestors,
+        forked_from=whole.forked_from,
         attempt=attempt,
         rank=rank,
         world_size=whole.world_size,

@@ -1,0 +1,121 @@
+"""A run begun from a step of another run: loaded once, told in its manifests, and independent of it afterwards."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.backends.memory import MemoryBackend
+from tests.ranks.crew import Crew
+
+START = """
+import sys, torch, aiockpt
+own, other = sys.argv[1:]
+state = {"w": torch.zeros(4)}
+with aiockpt.Checkpointer(own) as ckpt:
+    first = ckpt.resume(state, fork=other, step=2)
+    print(first, int(state["w"][0]))
+    state["w"] += 10
+    ckpt.save(first, state).result()
+"""
+
+
+def save(root: Path, *steps: int) -> None:
+    with aiockpt.Checkpointer(root) as ckpt:
+        for step in steps:
+            ckpt.save(step, {"w": torch.full((4,), float(step))}).result()
+
+
+def start(*arguments: Path) -> list[int]:
+    command = [sys.executable, "-c", START, *map(str, arguments)]
+    return [int(word) for word in subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()]
+
+
+def files(root: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()}
+
+
+def test_a_fork_begins_from_the_named_step_once_and_then_resumes_its_own(tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    save(a, 1, 2, 3)
+    before = files(a)
+    assert start(b, a) == [3, 2]
+    assert files(a) == before
+    shutil.rmtree(a)
+    assert start(b, a) == [4, 12]
+    with aiockpt.Checkpointer(b) as ckpt:
+        newest, oldest = ckpt.steps().result()
+    assert oldest.parent == "step-00000002"
+    assert newest.forked_from == oldest.forked_from
+    assert oldest.forked_from is not None
+    assert oldest.forked_from[0].endswith("/a")
+    assert oldest.forked_from[1] == oldest.parent
+
+
+@pytest.mark.parametrize("options", [{"worker": "process"}, {}], ids=["process", "thread"])
+def test_a_fork_of_the_newest_step_is_told_in_log_and_listing(
+    tmp_path: Path, options: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "aiockpt")
+    save(tmp_path / "a", 1, 2)
+    state = {"w": torch.zeros(4)}
+    with aiockpt.Checkpointer(tmp_path / "b", **options) as ckpt:
+        assert ckpt.resume(state, fork=tmp_path / "a") == 3
+        ckpt.save(3, state).result()
+    assert [record.message for record in caplog.records if record.message.startswith("forked from step 2")]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    command = [sys.executable, "-m", "aiockpt.cli.main", "ls", str(tmp_path / "b")]
+    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "forked from" in told
+
+
+def test_a_fork_that_holds_nothing_is_no_new_beginning(tmp_path: Path) -> None:
+    with aiockpt.Checkpointer(tmp_path / "b") as ckpt:
+        with pytest.raises(aiockpt.StepNotFoundError, match="no checkpoint to begin from"):
+            ckpt.resume({"w": torch.zeros(4)}, fork=tmp_path / "a")
+        with pytest.raises(aiockpt.UsageError, match="fork"):
+            ckpt.resume({"w": torch.zeros(4)}, step=2)
+
+
+def resume_and_save(crew: Crew, other: Path) -> tuple[list[int], list[float]]:
+    states = [{"w": torch.zeros(4)} for _ in range(2)]
+
+    def work(rank: int, ckpt: aiockpt.Checkpointer) -> int:
+        first = ckpt.resume(states[rank], fork=other)
+        ckpt.save(first, states[rank]).result(30)
+        return first
+
+    return crew.on_all(work), [float(state["w"][0]) for state in states]
+
+
+def test_ranks_and_tiers_fork_from_one_step(tmp_path: Path) -> None:
+    save(tmp_path / "a", 1, 2)
+    for first in (3, 4):
+        with Crew(2, tmp_path / "b") as crew:
+            assert resume_and_save(crew, tmp_path / "a") == ([first] * 2, [2.0] * 2)
+    state = {"w": torch.zeros(4)}
+    with aiockpt.Checkpointer([f"memory://{tmp_path.name}-fork", tmp_path / "c"]) as ckpt:
+        assert ckpt.resume(state, fork=tmp_path / "b") == 5
+        ckpt.save(5, state).result()
+        found = ckpt.steps().result()[0].forked_from
+        assert found is not None
+        assert found[0].endswith("/b")
+
+
+def test_the_address_of_a_fork_is_kept_without_its_credentials(tmp_path: Path) -> None:
+    state, other = {"w": torch.zeros(4)}, MemoryBackend("user:hunter2@fork")
+    with aiockpt.Checkpointer(other) as ckpt:
+        ckpt.save(1, state).result()
+    with aiockpt.Checkpointer(tmp_path / "b") as ckpt:
+        ckpt.resume(state, fork=other)
+        ckpt.save(2, state).result()
+        assert ckpt.steps().result()[0].forked_from is not None
+    assert all(b"hunter2" not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
