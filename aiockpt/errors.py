@@ -264,10 +264,12 @@ class StorageError(CheckpointError, OSError):
         retryable: whether the same call may succeed a moment later.
         damaged: whether this object is what is bad (its device cannot read it, a link or a pipe is in its place), so that
             to go on without it is right. Anything else may be well in a minute, and says nothing of the object.
+        lasting: whether it stays refused until rights are given or it is restored from an archive.
     """
 
     retryable = False
     damaged = False
+    lasting = False
 
     def __init__(
         self, message: str, *, key: str = "", retryable: bool | None = None, damaged: bool | None = None
@@ -313,13 +315,17 @@ class StorageTransferError(StorageError):
 class StorageAccessError(StorageError, PermissionError):
     """The storage refused: credentials are missing, wrong or expired, or do not give this right."""
 
+    lasting = True
+
 
 def archived(message: str, key: str) -> StorageError:
     """Return the error of an object in a class of storage out of which it must be restored before it is read."""
-    return StorageError(
+    error = StorageError(
         f"{message}. It is archived: restore it first, and have the lifecycle rule leave steps that are still needed.",
         key=key,
     )
+    error.lasting = True
+    return error
 
 
 def say_briefly(error: BaseException) -> str:

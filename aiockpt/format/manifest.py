@@ -162,6 +162,9 @@ Ancestors = Annotated[tuple[tuple[str, Count], ...], Meta(max_length=MAX_ANCESTO
 """Saves, by run and sequence."""
 ForkedFrom = tuple[str, str, str]
 """Place, step id and run of a step of another place."""
+MAX_OLDER = 64
+Older = Annotated[tuple[tuple[str, Count], ...], Meta(max_length=MAX_OLDER)]
+"""Steps by id and highest generation; generation 0 where that could not be seen."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,6 +186,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         state: ``{"global": tree, "per_rank": {"0": tree, …}}``, encoded by `state.tree`.
         metrics: what retention may choose by; None where the value was not finite.
         config: the configuration of the program, where it gave one.
+        older: steps that were there when its run began to save, the newest first, at most `MAX_OLDER`: this save is newer.
     """
 
     format: Literal["aiockpt"] = "aiockpt"
@@ -212,6 +216,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     metrics: Mapping[str, float | None] = {}
     user: Any = None
     config: Any = msgspec.UNSET
+    older: Older | msgspec.UnsetType = msgspec.UNSET
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
@@ -254,6 +259,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     config: Any = msgspec.UNSET
     replicas: bytes | msgspec.UnsetType = msgspec.UNSET
     buffers: bytes | msgspec.UnsetType = msgspec.UNSET
+    older: Older | msgspec.UnsetType = msgspec.UNSET
 
 
 RECEIPT_START = b'{"format":"aiockpt-receipt"'

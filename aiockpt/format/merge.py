@@ -91,6 +91,7 @@ def _merge(votes: Sequence[Receipt], writer: str, write_id: str, created_ns: int
         metrics=first.metrics,
         user=first.user,
         config=first.config,
+        older=first.older,
     )
     try:
         check_manifest(manifest, manifest.id, manifest.generation)

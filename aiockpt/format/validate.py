@@ -143,8 +143,10 @@ def _refuse(what: str, reason: str) -> NoReturn:
 def _check_identity(document: Manifest | Receipt, what: str) -> None:
     try:
         attempt_prefix(document.attempt)
-        if document.parent is not None:
-            check_step_id(document.parent)
+        older = () if document.older is UNSET else document.older
+        for step in (document.parent, *(step for step, _ in older)):
+            if step is not None:
+                check_step_id(step)
     except UsageError as error:
         _refuse(what, str(error))
     ancestors = () if document.ancestors is UNSET else document.ancestors

@@ -34,6 +34,7 @@ from aiockpt.format.manifest import (
     Decision,
     ForkedFrom,
     Manifest,
+    Older,
     Receipt,
     Verdict,
     encode_manifest,
@@ -72,6 +73,7 @@ class Attempt(msgspec.Struct, frozen=True):
         sequence: one more than the highest logical clock seen when it began.
         run: which checkpointer it belongs to; *parent*: the id of the step that one had loaded, or None; *ancestors*:
             which save of it, and what that came from. Together they are the lineage (docs/decisions.md#lineage).
+        older: steps that were there when the run began to save.
     """
 
     id: str
@@ -85,6 +87,7 @@ class Attempt(msgspec.Struct, frozen=True):
     world_size: int
     ancestors: Ancestors | msgspec.UnsetType = msgspec.UNSET
     forked_from: ForkedFrom | msgspec.UnsetType = msgspec.UNSET
+    older: Older | msgspec.UnsetType = msgspec.UNSET
 
 
 class Parent(msgspec.Struct, frozen=True):
@@ -103,11 +106,19 @@ class Parent(msgspec.Struct, frozen=True):
 
 
 def begin(
-    entry: StepEntry, *, nonce: str, run: str, sequence: int, parent: Parent | None, rank: int, world_size: int
+    entry: StepEntry,
+    *,
+    nonce: str,
+    run: str,
+    sequence: int,
+    parent: Parent | None,
+    rank: int,
+    world_size: int,
+    older: Older | msgspec.UnsetType = msgspec.UNSET,
 ) -> Attempt:
     """Return a new attempt at the step that *entry* describes; its generation is fixed here, once."""
     generation = max(entry.generations, default=0) + 1
-    attempt = Attempt(entry.id, entry.step, nonce, generation, sequence, run, None, rank, world_size)
+    attempt = Attempt(entry.id, entry.step, nonce, generation, sequence, run, None, rank, world_size, older=older)
     if parent is None:
         return attempt
     changed = {"parent": parent.id, "ancestors": parent.ancestors, "forked_from": parent.forked_from}

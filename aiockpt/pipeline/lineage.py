@@ -17,7 +17,7 @@ import anyio
 import msgspec
 
 from aiockpt.errors import StorageError
-from aiockpt.format.manifest import Manifest
+from aiockpt.format.manifest import MAX_OLDER, Manifest, Older
 from aiockpt.pipeline.commit import Attempt, Parent, begin
 from aiockpt.pipeline.discover import StepEntry, newest_vote, scan
 from aiockpt.runtime.tasks import open_tasks
@@ -68,6 +68,7 @@ class Lineage:
         self._told_of_others = False
         self._clock: int | None = None
         self._first_clock: int | None = None
+        self._older: Older = ()
         self._numbers = itertools.count(1)
         self._beginning = anyio.Lock()
 
@@ -91,6 +92,7 @@ class Lineage:
                 parent=self._parent,
                 rank=self._rank,
                 world_size=self._world_size,
+                older=self._older or msgspec.UNSET,
             )
 
     async def _newest(self, step: int) -> int:
@@ -101,11 +103,13 @@ class Lineage:
         """
         clocks = [0]
         silent: list[StepEntry] = []
+        present: list[StepEntry] = []
 
         async def look(place: Backend) -> None:
             entries = await scan(place)
             clocks.extend(entry.head.sequence for entry in entries if entry.head)
             clocks.extend([await newest_vote(place, entry) for entry in entries])
+            present.extend(entry for entry in entries if entry.committed)
             silent.extend(entry for entry in entries if entry.unheard)
             self._tell_of_others(place, entries, step)
 
@@ -130,6 +134,7 @@ class Lineage:
             logger.warning(
                 "%s does not say how new it is, and a new save does not wait for it: %s", entry.id, entry.unheard
             )
+        self._older = _older(present)
         return max(clocks) + (ROOM if silent else 0)
 
     def _tell_of_others(self, place: Backend, entries: Sequence[StepEntry], step: int) -> None:
@@ -210,3 +215,12 @@ class Lineage:
         self._seen = max(self._seen, clock)
         if self._clock is not None:
             self._clock = max(self._clock, clock)
+
+
+def _older(present: Sequence[StepEntry]) -> Older:
+    """Return what a manifest names of the steps that are *present*; of a step that places have differently, the lowest."""
+    highest: dict[str, int] = {}
+    for entry in sorted(present, key=lambda entry: entry.age_order, reverse=True):
+        here = max(entry.generations, default=0)
+        highest[entry.id] = min(highest.get(entry.id, here), here)
+    return tuple(highest.items())[:MAX_OLDER]

@@ -5,6 +5,7 @@ Guarantees:
 - The newest comes first, by the logical clock. A generation that is bad falls back to the one before it, which stands at
   its own place in the order.
 - Whatever is bad is told. What may be well in a minute, and may be the newest, is raised.
+- What is refused for good is passed over, and told, where the next one in the order proves that it is older.
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ from bisect import insort
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol, TypeVar
 
-from aiockpt.errors import CorruptionError, ManifestError, NewerFormatError
+from aiockpt.errors import CheckpointError, CorruptionError, ManifestError, NewerFormatError, StorageError
 from aiockpt.format.manifest import Manifest
+from aiockpt.format.names import manifest_key
 from aiockpt.pipeline.discover import StepEntry, fall_back, read_generation
 from aiockpt.planning.weights import has_weights_only
 from aiockpt.storage.backend import Backend
+from aiockpt.storage.transfer import walk
+
+DAY_NS = 86_400 * 10**9
+"""Between the dates of two steps that prove which is older: far more than clocks differ, and than a save takes."""
 
 
 class Listed(Protocol):
@@ -61,8 +67,14 @@ async def newest_first(
     for one in listed:
         tell_passed(one)
     left = [one for one in listed if one.entry.head is not None or one.entry.trouble is not None]
+    told: set[str] = set()
     while left:
         one = left.pop(0)
+        if await _put_behind_newer(one, left):
+            if one.entry.id not in told:
+                pass_over(one, ManifestError(str(one.entry.trouble), key=one.entry.id))
+            told.add(one.entry.id)
+            continue
         try:
             manifest = await _read(one)
         except NewerFormatError:
@@ -86,6 +98,41 @@ async def _read(listed: Listed) -> Manifest:
         assert entry.trouble is not None
         raise entry.trouble
     return await read_generation(listed.backend, entry.id, entry.head.generation)
+
+
+async def _put_behind_newer(one: L, left: list[L]) -> bool:
+    """Put a step that is refused for good behind the next one that can be read, if that proves to be newer; say whether.
+
+    There it is the next again: when that newer one turns out damaged, this one may be the newest.
+    """
+    if not isinstance(one.entry.trouble, StorageError) or not one.entry.trouble.lasting:
+        return False
+    for at, other in enumerate(left):
+        if other.entry.head is not None:
+            proven = await _is_older(one, other)
+            left[at + 1 : at + 1] = [one] * proven
+            return proven
+    return False
+
+
+async def _is_older(refused: Listed, newer: Listed) -> bool:
+    """Say whether *newer* proves that the step that is *refused* is older: its manifest names it, or their dates tell."""
+    generation = max(refused.entry.generations, default=0)
+    try:
+        manifest = await _read(newer)
+        older = dict(manifest.older or ())
+        named = older.get(refused.entry.id, -1) >= generation
+        if not generation:
+            return named
+        try:
+            dated_ns = (await refused.backend.stat(manifest_key(refused.entry.id, generation))).modified_ns
+        except StorageError:
+            return named
+        dates = [stat.modified_ns async for stat in walk(newer.backend, newer.entry.id)]
+    except CheckpointError:  # raised where its turn comes
+        return False
+    # One that is dated later was deleted and saved anew; the writer's clock tells a late copy of what is old.
+    return dated_ns <= max(dates, default=0) if named else dated_ns + DAY_NS <= min([*dates, manifest.created_ns])
 
 
 def newness(listed: Listed) -> tuple[int, int]:

@@ -276,6 +276,7 @@ def _vote(
         parent=whole.parent,
         ancestors=whole.ancestors,
         forked_from=whole.forked_from,
+        older=whole.older,
         attempt=attempt,
         rank=rank,
         world_size=whole.world_size,

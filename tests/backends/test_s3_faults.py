@@ -478,7 +478,7 @@ async def test_an_archived_object_is_said_to_be_that_and_is_no_matter_of_rights(
     with pytest.raises(StorageError, match="It is archived: restore it first") as caught:
         await s3.get("key", 10)
     assert not isinstance(caught.value, StorageAccessError)
-    assert (caught.value.damaged, caught.value.retryable) == (False, False)
+    assert (caught.value.damaged, caught.value.retryable, caught.value.lasting) == (False, False, True)
 
 
 async def test_a_message_about_the_root_names_the_bucket_and_no_empty_key(s3: S3Backend, proxy: Proxy) -> None:

@@ -16,13 +16,14 @@ import torch
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.errors import NewerFormatError
+from aiockpt.errors import NewerFormatError, archived
 from aiockpt.events import Event, StepSkipped
 from aiockpt.format.checksum import digest128
 from aiockpt.format.document import seal, unseal
 from aiockpt.format.manifest import Manifest, decode_manifest, encode_manifest
 from aiockpt.storage.backend import Backend, Listing
 from aiockpt.testing.faults import Fault, FaultyBackend
+from tests.gates import Around
 from tests.small_run import SMALL
 
 pytestmark = pytest.mark.timeout(60)
@@ -392,6 +393,107 @@ def test_a_step_whose_inode_is_not_read_now_is_not_newer_than_what_was_saved_mea
 
 def test_an_older_step_that_is_away_is_not_asked_for(run: Path) -> None:
     assert load(unreadable(run, "step-00000002/a-*", errno.EACCES)) == (NEWEST, {})
+
+
+# What may not be read, and is older
+
+
+MANIFEST_ALONE, FOLDER = "step-00000002/MANIFEST-1.json", "step-00000002*"
+
+
+def archive(root: Path, step: int) -> Around:
+    """Return the place, in which the manifest of *step* can be listed, and is archived."""
+    key = f"{folder(step)}/MANIFEST-1.json"
+
+    async def before(verb: str, called: str) -> None:
+        if verb in ("get", "open") and called == key:
+            raise archived(f"reading {key!r}", key)
+
+    return Around(LocalBackend(str(root)), before=before)
+
+
+def days_back(path: Path, days: float) -> None:
+    at_ns = path.stat().st_mtime_ns - int(days * 86_400e9)
+    os.utime(path, ns=(at_ns, at_ns))
+
+
+@pytest.mark.parametrize("match", [MANIFEST_ALONE, FOLDER])
+def test_a_refused_step_that_a_newer_one_names_is_passed_over(run: Path, match: str) -> None:
+    save(run, 6, 7)
+    place = unreadable(run, match, errno.EACCES)
+    value, skipped = load(place)
+    assert (value, list(skipped)) == (7, [folder(2)])
+    assert "Permission denied" in skipped[folder(2)]
+    assert latest(place) == 7
+    with aiockpt.Checkpointer(place, io=SMALL, retention=aiockpt.Retention(last=2)) as ckpt:
+        loaded = state(-1)
+        assert (ckpt.resume(loaded), loaded["step"]) == (8, 7)
+        assert {info.step for info in ckpt.steps().result(30) if info.problem} == {2}
+        assert any(kept.step == 2 and "cannot be read" in kept.reason for kept in ckpt.prune().result(30).kept)
+    assert load(place)[0] == 7
+
+
+def test_a_refused_step_is_named_by_a_save_that_could_not_read_it(run: Path) -> None:
+    place = unreadable(run, FOLDER, errno.EACCES)
+    with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
+        ckpt.save(6, state(6)).result(30)
+    value, skipped = load(place)
+    assert (value, list(skipped)) == (6, [folder(2)])
+
+
+@pytest.mark.parametrize(("days", "found"), [(2, True), (0.9, False)])
+def test_a_refused_step_that_is_older_by_a_day_is_passed_over(run: Path, days: float, found: bool) -> None:
+    days_back(manifest(run, 2), days)
+    if found:
+        value, skipped = load(archive(run, 2))
+        assert (value, list(skipped)) == (NEWEST, [folder(2)])
+        assert "restore it first" in skipped[folder(2)]
+    else:
+        with pytest.raises(aiockpt.StorageError, match="restore it first"):
+            load(archive(run, 2))
+
+
+def test_a_late_copy_of_an_old_step_does_not_prove_by_its_date_that_the_newest_is_older(run: Path) -> None:
+    for path in run.rglob("*"):  # the newest was copied here first
+        if folder(NEWEST) in str(path):
+            days_back(path, -3)
+        elif path.is_file():
+            days_back(path, -9)
+    with pytest.raises(aiockpt.StorageError, match="restore it first"):
+        load(archive(run, NEWEST))
+
+
+@pytest.mark.parametrize("error", [errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET])
+def test_what_may_pass_is_waited_for_although_a_newer_one_names_it(run: Path, error: int) -> None:
+    save(run, 6)
+    with pytest.raises(aiockpt.StorageError, match=folder(2)):
+        load(unreadable(run, FOLDER, error))
+
+
+def test_a_refused_step_that_an_older_one_names_or_only_an_earlier_generation_of_it_is_raised(run: Path) -> None:
+    changed(run, 1, older=((folder(NEWEST), 9),))
+    changed(run, 4, older=((folder(NEWEST), 0), (folder(3), 1)))
+    with pytest.raises(aiockpt.StorageError, match="restore it first"):
+        load(archive(run, NEWEST))
+    changed(run, 4, older=((folder(NEWEST), 1),))
+    assert load(archive(run, NEWEST))[0] == 4
+
+
+def test_a_refused_step_that_was_saved_anew_under_the_same_name_is_raised(run: Path) -> None:
+    save(run, 6)
+    with aiockpt.Checkpointer(run, io=SMALL) as ckpt:
+        ckpt.delete(2).result(30)
+    save(run, 2, value=22.0)
+    days_back(manifest(run, 2), -0.01)
+    with pytest.raises(aiockpt.StorageError, match="restore it first"):
+        load(archive(run, 2))
+
+
+def test_a_refused_step_is_the_next_where_the_one_that_names_it_turns_out_damaged(run: Path) -> None:
+    save(run, 6)
+    flipped(data_file(run, 6))
+    with pytest.raises(aiockpt.StorageError, match="restore it first"):
+        load(archive(run, NEWEST))
 
 
 def changed(root: Path, step: int, **changes: Any) -> None:
