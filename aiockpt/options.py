@@ -15,6 +15,7 @@ from aiockpt.errors import UsageError
 from aiockpt.format.checksum import BLOCK_BYTES
 from aiockpt.keywords import AsksWhatWasMeant, check_amount, check_count, refuse_value
 from aiockpt.redaction import redact
+from aiockpt.units import parse_seconds
 
 if TYPE_CHECKING:
     from aiockpt.futures import SaveFuture
@@ -96,6 +97,8 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWas
         last: keep the newest *last* steps of the current lineage; None keeps all.
         every: keep each step divisible by *every*; None adds none.
         best: keep the best steps by a metric; None adds none.
+        newer_than: keep each step that is younger (``"7d"``, ``"36h"``, seconds) by the dates and the clock of the storage,
+            or of unknown age. Without *last* the newest step is the only one that stays besides. None adds none.
         optimizer: of the steps that are kept, the newest *optimizer* are kept in full, and so is the newest verified one;
             of the others, the weights alone, which nothing is resumed from. None keeps all of them in full.
         grace_s: seconds, by the storage's clock, before an attempt that nobody committed counts as garbage. A day, so
@@ -105,6 +108,7 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWas
     last: int | None = None
     every: int | None = None
     best: Best | None = None
+    newer_than: float | str | None = None
     optimizer: int | None = None
     grace_s: float = 24 * 3600.0
 
@@ -115,6 +119,8 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWas
         if not isinstance(best, Best | None):
             metric = best if isinstance(best, str) else "loss"
             refuse_value("Retention", "best", best, f"aiockpt.Best({metric!r}), or None")
+        if self.newer_than is not None and not parse_seconds(self.newer_than):
+            refuse_value("Retention", "newer_than", self.newer_than, "a time such as '7d' or '36h', seconds, or None")
         if self.grace_s != 0:
             check_amount("Retention", "grace_s", self.grace_s, " seconds, or 0")
 

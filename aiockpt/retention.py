@@ -5,7 +5,7 @@ Guarantees:
 - The newest committed step and the newest verified one are kept, whatever the rules say (docs/durability.md#the-contract),
   and so is the newest one in which nothing was found that is NaN or infinite.
 - "Newest" and ``last`` follow the lineage of the current run (docs/decisions.md#lineage); a branch that was left is kept.
-- No clock takes part.
+- No clock takes part: ages are given, and a step of unknown age is young. A longer ``newer_than`` keeps no step less.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 
 from aiockpt.options import Best, Retention
+from aiockpt.units import duration, parse_seconds
 
 _NOT_FINITE = "has numbers that are NaN or infinite"
 
@@ -30,6 +31,7 @@ class StepFacts(msgspec.Struct, frozen=True):
         generation: which of its generations counts.
         ancestors: run and sequence of the save of *parent* that was loaded, then of what that came from, as far as known.
         finite: whether nothing is known of numbers in it that are NaN or infinite.
+        age_s: seconds since it was saved; None where that is not known.
     """
 
     id: str
@@ -43,6 +45,7 @@ class StepFacts(msgspec.Struct, frozen=True):
     generation: int = 1
     ancestors: tuple[tuple[str, int], ...] = ()
     finite: bool = True
+    age_s: float | None = None
 
 
 class Doomed(msgspec.Struct, frozen=True):
@@ -93,11 +96,13 @@ def plan_retention(facts: Sequence[StepFacts], rules: Retention, protected: Coll
     """
     kept = {step.id for step in explain_kept(facts, rules, protected)}
     line = lineage(facts)
-    reason = f"not among the last {rules.last}"
+    reason = f"not among the last {rules.last}" if rules.last else "not the newest"
     if rules.every:
         reason += f", not a multiple of {rules.every}"
     if rules.best:
         reason += f", not among the best {rules.best.count} by {rules.best.metric}"
+    if rules.newer_than:
+        reason += f", not newer than {_shown(rules.newer_than)}"
     return [
         Doomed(fact.id, fact.step, reason if fact.finite else f"{reason}, for it {_NOT_FINITE}")
         for fact in reversed(line)
@@ -150,18 +155,20 @@ def _that_count(line: Sequence[StepFacts]) -> Sequence[StepFacts]:
 
 def _reasons(line: Sequence[StepFacts], rules: Retention) -> dict[str, list[str]]:
     """Return for each step of the current lineage what keeps it; nothing for one that is to go."""
-    if rules.last is None:
+    if rules.last is None and rules.newer_than is None:
         return {fact.id: ["no rule deletes it"] for fact in line}
     why: dict[str, list[str]] = {fact.id: [] for fact in line}
     counting = _that_count(line)
     if line and line[0] not in counting[:1]:
         why[line[0].id].append(f"the newest, though it {_NOT_FINITE}")
-    for fact in counting[: rules.last]:
+    for fact in counting[: rules.last or 1]:
         newest = "the newest" if counting[0] is line[0] else "the newest finite"
         why[fact.id].append(newest if fact is counting[0] else f"among the last {rules.last}")
     for fact in line:
         if rules.every and fact.step % rules.every == 0:
             why[fact.id].append(f"a multiple of {rules.every}")
+        if rules.newer_than and (fact.age_s is None or fact.age_s < parse_seconds(rules.newer_than)):
+            why[fact.id].append("of unknown age" if fact.age_s is None else f"newer than {_shown(rules.newer_than)}")
     if rules.best:
         for step_id in _best(counting, rules.best):
             why[step_id].append(f"among the best {rules.best.count} by {rules.best.metric}")
@@ -169,6 +176,10 @@ def _reasons(line: Sequence[StepFacts], rules: Retention) -> dict[str, list[str]
     if newest_verified is not None:
         why[newest_verified].append("the newest verified")
     return why
+
+
+def _shown(age: float | str) -> str:
+    return age if isinstance(age, str) else duration(age)
 
 
 def _best(line: Sequence[StepFacts], rule: Best | None) -> set[str]:

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+_UNITS_S = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION = re.compile(r"\s*(\d+(?:\.\d*)?)\s*([a-z]+)\s*")
+
+
+def parse_seconds(given: object) -> float:
+    """Return the seconds of ``"90s"``, ``"30min"``, ``"36h"``, ``"7d"`` or of a number; 0 for what is no time above 0."""
+    if isinstance(given, str):
+        found = _DURATION.fullmatch(given)
+        return float(found[1]) * _UNITS_S.get(found[2], 0.0) if found else 0.0
+    return given if isinstance(given, int | float) and not isinstance(given, bool) and given > 0 else 0.0
 
 
 def size(count: float) -> str:

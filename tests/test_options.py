@@ -39,7 +39,9 @@ def test_a_misspelt_option_is_answered_by_the_one_that_was_meant(
 
 def test_an_option_that_is_near_none_is_answered_by_all_there_are() -> None:
     make: Any = aiockpt.Retention
-    with pytest.raises(UsageError, match=r"no such option\. There are last, every, best, optimizer, grace_s$"):
+    with pytest.raises(
+        UsageError, match=r"no such option\. There are last, every, best, newer_than, optimizer, grace_s$"
+    ):
         make(xyzzy=3)
 
 

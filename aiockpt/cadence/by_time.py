@@ -11,16 +11,13 @@ Guarantees:
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable
 
 from aiockpt.cadence.controller import Controller
 from aiockpt.cadence.intervals import Interval, Limits, Measured, duration
 from aiockpt.events import Event
 from aiockpt.keywords import refuse_value
-
-_UNITS_S = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_DURATION = re.compile(r"\s*(\d+(?:\.\d*)?)\s*([a-z]+)\s*")
+from aiockpt.units import parse_seconds
 
 
 def parse_duration_s(given: str) -> float:
@@ -29,8 +26,7 @@ def parse_duration_s(given: str) -> float:
     Raises:
         UsageError: it is no time of more than 0.
     """
-    found = _DURATION.fullmatch(given)
-    seconds = float(found[1]) * _UNITS_S.get(found[2], 0.0) if found else 0.0
+    seconds = parse_seconds(given)
     if seconds <= 0:
         refuse_value("", "every", given, "a time such as '90s', '30min' or '2h', a number of steps, or a Cadence")
     return seconds

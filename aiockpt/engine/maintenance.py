@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -39,6 +39,7 @@ from aiockpt.planning.weights import has_weights_only
 from aiockpt.retention import Doomed, Kept, StepFacts, explain_kept, may_be_thinned, plan_retention
 from aiockpt.runtime.limits import Pace
 from aiockpt.storage.backend import Backend
+from aiockpt.storage.transfer import storage_now_ns
 
 if TYPE_CHECKING:
     from aiockpt.engine.destination import Destination
@@ -338,7 +339,11 @@ async def prune(place: Place, rules: Retention, *, dry_run: bool = False, with_u
     busy |= engine.busy_attempts
     committed = [entry for entry in entries if entry.committed]
     by_id = {entry.id: entry for entry in entries}
-    facts = await step_facts(place.backend, committed, rules.best is not None, place.heads.doubted)
+    now_ns = None
+    if rules.newer_than is not None:
+        with suppress(StorageError):  # where no probe can be written no age is known, and nothing goes by it
+            now_ns = await storage_now_ns(place.backend, engine.token(6))
+    facts = await step_facts(place.backend, committed, rules.best is not None, place.heads.doubted, now_ns)
     facts = await mark_unsound(place.backend, facts, engine.lineage.runs)
     saving = {entry.id for entry in entries if busy.intersection(entry.attempts)}
     protected = place.being_read | saving

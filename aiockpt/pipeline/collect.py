@@ -57,12 +57,17 @@ class Garbage(msgspec.Struct, frozen=True):
 
 
 async def step_facts(
-    backend: Backend, entries: Collection[StepEntry], with_metrics: bool, doubted: Collection[str] = ()
+    backend: Backend,
+    entries: Collection[StepEntry],
+    with_metrics: bool,
+    doubted: Collection[str] = (),
+    now_ns: int | None = None,
 ) -> list[StepFacts]:
     """Return what retention must know of each committed step; the metrics cost a whole manifest each.
 
     Args:
         doubted: attempts that a load here has found damaged.
+        now_ns: the time by the storage's clock; None where no age is wanted.
     """
     facts = []
     for entry in entries:
@@ -88,9 +93,22 @@ async def step_facts(
                 head.generation,
                 () if head.ancestors is msgspec.UNSET else head.ancestors,
                 head.finite is not False,
+                None if now_ns is None else await _age_s(backend, entry, now_ns),
             )
         )
     return facts
+
+
+async def _age_s(backend: Backend, entry: StepEntry, now_ns: int) -> float | None:
+    """Return the seconds since a step was saved, both times by the storage's clock; None where it has no date.
+
+    A copy without the dates is as young as the copying, and a date to come is now: what is in doubt counts as young.
+    """
+    dated_ns = entry.dated_ns
+    if entry.head is not None and entry.head.generation > 1:  # a manifest that thinning wrote is younger than the save
+        with suppress(CheckpointError):  # a copy has no votes
+            dated_ns = (await backend.stat(_a_vote(entry.id, entry.head.attempt))).modified_ns
+    return max(0, now_ns - dated_ns) / 1e9 if dated_ns > 0 else None
 
 
 async def mark_unsound(backend: Backend, facts: Sequence[StepFacts], trusted: Collection[str]) -> list[StepFacts]:

@@ -71,6 +71,7 @@ class StepEntry(msgspec.Struct, frozen=True):
         head: of the highest generation that was not passed over; None where there is none, or *trouble*.
         passed: the generations above that one, which are bad.
         trouble: why the highest generation that was not passed over does not say now how new it is.
+        dated_ns: when the storage says that the manifest of *head* was written; 0 where it was not listed, or has no date.
     """
 
     id: str
@@ -82,6 +83,7 @@ class StepEntry(msgspec.Struct, frozen=True):
     damaged: frozenset[int] = frozenset()
     passed: tuple[PassedOver, ...] = ()
     trouble: CheckpointError | None = None
+    dated_ns: int = 0
 
     @property
     def committed(self) -> bool:
@@ -246,6 +248,7 @@ async def _judge(backend: Backend, entry: StepEntry, stats: Mapping[str, Stat], 
     passed: list[PassedOver] = []
     head: Head | None = None
     trouble: CheckpointError | None = None
+    dated_ns = 0
     for generation in entry.generations:
         found = stats.get(manifest_key(entry.id, generation))
         try:
@@ -260,11 +263,13 @@ async def _judge(backend: Backend, entry: StepEntry, stats: Mapping[str, Stat], 
             said = PassedOver(generation, str(error), unread=isinstance(error.__cause__, StorageError))
         heads.learn(found, said)
         if isinstance(said, Head):
-            head = said
+            head, dated_ns = said, 0 if found is None else found.modified_ns
             break
         passed.append(said)
     generations = tuple(generation for generation in entry.generations if generation not in gone)
-    return msgspec.structs.replace(entry, generations=generations, head=head, passed=tuple(passed), trouble=trouble)
+    return msgspec.structs.replace(
+        entry, generations=generations, head=head, passed=tuple(passed), trouble=trouble, dated_ns=dated_ns
+    )
 
 
 async def _read_head(backend: Backend, entry: StepEntry, generation: int, found: Stat | None) -> Head:

@@ -27,11 +27,12 @@ def kept(rules: Retention | None, in_flight: int, step_bytes: int, weight_bytes:
     """Return what *rules* leave of steps of *step_bytes*, *weight_bytes* of them weights.
 
     Beside those that the rules name there is the newest one that was verified, for as long as none that is named was, and
-    those that are being written: *in_flight*. Steps that are thinned keep their weights.
+    those that are being written: *in_flight*. Steps that are thinned keep their weights. How many ``newer_than`` keeps is
+    not known before they are saved: all, at most.
     """
     rules = rules or Retention()
     older_bytes = step_bytes if rules.optimizer is None else weight_bytes
-    if rules.last is None:
+    if rules.last is None or rules.newer_than is not None:
         return KeptSteps(steps=None, bytes=step_bytes, grows_bytes=older_bytes, grows_every=None)
     beside = 1 + in_flight
     named = rules.last + (rules.best.count if rules.best else 0)

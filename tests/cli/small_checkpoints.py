@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ import torch
 
 import aiockpt
 from tests.small_run import SMALL
+
+DAY_S = 86400.0
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -49,6 +53,20 @@ def save(root: Path, steps: list[int], load: int | None = None) -> None:
             ckpt.load(make_state(0), load).result(30)
         for step in steps:
             ckpt.save(step, make_state(step), metrics={"loss": 1 / step}, user={"git": "abc"}).result(30)
+
+
+def make_older(folder: Path, days: float) -> None:
+    """Date everything below *folder* so many days back."""
+    then_s = time.time() - days * DAY_S
+    for path in [folder, *folder.rglob("*")]:
+        os.utime(path, (then_s, then_s))
+
+
+def save_aged(root: Path, ages: dict[int, float]) -> None:
+    """Save steps that are so many days old."""
+    save(root, list(ages))
+    for step, days in ages.items():
+        make_older(root / f"step-{step:08d}", days)
 
 
 def flip(path: Path, offset: int) -> None:

@@ -25,6 +25,10 @@ def prune(
     best: Annotated[
         str | None, typer.Option(help="Besides, keep the best by this metric.", metavar="METRIC", show_default=False)
     ] = None,
+    newer_than: Annotated[
+        str | None,
+        typer.Option(help="Besides, keep every step that is younger: 7d, 36h.", metavar="AGE", show_default=False),
+    ] = None,
     optimizer: Annotated[
         int | None,
         typer.Option(
@@ -48,21 +52,23 @@ def prune(
 
     if delete and dry_run:
         raise UsageError("--yes deletes and --dry-run only shows: give one of them")
-    if last is None and (every or best):
-        raise UsageError("--every and --best keep steps besides the newest: give --last N too")
+    if last is None and newer_than is None and (every or best):
+        raise UsageError("--every and --best keep steps besides the newest: give --last N or --newer-than AGE too")
     backend = open_place(root)
     listed = anyio.run(survey, backend).steps
     if best:
         check_metric(best, listed)
     rule = Best(best, count=best_count, mode=mode) if best else None
-    rules = Retention(last=last, every=every, best=rule, optimizer=optimizer, grace_s=grace_hours * 3600)
+    rules = Retention(
+        last=last, every=every, best=rule, newer_than=newer_than, optimizer=optimizer, grace_s=grace_hours * 3600
+    )
     with open_checkpointer(root) as ckpt:
         found = ckpt.prune(rules, dry_run=True).result()
         folders = [f"{garbage.step_id}/a-{garbage.attempt}" for garbage in found.garbage]
         sizes = {step.id: step.bytes for step in listed} | anyio.run(measure, backend, folders)
         if delete:
             found = ckpt.prune(rules).result()
-    show.json_or(as_json, found, lambda: show_pruned(found, sizes, delete, ruled=last is not None))
+    show.json_or(as_json, found, lambda: show_pruned(found, sizes, delete, ruled=bool(last or newer_than)))
     if delete and found.failed:
         raise typer.Exit(STORAGE_FAILED)
 
