@@ -5,6 +5,7 @@ Guarantee: a missing folder is never made by looking for it.
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -16,7 +17,7 @@ from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
 
 
-def open_place(root: str) -> Backend:
+def open_place(root: str | os.PathLike[str]) -> Backend:
     """Return the backend of *root*: a folder that exists, or a URL.
 
     Raises:
@@ -28,6 +29,12 @@ def open_place(root: str) -> Backend:
     if (folder := _folder_of(backend)) is not None:
         check_folder(folder, "checkpoints are kept in a folder")
     return backend
+
+
+def place_below(root: str, below: str) -> str | Path:
+    """Return the place of a folder *below* the root ("": the root itself): of files a Path, in which no slip is seen."""
+    folder = _folder_of(open_backend(root))
+    return f"{root.rstrip('/')}/{below}".rstrip("/") if folder is None else folder / below
 
 
 def is_to_come(root: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich.markup import escape
 from rich.text import Text
@@ -11,6 +12,9 @@ from aiockpt.cli.descent import ABANDONED, CURRENT, draw_lines, find_current, fi
 from aiockpt.cli.show import ago, columns, count, moment, out, say, size, title
 from aiockpt.cli.survey import Survey, UnfinishedSave
 from aiockpt.pipeline.steps import StepInfo
+
+if TYPE_CHECKING:
+    from aiockpt.cli.dead_runs import RunBelow
 
 METRICS_SHOWN = 3
 UNFINISHED = "◐"
@@ -109,6 +113,30 @@ def _state(step: StepInfo, *, lost_its_parent: bool) -> Text:
     if step.parent is not None and lost_its_parent:
         state.append(f", went on from {step.parent}, deleted or saved anew since", "dim")
     return state
+
+
+def show_dead_runs(folder: str, runs: Sequence[RunBelow], unread: Mapping[str, str], deleted: bool) -> None:
+    """Print a row for each run below *folder*, what cannot be read, and what was freed or would be."""
+    numbers = ("steps", "size", "freed" if deleted else "frees")
+    table = columns("run", numbers[0], numbers[1], "last written", numbers[2], "", right=numbers, folds="")
+    for run in runs:
+        kept = f"keeps {count(len(run.kept), 'step')}" if run.kept else "no step stays"
+        state = f"[dim]stays: {escape(run.stays)}[/]" if run.stays else kept
+        state = f"[red]{escape(run.problem)}[/]" if run.problem else state
+        written = ago(run.changed_ns) if run.changed_ns else "–"
+        freed = "" if run.stays else size(run.freed_bytes)
+        table.add_row(escape(run.run), str(run.steps), size(run.bytes), written, freed, state)
+    if runs:
+        out.print(table)
+    for place, reason in unread.items():
+        say(f"[red]✗ {escape(place)}:[/] {escape(reason)}")
+    freed_bytes = sum(run.freed_bytes for run in runs)
+    if not freed_bytes:
+        say(f"{escape(folder)}: nothing to delete of {count(len(runs), 'run')}")
+    elif deleted:
+        say(f"freed {size(freed_bytes)}")
+    else:
+        say(f"[dim]a dry run: nothing was touched. Add --yes to free {size(freed_bytes)}[/]")
 
 
 def tell_unfinished(root: str, attempt: UnfinishedSave) -> str:

@@ -265,7 +265,7 @@ def test_an_option_like_no_other_is_answered_with_none(aiockpt_command: Command)
 
 
 @pytest.mark.parametrize(
-    "command", ["ls", "inspect", "verify", "diff", "cp", "convert", "prune", "rm", "commit", "bench"]
+    "command", ["ls", "inspect", "verify", "diff", "cp", "convert", "prune", "gc", "rm", "commit", "bench"]
 )
 def test_help_writes_flags_and_arguments_as_people_know_them(aiockpt_command: Command, command: str) -> None:
     shown = aiockpt_command(command, "--help").out
@@ -732,7 +732,8 @@ def test_every_command_refuses_a_place_that_is_a_slip(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     calls = [
-        [name] for name in ("ls", "inspect", "verify", "diff", "doctor", "bench", "report", "prune", "commit", "top")
+        [name]
+        for name in ("ls", "inspect", "verify", "diff", "doctor", "bench", "report", "prune", "gc", "commit", "top")
     ]
     calls = [[*call, "s3:b/run"] + (["1", "2"] if call == ["diff"] else []) for call in calls]
     calls += [["rm", "s3:b/run", "1"], ["cp", "s3:b/run", "there"], ["convert", "s3:b/run", "there"]]

@@ -10,6 +10,7 @@ import typer
 from aiockpt.cli import show
 from aiockpt.cli.commands.common import STORAGE_FAILED, Json, Root, app, open_checkpointer, step_number
 from aiockpt.errors import UsageError
+from aiockpt.units import parse_seconds
 
 
 @app.command("prune")
@@ -70,6 +71,40 @@ def prune(
             found = ckpt.prune(rules).result()
     show.json_or(as_json, found, lambda: show_pruned(found, sizes, delete, ruled=bool(last or newer_than)))
     if delete and found.failed:
+        raise typer.Exit(STORAGE_FAILED)
+
+
+@app.command("gc")
+def collect_dead_runs(
+    folder: Annotated[
+        str, typer.Argument(help="A folder with runs in it, at any depth, or a URL.", show_default=False)
+    ],
+    older_than: Annotated[
+        str, typer.Option(help="A run is dead when nothing was written to it for so long: 36h, 30d.", metavar="AGE")
+    ] = "30d",
+    keep: Annotated[int, typer.Option(min=0, help="How many steps of a dead run stay, the newest.", metavar="N")] = 1,
+    everything: Annotated[
+        bool, typer.Option("--all", "-a", help="With --keep 0: delete every step of dead runs, the newest too.")
+    ] = False,
+    delete: Annotated[bool, typer.Option("--yes", "-y", help="Really delete; without it only show.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show what dead runs below a folder hold, and delete all but their newest step. Only shows it, unless --yes."""
+    from aiockpt.cli.dead_runs import clean_run, find_roots
+    from aiockpt.cli.given_root import open_place, place_below
+    from aiockpt.cli.listing import show_dead_runs
+
+    if not (older_than_s := parse_seconds(older_than)):
+        raise UsageError(f"--older-than {older_than}: give a time such as 30d or 36h")
+    if everything != (keep == 0):
+        raise UsageError("--keep 0 deletes every step of a dead run, so it wants --all, which is for nothing else")
+    roots, unread = anyio.run(find_roots, open_place(folder))
+    places = [place_below(folder, root) for root in roots]
+    runs = [clean_run(place, older_than_s=older_than_s, keep=keep, delete=delete) for place in places]
+    runs = [run for run in runs if run.steps or run.problem]
+    unread = {str(place_below(folder, below)): reason for below, reason in unread.items()}
+    show.json_or(as_json, {"runs": runs, "unread": unread}, lambda: show_dead_runs(folder, runs, unread, delete))
+    if unread or any(run.problem for run in runs):
         raise typer.Exit(STORAGE_FAILED)
 
 
