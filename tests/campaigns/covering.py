@@ -74,15 +74,18 @@ class Covered(msgspec.Struct):
     def pick(self, tests: Iterable[str], budget_s: float = BUDGET_S) -> list[str]:
         """Return as many of *tests* as fit in the budget, from all files in turn; the quickest first."""
         files: dict[str, list[str]] = defaultdict(list)
-        for test in sorted(tests, key=lambda test: self.seconds[test]):
+        for test in sorted(tests, key=self._took_s):
             files[test.partition("::")[0]].append(test)
         picked: list[str] = []
         spent_s = 0.0
         for test in _in_turn(files.values()):
-            if spent_s + self.seconds[test] <= budget_s:
-                spent_s += self.seconds[test]
+            if spent_s + self._took_s(test) <= budget_s:
+                spent_s += self._took_s(test)
                 picked.append(test)
-        return sorted(picked, key=lambda test: self.seconds[test])
+        return sorted(picked, key=self._took_s)
+
+    def _took_s(self, test: str) -> float:
+        return self.seconds.get(test, 0.0)
 
 
 def _in_turn(lists: Iterable[list[str]]) -> Iterator[str]:

@@ -127,17 +127,23 @@ class Mutants:
         mutant = self.draw(seed)
         if mutant.not_worth:
             return Counter({f"not worth: {mutant.not_worth}": 1})
-        source = self._sources[mutant.file]
-        running = self._tests.of(f"{mutant.file}::{mutant.function}", mutant.lines)
-        tests = self._tests.pick(running, BUDGET_S)
-        if self._killed(mutant, source, tests):
+        running, tests = self.tests_of(mutant)
+        if self.killers(mutant, tests):
             return Counter({f"killed: {mutant.kind}": 1})
+        source = self._sources[mutant.file]
         raise AssertionError(
             f"SURVIVED {mutant.file}:{mutant.line} in {mutant.function} ({mutant.kind}), "
             f"{len(tests)} of {len(running)} tests that run it passed\n{mutant.diff(source)}"
         )
 
-    def _killed(self, mutant: Mutation, source: str, tests: list[str]) -> bool:
+    def tests_of(self, mutant: Mutation) -> tuple[list[str], list[str]]:
+        """Return the tests that run the changed line, and those of them that fit into `BUDGET_S`."""
+        running = self._tests.of(f"{mutant.file}::{mutant.function}", mutant.lines)
+        return running, self._tests.pick(running, BUDGET_S)
+
+    def killers(self, mutant: Mutation, tests: list[str]) -> list[str]:
+        """Return the test that failed first on *mutant*, or all that ran where none is named; none when it lives."""
+        source = self._sources[mutant.file]
         first = self._tests.pick(_near(mutant.file, tests), FIRST_S)
         for some in (first, [test for test in tests if test not in set(first)]):
             while left := [test for test in some if test not in self._unsound]:
@@ -148,24 +154,24 @@ class Mutants:
                     self._work.put(mutant.file, source)
                 if status == 0:
                     break
-                if self._was_sound(left, said):
-                    return True
-        return False
+                if sound := self._sound_ones(left, said):
+                    return sound
+        return []
 
-    def _was_sound(self, tests: list[str], said: str) -> bool:
-        """Tell whether the test that failed passes on the tree as it was; where none is named, whether all do."""
+    def _sound_ones(self, tests: list[str], said: str) -> list[str]:
+        """Return the test that failed if it passes on the tree as it was; where none is named, all, if they do."""
         failed = [test for test in tests if f"FAILED {test}" in said or f"ERROR {test}" in said]
         suspects = [max(failed, key=len)] if failed else tests
         if self._sound.issuperset(suspects):
-            return True
+            return suspects
         status, said = self._work.run(suspects)
         if status == 0:
             self._sound.update(suspects)
-            return True
+            return suspects
         if len(suspects) > 1 and not any(f"FAILED {test}" in said for test in suspects):
             raise RuntimeError(f"the tests do not run on the tree as it is: make the map anew\n{said}")
         self._unsound.update(test for test in suspects if len(suspects) == 1 or f"FAILED {test}" in said)
-        return False
+        return []
 
 
 def _near(file: str, tests: list[str]) -> list[str]:

@@ -7,8 +7,10 @@ functions are changed: what a module does when it is imported, annotations, defa
 from __future__ import annotations
 
 import ast
+import copy
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -45,6 +47,8 @@ class Mutation(msgspec.Struct, frozen=True, kw_only=True):
         span: the bytes that it replaces.
         new: by what.
         not_worth: why no test need notice, or "".
+        statement: its statement (of a compound one, the head), as `ast.unparse` writes it.
+        ordinals: which of the equal statements of the function, and which change of its kind in it, each from 0.
     """
 
     file: str
@@ -56,6 +60,8 @@ class Mutation(msgspec.Struct, frozen=True, kw_only=True):
     span: Span
     new: bytes
     not_worth: str
+    statement: str
+    ordinals: tuple[int, int]
 
     def apply(self, source: str) -> str:
         """Return the changed source."""
@@ -160,16 +166,47 @@ def _head(place: Place) -> range:
     return range(statement.lineno, max(last, statement.lineno) + 1)
 
 
+def _without_body(node: ast.stmt) -> str:
+    """Return a statement as text; of a compound one what stands outside its blocks, and its `finally`."""
+    head = copy.copy(node)
+    for name in ("body", "orelse"):
+        if isinstance(getattr(head, name, None), list):
+            setattr(head, name, [ast.Pass()] if name == "body" else [])
+    for name in ("handlers", "cases"):
+        if inner := [copy.copy(one) for one in getattr(head, name, [])]:
+            for one in inner:
+                one.body = [ast.Pass()]
+            setattr(head, name, inner)
+    return ast.unparse(head)
+
+
+def _statements(function: ast.AST) -> dict[ast.stmt, tuple[str, int]]:
+    """Return the text of each statement in *function*, and how many equal ones come before it."""
+    seen: Counter[str] = Counter()
+    found: dict[ast.stmt, tuple[str, int]] = {}
+    for node in ast.walk(function):
+        if isinstance(node, ast.stmt):
+            text = _without_body(node)
+            found[node] = (text, seen[text])
+            seen[text] += 1
+    return found
+
+
 def mutations(file: str, source: str) -> Iterator[Mutation]:
     """Yield every change of *source*, which is that of *file*."""
     text = _Text(source)
     for function, node, first_line, _ in functions(source):
         seen: dict[str, int] = {}
+        statements = _statements(node)
+        in_statement: Counter[tuple[ast.stmt, str, bytes]] = Counter()
         for place in _places(node, ()):
             for change in _changes(text, place):
                 kind, (first, last), new = change
                 what = f"{kind}: {text.data[first:last].decode()} → {new.decode()}"
                 seen[what] = seen.get(what, 0) + 1
+                statement = next(one for one in reversed(place) if isinstance(one, ast.stmt))
+                of_its_kind = (statement, kind, new.strip())
+                in_statement[of_its_kind] += 1
                 yield Mutation(
                     file=file,
                     function=function,
@@ -180,4 +217,6 @@ def mutations(file: str, source: str) -> Iterator[Mutation]:
                     span=(first, last),
                     new=new,
                     not_worth=why_not_worth(place, change),
+                    statement=statements[statement][0],
+                    ordinals=(statements[statement][1], in_statement[of_its_kind] - 1),
                 )
