@@ -237,7 +237,9 @@ def test_a_tier_of_weights_knows_what_was_left_out(tmp_path: Path) -> None:
 def test_ranks_leave_out_together_and_a_name_may_mean_something_on_one_of_them(tmp_path: Path) -> None:
     def stage(rank: int) -> dict[str, Any]:
         layer = nn.ModuleDict({"base": nn.Linear(3, 3), "head": nn.Linear(3, 1)})
-        return {"model": nn.ModuleDict({str(rank): layer, "shared": nn.Linear(2, 2)})}
+        shared = nn.Linear(2, 2)
+        nn.init.constant_(shared.weight, 0.5)  # what ranks have differently is refused
+        return {"model": nn.ModuleDict({str(rank): layer, "shared": shared})}
 
     saved, found = [stage(0), stage(1)], [stage(0), stage(1)]
     with Crew(2, tmp_path / "run", exclude=["model.1.base", "model.shared.bias"]) as crew:
