@@ -109,7 +109,7 @@ class Lineage:
             entries = await scan(place)
             clocks.extend(entry.head.sequence for entry in entries if entry.head)
             clocks.extend([await newest_vote(place, entry) for entry in entries])
-            present.extend(entry for entry in entries if entry.committed)
+            present.extend(entry for entry in entries if entry.generations)
             silent.extend(entry for entry in entries if entry.unheard)
             self._tell_of_others(place, entries, step)
 
@@ -221,6 +221,5 @@ def _older(present: Sequence[StepEntry]) -> Older:
     """Return what a manifest names of the steps that are *present*; of a step that places have differently, the lowest."""
     highest: dict[str, int] = {}
     for entry in sorted(present, key=lambda entry: entry.age_order, reverse=True):
-        here = max(entry.generations, default=0)
-        highest[entry.id] = min(highest.get(entry.id, here), here)
+        highest[entry.id] = min(highest.get(entry.id, entry.generations[0]), entry.generations[0])
     return tuple(highest.items())[:MAX_OLDER]

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 from aiockpt.errors import CheckpointError, CorruptionError, ManifestError, NewerFormatError, StorageError
 from aiockpt.format.manifest import Manifest
-from aiockpt.format.names import manifest_key
+from aiockpt.format.names import attempt_folder, manifest_key
 from aiockpt.pipeline.discover import StepEntry, fall_back, read_generation
 from aiockpt.planning.weights import has_weights_only
 from aiockpt.storage.backend import Backend
@@ -116,23 +116,21 @@ async def _put_behind_newer(one: L, left: list[L]) -> bool:
 
 
 async def _is_older(refused: Listed, newer: Listed) -> bool:
-    """Say whether *newer* proves that the step that is *refused* is older: its manifest names it, or their dates tell."""
+    """Say whether *newer* proves that the step that is *refused* is older: its manifest names it, or their dates tell.
+
+    A name alone is no proof: a step may be deleted, and saved anew as the same generation. So its manifest must be dated
+    before all objects of the newer save and, since a copy of that may be late, before its creation.
+    """
     generation = max(refused.entry.generations, default=0)
     try:
         manifest = await _read(newer)
-        older = dict(manifest.older or ())
-        named = older.get(refused.entry.id, -1) >= generation
-        if not generation:
-            return named
-        try:
-            dated_ns = (await refused.backend.stat(manifest_key(refused.entry.id, generation))).modified_ns
-        except StorageError:
-            return named
-        dates = [stat.modified_ns async for stat in walk(newer.backend, newer.entry.id)]
-    except CheckpointError:  # raised where its turn comes
+        dated_ns = (await refused.backend.stat(manifest_key(refused.entry.id, generation))).modified_ns
+        folder = attempt_folder(manifest.id, manifest.attempt)
+        first_ns = min([manifest.created_ns, *[stat.modified_ns async for stat in walk(newer.backend, folder)]])
+    except CheckpointError:  # nothing is proven: it is raised where its turn comes
         return False
-    # One that is dated later was deleted and saved anew; the writer's clock tells a late copy of what is old.
-    return dated_ns <= max(dates, default=0) if named else dated_ns + DAY_NS <= min([*dates, manifest.created_ns])
+    is_named = dict(manifest.older or ()).get(refused.entry.id, 0) >= generation
+    return dated_ns + (0 if is_named else DAY_NS) < first_ns
 
 
 def newness(listed: Listed) -> tuple[int, int]:

@@ -34,7 +34,8 @@ class Scene:
         whole, bad, unsure: saves that must be found, that cannot be, and of which either may be true.
         bad_steps: numbers whose folders cannot be looked into.
         may_tell: numbers of steps with anything damaged in them.
-        silent: numbers of steps that do not say how new they are: a load must fail.
+        silent: numbers of steps that do not say how new they are: a load must fail, or prove that they are older.
+        refused: those of them that may not be read; only of these it can be proven.
         away: saves whose data cannot be read now: a load must fail that would take one.
         done: the damage, for people.
         seems_whole: whether data are bad in a way that only shows when they are read.
@@ -50,6 +51,7 @@ class Scene:
         self.bad_steps: set[int] = set()
         self.may_tell = {step for step, _ in history.torn}
         self.silent: set[int] = set()
+        self.refused: set[int] = set()
         self.away: list[Save] = []
         self.done: list[str] = []
         self.seems_whole = False
@@ -339,6 +341,7 @@ def outage(scene: Scene, dice: random.Random) -> None:
         scene.away.append(save)
     else:
         scene.silent.add(save.step)
+        scene.refused |= {save.step} if error == errno.EACCES else set()
     scene.hurt(save.folder, f"away ({errno.errorcode[error]}, {verb} of the {kind})", None)
 
 

@@ -66,10 +66,19 @@ def _steps(skipped: tuple[tuple[str, str], ...]) -> list[int]:
 def judge(scene: Scene, found: Found) -> str:
     """Return what came of a look; fail where that is not what must."""
     newest, history = scene.newest, scene.history
-    if scene.silent:
+    if scene.silent and found.error is not None:
         assert isinstance(found.error, StorageError), f"an outage was taken for damage: {found}"
         return "raised: a step is away"
     taken = _taken(scene, found)
+    if (
+        scene.silent
+    ):  # of a step that is refused for good the newer one that was taken must have proven that it is older
+        orders = [save.order for step in scene.silent for save in scene.of_step(step)]
+        assert scene.silent <= scene.refused, f"an outage was taken for damage: {found}"
+        assert taken is not None, f"nothing proves that a refused step is older: {found}"
+        assert taken.order > max(orders), f"a refused step is newer: {found}"
+        assert scene.silent <= set(found.told) <= scene.may_tell | scene.silent, f"passed over untold: {found}"
+        return "loaded past a refused step, told"
     if newest is not None and newest in scene.away and (taken is None or taken.order < newest.order):
         assert isinstance(found.error, StorageError), f"the newest is away, not damaged: {found}"
         return "raised: data are away"

@@ -24,6 +24,7 @@ from aiockpt.errors import CheckpointError, StepNotFoundError
 from aiockpt.options import Retention
 from aiockpt.testing.faults import Fault, FaultyFiles
 from aiockpt.testing.simulated_files import SimulatedFiles
+from aiockpt.testing.simulation import SimulatedClock
 from tests import inline_process
 from tests.file_surgery import ROOT, content, paths
 from tests.inline_process import local
@@ -129,6 +130,14 @@ class Save(msgspec.Struct, frozen=True):
         return f"{self.attempt_folder}/DECISION.json"
 
 
+class Ticking(SimulatedClock):
+    """Dates the files of a history in the order in which they were written, all of them before what its jobs call now."""
+
+    def time_ns(self) -> int:
+        self.now_ns += 1000
+        return self.now_ns
+
+
 class History:
     """A place with a past.
 
@@ -145,7 +154,7 @@ class History:
     """
 
     def __init__(self, dice: random.Random, *, hard_links: bool) -> None:
-        self.files = SimulatedFiles(hard_links=hard_links)
+        self.files = SimulatedFiles(hard_links=hard_links, clock=Ticking(SimulatedClock.now_ns - 10**12))
         self.saves: list[Save] = []
         self.voted: list[Save] = []
         self.overtaken: list[Save] = []

@@ -398,9 +398,6 @@ def test_an_older_step_that_is_away_is_not_asked_for(run: Path) -> None:
 # What may not be read, and is older
 
 
-MANIFEST_ALONE, FOLDER = "step-00000002/MANIFEST-1.json", "step-00000002*"
-
-
 def archive(root: Path, step: int) -> Around:
     """Return the place, in which the manifest of *step* can be listed, and is archived."""
     key = f"{folder(step)}/MANIFEST-1.json"
@@ -417,10 +414,10 @@ def days_back(path: Path, days: float) -> None:
     os.utime(path, ns=(at_ns, at_ns))
 
 
-@pytest.mark.parametrize("match", [MANIFEST_ALONE, FOLDER])
-def test_a_refused_step_that_a_newer_one_names_is_passed_over(run: Path, match: str) -> None:
+def test_a_refused_step_that_a_newer_one_names_is_passed_over(run: Path) -> None:
+    days_back(manifest(run, 2), 0.5)
     save(run, 6, 7)
-    place = unreadable(run, match, errno.EACCES)
+    place = unreadable(run, "step-00000002/MANIFEST-1.json", errno.EACCES, verb="get")
     value, skipped = load(place)
     assert (value, list(skipped)) == (7, [folder(2)])
     assert "Permission denied" in skipped[folder(2)]
@@ -434,11 +431,23 @@ def test_a_refused_step_that_a_newer_one_names_is_passed_over(run: Path, match: 
 
 
 def test_a_refused_step_is_named_by_a_save_that_could_not_read_it(run: Path) -> None:
-    place = unreadable(run, FOLDER, errno.EACCES)
+    days_back(manifest(run, 2), 0.5)
+    place = archive(run, 2)
     with aiockpt.Checkpointer(place, io=SMALL) as ckpt:
         ckpt.save(6, state(6)).result(30)
     value, skipped = load(place)
     assert (value, list(skipped)) == (6, [folder(2)])
+    (run / folder(2) / "MANIFEST-2.json").write_bytes(b"")  # a bad one that is dated now
+    with pytest.raises(aiockpt.StorageError, match="restore it first"):
+        load(place)
+
+
+def test_of_a_step_that_cannot_be_listed_nothing_is_proven(run: Path) -> None:
+    """It may have been deleted, and saved anew."""
+    days_back(manifest(run, 2), 9)
+    save(run, 6)
+    with pytest.raises(aiockpt.StorageError, match=folder(2)):
+        load(unreadable(run, "step-00000002*", errno.EACCES))
 
 
 @pytest.mark.parametrize(("days", "found"), [(2, True), (0.9, False)])
@@ -465,12 +474,14 @@ def test_a_late_copy_of_an_old_step_does_not_prove_by_its_date_that_the_newest_i
 
 @pytest.mark.parametrize("error", [errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET])
 def test_what_may_pass_is_waited_for_although_a_newer_one_names_it(run: Path, error: int) -> None:
+    days_back(manifest(run, 2), 9)
     save(run, 6)
     with pytest.raises(aiockpt.StorageError, match=folder(2)):
-        load(unreadable(run, FOLDER, error))
+        load(unreadable(run, "step-00000002/MANIFEST-1.json", error, verb="get"))
 
 
 def test_a_refused_step_that_an_older_one_names_or_only_an_earlier_generation_of_it_is_raised(run: Path) -> None:
+    days_back(manifest(run, NEWEST), 0.5)
     changed(run, 1, older=((folder(NEWEST), 9),))
     changed(run, 4, older=((folder(NEWEST), 0), (folder(3), 1)))
     with pytest.raises(aiockpt.StorageError, match="restore it first"):
@@ -485,12 +496,16 @@ def test_a_refused_step_that_was_saved_anew_under_the_same_name_is_raised(run: P
         ckpt.delete(2).result(30)
     save(run, 2, value=22.0)
     days_back(manifest(run, 2), -0.01)
+    for path in (run / folder(6)).glob("*.*"):  # marks that came later, too
+        days_back(path, -0.02)
     with pytest.raises(aiockpt.StorageError, match="restore it first"):
         load(archive(run, 2))
 
 
 def test_a_refused_step_is_the_next_where_the_one_that_names_it_turns_out_damaged(run: Path) -> None:
+    days_back(manifest(run, NEWEST), 0.5)
     save(run, 6)
+    assert load(archive(run, NEWEST))[0] == 6
     flipped(data_file(run, 6))
     with pytest.raises(aiockpt.StorageError, match="restore it first"):
         load(archive(run, NEWEST))
