@@ -7,14 +7,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from aiockpt.adapters.loader import Loader
     from aiockpt.adapters.rng import RNG, per_rank
-    from aiockpt.adapters.sampler import ShardedSampler
     from aiockpt.adapters.selection import trainable
     from aiockpt.adapters.sharded_tensors import Shards
-    from aiockpt.adapters.stream import StreamLoader
-    from aiockpt.cadence import Cadence
-    from aiockpt.checkpointer import Checkpointer
+    from aiockpt.data.loader import Loader
+    from aiockpt.data.sampler import ShardedSampler
+    from aiockpt.data.samples import LoaderPart, Span, Stream
+    from aiockpt.data.stream import StreamLoader
     from aiockpt.engine.maintenance import Copied, Description, Pruned, StepInfo, TensorInfo, Verified
     from aiockpt.errors import (
         BackgroundSaveError,
@@ -49,10 +48,11 @@ if TYPE_CHECKING:
     )
     from aiockpt.futures import Future, LoadFuture, LoadResult, SaveFuture, SaveResult
     from aiockpt.options import IO, Best, Deadlines, Retention, Scrub, Tier
-    from aiockpt.preemption import Preempted, Preemption
+    from aiockpt.policies.cadence import Cadence
     from aiockpt.runtime.ranks import Ranks
+    from aiockpt.session.checkpointer import Checkpointer
+    from aiockpt.session.preemption import Preempted, Preemption
     from aiockpt.state.codecs import register_codec
-    from aiockpt.state.samples import LoaderPart, Span, Stream
 
 __version__ = "0.1.0"
 
@@ -127,17 +127,17 @@ _HOMES = (
     "aiockpt.futures",
     "aiockpt.runtime.ranks",
     "aiockpt.state.codecs",
-    "aiockpt.state.samples",
-    "aiockpt.cadence",
-    "aiockpt.preemption",
+    "aiockpt.data.samples",
+    "aiockpt.policies.cadence",
+    "aiockpt.session.preemption",
     "aiockpt.adapters.rng",
-    "aiockpt.adapters.loader",
-    "aiockpt.adapters.sampler",
-    "aiockpt.adapters.stream",
+    "aiockpt.data.loader",
+    "aiockpt.data.sampler",
+    "aiockpt.data.stream",
     "aiockpt.adapters.sharded_tensors",
     "aiockpt.adapters.selection",
     "aiockpt.engine.maintenance",
-    "aiockpt.checkpointer",
+    "aiockpt.session.checkpointer",
 )
 """Where the names live, those that cost least to import first."""
 

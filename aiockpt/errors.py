@@ -44,12 +44,9 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from aiockpt.redaction import redact
-
-if TYPE_CHECKING:
-    from aiockpt.futures import SaveFuture
 
 
 class CheckpointError(Exception):
@@ -240,15 +237,24 @@ class WriterLostError(CheckpointError):
     storage. The next save starts another process."""
 
 
+class FailedSave(Protocol):
+    """What a `aiockpt.futures.SaveFuture` that has failed says: the step, and the error."""
+
+    step: int
+
+    def exception(self, timeout: float | None = None) -> BaseException | None: ...
+    def result(self, timeout: float | None = None) -> object: ...
+
+
 class BackgroundSaveError(CheckpointError):
     """An earlier save failed in the background.
 
     Attributes:
         failures: the failed futures, oldest first; each ``.exception()`` has its own traceback.
-        future: the save that this very call started, or None (``close``); it is not affected.
+        future: the `aiockpt.futures.SaveFuture` that this very call started, or None (``close``); it is not affected.
     """
 
-    def __init__(self, failures: Sequence[SaveFuture], future: SaveFuture | None) -> None:
+    def __init__(self, failures: Sequence[FailedSave], future: Any) -> None:
         lines = [f"  - step {failed.step}: {failed.exception()!r}" for failed in failures]
         tail = "" if future is None else f"\nThe save of step {future.step} was started all the same (see .future)."
         super().__init__("an earlier save failed in the background:\n" + "\n".join(lines) + tail)

@@ -8,12 +8,9 @@ do beside that, such as writing a file, is a `BackgroundTask`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
-
-if TYPE_CHECKING:
-    from aiockpt.checkpointer import Statistics
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -297,6 +294,35 @@ class EventSource(Protocol):
 
     def tell_through(self, emit: Callable[[Event], object]) -> None:
         """Take what shows an event to all observers, to be called on the loop thread; before the first event."""
+
+
+class LimiterStatistics(msgspec.Struct, frozen=True):
+    """A limiter at one instant: what it is for, how many may run, run, and wait, and the most that ever ran."""
+
+    name: str
+    limit: int
+    running: int
+    waiting: int
+    peak: int
+
+
+class PoolStatistics(msgspec.Struct, frozen=True):
+    """The pool at one instant: bytes allocated and their ceiling, slabs in use, the most ever in use, callers waiting."""
+
+    slab_bytes: int
+    ceiling_bytes: int
+    allocated_bytes: int
+    used_slabs: int
+    peak_used_slabs: int
+    waiting: int
+
+
+class Statistics(msgspec.Struct, frozen=True):
+    """A checkpointer at one instant: saves in flight, the staging pool, and the limiters of the write path."""
+
+    saves_in_flight: int
+    pool: PoolStatistics
+    limiters: tuple[LimiterStatistics, ...]
 
 
 @runtime_checkable

@@ -16,31 +16,9 @@ import msgspec
 from aiockpt.errors import BlockingCallError, SaveCancelledError, UsageError
 from aiockpt.runtime.loop import refuse_in_event_loop
 from aiockpt.runtime.promise import LoadPromise, Promise, SavePromise
+from aiockpt.runtime.promise import SaveResult as SaveResult
 
 T = TypeVar("T")
-
-
-class SaveResult(msgspec.Struct, frozen=True):
-    """A committed checkpoint: what ``await save`` returns.
-
-    Attributes:
-        step, id, generation: which one; *id* is its folder below the root.
-        bytes: bytes of the data files that this rank wrote.
-        seconds: from the call of ``save()`` to *committed*.
-        existed: True when the step was committed before and ``on_exists="skip"`` left it.
-        url: the place.
-        durable: whether it outlives this host and a power cut; a memory tier's copy does not, nor one where no folder can
-            be flushed.
-    """
-
-    step: int
-    id: str
-    generation: int
-    bytes: int
-    seconds: float
-    existed: bool = False
-    url: str = ""
-    durable: bool = True
 
 
 class LoadResult(msgspec.Struct, frozen=True):

@@ -31,7 +31,8 @@ from aiockpt.backends.hdfs_concat import WebHdfs, parse_webhdfs
 from aiockpt.backends.hdfs_reader import HdfsReader
 from aiockpt.backends.hdfs_upload import HdfsUpload
 from aiockpt.errors import StorageError, UsageError
-from aiockpt.runtime.limits import Limiter, LimiterStatistics, run_blocking
+from aiockpt.events import LimiterStatistics
+from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.world import World
 from aiockpt.storage.address import hide_secrets
 from aiockpt.storage.backend import Listing, Space, Stat, Traits, check_key

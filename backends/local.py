@@ -36,7 +36,8 @@ from aiockpt.backends.local_reader import BOUNCE_BYTES, BouncePool, LocalReader,
 from aiockpt.backends.local_tree import LEFTOVER_PREFIX, Tree, split_key
 from aiockpt.backends.local_upload import LocalUpload, write_all
 from aiockpt.errors import ObjectExistsError, ObjectNotFoundError, StorageError, UsageError, is_damage
-from aiockpt.runtime.limits import Limiter, LimiterStatistics, run_blocking
+from aiockpt.events import LimiterStatistics
+from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.world import OsFiles, World
 from aiockpt.storage.backend import Listing, Space, Stat, Traits, check_key
 

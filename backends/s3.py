@@ -31,7 +31,8 @@ from aiockpt.backends.s3_multipart import Multipart, abort_uploads
 from aiockpt.backends.s3_reader import S3Reader
 from aiockpt.backends.s3_upload import S3Upload
 from aiockpt.errors import ObjectExistsError, StorageError, UsageError
-from aiockpt.runtime.limits import Limiter, LimiterStatistics
+from aiockpt.events import LimiterStatistics
+from aiockpt.runtime.limits import Limiter
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Listing, Space, Stat, Traits, UnfinishedUpload, check_key
 

@@ -35,8 +35,7 @@ from aiockpt.backends.s3_errors import says_empty, says_expired, says_little, st
 from aiockpt.backends.s3_session import StoreSession
 from aiockpt.errors import StorageTimeoutError, UsageError
 from aiockpt.redaction import hide, redact_error
-from aiockpt.runtime.limits import Limiter, run_blocking
-from aiockpt.runtime.progress import note_progress
+from aiockpt.runtime.limits import Limiter, note_progress, run_blocking
 from aiockpt.storage.address import hide_secrets
 from aiockpt.storage.backend import check_key
 

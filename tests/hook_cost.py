@@ -24,7 +24,7 @@ import torch
 
 import aiockpt
 from aiockpt.backends.memory import MemoryBackend
-from aiockpt.lazy import barrier
+from aiockpt.lazy import snapshotter
 from benchmarks.measure.calls import Training
 from tests.gates import Around
 from tests.seams import lazy_of, promise_of
@@ -62,8 +62,8 @@ class Costs:
         while not promise_of(saves[0]).snapshotted.is_settled:
             time.sleep(0.0005)
         prepare()
-        self.time(hook, barrier._before_step)
-        self.time("hook, idle", barrier._before_step)
+        self.time(hook, snapshotter._before_step)
+        self.time("hook, idle", snapshotter._before_step)
         self.open.set()
         self.ckpt.wait()
         self.open.clear()

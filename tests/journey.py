@@ -28,7 +28,7 @@ import aiockpt
 
 PACKAGE = Path(aiockpt.__file__).parent
 BACKENDS = (PACKAGE / "backends").resolve()
-WINGS = ("ranks", "tiers", "lazy", "worker")
+WINGS = ("ranks", "places", "lazy", "worker")
 """Folders of what a process that saves alone, into one place, does not need."""
 Chain = list[CodeType]
 """Functions of ours, each called by the next; where work changed threads or became a task, by what started it."""

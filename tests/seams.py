@@ -16,8 +16,9 @@ import aiockpt
 from aiockpt.adapters.native import StateWalker
 from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import Alone
-from aiockpt.engine.job import SaveCall, SaveJob
 from aiockpt.engine.place import Place
+from aiockpt.engine.round import SaveRound
+from aiockpt.engine.save import SaveCall, SaveJob
 from aiockpt.engine.snapshotter import Capture
 from aiockpt.format.names import step_id
 from aiockpt.lazy.snapshotter import LazySnapshotter
@@ -35,7 +36,7 @@ from aiockpt.testing.inline_loop import InlineLoop
 
 NOTES_SKIPPED = "aiockpt.engine.find.note_skipped"
 """What takes down that a load passes over a damaged step."""
-FALLS_BACK = "aiockpt.pipeline.newest.fall_back"
+FALLS_BACK = "aiockpt.pipeline.discover.fall_back"
 """What looks for an older generation of a step whose newest is damaged."""
 DAMAGING_ERRNOS = "aiockpt.errors._DAMAGED"
 """The error numbers that mean damage; all others are outages."""
@@ -107,9 +108,9 @@ def _job_of(save: aiockpt.SaveFuture) -> SaveJob:
 
 async def give_up_voted(backend: Backend, world: World, step: int, state: Mapping[str, Any]) -> None:
     """Give up, as a rank does that hears of another one's failure, the one attempt at *step* that is there."""
-    engine = Engine(InlineLoop("rank", lambda: None), Options(), (), world, Alone())
-    job = SaveJob(engine, SaveCall(step=step), Capture(state=StateWalker().walk(state)))
-    job.prepare()
+    engine = Engine(InlineLoop("rank", lambda: None), Options(), (), world)
+    job = SaveJob(engine, SaveCall(save_round=SaveRound(step)), Capture(state=StateWalker().walk(state)))
+    job.prepare(Alone())
     (attempt,) = (await look_at(backend, step_id(step))).attempts
     await abort_attempt([Place(engine, backend)], job, attempt, RuntimeError("a rank has failed"), untold=None)
     job.cancel()

@@ -22,13 +22,13 @@ import aiockpt
 import aiockpt.monitor
 from aiockpt import redaction
 from aiockpt.backends.fsspec import FsspecBackend
-from aiockpt.cli.main import main
 from aiockpt.errors import CheckpointError, StorageError, UsageError
 from aiockpt.events import Event
 from aiockpt.options import Options
 from aiockpt.redaction import HIDDEN, hide, hide_options, redact, redact_error
 from aiockpt.storage.address import parse_address
 from aiockpt.storage.open import open_backend
+from aiockpt.tools.cli.main import main
 from aiockpt.worker.setup import compose_setup
 
 

@@ -11,25 +11,23 @@ from typing import Any
 
 import torch
 
-from aiockpt.adapters.composite_nodes import (
+from aiockpt.adapters.composites import (
     FACTS,
     SHOWN_FACTS,
     SPREAD,
+    SUBCLASS,
     CompositeNode,
+    Parts,
     box_key,
     class_to_make,
+    in_words,
+    is_composite,
     is_composite_node,
     make,
     read_written,
-    write_facts,
-)
-from aiockpt.adapters.composites import (
-    SUBCLASS,
-    Parts,
-    in_words,
-    is_composite,
     replace_content,
     take_apart,
+    write_facts,
 )
 from aiockpt.adapters.dtensors import boxes_of, is_dtensor, local_of
 from aiockpt.adapters.matcher import Matcher

@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from aiockpt.adapters.loader import Loader
 from aiockpt.adapters.rng import PerRank
+from aiockpt.data.loader import Loader
 from aiockpt.state.tree import MAX_DEPTH
 
 Kind = Literal["module", "optimizer", "loader", "per_rank", "stateful", "tensor", "container", "value"]

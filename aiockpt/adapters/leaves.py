@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from aiockpt.adapters.composite_nodes import COMPOSITE, SPREAD, read_composite, read_spread, write_composite
-from aiockpt.adapters.composites import is_composite
+from aiockpt.adapters.composites import COMPOSITE, SPREAD, is_composite, read_composite, read_spread, write_composite
 from aiockpt.adapters.tensors import memory_key
 from aiockpt.format.checksum import digest128
 from aiockpt.state.scalars import decode_base64, field

@@ -14,40 +14,106 @@ Guarantees:
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter, eq
 from typing import Any, Protocol
 
+import msgspec
 import torch
 
 from aiockpt.adapters.composites import is_composite
 from aiockpt.adapters.index import Index
 from aiockpt.adapters.kinds import Stateful, kind_of, members
 from aiockpt.adapters.leaves import write_tensor
-from aiockpt.adapters.load_target import LoadTarget
-from aiockpt.adapters.loader import Loader
 from aiockpt.adapters.local_shards import FlatRange
+from aiockpt.adapters.matcher import LoadTarget
 from aiockpt.adapters.module import ModulePart
 from aiockpt.adapters.optimizer import OptimizerPart
 from aiockpt.adapters.own_optimizer import of_this_rank
-from aiockpt.adapters.rename import Rename
+from aiockpt.adapters.rename import OptimizerState, Rename, Strict
 from aiockpt.adapters.rng import RNG, per_rank
 from aiockpt.adapters.run import Facts, Run, Stale
 from aiockpt.adapters.schedulers import give_state, scheduler_class
 from aiockpt.adapters.selection import ALL, LeafChoice, Selection
-from aiockpt.adapters.stored import Stored
-from aiockpt.adapters.strictness import OptimizerState, Strict
+from aiockpt.adapters.stored import Stored, members_of
 from aiockpt.adapters.target import open_target, read_tree
 from aiockpt.adapters.tensors import Leaf, describe, facts_of, is_plain, tensor_name
-from aiockpt.adapters.tree_size import TreeSize
 from aiockpt.adapters.watch import Watch
-from aiockpt.errors import UnsupportedStateError
-from aiockpt.format.document import collector_paused
+from aiockpt.data.loader import Loader
+from aiockpt.errors import ManifestError, UnsupportedStateError
+from aiockpt.format.document import MAX_TREE_BYTES, MAX_TREE_NODES, check_tree, collector_paused
 from aiockpt.format.names import join_name
 from aiockpt.state.codecs import DEFAULT_CODECS, CodecRegistry
 from aiockpt.state.shards import ShardedState, TensorShard, are_same, digest_structure
 from aiockpt.state.tree import TAG, Node, Path, refuse, write_metadata
+
+# Is the tree of plain values small enough for every reader (docs/format.md#limits), and which leaves make it large?
+#
+# A tree that grows while the program trains (a log, a history) is warned of at a half, three quarters and seven eighths of
+# the limits, so that no run begins to fail without having said so.
+
+
+MIB = 1 << 20
+WARN_AT = (0.5, 0.75, 0.875)
+SHOWN = 3
+_ADVICE = "Keep large ones as tensors or arrays (a long list of numbers is stored as one), or write logs to a file."
+logger = logging.getLogger("aiockpt")
+
+
+class TreeSize:
+    """Measures the trees of the walks of one program."""
+
+    def __init__(self) -> None:
+        self._warned = 0
+
+    def check(self, values: Node) -> None:
+        """Refuse a tree that no reader would accept, and warn of one that grows towards it.
+
+        Raises:
+            UnsupportedStateError: names the leaves that make it large.
+        """
+        raw = msgspec.json.encode(values)
+        try:
+            count = check_tree(raw, "the state")
+        except ManifestError as error:
+            raise UnsupportedStateError("the state", f"{error}. {_biggest(values)}. {_ADVICE}") from error
+        filled = max(count / MAX_TREE_NODES, len(raw) / MAX_TREE_BYTES)
+        due = sum(filled >= mark for mark in WARN_AT)
+        if due > self._warned:
+            self._warned = due
+            logger.warning(
+                "the plain values of the state are %d values, %.1f MiB, and at most %d and %d MiB can be saved. %s. %s",
+                count,
+                len(raw) / MIB,
+                MAX_TREE_NODES,
+                MAX_TREE_BYTES // MIB,
+                _biggest(values),
+                _ADVICE,
+            )
+
+
+def _biggest(values: Node) -> str:
+    """Return in words which leaves have the most text."""
+    found = sorted(_leaves(values, (), _size(values) // (4 * SHOWN)), key=lambda leaf: -leaf[1])[:SHOWN]
+    return "The biggest: " + ", ".join(f"{join_name(path) or 'all'} ({size / MIB:.1f} MiB)" for path, size in found)
+
+
+def _leaves(node: Node, path: Path, least: int) -> Iterator[tuple[Path, int]]:
+    """Yield the parts of at least *least* bytes that have no such parts themselves, with their sizes."""
+    inside = node["value"] if type(node) is dict and node.get(TAG) in ("stateful", "codec") else node
+    parts = [(key, part, _size(part)) for key, part in members_of(inside).items() if type(part) in (dict, list, str)]
+    large = [(key, part) for key, part, size in parts if size >= least]
+    if not large:
+        yield path, _size(node)
+    for key, part in large:
+        yield from _leaves(part, (*path, key), least)
+
+
+def _size(node: Node) -> int:
+    return len(msgspec.json.encode(node))
+
 
 __all__ = [
     "RNG",

@@ -21,8 +21,7 @@ import msgspec
 from aiockpt.adapters.index import Index
 from aiockpt.adapters.matcher import Matcher
 from aiockpt.adapters.optimizer import is_plain, own_parameters
-from aiockpt.adapters.optimizer_forms import FoundOptimizer, Id
-from aiockpt.adapters.optimizer_groups import HOW_TO_STEP, agreed_values, class_misfit
+from aiockpt.adapters.optimizer_forms import HOW_TO_STEP, FoundOptimizer, Id, agreed_values, class_misfit
 from aiockpt.adapters.optimizer_target import (
     OptimizerMatch,
     Thunks,

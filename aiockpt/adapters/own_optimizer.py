@@ -13,12 +13,10 @@ import torch
 from torch.optim import Optimizer
 
 from aiockpt.adapters.dtensors import dtensor_placed, is_dtensor, local_of, placements_of
-from aiockpt.adapters.optimizer import is_plain
-from aiockpt.adapters.optimizer_forms import NAMES
-from aiockpt.adapters.optimizer_groups import HOW_TO_STEP, innermost
+from aiockpt.adapters.optimizer import is_plain, keeper_of
+from aiockpt.adapters.optimizer_forms import HOW_TO_STEP, NAMES, innermost
 from aiockpt.adapters.optimizer_target import set_value
 from aiockpt.adapters.rng import PerRank
-from aiockpt.adapters.zero import keeper_of
 from aiockpt.state.codecs import class_name
 from aiockpt.state.layout import axes_in_memory
 from aiockpt.state.tree import refuse

@@ -12,8 +12,15 @@ from typing import Any
 from torch import nn
 
 from aiockpt.adapters.matcher import Matcher
-from aiockpt.adapters.module import loads_directly, walk_parts
-from aiockpt.adapters.module_target import OwnLoad, SavedModule, bare_key, is_saved_module, open_source
+from aiockpt.adapters.module import (
+    OwnLoad,
+    SavedModule,
+    bare_key,
+    is_saved_module,
+    loads_directly,
+    open_source,
+    walk_parts,
+)
 from aiockpt.state.tree import Path
 
 

@@ -23,7 +23,7 @@ from aiockpt.adapters.kinds import kind_of
 from aiockpt.adapters.rename import near
 from aiockpt.errors import UsageError
 from aiockpt.format.names import join_name, prefixes, split_name
-from aiockpt.keywords import refuse_value
+from aiockpt.options import refuse_value
 from aiockpt.state.tree import Path
 
 _ANY = "**"

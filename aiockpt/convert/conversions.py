@@ -11,7 +11,6 @@ import msgspec
 import torch
 
 from aiockpt.adapters.rename import Renames, Rules
-from aiockpt.checkpointer import Checkpointer, Place
 from aiockpt.convert.casting import parse_dtype
 from aiockpt.convert.folder_layout import SHARD_BYTES
 from aiockpt.convert.inbound import ImportRequest, convert_folder
@@ -23,6 +22,7 @@ from aiockpt.engine.submit import check_step
 from aiockpt.errors import UsageError
 from aiockpt.futures import Future
 from aiockpt.redaction import redact
+from aiockpt.session.checkpointer import Checkpointer, Place
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
 

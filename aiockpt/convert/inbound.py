@@ -1,4 +1,4 @@
-"""How does a Hugging Face folder become a step? As a save whose tensors come from files: streamed, voted, committed.
+"""Import of a Hugging Face folder as a step: a save whose tensors come from files: streamed, receipted, committed.
 
 The step is what a save of ``{"model": model}`` would have written, so ``load`` fills a module from it.
 """
@@ -20,9 +20,9 @@ from aiockpt.convert.streaming import write_file
 from aiockpt.engine import maintenance
 from aiockpt.engine.context import Engine
 from aiockpt.engine.destination import Destination
-from aiockpt.engine.job import SaveCall, SaveJob
 from aiockpt.engine.place import Place
-from aiockpt.engine.save import check_space, committed, write_and_commit
+from aiockpt.engine.round import SaveRound
+from aiockpt.engine.save import SaveCall, SaveJob, check_space, committed, write_and_commit
 from aiockpt.engine.snapshotter import Capture
 from aiockpt.errors import StepExistsError, UsageError
 from aiockpt.format.checksum import BLOCK_BYTES
@@ -33,7 +33,7 @@ from aiockpt.pipeline.commit import Attempt
 from aiockpt.pipeline.copy import Windows
 from aiockpt.pipeline.discover import look_at
 from aiockpt.pipeline.scatter import byte_view
-from aiockpt.pipeline.serialize import BlockSums
+from aiockpt.pipeline.upload import BlockSums
 from aiockpt.planning.write_plan import HEADER, WEIGHTS, Copy, FilePlan, Window
 from aiockpt.redaction import HIDDEN, redact
 from aiockpt.runtime.limits import Limiter, run_blocking
@@ -50,7 +50,7 @@ CUT_BYTES = 1 << 20
 
 
 class ImportRequest(msgspec.Struct, frozen=True):
-    """What a caller asked for; the fields are those of `aiockpt.convert.from_hugging_face`, the dtype as its code.
+    """A request; the fields are the arguments of `aiockpt.convert.from_hugging_face`, the dtype as its code.
 
     Attributes:
         only: the one file that is meant, None for all of the folder's weights.
@@ -79,9 +79,9 @@ class Inbound(msgspec.Struct, frozen=True):
 async def convert_folder(
     destination: Destination, folder: Backend, request: ImportRequest, on_written: Callable[[int], object]
 ) -> Inbound:
-    """Save the weights of *folder* as a step; only plan it where that was asked for."""
+    """Save the weights of *folder* as a step; only plan it in a dry run."""
     engine, place = destination.engine, destination.places[0]
-    if engine.coordinator.world_size > 1 or len(destination.places) > 1:
+    if engine.world_size > 1 or len(destination.places) > 1:
         raise UsageError(
             "a conversion is the work of one process, into one place: make a Checkpointer of its own for it"
         )
@@ -93,7 +93,7 @@ async def convert_folder(
         )
     async with open_source(folder, request.only) as source:
         state = await run_blocking(engine.state_work, _describe, source, path, request)
-        call = SaveCall(step=request.step, user={"converted_from": _place_alone(folder.url)})
+        call = SaveCall(save_round=SaveRound(request.step), user={"converted_from": _place_alone(folder.url)})
         job = SaveJob(engine, call, Capture(state=state))
         job.plan = await run_blocking(engine.state_work, engine.plan, state)
         planned = Inbound(source.files, state, join_name(path), job.plan.file_bytes, None)
@@ -108,7 +108,7 @@ async def convert_folder(
 
 
 def _place_alone(url: str) -> str:
-    """Return *url* without user and query: it stays in the manifest for everybody to read."""
+    """Return *url* without user and query: every reader of the manifest can see it."""
     return redact(url).partition("?")[0].replace(f"{HIDDEN}@", "")
 
 
@@ -136,7 +136,7 @@ def _name(path: Path, name: str) -> str:
 
 
 def _ties(source: Source, wanted: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield what the files note and what the caller said of names that share memory."""
+    """Yield the names that share memory, as noted in the files and as passed by the caller."""
     names = {tensor.name for tensor in source.tensors}
     for other, kept in wanted.items():
         if kept not in names or other in names:
@@ -272,7 +272,7 @@ class _WindowFiller:
 
 
 def _join(wanted: Sequence[tuple[int, int, memoryview]]) -> list[tuple[int, int, list[memoryview]]]:
-    """Make one read of what lies together: a request for each of a thousand small tensors would take all day."""
+    """Make one read of what lies together: a request for each of a thousand small tensors would be far too slow."""
     joined: list[tuple[int, int, list[memoryview]]] = []
     end = (-1, -1)
     for file, start, into in sorted(wanted, key=lambda one: one[:2]):

@@ -1,9 +1,9 @@
-"""How are the tensors of a step read in the order in which somebody else wants them? Range by range, each block verified.
+"""Reading of the tensors of a step in any order, range by range, each block verified.
 
 Guarantees:
 
 - Tensors come out whole, however they were sharded; every block that is read is compared with its checksum.
-- A block that one tier cannot give is read from the next one.
+- A block that one tier cannot deliver is read from the next one.
 - Files stay open, and each header is verified once. A block that two ranges share is read for each.
 """
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from aiockpt.checkpointer import Checkpointer
 from aiockpt.convert.casting import torch_dtype
 from aiockpt.convert.choice import Chosen, choose_weights
 from aiockpt.convert.folder_layout import Weight
@@ -22,6 +21,7 @@ from aiockpt.engine.load import fill_tensors
 from aiockpt.errors import StateMismatchError
 from aiockpt.futures import Future
 from aiockpt.runtime.limits import run_blocking
+from aiockpt.session.checkpointer import Checkpointer
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import TensorShard
 

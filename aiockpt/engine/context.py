@@ -7,18 +7,18 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from aiockpt.engine.outcomes import Failures
 from aiockpt.events import Event, Observer, Operation
 from aiockpt.format.checksum import BLOCK_BYTES
 from aiockpt.futures import SaveFuture
 from aiockpt.options import SHARED_BLOCK_BYTES, Options
-from aiockpt.outcomes import Failures
 from aiockpt.pipeline.commit import Attempt
 from aiockpt.pipeline.discover import StepEntry
 from aiockpt.pipeline.lineage import Lineage
-from aiockpt.pipeline.screen import FileScreen, FloatSpan, find_spans
+from aiockpt.pipeline.upload import FileScreen, FloatSpan, find_spans
 from aiockpt.planning.shard_map import check_whole
 from aiockpt.planning.write_plan import PAGE_BYTES, SavePlan, plan_save
-from aiockpt.runtime.accelerator import Accelerator
+from aiockpt.runtime.accelerator import Accelerator, DeviceEvent
 from aiockpt.runtime.host_memory import Memory
 from aiockpt.runtime.limits import Limiter
 from aiockpt.runtime.promise import SavePromise
@@ -28,8 +28,8 @@ from aiockpt.runtime.world import Loop, World
 from aiockpt.state.shards import ShardedState, TensorShard
 
 if TYPE_CHECKING:
-    from aiockpt.engine.coordinator import Coordinator
-    from aiockpt.engine.snapshotter import Capture
+    import torch
+
     from aiockpt.pipeline.replica_samples import ReplicaSamples, Sampling
     from aiockpt.pipeline.snapshot import CopyProgram  # a writer process copies no state, and need not load torch
 
@@ -40,7 +40,7 @@ class Engine:
     """The shared part of all operations of one checkpointer, whatever the place (`aiockpt.engine.place`).
 
     Args:
-        coordinator: how this process agrees with those that save and load with it.
+        rank, world_size: which this process is of those that save and load together.
         memory: of the staging pool; that of this process alone for None.
         lender: whom slabs go back to that were written; the pool for None.
 
@@ -60,19 +60,20 @@ class Engine:
         options: Options,
         observers: Sequence[Observer],
         world: World,
-        coordinator: Coordinator,
         *,
+        rank: int = 0,
+        world_size: int = 1,
         memory: Memory | None = None,
         lender: Lender | None = None,
     ) -> None:
         self.loop = loop
         self.options = options
         self.world = world
-        self.coordinator = coordinator
+        self.rank, self.world_size = rank, world_size
         self.pool = SlabPool(options.io.slab_bytes, options.io.pool_bytes, memory)
         self.lender: Lender = lender or self.pool
-        self.lineage = Lineage(coordinator.rank, coordinator.world_size, lambda: self.token(6))
-        alone = coordinator.world_size == 1
+        self.lineage = Lineage(rank, world_size, lambda: self.token(6))
+        alone = world_size == 1
         self.block_bytes = options.io.block_bytes or (BLOCK_BYTES if alone else SHARED_BLOCK_BYTES)
         self._payload_alignment = PAGE_BYTES if alone else max(PAGE_BYTES, self.block_bytes)
         self.busy_attempts: set[str] = set()
@@ -103,7 +104,7 @@ class Engine:
 
     def make_plan(self, state: ShardedState) -> SavePlan:
         """Return a plan for *state* that no save has asked for, and remember nothing. Any thread."""
-        if self.coordinator.world_size == 1:
+        if self.world_size == 1:
             check_whole(state)
         io = self.options.io
         return plan_save(
@@ -137,7 +138,9 @@ class Engine:
             self._program = (plan, program) if program.serves(shards) else None
         return program
 
-    def sample_replicas(self, state: ShardedState, capture: Capture) -> Sampling | None:
+    def sample_replicas(
+        self, state: ShardedState, after: Sequence[tuple[torch.device, DeviceEvent]], *, keep: bool
+    ) -> Sampling | None:
         """Read some of what this rank and others have of *state*; None where that is nothing, or not to be compared."""
         if not state.replicas or self.options.replicas == "first":
             return None
@@ -146,8 +149,8 @@ class Engine:
         samples = self._samples
         if samples is None or not samples.serves(state.replicas):
             samples = ReplicaSamples(state.replicas, self.accelerator, whole=self.options.debug == "digest")
-            self._samples = None if capture.is_temporary else samples
-        return samples.begin(capture.after, self.options.deadlines.slab_s)
+            self._samples = samples if keep else None
+        return samples.begin(after, self.options.deadlines.slab_s)
 
     def release_memory(self) -> None:
         """Let go of the staging pool and of the state's tensors, at the end."""

@@ -10,47 +10,20 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-import msgspec
-
-from aiockpt.engine.save import save
+from aiockpt.engine.round import SaveRound
+from aiockpt.engine.save import SaveJob, save
 from aiockpt.errors import RankTimeoutError
 from aiockpt.futures import SaveResult
 from aiockpt.state.shards import ShardedState
 
 if TYPE_CHECKING:
     from aiockpt.engine.context import Engine
-    from aiockpt.engine.destination import Destination
-    from aiockpt.engine.job import SaveJob
+    from aiockpt.engine.find import StepPlaces
     from aiockpt.engine.load import Filled, LoadRequest
     from aiockpt.engine.place import Place
 
 F = TypeVar("F")
 N = TypeVar("N")
-WARM_UP = -1
-"""The step of a round that plans and saves nothing."""
-
-
-class SaveRound(msgspec.Struct, frozen=True):
-    """One save, as all ranks count them: the *number*-th of its step."""
-
-    step: int
-    number: int
-
-    @property
-    def prefix(self) -> str:
-        """What the keys of its notes begin with."""
-        return f"warm_up/{self.number}" if self.step == WARM_UP else f"save/{self.step}/{self.number}"
-
-    @property
-    def call(self) -> str:
-        """What it is, in words."""
-        if self.step == WARM_UP:
-            return f"warm_up() number {self.number}"
-        return f"the save of step {self.step}" + (f", number {self.number}" if self.number > 1 else "")
-
-    def key(self, *parts: object) -> str:
-        """Return the key of a note of this round."""
-        return "/".join([self.prefix, *map(str, parts)])
 
 
 class Coordinator(Protocol):
@@ -70,14 +43,15 @@ class Coordinator(Protocol):
 
     # ------------------------------------------------------------------ the calls; any thread, in the order of all ranks
 
-    def next_round(self, step: int) -> SaveRound | None:
-        """Return the round of a save that begins now, which says what the ranks mean; None where nobody has to know."""
+    def next_round(self, step: int) -> SaveRound:
+        """Return the round of a save that begins now, which says what the ranks mean."""
+        ...
 
     def next_load(self) -> int:
         """Return the number of the load that is called now."""
         ...
 
-    def share(self, save_round: SaveRound | None, state: ShardedState) -> tuple[ShardedState, bool]:
+    def share(self, save_round: SaveRound, state: ShardedState) -> tuple[ShardedState, bool]:
         """Return what this process writes of *state*, and whether that had to be planned with others: then it waited.
 
         Any thread but the loop's.
@@ -94,10 +68,10 @@ class Coordinator(Protocol):
         """
         ...
 
-    def abort(self, save_round: SaveRound | None, error: BaseException) -> None:
+    def abort(self, save_round: SaveRound, error: BaseException) -> None:
         """Tell the others, in the background, why this process takes no part in a round."""
 
-    def leave(self, save_round: SaveRound | None) -> None:
+    def leave(self, save_round: SaveRound) -> None:
         """Tell the others, in the background, that this process is done with a round."""
 
     def depart(self, reason: str, *, failed: bool) -> None:
@@ -121,7 +95,7 @@ class Coordinator(Protocol):
         """Save one state to a place; when this returns it is committed. Raises as `aiockpt.engine.save.save`."""
         ...
 
-    async def load(self, destination: Destination, request: LoadRequest, number: int) -> Filled | None:
+    async def load(self, places: StepPlaces, request: LoadRequest, number: int) -> Filled | None:
         """Fill a state; None only when no checkpoint exists at all. Raises as `aiockpt.engine.load.load`.
 
         Args:
@@ -172,7 +146,7 @@ class Coordinator(Protocol):
     def join(self, board_name: str) -> None:
         """Use the notes of that name, which another process of this rank has begun."""
 
-    def name_attempt(self, save_round: SaveRound | None) -> str | None:
+    def name_attempt(self, save_round: SaveRound) -> str | None:
         """Return the nonce that a save has on all ranks; None where any will do. On the thread that copies: it may wait."""
 
     async def announce(self, job: SaveJob) -> None:
@@ -195,15 +169,15 @@ class Alone:
 
     rank, world_size, board_name = 0, 1, ""
 
-    def next_round(self, step: int) -> SaveRound | None:
-        """Return None: nobody counts saves."""
-        return None
+    def next_round(self, step: int) -> SaveRound:
+        """Return the round of a process that saves alone."""
+        return SaveRound(step)
 
     def next_load(self) -> int:
         """Return 0: nobody counts loads."""
         return 0
 
-    def share(self, save_round: SaveRound | None, state: ShardedState) -> tuple[ShardedState, bool]:
+    def share(self, save_round: SaveRound, state: ShardedState) -> tuple[ShardedState, bool]:
         """Return all of *state*."""
         return state, False
 
@@ -211,10 +185,10 @@ class Alone:
         """Return all of *state*."""
         return state
 
-    def abort(self, save_round: SaveRound | None, error: BaseException) -> None:
+    def abort(self, save_round: SaveRound, error: BaseException) -> None:
         """Nobody waits."""
 
-    def leave(self, save_round: SaveRound | None) -> None:
+    def leave(self, save_round: SaveRound) -> None:
         """Nobody waits."""
 
     def depart(self, reason: str, *, failed: bool) -> None:
@@ -228,11 +202,11 @@ class Alone:
         """Save one state; see `aiockpt.engine.save.save`."""
         return await save(place, job)
 
-    async def load(self, destination: Destination, request: LoadRequest, number: int) -> Filled | None:
+    async def load(self, places: StepPlaces, request: LoadRequest, number: int) -> Filled | None:
         """Fill a state; see `aiockpt.engine.load.load`."""
         from aiockpt.engine.load import load  # it loads torch, which a writer process (`aiockpt.worker`) need not
 
-        return await load(destination, request)
+        return await load(places, request)
 
     async def agree_applied(self, number: int, error: Exception | None) -> None:
         """Raise *error*, if there is one: this process is all that there is."""
@@ -268,7 +242,7 @@ class Alone:
     def join(self, board_name: str) -> None:
         """There are no notes."""
 
-    def name_attempt(self, save_round: SaveRound | None) -> str | None:
+    def name_attempt(self, save_round: SaveRound) -> str | None:
         """Return None: any will do."""
         return None
 

@@ -1,46 +1,30 @@
 """Where do saves go, and where do steps lie? In one place, unless a wing has more to say.
 
-`OnePlace` is a single root, written to from here. `aiockpt.tiers.tiers` has several, `aiockpt.worker.client` another process
-that writes.
+`OnePlace` is a single root, written to from here. `aiockpt.places.tiers.tiers` has several, `aiockpt.worker.client`
+another process that writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
 import anyio
 import msgspec
 
-from aiockpt.engine.context import Engine
-from aiockpt.engine.find import ListedStep
-from aiockpt.engine.job import SaveJob
+from aiockpt.engine.coordinator import Coordinator
+from aiockpt.engine.find import ListedStep, Look, StepPlaces
 from aiockpt.engine.maintenance import clean_up, making_room
 from aiockpt.engine.place import Place
+from aiockpt.engine.save import SaveJob
 from aiockpt.futures import SaveResult
 from aiockpt.options import Tier
-from aiockpt.pipeline.discover import StepEntry
 from aiockpt.runtime.promise import Promise, SavePromise
 
-Look = Callable[[Place], Awaitable[list[StepEntry]]]
-"""Finds steps in one place."""
 
-
-class Destination(Protocol):
-    """Where the saves of one checkpointer go, and where what it loads lies.
-
-    Attributes:
-        engine: what all places share.
-        places: the nearest first.
-    """
-
-    @property
-    def engine(self) -> Engine: ...
-    @property
-    def places(self) -> Sequence[Place]: ...
-
-    # ------------------------------------------------------------------ saves
+class Destination(StepPlaces, Protocol):
+    """Where the saves of one checkpointer go, and where what it loads lies."""
 
     def takes(self, step: int) -> bool:
         """Say whether *step* is saved at all."""
@@ -89,16 +73,6 @@ class Destination(Protocol):
     async def close(self, patience_s: float) -> None:
         """Finish what is under way, for *patience_s* seconds, and close all places."""
 
-    # ------------------------------------------------------------------ loads
-
-    async def list_steps(self, look: Look) -> Sequence[ListedStep]:
-        """Return what *look* finds in each place; of one step the nearest copy comes first.
-
-        Raises:
-            StorageError: it is not known which steps there are.
-        """
-        ...
-
 
 class OneAtATime:
     """Lets one save of a step in at a time, in the order in which they come."""
@@ -123,12 +97,14 @@ class OnePlace:
 
     Args:
         tier: what was asked of it.
+        coordinator: how this process agrees with those that save with it.
     """
 
-    def __init__(self, place: Place, tier: Tier) -> None:
+    def __init__(self, place: Place, tier: Tier, coordinator: Coordinator) -> None:
         self.engine = place.engine
         self.places = (place,)
         self._tier = tier
+        self._coordinator = coordinator
         self._hastened: int | None = None
         self._one_at_a_time = OneAtATime()
 
@@ -156,7 +132,7 @@ class OnePlace:
 
     async def save(self, job: SaveJob) -> SaveResult:
         """Save one state; when this returns it is committed."""
-        (place,), coordinator = self.places, self.engine.coordinator
+        (place,), coordinator = self.places, self._coordinator
         taking_part, alone = coordinator.taking_part(job, self.places), self._one_at_a_time.saving(job.step)
         async with taking_part, alone, making_room(place):
             result = await coordinator.save(place, job)

@@ -14,8 +14,8 @@ Guarantees:
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -31,17 +31,14 @@ from aiockpt.errors import (
 from aiockpt.events import RolledForward, StepSkipped
 from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import step_id
-from aiockpt.pipeline import newest
+from aiockpt.pipeline import discover
 from aiockpt.pipeline.commit import roll_forward
-from aiockpt.pipeline.discover import StepEntry, look_at, scan
-from aiockpt.pipeline.hints import look_for_hints, refuse_step
-from aiockpt.pipeline.unfinished import Unfinished, tell_of_newer
+from aiockpt.pipeline.discover import StepEntry, Unfinished, look_at, look_for_hints, refuse_step, scan, tell_of_newer
 from aiockpt.planning.weights import has_weights_only
 from aiockpt.storage.backend import Backend
 
 if TYPE_CHECKING:
     from aiockpt.engine.context import Engine
-    from aiockpt.engine.destination import Destination
 
 logger = logging.getLogger("aiockpt")
 Skipped = list[tuple[str, str]]
@@ -66,6 +63,27 @@ class ListedStep(msgspec.Struct, frozen=True):
         return ListedStep(self.place, entry)
 
 
+Look = Callable[[Place], Awaitable[list[StepEntry]]]
+"""Finds steps in one place."""
+
+
+class StepPlaces(Protocol):
+    """The places in which the steps of one checkpointer lie, the nearest first; *engine* is what they share."""
+
+    @property
+    def engine(self) -> Engine: ...
+    @property
+    def places(self) -> Sequence[Place]: ...
+
+    async def list_steps(self, look: Look) -> Sequence[ListedStep]:
+        """Return what *look* finds in each place; of one step the nearest copy comes first.
+
+        Raises:
+            StorageError: it is not known which steps there are.
+        """
+        ...
+
+
 class Found(msgspec.Struct, frozen=True):
     """A step whose manifest in one place is valid."""
 
@@ -74,7 +92,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 async def candidates(
-    destination: Destination, step: int | None, skipped: Skipped, *, to_load: bool = True
+    places: StepPlaces, step: int | None, skipped: Skipped, *, to_load: bool = True
 ) -> AsyncIterator[Found]:
     """Yield the copies of *step*, or for None those of all committed steps, the newest first; note what is skipped.
 
@@ -89,12 +107,12 @@ async def candidates(
         UsageError: there are none, and a place is the folder of a step.
     """
     unfinished: list[Unfinished] = []
-    listed = await committed_steps(destination, unfinished) if step is None else await find_step(destination, step)
+    listed = await committed_steps(places, unfinished) if step is None else await find_step(places, step)
     if to_load:
         top = next((one.entry.step for one in listed if one.entry.head is not None), None)
-        await tell_of_newer(unfinished, top, destination.engine.world.clock)
+        await tell_of_newer(unfinished, top, places.engine.world.clock)
         if not listed and not unfinished:
-            await _tell_what_is_there_instead(destination)
+            await _tell_what_is_there_instead(places)
     first: list[CorruptionError] = []
 
     def pass_over(one: ListedStep, error: CorruptionError) -> None:
@@ -119,20 +137,20 @@ async def candidates(
     if step is not None and first:
         raise first[0]
     if listed and step is None:
-        raise NoValidCheckpointError(destination.places[0].backend.url, skipped)
+        raise NoValidCheckpointError(places.places[0].backend.url, skipped)
 
 
 async def newest_first(
     listed: Sequence[ListedStep], pass_over: Callable[[ListedStep, CorruptionError], object]
 ) -> AsyncIterator[Found]:
-    """Yield what is valid of *listed*, the newest first; see `aiockpt.pipeline.newest`."""
-    async for one, manifest in newest.newest_first(listed, pass_over):
+    """Yield what is valid of *listed*, the newest first; see `aiockpt.pipeline.discover`."""
+    async for one, manifest in discover.newest_first(listed, pass_over):
         yield Found(one.place, manifest)
 
 
-async def _tell_what_is_there_instead(destination: Destination) -> None:
+async def _tell_what_is_there_instead(places: StepPlaces) -> None:
     """Log what another place may have been meant by: a load of nothing is no error, unless the place is a step's folder."""
-    for place in destination.places:
+    for place in places.places:
         await refuse_step(place.backend)
         for hint in (await look_for_hints(place.backend)).hints(place.backend.url):
             logger.warning("nothing is loaded, and %s", hint)
@@ -145,7 +163,7 @@ def note_skipped(engine: Engine, step_id: str, step: int, error: CheckpointError
     engine.emit(StepSkipped(at_ns=engine.now_ns(), step=step, reason=str(error)))
 
 
-async def committed_steps(destination: Destination, unfinished: list[Unfinished] | None = None) -> list[ListedStep]:
+async def committed_steps(places: StepPlaces, unfinished: list[Unfinished] | None = None) -> list[ListedStep]:
     """Return the committed steps of all places, newest first, after finishing the commits that dead jobs could not.
 
     Args:
@@ -160,11 +178,11 @@ async def committed_steps(destination: Destination, unfinished: list[Unfinished]
             unfinished.extend(Unfinished(place.backend, entry, busy) for entry in begun)
         return [entry for entry in entries if entry.committed]
 
-    return _sorted(await destination.list_steps(look))
+    return _sorted(await places.list_steps(look))
 
 
 def _sorted(listed: Sequence[ListedStep]) -> list[ListedStep]:
-    return sorted(listed, key=newest.newness)  # stable: the nearest stays first
+    return sorted(listed, key=discover.newness)  # stable: the nearest stays first
 
 
 async def _scan_finishing(place: Place) -> list[StepEntry]:
@@ -194,7 +212,7 @@ async def finish_commits(place: Place, entry: StepEntry) -> list[Manifest]:
     return finished
 
 
-async def find_step(destination: Destination, step: int) -> list[ListedStep]:
+async def find_step(places: StepPlaces, step: int) -> list[ListedStep]:
     """Return the copies of the committed step of that number, the newest save first, and of that the nearest.
 
     Raises:
@@ -207,15 +225,15 @@ async def find_step(destination: Destination, step: int) -> list[ListedStep]:
             entry = await look_at(place.backend, step_id(step))
         return [entry] if entry.committed else []
 
-    listed = _sorted(await destination.list_steps(look))
+    listed = _sorted(await places.list_steps(look))
     if not listed:
-        have = sorted({one.entry.step for one in await committed_steps(destination)}, reverse=True)
+        have = sorted({one.entry.step for one in await committed_steps(places)}, reverse=True)
         shown = ", ".join(map(str, have[:10])) or "none"
-        raise StepNotFoundError(f"{destination.places[0].backend.url} has no step {step}; it has: {shown}")
+        raise StepNotFoundError(f"{places.places[0].backend.url} has no step {step}; it has: {shown}")
     return listed
 
 
-async def find_manifest(destination: Destination, step: int | None) -> Found:
+async def find_manifest(places: StepPlaces, step: int | None) -> Found:
     """Return the nearest valid copy of a step; for None of the newest valid one that some tier has in full, if there is one.
 
     Raises:
@@ -223,7 +241,7 @@ async def find_manifest(destination: Destination, step: int | None) -> Found:
     """
     weights: Found | None = None
     try:
-        async for found in candidates(destination, step, [], to_load=False):
+        async for found in candidates(places, step, [], to_load=False):
             if not has_weights_only(found.manifest):
                 return found
             weights = weights or found
@@ -231,5 +249,5 @@ async def find_manifest(destination: Destination, step: int | None) -> Found:
         if weights is None:
             raise
     if weights is None:
-        raise StepNotFoundError(f"{destination.places[0].backend.url} holds no checkpoint yet")
+        raise StepNotFoundError(f"{places.places[0].backend.url} holds no checkpoint yet")
     return weights

@@ -1,7 +1,8 @@
-"""How is a state loaded? Choose the newest valid step, check its manifest wholly, read straight into place, verify."""
+"""A load: choose the newest valid step, check its manifest wholly, read straight into place, verify."""
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,25 +10,37 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
+import torch
 
 from aiockpt.adapters.native import LoadTarget, OptimizerState, Rename, Stored, Strict, open_target
-from aiockpt.engine.find import Skipped, candidates, note_skipped
+from aiockpt.adapters.plain_values import objects_in
+from aiockpt.adapters.stored import find_node
+from aiockpt.engine.find import Skipped, StepPlaces, candidates, find_manifest, note_skipped
 from aiockpt.engine.place import Place
-from aiockpt.errors import CorruptionError, NoValidCheckpointError, RankFailedError, StateMismatchError, say_briefly
+from aiockpt.errors import (
+    CorruptionError,
+    NoValidCheckpointError,
+    RankFailedError,
+    StateMismatchError,
+    UsageError,
+    say_briefly,
+)
 from aiockpt.events import Loaded, LoadFailed
 from aiockpt.format.configuration import config_changes
+from aiockpt.format.dtypes import torch_name
 from aiockpt.format.manifest import Manifest
-from aiockpt.format.names import list_names
+from aiockpt.format.names import list_names, prefixes, split_name
 from aiockpt.futures import LoadResult
 from aiockpt.pipeline.fetch import Fetcher
 from aiockpt.pipeline.scatter import Places
 from aiockpt.planning.weights import has_weights_only
 from aiockpt.runtime.limits import run_blocking
+from aiockpt.state.geometry import Box
 from aiockpt.state.shards import TensorShard
+from aiockpt.state.tree import TAG, Node
 
 if TYPE_CHECKING:
     from aiockpt.engine.context import Engine
-    from aiockpt.engine.destination import Destination
 
 logger = logging.getLogger("aiockpt")
 
@@ -62,7 +75,7 @@ class Filled(msgspec.Struct, frozen=True):
     """A load whose tensors are filled; ``target.apply()`` fills the objects, on the waiter's thread.
 
     Attributes:
-        agree: whether an object of any rank may refuse what it gets, so that all must hear of the outcome.
+        agree: whether an object of any rank may refuse what it gets, so that all must be notified of the outcome.
     """
 
     result: LoadResult
@@ -75,7 +88,7 @@ class Filled(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self.result, differences=(*self.target.problems, *self.target.told))
 
 
-async def load(destination: Destination, request: LoadRequest) -> Filled | None:
+async def load(places: StepPlaces, request: LoadRequest) -> Filled | None:
     """Fill the tensors of a state; None only when no checkpoint exists at all.
 
     Raises:
@@ -84,12 +97,12 @@ async def load(destination: Destination, request: LoadRequest) -> Filled | None:
             that a state wants more of than it has is passed over while there are others.
         CorruptionError: the step that was asked for is damaged; the state may be partly overwritten.
     """
-    begun_ns = sought_ns = destination.engine.now_ns()
+    begun_ns = sought_ns = places.engine.now_ns()
     skipped: Skipped = []
     touched: frozenset[str] = frozenset()
     lacking = Lacking(request, skipped)
     with lacking.explaining():
-        async for found in candidates(destination, request.step, skipped):
+        async for found in candidates(places, request.step, skipped):
             place, manifest = found.place, found.manifest
             place.engine.stages("load", manifest.step).ended("find", sought_ns)
             try:
@@ -112,7 +125,7 @@ async def load(destination: Destination, request: LoadRequest) -> Filled | None:
 
 @contextmanager
 def telling_failures(engine: Engine, step: int | None) -> Iterator[None]:
-    """Tell observers where a load of *step*, or of the newest one for None, raises."""
+    """Notify observers where a load of *step*, or of the newest one for None, raises."""
     begun_ns = engine.now_ns()
     try:
         yield
@@ -125,7 +138,7 @@ def telling_failures(engine: Engine, step: int | None) -> Iterator[None]:
 
 
 class Lacking:
-    """Steps of which a place has the weights alone, met by a load that wants more: it goes on to a whole one.
+    """Steps of which a place has the weights alone, found by a load that wants more: it goes on to a whole one.
 
     Args:
         skipped: gets each of them, with the reason.
@@ -207,7 +220,7 @@ async def open_manifest(place: Place, request: LoadRequest, manifest: Manifest) 
         StateMismatchError: they do not fit; also when the weights alone were found for a state that wants more, and
             ``strict=False`` would take them for the newest step.
     """
-    rank, world_size = place.engine.coordinator.rank, place.engine.coordinator.world_size
+    rank, world_size = place.engine.rank, place.engine.world_size
     stored = stored_state(manifest, rank, world_size)
     with place.engine.stages("load", manifest.step).time("match"):
         target = await run_blocking(
@@ -243,7 +256,7 @@ async def fill(place: Place, manifest: Manifest, target: LoadTarget, tensors: Fi
 def finish(
     place: Place, manifest: Manifest, target: LoadTarget, traffic: Traffic, begun_ns: int, skipped: Skipped
 ) -> Filled:
-    """Begin a new line of saves at a step that is loaded for good, and tell observers."""
+    """Begin a new line of saves at a step that is loaded for good, and notify observers."""
     engine = place.engine
     engine.lineage.descend_from(manifest, place.backend)
     if manifest.finite is False:
@@ -290,7 +303,7 @@ def _config_changes(engine: Engine, manifest: Manifest) -> tuple[str, ...]:
     if engine.options.config is None or manifest.config is msgspec.UNSET:
         return ()
     changes = config_changes(manifest.config, engine.options.config)
-    if changes and engine.coordinator.rank == 0:
+    if changes and engine.rank == 0:
         more = f"; and {len(changes) - CHANGES_LOGGED} more" if len(changes) > CHANGES_LOGGED else ""
         logger.info(
             "step %d: the configuration has changed since it was saved: %s%s",
@@ -365,3 +378,95 @@ async def verify_files(
     fetcher = Fetcher(place.backend, manifest, (), read_bytes=place.engine.options.io.read_bytes, on_read=on_read)
     for index in range(len(manifest.files)) if only is None else only:
         await fetcher.verify_file(index)
+
+
+# Reading one tensor, or a slice of it, without the rest: the same plan and the same checks as a load.
+
+
+async def read(places: StepPlaces, step: int | None, name: str, rows: slice | None) -> torch.Tensor:
+    """Return tensor *name* of a step (the newest valid one for None), or the *rows* of its first axis, on the host."""
+    found = await find_manifest(places, step)
+    place, manifest = found.place, found.manifest
+    stored = _stored_name(manifest, name)
+    entry = manifest.tensors[stored]
+    box = _rows(name, entry.shape, rows)
+    tensor = torch.empty(box.sizes, dtype=getattr(torch, torch_name(entry.dtype)))
+    shard = TensorShard(name=stored, dtype=entry.dtype, shape=entry.shape, boxes=(box,), data=tensor)
+    async with place.reading(manifest.id):
+        await fill_tensors(place, manifest, [shard])
+    return tensor
+
+
+def _stored_name(manifest: Manifest, name: str) -> str:
+    stored = manifest.alias.get(name, name)
+    if stored in manifest.tensors:
+        count = _count_of_numbers(manifest.state, stored) if len(manifest.tensors[stored].shape) == 1 else None
+        if count is None:
+            return stored
+        advice = _advise_loading(manifest, name) or "Load it: load() into a state that has it."
+        raise StateMismatchError(manifest.id, [f"{name}: {count:,} plain numbers, and read() is for tensors"], advice)
+    raise StateMismatchError(manifest.id, *_tell_what_it_is(manifest, name))
+
+
+def _tell_what_it_is(manifest: Manifest, name: str) -> tuple[list[str], str]:
+    """Return what is stored under *name*, which is no tensor, and how to get it."""
+    if name in (manifest.left_out or {}):
+        return [
+            f"{name}: left out when this step was saved (only= or exclude= of save())"
+        ], "Take it from where it came."
+    names = [*manifest.tensors, *manifest.alias]
+    below = [other for other in names if name in prefixes(other)]
+    if below:
+        some = ", ".join(below[:3]) + (", …" if len(below) > 3 else "")
+        return [f"{name}: not one tensor but {len(below)} ({some})"], "Read one of them, or load() all into a state."
+    if (advice := _advise_loading(manifest, name)) is not None:
+        return [f"{name}: a plain value, and read() is for tensors"], advice
+    if name.partition(".")[0] in (manifest.state.get("global") or {}):
+        advice = "describe() lists the names of tensors, `aiockpt inspect` shows the values too."
+    else:
+        advice = "describe() lists the names."
+    close = difflib.get_close_matches(name, names, n=5)
+    return [f"{name}: no such tensor is stored"], f"Did you mean {', '.join(close)}?" if close else advice
+
+
+def _count_of_numbers(tree: Node, stored: str) -> int | None:
+    """Return how many plain numbers the tensor *stored* stands for, which is longer than they are; None for a tensor."""
+    if type(tree) is dict and tree.get(TAG) == "numbers":
+        count: int | None = tree["count"] if tree["name"] == stored else None
+        return count
+    inside = tree.values() if type(tree) is dict else tree if type(tree) is list else ()
+    counts = (_count_of_numbers(node, stored) for node in inside if type(node) in (dict, list))
+    return next((count for count in counts if count is not None), None)
+
+
+def _advise_loading(manifest: Manifest, name: str) -> str | None:
+    """Return the line that loads a plain value alone, or None where it cannot be."""
+    if (key := _key_of_value(manifest, name)) is None:
+        return None
+    return f"Load it: values = {{{key!r}: None}}; ckpt.load(values, {manifest.step}).result()"
+
+
+def _key_of_value(manifest: Manifest, name: str) -> str | None:
+    """Return the top-level key with which the plain value *name* can be loaded alone, or None where it cannot be."""
+    try:
+        path = split_name(name)
+    except UsageError:
+        return None
+    values = manifest.state.get("global")
+    if not path or find_node(values, path) is None:
+        return None
+    top = find_node(values, path[:1])
+    return str(path[0]) if top is not None and not any(objects_in(top.node)) else None
+
+
+def _rows(name: str, shape: tuple[int, ...], rows: slice | None) -> Box:
+    if rows is None:
+        return Box.whole(shape)
+    if not shape:
+        raise UsageError(f"{name} is a scalar: it has no rows")
+    if not isinstance(rows, slice):
+        raise UsageError(f"rows={rows!r}: give a slice, such as slice(0, 10)")
+    if rows.step not in (None, 1):
+        raise UsageError(f"rows={rows}: give a slice without a step")
+    start, stop, _ = rows.indices(shape[0])
+    return Box((start, *(0 for _ in shape[1:])), (max(stop - start, 0), *shape[1:]))

@@ -6,11 +6,11 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from aiockpt.engine.find import committed_steps, find_manifest, find_step, finish_commits, newest_first
+from aiockpt.engine.find import StepPlaces, committed_steps, find_manifest, find_step, finish_commits, newest_first
 from aiockpt.engine.place import Place
 from aiockpt.errors import CheckpointError, CorruptionError, RankFailedError, StorageError, StorageFullError
 from aiockpt.events import GarbageDeleted, StepDeleted
@@ -19,30 +19,30 @@ from aiockpt.format.names import LATEST_KEY, damaged_key, parse_step, verified_k
 from aiockpt.futures import SaveResult
 from aiockpt.options import Retention
 from aiockpt.pipeline.collect import (
+    DeadUploads,
     Garbage,
+    Thinned,
+    abort_leftovers,
     collect,
     delete_step,
     find_garbage,
+    find_leftovers,
     find_reader,
     mark_unsound,
+    plan_thinning,
     step_facts,
+    thin,
     why_unread,
 )
 from aiockpt.pipeline.copy import Windows, copy_step
-from aiockpt.pipeline.copy_source import open_copy_source
-from aiockpt.pipeline.discover import StepCopy, StepEntry, find_copy, look_at, read_generation, scan
-from aiockpt.pipeline.steps import StepInfo as StepInfo
-from aiockpt.pipeline.steps import look_into, tell
-from aiockpt.pipeline.thinning import Thinned, plan_thinning, thin
-from aiockpt.pipeline.uploads import DeadUploads, abort_leftovers, find_leftovers
+from aiockpt.pipeline.discover import StepCopy, StepEntry, find_copy, look_at, look_into, read_generation, scan, tell
+from aiockpt.pipeline.discover import StepInfo as StepInfo
+from aiockpt.pipeline.fetch import open_copy_source
 from aiockpt.planning.weights import has_weights_only
-from aiockpt.retention import Doomed, Kept, StepFacts, explain_kept, may_be_thinned, plan_retention
+from aiockpt.policies.retention import Doomed, Kept, StepFacts, explain_kept, may_be_thinned, plan_retention
 from aiockpt.runtime.limits import Pace
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.transfer import storage_now_ns
-
-if TYPE_CHECKING:
-    from aiockpt.engine.destination import Destination
 
 logger = logging.getLogger("aiockpt")
 
@@ -133,10 +133,10 @@ class Pruned(msgspec.Struct, frozen=True):
     failed: tuple[str, ...] = ()
 
 
-async def steps(destination: Destination) -> tuple[StepInfo, ...]:
+async def steps(places: StepPlaces) -> tuple[StepInfo, ...]:
     """Return every committed step, the newest first, damaged ones with their problem; what its nearest tier says of it."""
     nearest: dict[tuple[str, int], StepInfo] = {}
-    for listed in await committed_steps(destination):
+    for listed in await committed_steps(places):
         which = (listed.entry.id, listed.entry.age_order[0])
         if which not in nearest:
             nearest[which] = await look_into(listed.place.backend, listed.entry)
@@ -149,7 +149,7 @@ async def finish(place: Place) -> tuple[StepInfo, ...]:
     return tuple([tell(manifest, entry) for entry in entries for manifest in await finish_commits(place, entry)])
 
 
-async def latest(destination: Destination) -> int | None:
+async def latest(places: StepPlaces) -> int | None:
     """Return the newest valid step that some tier has in full; None when there is no valid step at all.
 
     Where there are only weights, the newest of these.
@@ -158,16 +158,16 @@ async def latest(destination: Destination) -> int | None:
         NewerFormatError, StorageError: of a step that may be the newest.
     """
     weights: int | None = None
-    async for found in newest_first(await committed_steps(destination), lambda *_: None):
+    async for found in newest_first(await committed_steps(places), lambda *_: None):
         if not has_weights_only(found.manifest):
             return found.manifest.step
         weights = found.manifest.step if weights is None else weights
     return weights
 
 
-async def describe(destination: Destination, step: int | None) -> Description:
+async def describe(places: StepPlaces, step: int | None) -> Description:
     """Return what a step holds (the newest valid one for None), without reading data."""
-    found = await find_manifest(destination, step)
+    found = await find_manifest(places, step)
     place, manifest = found.place, found.manifest
     entry = await look_at(place.backend, manifest.id)
     tensors = []
@@ -196,9 +196,7 @@ def _count_not_finite(manifest: Manifest) -> dict[str, int]:
     return dict(counts)
 
 
-async def verify(
-    destination: Destination, step: int | None, on_read: Callable[[int], object] = lambda _: None
-) -> Verified:
+async def verify(places: StepPlaces, step: int | None, on_read: Callable[[int], object] = lambda _: None) -> Verified:
     """Read every block of a step, compare it, and leave a mark of what was found; retention goes by it.
 
     Raises:
@@ -206,8 +204,8 @@ async def verify(
     """
     from aiockpt.engine.load import verify_files  # it loads torch, which a writer process (`aiockpt.worker`) need not
 
-    begun_ns = destination.engine.now_ns()
-    found = await find_manifest(destination, step)
+    begun_ns = places.engine.now_ns()
+    found = await find_manifest(places, step)
     place, manifest = found.place, found.manifest
     async with place.reading(manifest.id):
         try:
@@ -222,7 +220,7 @@ async def verify(
 
 
 async def copy(
-    destination: Destination, step: int | None, target: Backend, on_copied: Callable[[int], object] = lambda _: None
+    places: StepPlaces, step: int | None, target: Backend, on_copied: Callable[[int], object] = lambda _: None
 ) -> Copied:
     """Copy a step (the newest valid one for None) to *target*, every block compared on the way.
 
@@ -231,8 +229,8 @@ async def copy(
         CorruptionError: the step is damaged; nothing became visible at the target.
         StorageError: of either place. What was copied is not copied again the next time.
     """
-    begun_ns = destination.engine.now_ns()
-    found = await find_manifest(destination, step)
+    begun_ns = places.engine.now_ns()
+    found = await find_manifest(places, step)
     place, manifest = found.place, found.manifest
     existed = await find_copy(target, manifest.id, manifest.attempt) is not None
     async with place.reading(manifest.id):
@@ -313,7 +311,7 @@ async def making_room(place: Place) -> AsyncIterator[None]:
 
 async def make_room(place: Place) -> None:
     """Apply retention: the clean-up after the last save may have failed, or others may have filled the place."""
-    if place.retention is None or place.engine.coordinator.rank != 0:
+    if place.retention is None or place.engine.rank != 0:
         return
     try:
         async with place.cleaning:
@@ -477,8 +475,8 @@ async def _collect_all(
     return collected
 
 
-async def delete(destination: Destination, step: int) -> None:
+async def delete(places: StepPlaces, step: int) -> None:
     """Delete one step from all tiers, manifests first; the farthest first, so that nothing seems to come back."""
-    for listed in sorted(await find_step(destination, step), key=lambda one: one.place.number, reverse=True):
+    for listed in sorted(await find_step(places, step), key=lambda one: one.place.number, reverse=True):
         await delete_step(listed.place.backend, listed.entry)
-    destination.engine.emit(StepDeleted(at_ns=destination.engine.now_ns(), step=step, reason="asked for"))
+    places.engine.emit(StepDeleted(at_ns=places.engine.now_ns(), step=step, reason="asked for"))

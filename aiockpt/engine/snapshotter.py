@@ -21,9 +21,21 @@ from aiockpt.state.shards import ShardedState
 if TYPE_CHECKING:  # a writer process copies no state, and need not load torch
     import torch
 
-    from aiockpt.engine.job import SaveJob
-    from aiockpt.pipeline.state_devices import StateDevices
+    from aiockpt.pipeline.device_copy import StateDevices
     from aiockpt.runtime.accelerator import DeviceEvent
+    from aiockpt.runtime.promise import Promise, SavePromise
+
+
+class Copying(Protocol):
+    """The copy that a guard guards, as a `aiockpt.engine.save.SaveJob` has it."""
+
+    snapshot: Snapshot
+    promise: SavePromise
+    copied: Promise[None]
+    host_copied: Promise[Sequence[DeviceEvent]]
+
+    def stop(self, error: BaseException) -> None: ...
+    def recheck(self) -> BaseException | None: ...
 
 
 class SaveGuard(CopyGuard, Protocol):
@@ -39,7 +51,7 @@ class SaveGuard(CopyGuard, Protocol):
         """Whether the copy wanted slabs for all of the state."""
         ...
 
-    def begin(self, job: SaveJob) -> None:
+    def begin(self, job: Copying) -> None:
         """Have whoever is about to change the state wait for the copy of *job*: its call returns before that."""
 
     def check_addresses(self) -> None:
@@ -64,7 +76,7 @@ class Unguarded:
     is_unsure = False
     took_whole = True
 
-    def begin(self, job: SaveJob) -> None:
+    def begin(self, job: Copying) -> None:
         """Have nobody wait: the state of *job* may change already."""
 
     def check_addresses(self) -> None:

@@ -26,16 +26,17 @@ import torch
 
 from aiockpt.adapters.native import StateWalker
 from aiockpt.adapters.selection import ALL, Selection
-from aiockpt.engine.coordinator import SaveRound
+from aiockpt.engine.coordinator import Coordinator
 from aiockpt.engine.destination import Destination
-from aiockpt.engine.job import SaveCall, SaveJob
+from aiockpt.engine.outcomes import log_saved
+from aiockpt.engine.round import SaveRound
+from aiockpt.engine.save import SaveCall, SaveJob
 from aiockpt.engine.snapshotter import CaptureRequest, Snapshotter
 from aiockpt.errors import CheckpointError, ManifestError, SaveSkippedError, UsageError
 from aiockpt.events import SaveSkipped
 from aiockpt.format.document import check_tree
 from aiockpt.futures import SaveFuture
 from aiockpt.options import Snapshot, check_choice
-from aiockpt.outcomes import log_saved
 from aiockpt.runtime.host_memory import available_bytes
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.loop import Mutex, made_for_the_loop, thread_id
@@ -64,16 +65,19 @@ class Submitter:
 
     Args:
         destination: where saves go.
+        coordinator: how this process agrees with those that save with it.
         copies: which copies are made beside the program, and who changes the state by hand.
         snapshotter: says how states are copied.
     """
 
-    def __init__(self, destination: Destination, copies: PendingCopies, snapshotter: Snapshotter) -> None:
-        self._destination = destination
+    def __init__(
+        self, destination: Destination, coordinator: Coordinator, copies: PendingCopies, snapshotter: Snapshotter
+    ) -> None:
+        self._destination, self._coordinator = destination, coordinator
         self._engine = engine = destination.engine
         self._copies = copies
         self._snapshotter = snapshotter
-        self._walker = StateWalker(rank=engine.coordinator.rank, alone=engine.coordinator.world_size == 1)
+        self._walker = StateWalker(rank=engine.rank, alone=engine.world_size == 1)
         self._calls = Mutex()  # around what a call finds out of the state and of other saves; never around a wait
         self._saving: set[int] = set()  # the threads that are inside `submit`
         self._saves: list[SavePromise] = []
@@ -118,7 +122,7 @@ class Submitter:
     def _enter(self, begun_ns: int, request: SaveRequest) -> SaveFuture | tuple[SaveJob, Sequence[Promise[Any]] | None]:
         """Capture the state, or skip the save. Return what its copy must wait for, where the caller is to make it."""
         options, step = self._engine.options, request.step
-        save_round = self._engine.coordinator.next_round(step)
+        save_round = self._coordinator.next_round(step)
         try:
             snapshot = options.snapshot if request.snapshot is None else request.snapshot
             check_choice("snapshot", snapshot, Snapshot)
@@ -131,11 +135,10 @@ class Submitter:
                     return self._skip(step, save_round, f"{reason} and when_full is 'skip'")
                 snapshot = "eager"
             call = SaveCall(
-                step=step,
+                save_round=save_round,
                 metrics=_plain_metrics(request.metrics),
                 user=plain_json("user", request.user),
                 config=self._engine.options.config,
-                save_round=save_round,
                 begun_ns=begun_ns,
             )
             before = [point for point in (self._must_end_first(), self._must_be_copied_first()) if point]
@@ -148,13 +151,13 @@ class Submitter:
                     state=request.state,
                     snapshot=snapshot,
                     busy=self._must_be_copied_first() is not None,
-                    waits=bool(before) or save_round is not None,
+                    waits=bool(before) or self._engine.world_size > 1,
                 )
             )
             job = SaveJob(self._engine, call, capture)
             job.stages.note("walk", walked_from_ns, walked_ns)
         except BaseException as error:
-            self._engine.coordinator.abort(save_round, error)
+            self._coordinator.abort(save_round, error)
             raise
         self._destination.prepare(job.promise)
         if not capture.beside:
@@ -193,7 +196,7 @@ class Submitter:
             if job.begun:
                 job.refuse(error)
             else:  # nobody but the caller knows of it
-                self._engine.coordinator.abort(job.save_round, error)
+                self._coordinator.abort(job.save_round, error)
             raise
 
     async def _copy_later(self, before: Sequence[Promise[Any]], job: SaveJob) -> None:
@@ -213,13 +216,13 @@ class Submitter:
     def _refuse(self, job: SaveJob, error: BaseException) -> None:
         """End a save that may not have begun; if so, it cannot tell the other ranks."""
         if not job.begun:
-            self._engine.coordinator.abort(job.save_round, error)
+            self._coordinator.abort(job.save_round, error)
         job.refuse(error)
 
     def _begin(self, job: SaveJob) -> None:
         """Plan this save and have it run; from here on it tells the other ranks itself what goes wrong."""
         with made_for_the_loop():
-            job.prepare()
+            job.prepare(self._coordinator)
         self._destination.announce(job)
         self._engine.pool.fit(job.plan.window_count, available_bytes)
         job.begun = True
@@ -232,8 +235,8 @@ class Submitter:
         async with open_tasks() as tasks:
             tasks.start_soon(self._fill_pool, job)
             result = await job.run(self._destination.save)
-            if result is not None and self._engine.coordinator.rank == 0:
-                log_saved(result, self._engine.coordinator.world_size)
+            if result is not None and self._engine.rank == 0:
+                log_saved(result, self._engine.world_size)
                 if not result.existed:
                     await self._destination.clean_up(result)
         if not self._engine.pool.is_settled:
@@ -274,10 +277,10 @@ class Submitter:
         last = self._last_copy
         return None if last is None or last.is_settled else last
 
-    def _skip(self, step: int, save_round: SaveRound | None, reason: str) -> SaveFuture:
+    def _skip(self, step: int, save_round: SaveRound, reason: str) -> SaveFuture:
         promise = SavePromise(step)
         skipped = SaveSkippedError(f"step {step} was not saved: {reason}")
-        self._engine.coordinator.abort(save_round, skipped)
+        self._coordinator.abort(save_round, skipped)
         promise.fail(skipped)
         event = SaveSkipped(at_ns=self._engine.now_ns(), step=step, reason=reason)
         self._engine.loop.call_soon(self._engine.emit, event)
@@ -288,14 +291,14 @@ class Submitter:
         with self._calls:
             return self._walker.walk(state, selection)
 
-    def warm_up(self, walked: ShardedState, save_round: SaveRound | None) -> None:
+    def warm_up(self, walked: ShardedState, save_round: SaveRound) -> None:
         """Plan, and allocate the pool. Runs on a worker: other ranks may come later."""
         try:
-            share, _ = self._engine.coordinator.share(save_round, walked)
+            share, _ = self._coordinator.share(save_round, walked)
         except BaseException as error:
-            self._engine.coordinator.abort(save_round, error)
+            self._coordinator.abort(save_round, error)
             raise
-        self._engine.coordinator.leave(save_round)
+        self._coordinator.leave(save_round)
         plan, pool = self._engine.plan(share), self._engine.pool
         self._snapshotter.warm_up(share)
         pool.fit(plan.window_count, available_bytes)

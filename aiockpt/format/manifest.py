@@ -164,7 +164,7 @@ ForkedFrom = tuple[str, str, str]
 """Place, step id and run of a step of another place."""
 MAX_OLDER = 64
 Older = Annotated[tuple[tuple[str, Count], ...], Meta(max_length=MAX_OLDER)]
-"""Steps by id and highest generation."""
+"""Steps by id and highest generation; generation 0 where that could not be seen."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

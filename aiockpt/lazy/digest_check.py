@@ -1,4 +1,4 @@
-"""Compares the digests of live tensors before and after their copy, for ``debug="digest"``.
+"""Comparison of the digests of live tensors before and after their copy, for ``debug="digest"``.
 
 A tensor that was changed and changed back in between is not noticed; everything else is. Costs two passes over the state.
 """

@@ -3,31 +3,158 @@
 Guarantees:
 
 - Trusted is what lies in the parameters or the state of an optimizer whose every step calls torch's hooks
-  (`aiockpt.lazy.optimizer_hooks`): one that the state names, or when it names none, any of this process.
+  (`aiockpt.lazy.optimizer_owned`): one that the state names, or when it names none, any of this process.
 - Not trusted, whoever owns it, is what something else changes too: an optimizer without hooks, or forward itself
-  (`aiockpt.lazy.find_optimizers`).
+  (`aiockpt.lazy.optimizer_owned`).
 - What was found is believed as long as nobody came or went, and nobody's groups, states or steps are others.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+import weakref
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 
 from aiockpt.adapters.addresses import TensorMemory
 from aiockpt.adapters.kinds import kind_of, members
 from aiockpt.adapters.optimizer import is_plain
 from aiockpt.adapters.tensors import is_spread, local_tensors
-from aiockpt.lazy.find_optimizers import OptimizerFinder, changed_in_forward, limit_of
-from aiockpt.lazy.optimizer_hooks import is_announced, step_of
 from aiockpt.state.shards import TensorShard
+
+# Finds the optimizers of this process, and the modules whose forward changes parameters, at every save.
+#
+# Nothing leads from a tensor to who changes it, so they are found by what refers to their classes, as objects do. That walks
+# over all objects there are (tens of milliseconds), and is done again only when some came or went: each object counts as a
+# reference to its class, and classes are few.
+#
+# To refer to all objects, even for a moment, breaks other threads: a tuple that is being made from an iterator cannot grow
+# when anybody else has it.
+
+
+_LEARNED_RANGE = "torch.ao.quantization._learnable_fake_quantize"
+
+
+class OptimizerFinder:
+    """Finds them, and remembers who was found, without keeping anybody alive."""
+
+    def __init__(self) -> None:
+        self._counts: list[tuple[int, int]] = []
+        self._found: list[weakref.ref[object]] = []
+
+    def take(self) -> list[object]:
+        """Return the living optimizers, and the modules of torch that may change parameters in forward."""
+        kinds = (Optimizer, nn.Embedding, nn.EmbeddingBag, *_learned_ranges())
+        classes = list(_with_subclasses(kinds))
+        counts = [(id(cls), sys.getrefcount(cls)) for cls in classes]
+        found = [known() for known in self._found]
+        if counts != self._counts or None in found:
+            found = [one for one in gc.get_referrers(*classes) if issubclass(type(one), kinds)]
+            self._counts, self._found = counts, list(map(weakref.ref, found))
+        return found
+
+
+def changed_in_forward(module: object) -> Iterator[torch.Tensor]:
+    """Yield the parameters that forward of *module* changes by itself.
+
+    From torch 2.13's source: ``max_norm`` renormalises the rows that are looked up, in place; a learned fake quantisation
+    limits its scale. A module of somebody else with a ``max_norm`` is taken for one that hands it, and parameters of its
+    own, to torch.
+    """
+    if not isinstance(module, nn.Module) or "_parameters" not in vars(module):  # none yet in the middle of `__init__`
+        return
+    if isinstance(module, _learned_ranges()):
+        yield from module.parameters()
+    elif limit_of(module) is not None:
+        yield from module.parameters(recurse=isinstance(module, nn.Embedding | nn.EmbeddingBag))  # or what makes them
+        yield from (value for value in vars(module).values() if isinstance(value, torch.Tensor))  # a view of a flat one
+
+
+def limit_of(module: object) -> object:
+    """Return the norm that forward of *module* keeps its rows below; None when it has no such thing."""
+    return getattr(module, "max_norm", None)
+
+
+def _learned_ranges() -> tuple[type, ...]:
+    known = sys.modules.get(_LEARNED_RANGE)
+    return () if known is None else (known._LearnableFakeQuantize,)
+
+
+def _with_subclasses(kinds: tuple[type, ...]) -> Iterator[type]:
+    classes = list(kinds)
+    for cls in classes:
+        classes += cls.__subclasses__()
+    return iter(dict.fromkeys(classes))
+
+
+# Tells whether torch calls its hooks in every step of an optimizer: only then our hook can have it wait.
+#
+# Torch puts its hooks around ``step`` of a class when the first instance runs ``Optimizer.__init__``. So a class that leaves
+# that out does not wait, nor does an instance whose ``step`` was replaced. A function that only looks like torch's
+# (everything that ``functools.wraps`` made of it does) is told by where its code is from.
+
+
+_HOOKING = sys.modules[Optimizer.__module__]
+_DELEGATES = {
+    ("accelerate.optimizer", "AcceleratedOptimizer"): "optimizer",
+    ("lightning.fabric.wrappers", "_FabricOptimizer"): "_optimizer",
+    ("lightning_fabric.wrappers", "_FabricOptimizer"): "_optimizer",
+    ("lightning.pytorch.core.optimizer", "LightningOptimizer"): "_optimizer",
+    ("pytorch_lightning.core.optimizer", "LightningOptimizer"): "_optimizer",
+}
+"""Classes without hooks that change nothing themselves, and where they have the optimizer whose ``step`` they call."""
+
+
+def is_announced(optimizer: Optimizer) -> bool:
+    """Return whether every ``step`` of *optimizer* calls torch's hooks before it changes anything."""
+    step = vars(optimizer).get("step", type(optimizer).step)
+    for cls in type(optimizer).__mro__:
+        where = _DELEGATES.get((cls.__module__, cls.__qualname__))
+        inner = vars(optimizer).get(where) if where and step is vars(cls).get("step") else None
+        if isinstance(inner, Optimizer):
+            return is_announced(inner)
+    return _calls_hooks(step)
+
+
+def step_of(optimizer: Optimizer) -> tuple[Hashable, Hashable]:
+    """Return what is another one when ``step`` was replaced, of the class or of the instance. Keeps nothing alive."""
+    return _token(type(optimizer).step), _token(vars(optimizer).get("step"))
+
+
+def _token(step: Any) -> Hashable:
+    try:
+        return weakref.ref(getattr(step, "__func__", step))
+    except TypeError:  # None, or made by C code
+        return id(step)
+
+
+def _calls_hooks(step: Any) -> bool:
+    """Say whether *step* is torch's wrapper with the hooks, or what a scheduler or ``torch.compile`` put around that.
+
+    Both call it, and compiled code runs the hooks again in every call.
+    """
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    while step is not None:
+        step = getattr(step, "__func__", step)
+        home = getattr(step, "__globals__", None)
+        if home is vars(_HOOKING):
+            return bool(getattr(step, "hooked", False))
+        if home is vars(lr_scheduler):
+            step = getattr(step, "__wrapped__", None)
+        elif compiler is not None and home is vars(compiler):
+            step = getattr(step, "_torchdynamo_orig_callable", None)
+        else:
+            return False
+    return False
+
 
 _DISPATCH = attrgetter("__torch_dispatch__")
 logger = logging.getLogger("aiockpt")

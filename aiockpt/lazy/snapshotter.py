@@ -6,25 +6,147 @@ that must wait for something) it is made on a worker, else in the call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import sys
+from collections.abc import Callable, Mapping
 from itertools import compress
 from operator import attrgetter, is_not
+from types import FrameType
+from typing import Any
+
+import msgspec
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from aiockpt.engine.snapshotter import Capture, CaptureRequest
-from aiockpt.lazy.barrier import in_optimizer_step, install_hook
-from aiockpt.lazy.device import DeviceCloner, Taken
 from aiockpt.lazy.digest_check import DigestCheck
 from aiockpt.lazy.mutability import Mutability
 from aiockpt.lazy.state_guard import StateGuard
 from aiockpt.lazy.throttle import Pacing, Throttle
 from aiockpt.lazy.version_check import VersionNotes
-from aiockpt.options import MIB, Options
-from aiockpt.pipeline.state_devices import StateDevices
+from aiockpt.options import MIB, Options, Snapshot
+from aiockpt.pipeline.device_copy import StateDevices
 from aiockpt.runtime.accelerator import Accelerator
-from aiockpt.runtime.loop import runs_event_loop
-from aiockpt.runtime.pending_copies import PendingCopies
+from aiockpt.runtime.loop import Mutex, refuse_on_loop_thread, runs_event_loop
+from aiockpt.runtime.pending_copies import PendingCopies, pending_copies
 from aiockpt.runtime.slabs import SlabPool
 from aiockpt.state.shards import ShardedState
+
+# Keeps optimizers from changing what is still being copied, without the program doing anything for it.
+#
+# While a snapshot is copied on another thread, a global pre-hook of optimizer steps blocks every optimizer of the process
+# until the *whole* state is copied. Guarantees:
+#
+# - What devices will copy by themselves blocks no optimizer on the host: its compute stream waits for them, in its place.
+# - The hook comes with the first checkpointer of the process and stays: optimizers walk torch's hooks without a lock, and
+#   one that is added or removed meanwhile, by whoever begins or finishes a copy, makes ``step()`` raise on another thread.
+#   While nothing is copied it costs a step less than a microsecond.
+# - A save that begins inside an optimizer's step, in its closure or in a hook of it, does not block that step: our hook has
+#   been passed. `in_optimizer_step` tells, by the frames of the caller, which no exception can leave behind.
+#
+# What else waits for a copy, and how, is in `aiockpt.runtime.pending_copies`.
+
+
+_installing = Mutex()
+_hook: RemovableHandle | None = None
+
+
+def install_hook() -> None:
+    """Have every step of every optimizer of this process wait for what is being copied. Idempotent."""
+    global _hook
+    with _installing:
+        if _hook is None:
+            _hook = register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(*_: Any) -> None:
+    for copies in pending_copies():
+        _order_step(copies)
+
+
+def _order_step(copies: PendingCopies) -> None:
+    """Let no step that the calling thread begins now overtake a copy; block only for what the host has left to copy."""
+    copies.tell_change()
+    for copy in copies.copying:
+        refuse_on_loop_thread("an optimizer's step while a snapshot is being copied")
+        copies.wait_for(copy, copy.host_copied)
+        if copy.host_copied.is_settled:
+            for event in copy.host_copied.value:
+                event.order_before_compute()
+    copies.recheck()
+
+
+_STEP = Optimizer.profile_hook_step(lambda _: None).__code__
+"""Of what torch wraps every optimizer's step in: it calls the hooks, then the step."""
+
+
+def in_optimizer_step() -> bool:
+    """Say whether the calling thread is inside the step of an optimizer of torch: in its closure, or in a hook."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _STEP:
+        frame = frame.f_back
+    return frame is not None
+
+
+# Copies a whole state on its device, in the call, in the order of the compute streams; that takes milliseconds.
+#
+# Guarantees:
+#
+# - The copies hold the state as of the call, whatever the program does next; no optimizer waits for anything.
+# - Training keeps the memory that it needs: there is one such copy at a time, and none where the device has no room beside
+#   the peak of training. Then the snapshot is lazy, and says why.
+# - What is in host memory is copied in the call as well. A state that is all there is copied eagerly.
+
+
+logger = logging.getLogger("aiockpt")
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """A snapshot as it can be had: of which state, how, and why not as it was asked for."""
+
+    state: ShardedState
+    snapshot: Snapshot
+    reason: str = ""
+
+
+class DeviceCloner:
+    """Copies states on their devices, where there is room."""
+
+    def __init__(self, accelerator: Accelerator, devices: StateDevices) -> None:
+        self._accelerator = accelerator
+        self._devices = devices
+
+    def clone(self, walked: ShardedState, *, busy: bool) -> Taken:
+        """Copy *walked* on its devices, if that is possible.
+
+        Args:
+            busy: whether the last such copy is still needed.
+        """
+        sizes = self._devices.sizes(walked.tensors)
+        if not sizes:
+            return Taken(walked, "eager", "no tensor is on a device")
+        reason = "the last copy on the device is still on its way to the host" if busy else self._why_not(sizes)
+        if not reason:
+            try:
+                return Taken(self._clone(walked), "device")
+            except torch.OutOfMemoryError as error:
+                reason = f"the device has no memory for a copy: {str(error).partition('.')[0]}"
+        logger.warning("the snapshot is lazy: %s", reason)
+        return Taken(walked, "lazy", reason)
+
+    def _why_not(self, sizes: Mapping[torch.device, int]) -> str:
+        for device, size_bytes in sizes.items():
+            missing_bytes = self._accelerator.lend(device, size_bytes)
+            if missing_bytes:
+                return f"{device} lacks {missing_bytes:,} of {size_bytes:,} bytes for a copy beside what training needs"
+        return ""
+
+    def _clone(self, walked: ShardedState) -> ShardedState:
+        clone = self._accelerator.clone
+        tensors = tuple(msgspec.structs.replace(shard, data=clone(shard.data)) for shard in walked.tensors)
+        return msgspec.structs.replace(walked, tensors=tensors)
+
 
 INLINE_COPY_BYTES = 16 * MIB
 """Inside a running event loop a larger state is copied on a worker: 16 MiB is about a millisecond."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from aiockpt.engine.job import SaveJob
+from aiockpt.engine.snapshotter import Copying
 from aiockpt.errors import TornSnapshotError
 from aiockpt.lazy.digest_check import DigestCheck
 from aiockpt.lazy.throttle import Throttle
@@ -61,7 +61,7 @@ class StateGuard:
         """Whether the copy wanted slabs for all of the state."""
         return self.throttle is None or self.throttle.whole
 
-    def begin(self, job: SaveJob) -> None:
+    def begin(self, job: Copying) -> None:
         """Have whoever is about to change the state wait for the copy of *job*; of a copy on the device nobody needs to."""
         throttle = self.throttle
         if throttle is not None:

@@ -25,7 +25,7 @@ import torch
 from aiockpt.errors import TornSnapshotError
 from aiockpt.format.names import list_names
 from aiockpt.lazy.guards import COMPARED, Guard, Where
-from aiockpt.pipeline.address_check import AddressCheck
+from aiockpt.pipeline.snapshot import AddressCheck
 from aiockpt.runtime.accelerator import Accelerator
 from aiockpt.state.shards import TensorShard
 

@@ -16,7 +16,7 @@ from aiockpt.monitor.stragglers import Straggler
 from aiockpt.monitor.trace import FOLDER
 from aiockpt.monitor.under_way import PendingWork
 from aiockpt.storage.backend import Backend, Stat
-from aiockpt.storage.get_many import get_many
+from aiockpt.storage.transfer import get_many
 
 _decoder = msgspec.json.Decoder(Beat)
 MISSED = 3

@@ -44,7 +44,7 @@ from aiockpt.monitor.run_time import RunTime
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-    from aiockpt.checkpointer import Statistics
+    from aiockpt.events import Statistics
 
 logger = logging.getLogger("aiockpt")
 

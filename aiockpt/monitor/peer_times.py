@@ -18,7 +18,7 @@ from aiockpt.monitor.stage_times import HASH, StageKey, StageTimes, is_remote
 from aiockpt.monitor.stragglers import Straggler, stragglers
 from aiockpt.monitor.trace import FOLDER
 from aiockpt.storage.backend import Backend
-from aiockpt.storage.get_many import get_many
+from aiockpt.storage.transfer import get_many
 
 logger = logging.getLogger("aiockpt")
 

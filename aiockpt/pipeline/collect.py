@@ -12,28 +12,100 @@ Guarantees (docs/format.md#deletion):
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
 
-from aiockpt.errors import CheckpointError, ManifestError, ObjectNotFoundError, StorageError, StorageFullError
+from aiockpt.errors import (
+    CheckpointError,
+    ManifestError,
+    ObjectNotFoundError,
+    StepNotFoundError,
+    StorageError,
+    StorageFullError,
+    UsageError,
+)
 from aiockpt.format.manifest import Decision, Manifest
 from aiockpt.format.names import (
+    LATEST_KEY,
     attempt_folder,
     damaged_key,
     decision_key,
+    list_names,
     manifest_key,
+    parse_data,
     receipt_key,
     verified_key,
 )
-from aiockpt.pipeline.commit import check_sizes, claim, take_name_of_record
-from aiockpt.pipeline.discover import StepEntry, look_at, newest_manifest, votes_to_finish
-from aiockpt.pipeline.manifests import read_manifest
-from aiockpt.pipeline.thinning import remove_overtaken
-from aiockpt.retention import StepFacts, lineage
-from aiockpt.storage.backend import Backend
+from aiockpt.pipeline.commit import check_sizes, claim, publish, take_name_of_record
+from aiockpt.pipeline.discover import StepEntry, look_at, newest_manifest, scan, votes_to_finish
+from aiockpt.pipeline.receipts import ranks_that_voted, read_manifest
+from aiockpt.planning.weights import thin_manifest
+from aiockpt.policies.retention import StepFacts, lineage
+from aiockpt.storage.backend import PROOF_KEY, Backend, UnfinishedUpload, keeps_uploads
 from aiockpt.storage.transfer import delete_below, storage_now_ns, walk
+
+# How does a step give up all but its weights, so that a crash at any point leaves it whole or thin, and never less?
+#
+# A thinned step is a generation of its own: a new manifest that names the same weight files, of the same attempt. It says
+# that it is weights alone, so nothing is resumed from it, and it loads into bare modules.
+#
+# Guarantees:
+#
+# - The new manifest is durable before anything is removed. Then the other files go, and the old manifest last: while that is
+#   there, whoever cleans up knows that there is something left to remove, and what.
+# - Readers take the higher generation, whose files stay: no read of the weights is disturbed.
+# - Only a step whose files are of one kind each is thinned; one that was written otherwise is left, with the reason.
+
+
+class Thinned(msgspec.Struct, frozen=True):
+    """A step that keeps its weights alone: its number, and the bytes of the files that go."""
+
+    id: str
+    step: int
+    bytes: int
+
+
+def plan_thinning(whole: Manifest, generation: int, write_id: str) -> tuple[Manifest, Thinned]:
+    """Return the manifest of the weights of *whole* as that *generation*, and what is gained.
+
+    Raises:
+        UsageError: its files hold weights and other things together, or no weights.
+    """
+    thin = thin_manifest(whole, generation, write_id)
+    kept = {file.p for file in thin.files}
+    return thin, Thinned(whole.id, whole.step, sum(file.size for file in whole.files if file.p not in kept))
+
+
+async def thin(backend: Backend, whole: Manifest, highest: int, write_id: str) -> Thinned:
+    """Have the step of *whole* keep its weights alone.
+
+    Args:
+        highest: the highest generation of the step there.
+
+    Raises:
+        UsageError: as `plan_thinning`.
+        CommitConflictError: the step is being saved again; it is left as it is.
+    """
+    new, gained = plan_thinning(whole, highest + 1, write_id)
+    made = await publish(backend, new)
+    await remove_overtaken(backend, whole, made)
+    return gained
+
+
+async def remove_overtaken(backend: Backend, older: Manifest, newer: Manifest) -> None:
+    """Remove the files that only an *older* generation of the same attempt names, and then its manifest."""
+    if older.attempt != newer.attempt or older.generation >= newer.generation:
+        raise UsageError(f"{older.id}: generation {newer.generation} does not overtake generation {older.generation}")
+    named = {file.p for file in newer.files}
+    gone = [f"{older.id}/{file.p}" for file in older.files if file.p not in named]
+    if gone:
+        await backend.delete(gone)
+    for key in (verified_key, damaged_key, manifest_key):
+        await backend.delete([key(older.id, older.generation)])
+
 
 LEASE_S = 6 * 3600.0
 LEASE_BYTES = 4096
@@ -47,7 +119,7 @@ class Garbage(msgspec.Struct, frozen=True):
     Attributes:
         generation: of the manifest to remove, or None where there is none.
         attempt: whose folder is removed.
-        shares: whether the newest generation has the same attempt: what it names stays (`aiockpt.pipeline.thinning`).
+        shares: whether the newest generation has the same attempt: what it names stays (`aiockpt.pipeline.collect`).
     """
 
     step_id: str
@@ -280,3 +352,167 @@ async def find_reader(backend: Backend, step_id: str, nonce: str) -> str | None:
             if stat.size and (who := await backend.get(stat.key, LEASE_BYTES)):
                 return f"it is held by {who.decode(errors='replace')}"
     return "another process is reading it" if alive else None
+
+
+# How is a step, or a whole run, removed because somebody asked for it? Only what is ours, whatever state it is in.
+#
+# Guarantees:
+#
+# - Nothing is touched but step folders with a manifest or an attempt of ours in them, the hint, the marks of this program at
+#   the root, and unfinished uploads below our attempts. What else lies there is named and stays.
+# - Steps go one by one, the oldest first, each as retention removes it: whoever is interrupted keeps the newest ones.
+
+
+_MARKS = re.compile(r"\.clock-[0-9a-f]+|\.aiockpt-probe-[0-9a-f]+|\.exclusive-[0-9a-f]+|\.seen-[0-9a-f]+")
+"""What this program writes at the root for a moment; a crash may leave it."""
+
+
+class Removal(msgspec.Struct, frozen=True):
+    """What is to be removed of one root.
+
+    Attributes:
+        url: of the root.
+        steps: the folders of steps, committed or not, the oldest first.
+        bytes: of all objects in them.
+        marks: the keys of ours that belong to no step.
+        uploads: unfinished uploads of ours.
+        others: names at the root that are not ours, and stay.
+        newest: whether the newest committed step is among them.
+    """
+
+    url: str
+    steps: tuple[str, ...]
+    bytes: int
+    newest: bool
+    marks: tuple[str, ...] = ()
+    uploads: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+
+
+async def plan_removal(backend: Backend, step: int | None) -> Removal:
+    """Return what goes when *step* is removed; everything of the run for None.
+
+    Raises:
+        StepNotFoundError: there is nothing of that step.
+    """
+    entries = [entry for entry in await scan(backend) if entry.committed or entry.attempts]
+    committed = [entry.id for entry in entries if entry.committed]
+    chosen = [entry for entry in reversed(entries) if step is None or entry.step == step]
+    if step is not None and not chosen:
+        there = [str(entry.step) for entry in entries]
+        has = f"it has {list_names(there)}" if there else "it holds no checkpoint"
+        raise StepNotFoundError(f"{backend.url} has no step {step}; {has}")
+    sizes = [stat.size for entry in chosen async for stat in walk(backend, entry.id)]
+    removal = Removal(
+        backend.url,
+        tuple(entry.id for entry in chosen),
+        sum(sizes),
+        newest=bool(committed) and committed[0] in {entry.id for entry in chosen},
+        uploads=tuple(upload.key for upload in await _uploads_of(backend, None if step is None else chosen)),
+    )
+    if step is not None:
+        return removal
+    root = await backend.list("")
+    names = [stat.key for stat in root.objects]
+    marks = [name for name in names if name in (LATEST_KEY, PROOF_KEY) or _MARKS.fullmatch(name)]
+    steps = {entry.id for entry in entries}
+    others = [*(name for name in names if name not in marks), *(name for name in root.folders if name not in steps)]
+    return msgspec.structs.replace(removal, marks=tuple(marks), others=tuple(others))
+
+
+async def remove(backend: Backend, removal: Removal, on_step: Callable[[str], object] = lambda _: None) -> None:
+    """Remove what was planned, as far as it is still there.
+
+    Args:
+        on_step: told the id of each step that is gone.
+    """
+    entries = {entry.id: entry for entry in await scan(backend)}
+    for step_id in removal.steps:
+        if step_id in entries:
+            await delete_step(backend, entries[step_id])
+        on_step(step_id)
+    store = keeps_uploads(backend)
+    if store is not None and removal.uploads:
+        await store.abort_uploads([one for one in await store.leftover_uploads() if one.key in removal.uploads])
+    if removal.marks:
+        await backend.delete(removal.marks)
+
+
+async def _uploads_of(backend: Backend, entries: list[StepEntry] | None) -> list[UnfinishedUpload]:
+    """Return the uploads of ours below some steps, or all; none where the store does not tell."""
+    store = keeps_uploads(backend)
+    if store is None:
+        return []
+    try:
+        found = [(upload, parse_data(upload.key)) for upload in await store.leftover_uploads()]
+    except StorageError:
+        return []
+    ids = None if entries is None else {entry.id for entry in entries}
+    return [upload for upload, ours in found if ours is not None and (ids is None or ours[0] in ids)]
+
+
+# Which uploads did dead writers leave in an object store, and which of them may be aborted?
+#
+# An object store keeps the parts of an upload that nobody finished, and asks money for them, until somebody aborts it.
+#
+# Guarantees:
+#
+# - Only uploads of data files below our own ``a-<nonce>/`` folders are looked at: what another program left is its own.
+# - Aborted is what is older than the grace by the storage's clock, of a rank without a receipt in that attempt: a rank that
+#   voted has finished its uploads. Attempts that are under way here are left alone whatever their age.
+# - Nothing here fails a save or a clean-up: a store that does not let us list or abort is told, and asked no more.
+
+
+class DeadUploads(msgspec.Struct, frozen=True):
+    """The uploads that dead writers left.
+
+    Attributes:
+        uploads: those that were aborted, or may be.
+        problem: why there may be more, or why they are still there; None when all is known and done.
+    """
+
+    uploads: tuple[UnfinishedUpload, ...] = ()
+    problem: str | None = None
+
+
+async def find_leftovers(backend: Backend, *, grace_s: float, nonce: str, busy: Collection[str]) -> DeadUploads:
+    """Return the uploads below the root that nobody will finish.
+
+    Args:
+        busy: attempts of this process that are under way.
+    """
+    if (store := keeps_uploads(backend)) is None:
+        return DeadUploads()
+    try:
+        ours = {upload: found for upload in await store.leftover_uploads() if (found := parse_data(upload.key))}
+        if not ours:
+            return DeadUploads()
+        before_ns = await storage_now_ns(backend, nonce) - grace_s * 1e9
+        old = {upload: found for upload, found in ours.items() if upload.started_ns <= before_ns}
+        attempts = {(step_id, attempt) for step_id, attempt, _ in old.values() if attempt not in busy}
+        voted = {one: await ranks_that_voted(backend, *one) for one in sorted(attempts)}
+    except StorageError as error:
+        return DeadUploads(problem=f"unfinished uploads cannot be listed: {error}")
+    return DeadUploads(
+        tuple(
+            upload
+            for upload, (step_id, attempt, rank) in old.items()
+            if (step_id, attempt) in voted and rank not in voted[step_id, attempt]
+        )
+    )
+
+
+async def abort_leftovers(backend: Backend, found: DeadUploads) -> DeadUploads:
+    """Abort what was found; return what is aborted."""
+    store = keeps_uploads(backend)
+    if store is None or not found.uploads:
+        return found
+    done: list[UnfinishedUpload] = []
+    for upload in found.uploads:
+        try:
+            await store.abort_uploads([upload])
+        except StorageError as error:
+            left = len(found.uploads) - len(done)
+            return DeadUploads(tuple(done), f"{left} unfinished uploads cannot be aborted: {error}")
+        done.append(upload)
+    return DeadUploads(tuple(done), found.problem)

@@ -44,8 +44,7 @@ from aiockpt.format.merge import merge_receipts
 from aiockpt.format.names import LATEST_KEY, attempt_folder, decision_key, manifest_key, receipt_key
 from aiockpt.format.parts import detach
 from aiockpt.pipeline.discover import StepEntry, votes_to_finish
-from aiockpt.pipeline.manifests import read_manifest
-from aiockpt.pipeline.receipts import ReceiptReader
+from aiockpt.pipeline.receipts import ReceiptReader, read_manifest
 from aiockpt.redaction import redact
 from aiockpt.runtime.notes import name_ranks
 from aiockpt.runtime.world import World

@@ -25,11 +25,10 @@ from aiockpt.format.manifest import FileEntry, Manifest
 from aiockpt.format.names import attempt_folder, attempt_prefix, copied_folder, copied_key, parse_copied
 from aiockpt.options import MIB
 from aiockpt.pipeline.commit import publish
-from aiockpt.pipeline.copy_source import CopySource, VerifiedBlocks
 from aiockpt.pipeline.discover import find_copy, look_at
-from aiockpt.pipeline.serialize import BlockSums
-from aiockpt.runtime.limits import Limiter, Pace, run_blocking
-from aiockpt.runtime.progress import note_progress
+from aiockpt.pipeline.fetch import CopySource, VerifiedBlocks
+from aiockpt.pipeline.upload import BlockSums
+from aiockpt.runtime.limits import Limiter, Pace, note_progress, run_blocking
 from aiockpt.runtime.slabs import Slab, SlabPool
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.runtime.world import World

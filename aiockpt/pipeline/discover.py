@@ -1,20 +1,24 @@
-"""Which steps are there, and which is the newest?
+"""Discovery of committed steps: which are there, and which is the newest.
 
 Guarantees:
 
 - "Newest" is decided by the logical clock in the manifests (`sequence`, then step), never by a clock of a machine: after
   going back to an earlier step and saving on, the new branch is the newest.
-- Only what was proven counts (`aiockpt.pipeline.manifests`). A generation that is bad is passed over, with the reason, and
+- Only what was proven counts (`aiockpt.pipeline.receipts`). A generation that is bad is passed over, with the reason, and
   the one before it stands at *its own* place in the order: a bad manifest makes no step newer than it is.
 - An outage is not damage: a step that does not say now how new it is may be the newest, and is marked as that.
-- ``LATEST`` is never read. What does not look like a step of ours is nobody's business.
+- ``LATEST`` is never read. What does not look like a step of ours is ignored.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Container, Mapping
+from bisect import insort
+from collections.abc import AsyncIterator, Callable, Collection, Container, Mapping, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING, Protocol, TypeVar
+from urllib.parse import unquote
 
 import anyio
 import msgspec
@@ -26,23 +30,32 @@ from aiockpt.errors import (
     NewerFormatError,
     ObjectNotFoundError,
     StorageError,
+    UsageError,
 )
-from aiockpt.format.manifest import Head, Manifest, Receipt
+from aiockpt.format.manifest import Head, Manifest, Receipt, decode_receipt
 from aiockpt.format.names import (
+    LATEST_KEY,
+    attempt_folder,
     check_step_id,
     manifest_key,
     parse_attempt,
     parse_damaged,
+    parse_failure,
     parse_manifest,
+    parse_receipt,
     parse_step,
     parse_verified,
 )
-from aiockpt.pipeline.manifests import read_head, read_manifest
-from aiockpt.pipeline.receipts import READS_AT_ONCE, any_receipt
+from aiockpt.pipeline.receipts import READS_AT_ONCE, any_receipt, read_head, read_manifest
 from aiockpt.pipeline.receipts import read_receipts as read_receipts
+from aiockpt.planning.weights import has_weights_only
 from aiockpt.runtime.tasks import open_tasks
+from aiockpt.runtime.world import Clock
 from aiockpt.storage.backend import Backend, Listing, Stat
-from aiockpt.storage.transfer import RECORD_LIMIT_BYTES
+from aiockpt.storage.transfer import RECORD_LIMIT_BYTES, read_record, walk
+
+if TYPE_CHECKING:
+    from aiockpt.runtime.world import Files
 
 LOOKS = 3
 """How often a step with something bad in it is listed, at most: what is being deleted meanwhile is not damaged."""
@@ -61,7 +74,7 @@ class PassedOver(msgspec.Struct, frozen=True):
 
 
 class StepEntry(msgspec.Struct, frozen=True):
-    """What a listing, and the heads of its manifests, tell of one step.
+    """What a listing, and the heads of its manifests, say of one step.
 
     Attributes:
         id, step: the folder and its number (−1 where the id is not one of ours).
@@ -92,7 +105,7 @@ class StepEntry(msgspec.Struct, frozen=True):
 
     @property
     def unheard(self) -> str | None:
-        """Why it, or a generation of it, does not say now how new it is, and may later; None when all of it has spoken."""
+        """Why it, or a generation of it, does not say now how new it is, and may later; None when all of it was read."""
         if self.trouble is not None:
             return str(self.trouble)
         return next((passed.reason for passed in self.passed if passed.unread), None)
@@ -123,7 +136,7 @@ class StepCopy(msgspec.Struct, frozen=True):
 
 
 class Heads:
-    """What the manifests of one place say of themselves, for who looks at them after every save.
+    """What the manifests of one place say of themselves, for readers that list them after every save.
 
     A manifest is never written twice: one of the same size and date, whose attempt is still there, need not be read again.
 
@@ -148,19 +161,19 @@ class Heads:
             self._known[found.key] = (found, said)
 
     def forget_all_but(self, step_ids: Container[str]) -> None:
-        """Forget the steps that are gone."""
+        """Drop the steps that are gone."""
         for gone in [key for key in self._known if key.partition("/")[0] not in step_ids]:
             del self._known[gone]
 
     def is_news(self, text: str) -> bool:
-        """Say whether *text*, something that does not change from save to save, has not been told yet; it is now."""
+        """Say whether *text*, which does not change from save to save, has not been logged yet; from now on it has."""
         is_news = text not in self._told
         self._told.add(text)
         return is_news
 
 
 async def scan(backend: Backend, heads: Heads | None = None) -> list[StepEntry]:
-    """Return every step below the root, the newest first; a step that cannot be looked at hides no other.
+    """Return every step below the root, the newest first; a step that cannot be read hides no other.
 
     Args:
         heads: what need not be read again; all is read for None.
@@ -352,7 +365,7 @@ async def find_copy(target: Backend, step_id: str, attempt: str) -> Manifest | N
 
 
 async def votes_to_finish(backend: Backend, entry: StepEntry, attempt: str) -> list[Receipt] | None:
-    """Return the votes of an attempt by rank when all are there and nobody has overtaken it, else None."""
+    """Return the votes of an attempt by rank when all are there and it was not overtaken, else None."""
     votes = await read_receipts(backend, entry.id, attempt)
     first = next(iter(votes.values()), None)
     if first is None or len(votes) != first.world_size or first.generation <= max(entry.generations, default=0):
@@ -361,7 +374,7 @@ async def votes_to_finish(backend: Backend, entry: StepEntry, attempt: str) -> l
 
 
 async def newest_vote(backend: Backend, entry: StepEntry) -> int:
-    """Return the highest logical clock of attempts at a step that are not committed, and may be by whoever finds them.
+    """Return the highest logical clock of attempts at a step that are not committed yet, but may be.
 
     One vote of each is read; what cannot be read counts as none.
     """
@@ -372,3 +385,416 @@ async def newest_vote(backend: Backend, entry: StepEntry) -> int:
                 vote = await any_receipt(backend, entry.id, attempt)
                 clock = max(clock, 0 if vote is None else vote.sequence)
     return clock
+
+
+# Newer steps that were begun and not committed: what a load logs of them.
+#
+# A writer process outlives its trainer, and the next trainer may load before it is done. From the storage alone that cannot
+# be distinguished from a save whose job died, so what is known is logged: the votes, and when something was last written.
+#
+# Guarantees: nothing is decided here, no writer is waited for, and no load fails of it. What an object store does not show
+# (an upload that is not complete) is not seen.
+
+
+logger = logging.getLogger("aiockpt")
+
+LOOK_S = 3.0
+"""How long a load may be held up by that."""
+LIVELY_S = 60.0
+"""A writer that wrote something so recently may still be at work: worth a warning."""
+
+
+class Unfinished(msgspec.Struct, frozen=True):
+    """A step that was begun and not committed, and where; *busy* are the attempts that this process is at."""
+
+    backend: Backend
+    entry: StepEntry
+    busy: Collection[str]
+
+
+async def tell_of_newer(unfinished: Sequence[Unfinished], newest: int | None, clock: Clock) -> None:
+    """Log what there is of the newest step above *newest* that was begun and not committed.
+
+    Args:
+        newest: the number of the newest committed step; None where there is none, so that a program begins from nothing.
+    """
+    newer = [one for one in unfinished if newest is None or one.entry.step > newest]
+    if not newer:
+        return
+    top = max(newer, key=lambda one: one.entry.step)
+    with anyio.move_on_after(LOOK_S):
+        for attempt in top.entry.attempts:
+            if attempt in top.busy:
+                continue
+            try:
+                await _tell(top.backend, top.entry.id, attempt, clock, alone=newest is None)
+            except CheckpointError as error:
+                logger.info("%s in %s was begun and not committed: %s", top.entry.id, top.backend.url, error)
+
+
+async def _tell(backend: Backend, step_id: str, attempt: str, clock: Clock, *, alone: bool) -> None:
+    """Log one attempt: a warning where its writer may live, or where it is all that there is of a run (*alone*)."""
+    left = [stat async for stat in walk(backend, attempt_folder(step_id, attempt))]
+    if any(parse_failure(stat.key.rpartition("/")[2]) is not None for stat in left):
+        return  # given up: it can no longer be committed
+    if not left:
+        await _tell_of_remains(backend, step_id, attempt)
+        return
+    said = "it was not written completely"
+    votes = [
+        stat.key
+        for stat in left
+        if parse_receipt(stat.key.rpartition("/")[2]) is not None and stat.size <= RECORD_LIMIT_BYTES
+    ]
+    if votes:  # one of them says how many there will be
+        vote = decode_receipt(await read_record(backend, votes[0]), votes[0])
+        if vote.world_size > 1:
+            said = f"{len(votes)} of {vote.world_size} ranks have voted"
+    ago_s = max(0.0, (clock.time_ns() - max(stat.modified_ns for stat in left)) / 1e9)
+    logger.log(
+        logging.WARNING if alone or ago_s < LIVELY_S else logging.INFO,
+        "%s in %s was begun and is not committed, so it is not loaded: %s, last written %.0f s ago (attempt %s). Its job has"
+        " died, or a writer of it is still at work (a process with `-m aiockpt.worker`): then wait for it, and load again",
+        step_id,
+        backend.url,
+        said,
+        ago_s,
+        attempt,
+    )
+
+
+async def _tell_of_remains(backend: Backend, step_id: str, attempt: str) -> None:
+    """Log an attempt without a file, if there is something else in it that has the name of a record: it was damaged."""
+    listing = await backend.list(attempt_folder(step_id, attempt))
+    names = [key.rpartition("/")[2] for key in (*listing.folders, *listing.others)]
+    remains = [name for name in names if name not in ("d", "r")]
+    if remains:
+        logger.warning(
+            "%s in %s was begun and cannot be loaded: of attempt %s there is no file, but %s",
+            step_id,
+            backend.url,
+            attempt,
+            ", ".join(remains),
+        )
+
+
+# The facts of a committed step: those of its newest valid manifest, or why no reader may believe it.
+#
+# No torch is imported: `aiockpt ls` starts at once.
+
+
+FOUND_DAMAGED = "a verification found it damaged; `aiockpt verify` says where, and takes this back once it is whole"
+
+
+class StepInfo(msgspec.Struct, frozen=True):
+    """One committed step, as a listing shows it.
+
+    Attributes:
+        step, id, generation: which one, and its newest valid generation (of a damaged step: the newest).
+        created_ns: when its manifest was written, by the writer's clock; for people.
+        parent: the id of the step that its run had loaded, or None.
+        bytes, tensor_count: of its data files and in them.
+        verified: whether that generation was verified in full after it was written.
+        problem: why no reader may believe it, or can read it now; None for a valid one.
+        run: which checkpointer saved it.
+        weights_only: whether it holds weights alone: thinned, or copied so.
+        finite: whether no number in its tensors is NaN or infinite; None where it was not checked (``screen="finite"``).
+        forked_from: place, step id and run of the step of another place that it goes back to (``load(…, fork=…)``).
+        newest_generation: above *generation* where newer ones are damaged, and readers fall back.
+    """
+
+    step: int
+    id: str
+    generation: int
+    created_ns: int = 0
+    parent: str | None = None
+    bytes: int = 0
+    tensor_count: int = 0
+    world_size: int = 1
+    verified: bool = False
+    metrics: Mapping[str, float | None] = {}
+    problem: str | None = None
+    run: str = ""
+    newest_generation: int = 0
+    weights_only: bool = False
+    finite: bool | None = None
+    forked_from: tuple[str, str, str] | None = None
+
+    def tell_origin(self) -> str:
+        """Return in words what the run began from, where that was a step of another place; else nothing."""
+        return "" if self.forked_from is None else f"forked from {self.forked_from[0]} {self.forked_from[1]}"
+
+
+async def look_into(backend: Backend, entry: StepEntry) -> StepInfo:
+    """Return the facts of a committed step; one that is damaged, or cannot be read now, has a *problem*."""
+    try:
+        return tell(await newest_manifest(backend, entry), entry)
+    except (CorruptionError, StorageError) as error:
+        newest = max(entry.generations, default=0)
+        return StepInfo(
+            step=entry.step,
+            id=entry.id,
+            generation=newest,
+            parent=entry.head.parent if entry.head else None,
+            problem=str(error),
+            run=entry.head.run if entry.head else "",
+            newest_generation=newest,
+        )
+
+
+def tell(manifest: Manifest, entry: StepEntry) -> StepInfo:
+    """Return what the *manifest* says of its step, and the listing of it."""
+    return StepInfo(
+        step=manifest.step,
+        id=manifest.id,
+        generation=manifest.generation,
+        created_ns=manifest.created_ns,
+        parent=manifest.parent,
+        bytes=sum(file.size for file in manifest.files),
+        tensor_count=len(manifest.tensors),
+        world_size=manifest.world_size,
+        verified=manifest.generation in entry.verified,
+        metrics=dict(manifest.metrics),
+        problem=FOUND_DAMAGED if manifest.generation in entry.damaged else None,
+        run=manifest.run,
+        newest_generation=max((manifest.generation, *entry.generations)),
+        weights_only=has_weights_only(manifest),
+        finite=None if manifest.finite is msgspec.UNSET else manifest.finite,
+        forked_from=None if manifest.forked_from is msgspec.UNSET else manifest.forked_from,
+    )
+
+
+# The order in which steps are tried, and what is passed over on the way: one rule for loads and listings.
+#
+# Guarantees:
+#
+# - The newest comes first, by the logical clock. A generation that is bad falls back to the one before it, which stands at
+#   its own place in the order.
+# - Whatever is bad is reported. What may be readable in a minute, and may be the newest, is raised.
+# - What is refused for good is passed over, and reported, where the next one in the order proves that it is older.
+
+
+DAY_NS = 86_400 * 10**9
+"""Between the dates of two steps that prove which is older: far more than clocks differ, and than a save takes."""
+
+
+class Listed(Protocol):
+    """A step that a listing shows, and where."""
+
+    @property
+    def backend(self) -> Backend:
+        """Where it is."""
+        ...
+
+    @property
+    def entry(self) -> StepEntry:
+        """What its listing and its heads say."""
+        ...
+
+    def without(self: L, entry: StepEntry) -> L:
+        """Return the same step with *entry* in place of what turned out bad in it."""
+        ...
+
+
+L = TypeVar("L", bound=Listed)
+
+
+async def newest_first(
+    listed: Sequence[L], pass_over: Callable[[L, CorruptionError], object]
+) -> AsyncIterator[tuple[L, Manifest]]:
+    """Yield the valid manifests of *listed* and, while the caller wants more, of their older generations: the newest first.
+
+    Args:
+        listed: sorted by `newness`.
+        pass_over: called with each one that is bad.
+
+    Raises:
+        NewerFormatError, StorageError: the next one cannot be read by this version, or now: it may be the newest.
+    """
+
+    def tell_passed(one: L) -> None:
+        for passed in one.entry.passed:
+            pass_over(one, ManifestError(passed.reason, key=one.entry.id))
+
+    for one in listed:
+        tell_passed(one)
+    left = [one for one in listed if one.entry.head is not None or one.entry.trouble is not None]
+    told: set[str] = set()
+    while left:
+        one = left.pop(0)
+        if await _put_behind_newer(one, left):
+            if one.entry.id not in told:
+                pass_over(one, ManifestError(str(one.entry.trouble), key=one.entry.id))
+            told.add(one.entry.id)
+            continue
+        try:
+            manifest = await _read(one)
+        except NewerFormatError:
+            raise
+        except CorruptionError as error:
+            pass_over(one, error)
+        else:
+            yield one, manifest
+            if has_weights_only(manifest):
+                continue
+        older = one.without(
+            await fall_back(one.backend, one.entry)
+        )  # a caller that wants more has found its data damaged
+        tell_passed(older)
+        if older.entry.head is not None or older.entry.trouble is not None:
+            insort(left, older, key=newness)
+
+
+async def _read(listed: Listed) -> Manifest:
+    """Return the manifest of a step that is listed."""
+    entry = listed.entry
+    if entry.head is None:
+        assert entry.trouble is not None
+        raise entry.trouble
+    return await read_generation(listed.backend, entry.id, entry.head.generation)
+
+
+async def _put_behind_newer(one: L, left: list[L]) -> bool:
+    """Put a step that is refused for good behind the next one that can be read, if that proves to be newer; say whether.
+
+    There it is the next again: when that newer one turns out damaged, this one may be the newest.
+    """
+    if not isinstance(one.entry.trouble, StorageError) or not one.entry.trouble.lasting:
+        return False
+    for at, other in enumerate(left):
+        if other.entry.head is not None:
+            proven = await _is_older(one, other)
+            left[at + 1 : at + 1] = [one] * proven
+            return proven
+    return False
+
+
+async def _is_older(refused: Listed, newer: Listed) -> bool:
+    """Say whether *newer* proves that the step that is *refused* is older: its manifest names it, or their dates show it.
+
+    A name alone is no proof: a step may be deleted, and saved anew as the same generation. So its manifest must be dated
+    before all objects of the newer save and, since a copy of that may be late, before its creation.
+    """
+    generation = max(refused.entry.generations, default=0)
+    try:
+        manifest = await _read(newer)
+        dated_ns = (await refused.backend.stat(manifest_key(refused.entry.id, generation))).modified_ns
+        folder = attempt_folder(manifest.id, manifest.attempt)
+        first_ns = min([manifest.created_ns, *[stat.modified_ns async for stat in walk(newer.backend, folder)]])
+    except CheckpointError:  # nothing is proven: it is raised where its turn comes
+        return False
+    is_named = dict(manifest.older or ()).get(refused.entry.id, 0) >= generation
+    return dated_ns + (0 if is_named else DAY_NS) < first_ns
+
+
+def newness(listed: Listed) -> tuple[int, int]:
+    """Sorts what is listed from the newest to the oldest."""
+    sequence, step = listed.entry.age_order
+    return (-sequence, -step)
+
+
+# Places that are given by mistake: the folder of one step, a folder above runs, weights of another program.
+#
+# Training would begin from nothing there. The folder of a step is refused, by its name alone where that is free of doubt.
+
+
+FOLDERS_LOOKED_INTO, RUNS_SHOWN = 20, 5
+WEIGHTS = ".safetensors"
+
+
+class Hints(msgspec.Struct, frozen=True):
+    """What a place without a step holds.
+
+    Attributes:
+        runs: folders in it that hold steps, some at most.
+        weights: a file of weights; empty where there is none.
+        hint: what its hint says that the newest step was, which is not there any more; empty where there is none.
+    """
+
+    runs: tuple[str, ...] = ()
+    weights: str = ""
+    hint: str = ""
+
+    def hints(self, place: str) -> list[str]:
+        """Say what may have been meant instead of *place*, a path or a URL."""
+        place = place.rstrip("/")
+        hints = [f"{place}/{run} holds steps" for run in self.runs]
+        if self.hint:
+            hints.append(f"{place} has held steps, the last of them {self.hint}: they were moved away or deleted")
+        if self.weights:
+            hints.append(f"{place} holds weights, {self.weights}: `aiockpt convert {place} PLACE` makes a step of them")
+        return hints
+
+
+class _StepFolder:
+    """A place whose URL has a part that is called like a step; *step* is its number, None where there is no such part."""
+
+    def __init__(self, url: str) -> None:
+        self.url = unquote(url.removeprefix("file://")) if url.startswith("file://") else url
+        parts = self.url.split("/")
+        steps = [number for number, part in enumerate(parts) if parse_step(part) is not None]
+        at = steps[-1] if steps else 0
+        self.step = parse_step(parts[at])
+        self.above, self.folder, self.inside = "/".join(parts[:at]), "/".join(parts[: at + 1]), parts[at + 1 :]
+
+    def refusal(self) -> UsageError:
+        what = "is in the folder of one step" if self.inside else "is one step"
+        return UsageError(f"{self.url} {what}; give the folder above it, and the step: {self.above or '/'} {self.step}")
+
+
+def refuse_step_folder(url: str, files: Files | None) -> None:
+    """Raise UsageError where *url* is the folder of a step, or lies in it, as its name and the file system show.
+
+    Args:
+        files: the file system of ``file://``; None asks no file system.
+    """
+    found = _StepFolder(url)
+    if found.step is None:
+        return
+    names = found.inside[:1]
+    if files is not None and url.startswith("file://"):
+        with suppress(OSError):
+            names += files.listdir(found.folder)
+    if any(parse_attempt(name) is not None or parse_manifest(name) is not None for name in names):
+        raise found.refusal()
+
+
+async def refuse_step(backend: Backend) -> None:
+    """Raise UsageError where the place of *backend* is the folder of a step. Free of requests unless it is called like one.
+
+    Raises:
+        StorageError: it cannot be listed.
+    """
+    found = _StepFolder(backend.url)
+    if found.step is not None and not found.inside:
+        names = [stat.key for stat in (await backend.list("")).objects]
+        if any(parse_manifest(name) is not None for name in names):
+            raise found.refusal()
+
+
+async def look_for_hints(backend: Backend) -> Hints:
+    """Return what *backend* holds beside steps, as far as it says so soon; that it cannot be read is no error here."""
+    found = Hints()
+    with anyio.move_on_after(LOOK_S), suppress(CheckpointError):
+        listing = await backend.list("")
+        names = [stat.key for stat in listing.objects]
+        found = Hints(weights=next((name for name in names if name.endswith(WEIGHTS)), ""))
+        if LATEST_KEY in names and not any(parse_step(folder) is not None for folder in listing.folders):
+            found = msgspec.structs.replace(found, hint=await _read_hint(backend))
+        for folder in listing.folders[:FOLDERS_LOOKED_INTO]:
+            if len(found.runs) < RUNS_SHOWN and await _holds_steps(backend, folder):
+                found = msgspec.structs.replace(found, runs=(*found.runs, folder))
+    return found
+
+
+async def _read_hint(backend: Backend) -> str:
+    with suppress(CheckpointError, UnicodeDecodeError):  # it is garbage then, and says nothing
+        return check_step_id((await backend.get(LATEST_KEY, 200)).decode().strip())
+    return ""
+
+
+async def _holds_steps(backend: Backend, folder: str) -> bool:
+    with suppress(CheckpointError):  # one that may not be read was not meant
+        inside = await backend.list(folder)
+        return any(parse_step(name.rpartition("/")[2]) is not None for name in inside.folders)
+    return False

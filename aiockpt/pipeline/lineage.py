@@ -1,4 +1,4 @@
-"""Where does a new save stand among all others? The run, what it descends from, and the logical clock.
+"""The place of a new save among all others: the run, what it descends from, and the logical clock.
 
 Guarantees:
 
@@ -22,7 +22,7 @@ from aiockpt.pipeline.commit import Attempt, Parent, begin
 from aiockpt.pipeline.discover import StepEntry, newest_vote, scan
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.storage.backend import Backend
-from aiockpt.storage.query_timeout import QueryTimeout
+from aiockpt.storage.retry_calls import QueryTimeout
 
 logger = logging.getLogger("aiockpt")
 
@@ -165,7 +165,7 @@ class Lineage:
     def _family(self, entries: Sequence[StepEntry]) -> set[str]:
         """Return the runs of this process; and, when a step was loaded by its number, those that go on from its run.
 
-        Who names a step leaves what follows it on purpose.
+        A load by number leaves what follows that step on purpose.
         """
         heads = [entry.head for entry in entries if entry.head]
         family = set(self.runs)

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from aiockpt.errors import StorageTimeoutError
 from aiockpt.format.replicas import ROW, ReplicaTables, row_of
-from aiockpt.pipeline.address_check import AddressCheck
 from aiockpt.pipeline.device_copy import is_row_major, on_host
 from aiockpt.pipeline.scatter import byte_view
+from aiockpt.pipeline.snapshot import AddressCheck
 from aiockpt.runtime.accelerator import Accelerator, DeviceEvent, DeviceStream
 from aiockpt.state.shards import TensorShard, are_same
 
@@ -113,7 +113,7 @@ class ReplicaSamples:
         return sampling
 
     def forget(self) -> None:
-        """Let go of the tensors."""
+        """Release the tensors."""
         self._shards, self._boxes, self._readers = (), [], []
         self._addresses.forget()
 
@@ -136,7 +136,7 @@ class Sampling:
         self._unread: list[tuple[DeviceStream, torch.Tensor, Sequence[tuple[int, int]]]] = []
 
     def take(self, reader: _HostReader | _TorchReader, raw: bytes) -> None:
-        """Take what *reader* has read."""
+        """Accept what *reader* has read."""
         self._read.append((reader.sizes, raw))
 
     def begin(self, device: torch.device, stream: DeviceStream, reader: _TorchReader) -> None:

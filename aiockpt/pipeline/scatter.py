@@ -1,7 +1,7 @@
-"""How do fetched bytes become live tensors? Mostly they are fetched straight into them; the rest is copied at the end.
+"""Live tensors from fetched bytes: mostly they are fetched straight into them; the rest is copied at the end.
 
 A target that is dense host memory is filled in place. One on a device, or strided, is fetched into a staging tensor and
-copied when all blocks are verified. Pieces that meet a target in short runs come through scratch memory, which may be
+copied when all blocks are verified. Pieces that overlap a target in short runs come through scratch memory, which may be
 limited: then the passes of a load use it one after the other.
 """
 

@@ -9,19 +9,148 @@ Guarantees:
 
 from __future__ import annotations
 
-from collections import deque
+import time
+from bisect import bisect_right
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 
 import anyio
+import msgspec
+from msgspec import UNSET, UnsetType
 
-from aiockpt.format.manifest import FileEntry
-from aiockpt.pipeline.screen import FileScreen
-from aiockpt.pipeline.serialize import BlockSums
+from aiockpt.events import LimiterStatistics
+from aiockpt.format.checksum import ALGORITHM, SUM_BYTES, block_count, hash_block
+from aiockpt.format.finite import count_not_finite, may_be_not_finite
+from aiockpt.format.manifest import FileEntry, TensorEntry
 from aiockpt.planning.write_plan import FilePlan, Window
-from aiockpt.runtime.limits import Limiter, LimiterStatistics, Pace
+from aiockpt.runtime.limits import Limiter, Pace
 from aiockpt.runtime.slabs import Lender, Slab
 from aiockpt.runtime.stages import Stages
 from aiockpt.runtime.tasks import open_tasks
-from aiockpt.storage.backend import Backend, Upload
+from aiockpt.storage.backend import Backend, Seen, Upload
+
+# Which tensors hold values that are NaN or infinite? Looked at beside the hash, while their bytes are in the cache.
+#
+# Guarantees:
+#
+# - What is told is what was written: the bytes in the slabs, and not the tensors that have gone on since.
+# - On worker threads, and without a lock: each run of a file is looked at as its own, and once more where it is written once
+#   more.
+
+
+class FloatSpan(msgspec.Struct, frozen=True, gc=False):
+    """Bytes [start, end) of a data file are numbers of the tensor *name*, of a dtype that has values that are not finite."""
+
+    start: int
+    end: int
+    dtype: str
+    name: str
+
+
+def find_spans(tensors: Mapping[str, TensorEntry], file_count: int) -> list[list[FloatSpan]]:
+    """Return what is to be looked at in each of the files that hold *tensors*, in the order of the bytes."""
+    spans: dict[int, list[FloatSpan]] = defaultdict(list)
+    for name, entry in tensors.items():
+        if may_be_not_finite(entry.dtype):
+            for piece in entry.pieces:
+                if piece.end > piece.start:
+                    spans[piece.file].append(FloatSpan(piece.start, piece.end, entry.dtype, name))
+    return [sorted(spans[file], key=attrgetter("start")) for file in range(file_count)]
+
+
+class FileScreen:
+    """Looks for values that are not finite in one data file, run by run."""
+
+    def __init__(self, spans: Sequence[FloatSpan]) -> None:
+        self._spans = spans
+        self._ends = [span.end for span in spans]
+        self._found: dict[int, Counter[str]] = {}
+
+    def look_at(self, offset: int, run: memoryview) -> None:
+        """Look at the bytes of the file from *offset* on; whole elements, as every run of whole pages is. Any thread."""
+        found: Counter[str] = Counter()
+        end = offset + run.nbytes
+        for span in self._spans[bisect_right(self._ends, offset) :]:
+            if span.start >= end:
+                break
+            first, last = max(span.start, offset), min(span.end, end)
+            found[span.name] += count_not_finite(span.dtype, run[first - offset : last - offset])
+        self._found[offset] = found
+
+    def not_finite(self) -> dict[str, int]:
+        """Return how many numbers of each tensor are not finite, of those that have some."""
+        total = sum(self._found.values(), Counter[str]())
+        return {name: count for name, count in sorted(total.items()) if count}
+
+
+# What are the checksums of a data file? Hashed from the very memory that is written, block by block.
+
+
+class BlockSums:
+    """The checksums of one data file, taken while its windows are written: in any order, and several at once.
+
+    Args:
+        size: of the file, in bytes.
+        block_bytes: bytes under one checksum; the last block may be shorter.
+        now_ns: the monotonic time, from any thread.
+        screen: looks at each window, too.
+
+    Attributes:
+        hash_ns: how long threads have hashed, and looked, in sum.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        block_bytes: int,
+        now_ns: Callable[[], int] = time.monotonic_ns,
+        screen: FileScreen | None = None,
+    ) -> None:
+        self.hash_ns = 0
+        self._screen = screen
+        self._now_ns = now_ns
+        self._size = size
+        self._block_bytes = block_bytes
+        self._sums = bytearray(SUM_BYTES * block_count(size, block_bytes))
+
+    def seen_from(self, offset: int) -> Seen:
+        """Return what is shown the runs that lie from *offset* on, a multiple of a block: whole blocks but for a file's end.
+
+        It runs on worker threads; the hash releases the GIL.
+        """
+        place = offset // self._block_bytes * SUM_BYTES
+
+        def seen(run: memoryview) -> None:
+            nonlocal place
+            begun_ns = self._now_ns()
+            found = _hash_blocks(run, self._block_bytes)
+            if self._screen is not None:
+                self._screen.look_at(place // SUM_BYTES * self._block_bytes, run)
+            self.hash_ns += self._now_ns() - begun_ns  # two threads at once may lose one of both, which is no matter
+            self._sums[place : place + len(found)] = found
+            place += len(found)
+
+        return seen
+
+    def file_entry(self, path: str, rank: int, kind: str | UnsetType = UNSET) -> FileEntry:
+        """Return the manifest entry of the file, all of which was seen, as *path* of *rank*."""
+        return FileEntry.of(
+            path,
+            size=self._size,
+            rank=rank,
+            algo=ALGORITHM,
+            block=self._block_bytes,
+            sums=bytes(self._sums),
+            kind=kind,
+            not_finite=UNSET if self._screen is None else self._screen.not_finite(),
+        )
+
+
+def _hash_blocks(memory: memoryview, block_bytes: int) -> bytes:
+    """Return the checksums of *memory*'s blocks, 8 bytes each, one after the other; the last block may be shorter."""
+    return b"".join(hash_block(memory[start : start + block_bytes]) for start in range(0, len(memory), block_bytes))
+
 
 ABORT_DEADLINE_S = 60.0
 WINDOWS_PER_WRITE = 4

@@ -12,7 +12,8 @@ from aiockpt.prove.session import record
 
 if TYPE_CHECKING:
     from aiockpt.prove.certificate import Certificate
-    from aiockpt.prove.proof import Proof, certify
+    from aiockpt.prove.proof import certify
+    from aiockpt.prove.starts import Proof
 
 __all__ = ["Certificate", "Proof", "certify", "record"]
 

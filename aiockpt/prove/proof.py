@@ -17,9 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from aiockpt.errors import UsageError
 from aiockpt.prove.assignment import Kill, ProofJob
@@ -31,7 +29,7 @@ from aiockpt.prove.records import Begun, Ended, Loaded
 from aiockpt.prove.reshaped import compare_reshaped
 from aiockpt.prove.scratch import url_of
 from aiockpt.prove.script_process import ProcessRunner, Tick
-from aiockpt.prove.starts import Start
+from aiockpt.prove.starts import Proof, Runner, Start
 from aiockpt.prove.verdict import judge
 
 if TYPE_CHECKING:
@@ -43,42 +41,6 @@ SHORT = (
     "the run is too short to be killed and resumed: it needs a save, and then at least one optimizer step or another save; "
     "train longer, or save more often"
 )
-
-
-class Proof(msgspec.Struct, frozen=True, kw_only=True):
-    """How to prove.
-
-    Attributes:
-        kills: how often to kill, in turn inside a save and between two steps.
-        seed: draws where.
-        close: how far losses and metrics may be off, relatively, for scripts that are not reproducible: weights, gradients
-            and optimizer state are then compared only where they are loaded. None: everything bit by bit.
-        ignore: rows that do not count, as in the shell: ``"metric *"``.
-        as_is: places that the script only reads, and that are not redirected: weights to begin with.
-        resume_with: the command that resumes, on another world size or with another parallelism; None: the same one.
-        timeout_s: of each start.
-        loss: a regular expression for losses that are printed: group ``loss`` or the first, and ``step`` if there is one.
-    """
-
-    kills: int = 2
-    seed: int = 0
-    close: float | None = None
-    ignore: Sequence[str] = ()
-    as_is: Sequence[str] = ()
-    resume_with: Sequence[str] | None = None
-    timeout_s: float = 3600.0
-    loss: str | None = None
-
-
-class Runner(Protocol):
-    """Starts the script."""
-
-    method: str
-    command: list[str]
-
-    def run(self, name: str, job: ProofJob, command: Sequence[str] | None = None) -> Start:
-        """Return one start when it is over."""
-        ...
 
 
 def certify(

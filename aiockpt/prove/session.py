@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from aiockpt.call_probe import CallProbe
 from aiockpt.prove.assignment import VARIABLE
+from aiockpt.prove.call_probe import CallProbe
 
 if TYPE_CHECKING:
     from aiockpt.options import Tier

@@ -1,15 +1,15 @@
-"""What one start of a script told, put in order: by rank, and by place in the training."""
+"""The records of one start of a script, ordered by rank, and by place in the training."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
-from aiockpt.prove.assignment import Kill
+from aiockpt.prove.assignment import Kill, ProofJob
 from aiockpt.prove.records import (
     AnyRecord,
     Begun,
@@ -71,7 +71,7 @@ class Start(msgspec.Struct, frozen=True):
 
     @property
     def committed(self) -> list[int]:
-        """The steps that were durable before it ended, as far as it could tell."""
+        """The steps that were durable before it ended, as far as it knew."""
         return [record.step for record in self.of(Committed)]
 
 
@@ -89,7 +89,7 @@ def read_start_ranks(folder: Path) -> dict[int, list[AnyRecord]]:
 def keyed(records: Sequence[AnyRecord]) -> Iterator[tuple[Key, AnyRecord]]:
     """Yield what can be compared with another start's records, each with the key of its twin there.
 
-    Of several checkpointers that a start closes the last one is its end: a resume may open some more, to look and to load.
+    Of several checkpointers that a start closes the last one is its end: a resume may open some more, to list and to load.
     """
     met = Counter[Key]()
     ends = [record for record in records if isinstance(record, Ended)]
@@ -106,7 +106,7 @@ def keyed(records: Sequence[AnyRecord]) -> Iterator[tuple[Key, AnyRecord]]:
 
 
 class Calendar:
-    """Says in words where in the training something was: by the numbers that the script gives its steps.
+    """Describes in words where in the training something was: by the script's numbers of its steps.
 
     Args:
         records: of a run from its beginning to its end.
@@ -126,10 +126,46 @@ class Calendar:
         return (self._first if label is None else label) + count if self._by_step else None
 
     def tell(self, place: Place) -> str:
-        """Return it in words."""
+        """Return *place* in words."""
         step = self.step(place)
         if step is not None:
             return f"step {step}"
         label, count = place
         after = "the start" if label is None else f"step {label}"
         return f"{count} optimizer step{'' if count == 1 else 's'} after {after}" if count else after
+
+
+class Proof(msgspec.Struct, frozen=True, kw_only=True):
+    """How to prove.
+
+    Attributes:
+        kills: how often to kill, in turn inside a save and between two steps.
+        seed: draws where.
+        close: how far losses and metrics may be off, relatively, for scripts that are not reproducible: weights, gradients
+            and optimizer state are then compared only where they are loaded. None: everything bit by bit.
+        ignore: rows that do not count, as in the shell: ``"metric *"``.
+        as_is: places that the script only reads, and that are not redirected: weights to begin with.
+        resume_with: the command that resumes, on another world size or with another parallelism; None: the same one.
+        timeout_s: of each start.
+        loss: a regular expression for losses that are printed: group ``loss`` or the first, and ``step`` if there is one.
+    """
+
+    kills: int = 2
+    seed: int = 0
+    close: float | None = None
+    ignore: Sequence[str] = ()
+    as_is: Sequence[str] = ()
+    resume_with: Sequence[str] | None = None
+    timeout_s: float = 3600.0
+    loss: str | None = None
+
+
+class Runner(Protocol):
+    """Starts the script."""
+
+    method: str
+    command: list[str]
+
+    def run(self, name: str, job: ProofJob, command: Sequence[str] | None = None) -> Start:
+        """Return one start when it is over."""
+        ...

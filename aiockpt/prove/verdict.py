@@ -13,7 +13,7 @@ from aiockpt.prove.records import Labelled, Stepped
 from aiockpt.prove.starts import Calendar, Start
 
 if TYPE_CHECKING:
-    from aiockpt.prove.proof import Proof, Runner
+    from aiockpt.prove.starts import Proof, Runner
 
 CORE = frozenset(TRAINING + row for row in (DATA, LOSS, WEIGHTS, GRADIENTS))
 """Rows without which nothing is shown: where two straight runs differ in these, the script is not reproducible."""

@@ -12,15 +12,14 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, TypeVar
 
 from aiockpt.engine.context import Engine
-from aiockpt.engine.coordinator import SaveRound
-from aiockpt.engine.job import SaveJob
 from aiockpt.engine.place import Place
+from aiockpt.engine.round import SaveRound
+from aiockpt.engine.save import SaveJob
 from aiockpt.futures import SaveResult
 from aiockpt.options import Options
 from aiockpt.ranks.rounds import TELL_DEADLINE_S, Rounds
 from aiockpt.ranks.save import abort_attempt, save_with_ranks
-from aiockpt.ranks.storage_fallback import StorageFallback, hear_or_find
-from aiockpt.ranks.visibility import Visibility
+from aiockpt.ranks.storage_fallback import StorageFallback, Visibility, hear_or_find
 from aiockpt.runtime.notes import NoteBoard, StoreLostError
 from aiockpt.runtime.ranks import Ranks
 from aiockpt.runtime.relay import RelayedStore
@@ -28,7 +27,7 @@ from aiockpt.runtime.world import Loop
 from aiockpt.state.shards import ShardedState
 
 if TYPE_CHECKING:  # a writer process loads nothing, and need not load torch
-    from aiockpt.engine.destination import Destination
+    from aiockpt.engine.find import StepPlaces
     from aiockpt.engine.load import Filled, LoadRequest
     from aiockpt.ranks.load import RankLoads
     from aiockpt.ranks.peers import Peers
@@ -104,9 +103,8 @@ class RankCoordinator:
         """Return the number of the load that is called now."""
         return self.rounds.next_load()
 
-    def share(self, save_round: SaveRound | None, state: ShardedState) -> tuple[ShardedState, bool]:
+    def share(self, save_round: SaveRound, state: ShardedState) -> tuple[ShardedState, bool]:
         """Return this rank's share of *state*, and whether it had to be planned with others."""
-        assert save_round is not None
         known = self.rounds.known(state)
         if known is not None:
             return known, False
@@ -116,20 +114,18 @@ class RankCoordinator:
         """Return this rank's share of *state* where all have planned it before."""
         return self.rounds.known(state)
 
-    def abort(self, save_round: SaveRound | None, error: BaseException) -> None:
+    def abort(self, save_round: SaveRound, error: BaseException) -> None:
         """Tell the other ranks, in the background, why this one takes no part in a round."""
-        if save_round is not None:
-            self._loop.submit(self._abort, save_round, error)
+        self._loop.submit(self._abort, save_round, error)
 
     async def _abort(self, save_round: SaveRound, error: BaseException) -> None:
         self.rounds.invalidate()
         await self.rounds.tell_failure(save_round, error)
         await self.rounds.leave(save_round)
 
-    def leave(self, save_round: SaveRound | None) -> None:
+    def leave(self, save_round: SaveRound) -> None:
         """Tell the other ranks, in the background, that this one is done with a round."""
-        if save_round is not None:
-            self._loop.submit(self.rounds.leave, save_round)
+        self._loop.submit(self.rounds.leave, save_round)
 
     def depart(self, reason: str, *, failed: bool) -> None:
         """Tell the other ranks that this one makes no more calls; wait for that, unless it has *failed*."""
@@ -144,7 +140,6 @@ class RankCoordinator:
     @asynccontextmanager
     async def taking_part(self, job: SaveJob, places: Sequence[Place]) -> AsyncIterator[None]:
         """Tell the other ranks what ends the block while the save has not begun: later the save tells it itself."""
-        assert job.save_round is not None
         try:
             yield
         except BaseException as error:
@@ -160,7 +155,6 @@ class RankCoordinator:
 
     async def save(self, place: Place, job: SaveJob) -> SaveResult:
         """Save this rank's share to a place that all ranks see."""
-        assert job.save_round is not None
         visibility = self._visibility(place)
         if not visibility.seen:
             await visibility.check(self.rounds, job.save_round, _fallback(place, job))
@@ -180,9 +174,9 @@ class RankCoordinator:
 
         return RankLoads(self.rounds, self._ranks_s, self._peers)
 
-    async def load(self, destination: Destination, request: LoadRequest, number: int) -> Filled | None:
+    async def load(self, places: StepPlaces, request: LoadRequest, number: int) -> Filled | None:
         """Fill this rank's part of a state."""
-        return await self.loads.load(destination, request, number)
+        return await self.loads.load(places, request, number)
 
     async def agree_applied(self, number: int, error: Exception | None) -> None:
         """Tell the other ranks whether the objects of this one took what load *number* gave them, and hear of theirs."""
@@ -194,7 +188,6 @@ class RankCoordinator:
         self, job: SaveJob, places: Sequence[Place], choose: Callable[[], Awaitable[Place]]
     ) -> Place:
         """Return the place that rank 0 chooses; it is in its note, or where its vote is."""
-        assert job.save_round is not None
         key = job.save_round.key("entry")
         if self.rank == 0:
             chosen = await choose()
@@ -251,15 +244,13 @@ class RankCoordinator:
         """Use the notes that another process of this rank has begun."""
         self.board.join(board_name)
 
-    def name_attempt(self, save_round: SaveRound | None) -> str | None:
+    def name_attempt(self, save_round: SaveRound) -> str | None:
         """Return the nonce that a save has on all ranks."""
-        assert save_round is not None
         known = self.rounds.known_nonce(save_round)
         return known or self._loop.submit(self.rounds.attempt_nonce, save_round).result()
 
     async def announce(self, job: SaveJob) -> None:
         """Say that this rank knows what to write, when it did not have to ask; its writer saves without the note, too."""
-        assert job.save_round is not None
         if not job.agreed:
             with suppress(StoreLostError):
                 await self.rounds.announce(job.save_round)
@@ -273,7 +264,6 @@ class RankCoordinator:
         A writer that dies has its save aborted before the others hear of it: they neither commit it nor wait for it. Where
         it had voted and the commit is decided, they hear of no failure.
         """
-        assert job.save_round is not None
         assert job.nonce is not None
         try:
             yield

@@ -19,7 +19,7 @@ import msgspec
 from aiockpt.adapters.take_parts import take_parts
 from aiockpt.errors import RankError, RanksDisagreeError, RankTimeoutError
 from aiockpt.planning.spread import LocalBoxes, Part, local_boxes_of, plan_shares
-from aiockpt.ranks.waiting import Waiting
+from aiockpt.ranks.membership import Waiting
 from aiockpt.runtime.notes import NoteBoard, name_ranks
 from aiockpt.state.shards import ShardedState, TensorShard, are_same
 

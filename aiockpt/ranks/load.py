@@ -21,11 +21,10 @@ from itertools import count
 import anyio
 import msgspec
 
+from aiockpt.adapters.differences import PARTLY_OVERWRITTEN
 from aiockpt.adapters.native import LoadTarget
-from aiockpt.adapters.refusal import PARTLY_OVERWRITTEN
 from aiockpt.engine.context import Engine
-from aiockpt.engine.destination import Destination
-from aiockpt.engine.find import Found, Skipped, candidates
+from aiockpt.engine.find import Found, Skipped, StepPlaces, candidates
 from aiockpt.engine.load import (
     Filled,
     Lacking,
@@ -48,9 +47,8 @@ from aiockpt.errors import (
     StateMismatchError,
 )
 from aiockpt.format.manifest import Manifest
-from aiockpt.pipeline.manifests import read_manifest
-from aiockpt.ranks.agreement import Agreement, Report
-from aiockpt.ranks.load_notes import TELL_DEADLINE_S, LoadNotes, Notes
+from aiockpt.pipeline.receipts import read_manifest
+from aiockpt.ranks.agreement import TELL_DEADLINE_S, Agreement, LoadNotes, Notes, Report
 from aiockpt.ranks.peers import Peers
 from aiockpt.ranks.read_once import ReadOnce
 from aiockpt.ranks.rounds import Rounds
@@ -102,7 +100,7 @@ class RankLoads:
         self._peers = peers
         self._notes = LoadNotes(rounds, deadline_s)
 
-    async def load(self, destination: Destination, request: LoadRequest, number: int) -> Filled | None:
+    async def load(self, places: StepPlaces, request: LoadRequest, number: int) -> Filled | None:
         """Fill this rank's part of a state; None, on all ranks, when no checkpoint exists at all.
 
         Args:
@@ -113,15 +111,15 @@ class RankLoads:
             NoValidCheckpointError, StateMismatchError, CorruptionError: as `aiockpt.engine.load.load`, on every rank.
         """
         async with self._notes.taking(number) as notes:
-            return await self._load(destination, request, notes)
+            return await self._load(places, request, notes)
 
-    async def _load(self, destination: Destination, request: LoadRequest, notes: Notes) -> Filled | None:
-        engine = destination.engine
+    async def _load(self, places: StepPlaces, request: LoadRequest, notes: Notes) -> Filled | None:
+        engine = places.engine
         begun_ns = engine.now_ns()
         skipped: Skipped = []
         touched: frozenset[str] = frozenset()
         lacking = Lacking(request, skipped)
-        chooser = _Chooser(engine, notes, candidates(destination, request.step, skipped), skipped)
+        chooser = _Chooser(engine, notes, candidates(places, request.step, skipped), skipped)
         strict = request.strict if isinstance(request.strict, bool) else dict(request.strict)
         await notes.post(f"call/{notes.rank}", LoadCall(request.step, strict))
         for trial in count():
@@ -134,7 +132,7 @@ class RankLoads:
             stages.ended("find", sought_ns)
             agree = Agreement(notes, str(trial), engine.options.deadlines.close_s, stages)
             target: LoadTarget | None = None
-            place = destination.places[choice.tier]
+            place = places.places[choice.tier]
             try:
                 manifest = await agree.on("read", partial(_read, place, choice))
                 fit = partial(_fit, place, request, manifest, touched, skipped)

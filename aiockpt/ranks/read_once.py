@@ -1,16 +1,16 @@
-"""How does a group of ranks read each block once? They tell each other what they want, then read, send and receive.
+"""A load in which a group of ranks reads each block once: they exchange what they want, then read, send and receive.
 
-What ranks want travels as notes (`aiockpt.ranks.load_notes`), the bytes over a process group that the user gave for it
+What ranks want travels as notes (`aiockpt.ranks.agreement`), the bytes over a process group that the user gave for it
 (`aiockpt.ranks.peers`). Guarantees:
 
-- A rank that fails before the exchange says so; the others do not wait for it.
+- A rank that fails before the exchange reports it; the others do not wait for it.
 - Where the group is or gets broken, each rank reads by itself what it still lacks: a load needs no group to succeed.
 - The step's agreement (`aiockpt.ranks.load`) decides all the same: no rank is done before all are.
 
-A group is used when one is given, and only then. Making one here would be a collective call that nobody asked for, and
-one that hangs where gloo is told the wrong network interface. On one host it does not win: 4 replicas of 192 MiB on 2
-cores took 0.47 s from the disk and 0.25 s from the page cache, each alone, and 0.46 s and 0.44 s with a group. From a
-storage that gives 0.4 GB/s to all of them it was 2.1 s alone and 0.67 s with a group (``benchmarks run replicas``).
+A group is used only when one is given. Making one here would be a collective call that the user did not ask for, and one
+that hangs where gloo is configured with the wrong network interface. On one host it does not win: 4 replicas of 192 MiB on
+2 cores needed 0.47 s from the disk and 0.25 s from the page cache, each alone, and 0.46 s and 0.44 s with a group. From a
+storage that delivers 0.4 GB/s to all of them it was 2.1 s alone and 0.67 s with a group (``benchmarks run replicas``).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.pipeline.fetch import Fetcher
 from aiockpt.pipeline.scatter import Places
 from aiockpt.planning.exchange import Exchange, FileSpan, plan_exchange, wanted_spans
+from aiockpt.ranks.agreement import TELL_DEADLINE_S, Notes
 from aiockpt.ranks.block_exchange import Exchanger, UnservedError, parcel_bytes
-from aiockpt.ranks.load_notes import TELL_DEADLINE_S, Notes
 from aiockpt.ranks.peers import Peers
 from aiockpt.runtime.limits import run_blocking
 from aiockpt.runtime.notes import StoreLostError
@@ -58,7 +58,7 @@ class Terms(msgspec.Struct, frozen=True):
     Attributes:
         lists: all different lists of wanted blocks; *list_of*: which of them each rank wants, in the group's order.
         broken: why no exchange is possible: each rank reads alone.
-        failed_rank: whose load has failed: so will all; -1 when none has.
+        failed_rank: the rank whose load has failed: so will all; -1 when there is none.
     """
 
     lists: tuple[tuple[FileSpan, ...], ...] = ()
@@ -124,7 +124,7 @@ class ReadOnce:
         return Traffic(tally.bytes, received_bytes)
 
     async def give_up(self, error: BaseException) -> None:
-        """Let no rank wait for this one, whose load has failed. Call it whatever has happened before; never raises."""
+        """Release the other ranks from waiting for this one, whose load has failed. Call it in any state; never raises."""
         failure = f"{type(error).__name__}: {error}"
         with anyio.move_on_after(TELL_DEADLINE_S, shield=True), suppress(StoreLostError):
             if not self._told:
@@ -135,7 +135,7 @@ class ReadOnce:
                 await self._peers.hang_up(failure)
 
     async def _agree(self, wants: Wants, deadline_s: float) -> Terms:
-        """Tell what this rank wants; return the terms, the same on every rank of the group."""
+        """Post what this rank wants; return the terms, the same on every rank of the group."""
         await self._tell(wants)
         self._promised = True
         ranks, what = self._peers.ranks, "the load (every rank of its load_group must be given it)"
@@ -144,7 +144,7 @@ class ReadOnce:
             found = await self._notes.gather(keys, Wants, deadline_s, what)
             terms = Terms.of([(rank, found[rank]) for rank in ranks])
             await self._settle(terms)
-        else:  # the first rank knows best who is late: let it say so
+        else:  # the first rank knows best which ranks are late, and reports them
             terms = await self._notes.wait(self._terms_key(), Terms, deadline_s + TELL_DEADLINE_S, what, ranks[:1])
         self._promised = terms.failed_rank < 0 and terms.broken is None
         return terms
@@ -178,7 +178,7 @@ class ReadOnce:
             verify=engine.options.io.verify != "none",
             deadline_s=engine.options.deadlines.ranks_s,
         )
-        self._promised = False  # the exchanger keeps what was promised, or hangs up
+        self._promised = False  # the exchanger keeps what was promised, or breaks the group
         delivered = await exchanger.run()
         if delivered.lost is not None:
             logger.warning("%s; this rank read the rest alone", delivered.lost)

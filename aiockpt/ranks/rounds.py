@@ -23,12 +23,11 @@ import anyio
 import msgspec
 import xxhash
 
-from aiockpt.engine.coordinator import WARM_UP, SaveRound
+from aiockpt.engine.round import WARM_UP, SaveRound
 from aiockpt.errors import RankError, RankFailedError, ReplicasDifferError, StepExistsError
 from aiockpt.ranks.gathering import vote_keys
 from aiockpt.ranks.joint_plan import PLAN_NOTES, JointPlan, PlanRound, shared_plan_notes
-from aiockpt.ranks.membership import Calls, Membership
-from aiockpt.ranks.waiting import Waiting
+from aiockpt.ranks.membership import Calls, Membership, Waiting
 from aiockpt.runtime.notes import Lookout, NoteBoard, StoreLostError
 from aiockpt.runtime.tasks import open_tasks
 from aiockpt.state.shards import ShardedState

@@ -22,11 +22,11 @@ from functools import partial
 import anyio
 import msgspec
 
-from aiockpt.engine.coordinator import SaveRound
-from aiockpt.engine.job import SaveJob
 from aiockpt.engine.place import Place
+from aiockpt.engine.round import SaveRound
 from aiockpt.engine.save import (
     CLEAN_UP_DEADLINE_S,
+    SaveJob,
     begin,
     check_space,
     commit_votes,
@@ -52,6 +52,7 @@ from aiockpt.pipeline.commit import Attempt, claim, wait_votes
 from aiockpt.pipeline.discover import look_at, votes_to_finish
 from aiockpt.pipeline.receipts import ranks_that_voted
 from aiockpt.ranks.gathering import count_vote, takes_over, wait_likely
+from aiockpt.ranks.membership import Waiting
 from aiockpt.ranks.rounds import End, Rounds
 from aiockpt.ranks.storage_fallback import (
     FailureRecord,
@@ -60,7 +61,6 @@ from aiockpt.ranks.storage_fallback import (
     pauses_without_store,
     watching_failures,
 )
-from aiockpt.ranks.waiting import Waiting
 from aiockpt.runtime.notes import StoreLostError, name_ranks
 
 logger = logging.getLogger("aiockpt")
@@ -84,7 +84,6 @@ async def save_with_ranks(place: Place, rounds: Rounds, job: SaveJob) -> SaveRes
         CommitConflictError, CommitTimeoutError, StepExistsError, StorageError: as `aiockpt.engine.save.save`.
     """
     save_round = job.save_round
-    assert save_round is not None
     emit_start(place.engine, job)
     nonce = ""
     try:
@@ -272,7 +271,7 @@ async def _take_over(place: Place, attempt: Attempt) -> int | None:
     entry = await look_at(place.backend, attempt.id)
     if entry.head is not None and entry.head.attempt == attempt.attempt:
         return entry.head.generation
-    if not takes_over(place.engine.coordinator.rank, place.engine.coordinator.world_size):
+    if not takes_over(place.engine.rank, place.engine.world_size):
         return None
     votes = await votes_to_finish(place.backend, entry, attempt.attempt)
     return None if votes is None else (await commit_votes(place, attempt, votes)).generation
@@ -311,7 +310,7 @@ async def abort_attempt(
             for place in places:
                 if await claim(place.backend, folder, nonce, "collect", place.engine.token(16)) == "commit":
                     return
-            if untold is not None and job.save_round is not None:
+            if untold is not None:
                 await untold.tell_failure(job.save_round, error)
             for place in places:
                 await _forget(place, job, nonce, error)
@@ -322,7 +321,7 @@ async def abort_attempt(
 async def _forget(place: Place, job: SaveJob, nonce: str, error: BaseException) -> None:
     """Leave the reason, and remove this rank's part of an attempt that is never committed; the rest is others' to remove."""
     folder = step_id(job.step)
-    rank = place.engine.coordinator.rank
+    rank = place.engine.rank
     keys = [f"{folder}/{data_path(nonce, rank, index)}" for index in range(len(job.plan.files))]
     reason = msgspec.json.encode(FailureRecord(rank, f"{type(error).__name__}: {error}"))
     await place.backend.delete([receipt_key(folder, nonce, rank)])  # or the loss of one record would revive the attempt

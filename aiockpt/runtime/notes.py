@@ -47,7 +47,7 @@ class Store(Protocol):
 
 
 class Lookout(Protocol):
-    """Accompanies a wait for other ranks; see `aiockpt.ranks.waiting`."""
+    """Accompanies a wait for other ranks; see `aiockpt.ranks.membership`."""
 
     async def look(self, ranks: Iterable[int]) -> Exception | None:
         """Return why one of *ranks* will not come; None while all may."""

@@ -1,7 +1,7 @@
 """Which copies of a state are made beside the program, and who changes a state by hand? Each waits for the other.
 
 A save whose call returns before its state is copied registers that copy here (`PendingCopies.add`). Loads, ``mutating()``
-and ``barrier()`` wait for it; what else waits (`aiockpt.lazy.barrier`: optimizers) is built on this. Guarantees:
+and ``barrier()`` wait for it; what else waits (`aiockpt.lazy.snapshotter`: optimizers) is built on this. Guarantees:
 
 - Whoever waits waits for the copies of all checkpointers of the process.
 - A wait ends: a copy that is stuck fails its save, and training goes on. A torn snapshot is never published.

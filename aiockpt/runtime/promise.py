@@ -14,14 +14,12 @@ import concurrent.futures
 from collections.abc import Callable
 from contextlib import suppress
 from threading import Lock, current_thread
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import anyio
+import msgspec
 
 from aiockpt.errors import SaveCancelledError
-
-if TYPE_CHECKING:
-    from aiockpt.futures import SaveResult
 
 T = TypeVar("T")
 
@@ -184,7 +182,30 @@ def _waker(reached: anyio.Event) -> Callable[[], None]:
     return wake
 
 
-class SavePromise(Promise["SaveResult"]):
+class SaveResult(msgspec.Struct, frozen=True):
+    """A committed checkpoint: what ``await save`` returns.
+
+    Attributes:
+        step, id, generation: which one; *id* is its folder below the root.
+        bytes: bytes of the data files that this rank wrote.
+        seconds: from the call of ``save()`` to *committed*.
+        existed: True when the step was committed before and ``on_exists="skip"`` left it.
+        url: the place.
+        durable: whether it outlives this host and a power cut; a memory tier's copy does not, nor one where no folder can
+            be flushed.
+    """
+
+    step: int
+    id: str
+    generation: int
+    bytes: int
+    seconds: float
+    existed: bool = False
+    url: str = ""
+    durable: bool = True
+
+
+class SavePromise(Promise[SaveResult]):
     """The promise of one save, which goes through ``snapshotted`` → ``written`` → ``in_memory`` → ``committed``.
 
     It is resolved when the save is committed.

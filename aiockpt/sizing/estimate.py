@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from aiockpt.engine.context import Engine
+from aiockpt.engine.coordinator import Coordinator
 from aiockpt.engine.destination import Destination
 from aiockpt.engine.save import records_bytes
 from aiockpt.format.checksum import SUM_BYTES, block_count
@@ -133,7 +134,7 @@ class EstimateRequest(msgspec.Struct, frozen=True, kw_only=True):
     last_saves: LastSaves
 
 
-async def estimate(destination: Destination, asked: EstimateRequest) -> Estimate:
+async def estimate(destination: Destination, coordinator: Coordinator, asked: EstimateRequest) -> Estimate:
     """Return what a save takes. On the loop.
 
     Raises:
@@ -141,7 +142,7 @@ async def estimate(destination: Destination, asked: EstimateRequest) -> Estimate
         StorageError: a place cannot be written to, where it is probed.
     """
     engine = destination.engine
-    coordinator, walked = engine.coordinator, asked.walked
+    walked = asked.walked
     coming = [shard for one in asked.coming for shard in one.shards]
     share, supposed = await run_blocking(engine.state_work, find_share, coordinator, walked, coming)
     plan = await run_blocking(engine.state_work, engine.make_plan, share)
@@ -216,7 +217,7 @@ def _supposed_of(engine: Engine, told: Sequence[StateToCome]) -> list[str]:
         words.append(f"{', '.join(known)}: every parameter with requires_grad gets a gradient in the first step")
     if unknown:
         words.append(f"{', '.join(unknown)}: nothing is counted of what its first step will make")
-    if engine.options.io.pool_bytes is None and engine.coordinator.world_size > 1:
+    if engine.options.io.pool_bytes is None and engine.world_size > 1:
         words.append("the other ranks of this host have their pools already, or take theirs from the same memory")
     return words
 

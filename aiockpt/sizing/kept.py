@@ -1,4 +1,4 @@
-"""How much of a run lies in a place at once, by the rules of retention? Pure arithmetic of what `aiockpt.retention` does."""
+"""The bytes of a run that lie in a place at once, by its rules of retention: pure arithmetic, no storage."""
 
 from __future__ import annotations
 

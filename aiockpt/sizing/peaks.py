@@ -1,4 +1,4 @@
-"""How much memory does a process need beside its state, at the peak of a save and of a load?"""
+"""The peak memory that a process needs beside its state, in a save and in a load."""
 
 from __future__ import annotations
 

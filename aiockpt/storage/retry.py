@@ -10,7 +10,7 @@ succeed a moment later. `Retrying` around any backend keeps the contract of `aio
   that a read has shown are never written again, because no checksum would see the second ones.
 - A read that returns without having shown all that was asked for goes on: short answers are no errors everywhere.
 - No call outlives its deadline, and each further attempt is an event (`StorageRetried`).
-- A place that is down is not asked by every call again (`aiockpt.storage.breaker`).
+- A place that is down is not asked by every call again (`aiockpt.storage.retry_calls`).
 
 The loop is `aiockpt.storage.retry_calls`; here is what each verb does in a further attempt.
 """
@@ -31,9 +31,8 @@ from aiockpt.redaction import redact
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend, Seen, UnfinishedUpload, Upload, keeps_uploads
 from aiockpt.storage.forwarding import BackendCall, Forwarding
-from aiockpt.storage.retry_calls import Attempt, Caller, OnRetry, RetryStatistics
-from aiockpt.storage.retry_policy import RetryPolicy
-from aiockpt.storage.views import cut_views
+from aiockpt.storage.retry_calls import Attempt, Caller, OnRetry, RetryPolicy, RetryStatistics
+from aiockpt.storage.transfer import cut_views
 
 __all__ = ["OnRetry", "RetryPolicy", "RetryStatistics", "Retrying"]
 

@@ -17,19 +17,193 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import anyio
 import msgspec
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception
 
-from aiockpt.errors import StorageError, StorageTimeoutError
+from aiockpt.errors import (
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StorageAccessError,
+    StorageError,
+    StorageFullError,
+    StorageThrottledError,
+    StorageTimeoutError,
+    StorageTransferError,
+    UsageError,
+)
 from aiockpt.events import StorageRetried
 from aiockpt.redaction import redact_error
-from aiockpt.runtime.progress import note_progress
-from aiockpt.runtime.world import World
-from aiockpt.storage.breaker import Breaker, BreakerState
-from aiockpt.storage.retry_policy import RETRIED, ErrorClass, RetryPolicy, classify
+from aiockpt.runtime.limits import note_progress
+from aiockpt.runtime.world import Clock, World
+
+# Is it worth trying again, and after how long? Classes of errors, and the numbers of a policy. Pure.
+#
+# The jitter is "full" (Marc Brooker, *Exponential Backoff and Jitter*, AWS Architecture Blog): a wait drawn evenly from zero
+# to a limit that doubles. Of ranks that fail together few come back together.
+
+
+KIB = 1 << 10
+
+ErrorClass = Literal["throttle", "transient", "auth", "corrupt", "gone", "conflict", "full", "permanent"]
+RETRIED: frozenset[ErrorClass] = frozenset({"throttle", "transient", "auth", "corrupt"})
+
+_CLASSES: tuple[tuple[type[StorageError], ErrorClass], ...] = (
+    (StorageThrottledError, "throttle"),
+    (StorageTransferError, "corrupt"),
+    (StorageAccessError, "auth"),
+    (ObjectNotFoundError, "gone"),
+    (ObjectExistsError, "conflict"),
+    (StorageFullError, "full"),
+)
+
+
+def classify(error: StorageError) -> ErrorClass:
+    """Return what an error calls for; only those of `RETRIED` that say they are retryable are worth another attempt."""
+    for kind, name in _CLASSES:
+        if isinstance(error, kind):
+            return name
+    return "transient" if error.retryable else "permanent"
+
+
+class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """How long to try.
+
+    Attributes:
+        attempts: at most, the first included. Twelve take 40 s on average where the place answers at once that it cannot:
+            long enough for a server to start again.
+        deadline_s: seconds for a whole call, its waits included; a call that has not ended then is cut. Longer than a
+            store may take to join a large upload.
+        slowest_bytes_per_s: a call that moves bytes has so much longer: a slow transfer is not a stuck one.
+        first_wait_s, longest_wait_s: limits of the first wait and of the longest; the limit doubles between them.
+        throttled_first_wait_s, throttled_longest_wait_s: the same where the place asks for fewer calls. (A time that it
+            names itself is kept.)
+        failures_to_open: calls in a row that give up before the breaker opens. Several, as parallel calls fail together.
+        open_s: seconds that it stays open.
+    """
+
+    attempts: int = 12
+    deadline_s: float = 300.0
+    slowest_bytes_per_s: int = 256 * KIB
+    first_wait_s: float = 0.1
+    longest_wait_s: float = 10.0
+    throttled_first_wait_s: float = 1.0
+    throttled_longest_wait_s: float = 30.0
+    failures_to_open: int = 5
+    open_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in ("attempts", "deadline_s", "slowest_bytes_per_s", "failures_to_open"):
+            if getattr(self, name) <= 0:
+                raise UsageError(f"RetryPolicy({name}={getattr(self, name)!r}): give more than 0")
+
+    def limit_s(self, size_bytes: int) -> float:
+        """Return the seconds that a call which moves *size_bytes* may take."""
+        return self.deadline_s + size_bytes / self.slowest_bytes_per_s
+
+    def wait_s(self, error: StorageError, attempt: int, drawn: float) -> float:
+        """Return the seconds to wait after attempt number *attempt*, from 1, failed.
+
+        Args:
+            drawn: at random, from 0 to 1.
+        """
+        throttled = classify(error) == "throttle"
+        first_s = self.throttled_first_wait_s if throttled else self.first_wait_s
+        longest_s = self.throttled_longest_wait_s if throttled else self.longest_wait_s
+        asked_s: float | None = getattr(error, "retry_after_s", None)
+        return max(asked_s or 0.0, drawn * min(longest_s, first_s * 2.0 ** min(attempt - 1, 60)))
+
+
+# When is a place down, so that asking it again only costs time? A circuit breaker.
+#
+# Guarantees:
+#
+# - It opens after *failures_to_open* calls in a row that gave up for want of an answer, or of room for more calls. An answer
+#   of any kind, a refusal too, shows that the place is there, and closes it.
+# - While it is open every call fails at once. After *open_s* one call, the probe, is let through alone; a probe that is
+#   cancelled decides nothing, and the next call is the probe.
+# - Time is that of the clock that it is given.
+
+
+BreakerState = Literal["closed", "open", "half-open"]
+_OUTAGES = frozenset({"throttle", "transient"})
+
+
+class Breaker:
+    """Says whether a place is worth asking. On one event loop.
+
+    Args:
+        place: what messages call it: its URL.
+        failures_to_open: calls in a row.
+        open_s: seconds.
+        clock: whose monotonic time counts.
+    """
+
+    def __init__(self, place: str, *, failures_to_open: int, open_s: float, clock: Clock) -> None:
+        self._place = place
+        self._limit = failures_to_open
+        self._open_ns = round(open_s * 1e9)
+        self._clock = clock
+        self._failures = 0
+        self._last: StorageError | None = None
+        self._until_ns: int | None = None
+        self._probing = False
+
+    @property
+    def state(self) -> BreakerState:
+        """Whether calls go through, fail at once, or wait for the answer to a probe."""
+        if self._until_ns is None:
+            return "closed"
+        return "open" if not self._probing and self._clock.monotonic_ns() < self._until_ns else "half-open"
+
+    @contextmanager
+    def guard(self, key: str) -> Iterator[bool]:
+        """Make a call inside this block; it is told whether it is the probe, and its outcome counts.
+
+        Raises:
+            StorageError: the breaker is open; the call was not made.
+        """
+        probe = self._enter(key)
+        try:
+            yield probe
+        except StorageError as error:
+            if classify(error) in _OUTAGES:
+                self._failed(error)
+            else:
+                self._answered()
+            raise
+        else:
+            self._answered()
+        finally:
+            self._probing = self._probing and not probe
+
+    def _enter(self, key: str) -> bool:
+        if self._until_ns is None:
+            return False
+        left_ns = self._until_ns - self._clock.monotonic_ns()
+        if left_ns > 0 or self._probing:
+            raise StorageError(
+                f"{self._place} is not asked for another {max(left_ns, 0) / 1e9:.0f} s: {self._failures} calls in a row"
+                f" gave up, the last with {self._last!r}. Check that it can be reached; then it is asked again.",
+                key=key,
+                retryable=True,
+            ) from self._last
+        self._probing = True
+        return True
+
+    def _failed(self, error: StorageError) -> None:
+        self._failures += 1
+        self._last = error
+        if self._failures >= self._limit:
+            self._until_ns = self._clock.monotonic_ns() + self._open_ns
+
+    def _answered(self) -> None:
+        self._failures = 0
+        self._last = None
+        self._until_ns = None
+
 
 logger = logging.getLogger("aiockpt")
 
@@ -237,3 +411,57 @@ class _Course:
                 wait_s=state.upcoming_sleep,
             )
         )
+
+
+# How long is a place waited for by somebody who can go on without it? Less when it fails than when it is silent.
+#
+# Guarantees:
+#
+# - A place that refuses every call (nobody listens at its port) is left after `REFUSED_S`.
+# - One that fails now and then is not: only failures of one call in a row count. Nor is one that asks for fewer calls: it is
+#   there.
+# - What may be waited for without end is, until `QueryTimeout.limit` is called.
+
+
+FAILURES, REFUSED_S = 4, 3.0
+"""Of one call, in a row, for so long: a server that starts again is there by then, and nobody is at a dead port."""
+
+
+class QueryTimeout:
+    """The wait for what one place answers. On one event loop.
+
+    Attributes:
+        refused: what it said when it was left for refusing; None when it was not.
+    """
+
+    def __init__(self) -> None:
+        self.refused: StorageError | None = None
+        self._scope = anyio.CancelScope()
+        self._limit_s: float | None = None
+        self._begun_s = anyio.current_time()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Ask inside this block, which is cancelled when the patience is at an end."""
+        with told_of_failures(self._hear), self._scope:
+            yield
+
+    def limit(self, seconds: float) -> None:
+        """Wait at most *seconds* from now, and no longer for a place that refuses."""
+        if self._limit_s is None:
+            self._limit_s = seconds
+            self._scope.deadline = anyio.current_time() + seconds
+
+    def reason(self) -> str | None:
+        """Say why the place was left; None when it was not."""
+        if not self._scope.cancelled_caught:
+            return None
+        if self.refused is not None:
+            return f"it fails again and again: {self.refused}"
+        return f"no answer within {self._limit_s:g} s"
+
+    def _hear(self, error: StorageError, failures: int) -> None:
+        long = anyio.current_time() - self._begun_s >= REFUSED_S
+        if self._limit_s is not None and long and failures >= FAILURES and not isinstance(error, StorageThrottledError):
+            self.refused = error
+            self._scope.cancel()

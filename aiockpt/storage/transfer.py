@@ -2,10 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import cast
 
-from aiockpt.errors import ManifestError, ObjectExistsError, StorageError, StorageFullError
-from aiockpt.storage.backend import Backend, Listing, Stat, works_when_full
+from aiockpt.errors import ManifestError, ObjectExistsError, ObjectNotFoundError, StorageError, StorageFullError
+from aiockpt.runtime.tasks import open_tasks
+from aiockpt.storage.backend import Backend, GetsMany, Listing, Stat, works_when_full
+
+# Where in several buffers do some bytes lie? Buffers as one run of bytes, without a copy. Pure.
+
+
+def cut_views(views: Sequence[memoryview], start: int, end: int) -> list[memoryview]:
+    """Return the bytes [start, end) of *views*, as if these lay one after the other."""
+    cut = []
+    for view in views:
+        low, high = max(start, 0), min(end, view.nbytes)
+        if low < high:
+            cut.append(view if (low, high) == (0, view.nbytes) else view.cast("B")[low:high])
+        start -= view.nbytes
+        end -= view.nbytes
+    return cut
+
+
+# How are many small objects read? In one hop to a thread where the place can do that, and else several at once.
+
+
+READS = 32
+"""Objects that are read at once."""
+
+
+async def get_many(backend: Backend, keys: Sequence[str], max_bytes: int) -> tuple[bytes | None, ...]:
+    """Return small objects whole, or their first *max_bytes*, in the order of *keys*; None for one that is not there."""
+    if callable(getattr(backend, "get_many", None)):
+        return await cast("GetsMany", backend).get_many(keys, max_bytes)
+    found: list[bytes | None] = [None] * len(keys)
+
+    async def get_left(left: Iterator[tuple[int, str]]) -> None:
+        for place, key in left:
+            try:
+                found[place] = await backend.get(key, max_bytes)
+            except ObjectNotFoundError:
+                continue
+
+    left = iter(enumerate(keys))
+    async with open_tasks() as tasks:
+        for _ in keys[:READS]:
+            tasks.start_soon(get_left, left)
+    return tuple(found)
+
 
 RECORD_LIMIT_BYTES = 256 << 20
 """No manifest or receipt is longer (docs/format.md#limits)."""

@@ -16,11 +16,11 @@ from contextlib import suppress
 import anyio
 import msgspec
 
-from aiockpt.engine.destination import Destination, Look
-from aiockpt.engine.find import ListedStep
-from aiockpt.engine.job import SaveJob
+from aiockpt.engine.coordinator import Coordinator
+from aiockpt.engine.destination import Destination
+from aiockpt.engine.find import ListedStep, Look
 from aiockpt.engine.place import Place
-from aiockpt.engine.save import emit_start
+from aiockpt.engine.save import SaveJob, emit_start
 from aiockpt.errors import CheckpointError
 from aiockpt.futures import SaveResult
 from aiockpt.options import Tier
@@ -69,13 +69,16 @@ class WriterClient:
 
     Args:
         here: the same, as this process reads them.
+        coordinator: how this process agrees with those that save with it.
         tiers: what was asked of them.
         memory: in which the slabs are.
         ranks: this process among those that save together.
     """
 
-    def __init__(self, here: Destination, tiers: Sequence[Tier], memory: SharedMemory, ranks: Ranks) -> None:
-        self._here = here
+    def __init__(
+        self, here: Destination, coordinator: Coordinator, tiers: Sequence[Tier], memory: SharedMemory, ranks: Ranks
+    ) -> None:
+        self._here, self._coordinator = here, coordinator
         self._tiers = tiers
         self._memory = memory
         self.engine = here.engine
@@ -123,7 +126,7 @@ class WriterClient:
             WriterLostError: the writer is gone, and so is the one that was started in its place.
         """
         engine = self.engine
-        job.nonce = engine.coordinator.name_attempt(job.save_round) or engine.token(6)
+        job.nonce = self._coordinator.name_attempt(job.save_round) or engine.token(6)
         engine.busy_attempts.add(job.nonce)  # what this process prunes leaves it alone
         save = self._order(job, job.nonce)
         try:
@@ -141,7 +144,6 @@ class WriterClient:
     def _order(self, job: SaveJob, nonce: str) -> Save:
         return Save(
             number=job.number,
-            step=job.step,
             nonce=nonce,
             begun_ns=job.begun_ns,
             values=to_json(job.state.values),
@@ -153,7 +155,7 @@ class WriterClient:
             config=to_json(job.config),
             position=self.engine.lineage.position(),
             save_round=job.save_round,
-            board=self.engine.coordinator.board_name,
+            board=self._coordinator.board_name,
             unsure=job.is_unsure,
             compares=bool(job.state.replicas) and self.engine.options.replicas == "check",
             hastened=self._hastened[1] if job.step == self._hastened[0] else None,
@@ -169,9 +171,9 @@ class WriterClient:
         engine = self.engine
         emit_start(engine, job)
         pending = self._begun.pop(job.number)
-        async with engine.coordinator.accompanying(job, self.places_for(job.step), pending.death):
+        async with self._coordinator.accompanying(job, self.places_for(job.step), pending.death):
             try:
-                await engine.coordinator.announce(job)
+                await self._coordinator.announce(job)
                 await pending.answer.settled()
             except anyio.get_cancelled_exc_class() as cancelled:
                 with anyio.CancelScope(shield=True):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from aiockpt import events
-from aiockpt.engine.coordinator import SaveRound
+from aiockpt.engine.round import SaveRound
 from aiockpt.format.replicas import ReplicaTables
 from aiockpt.futures import SaveResult
 from aiockpt.options import IO, Content, Deadlines, OnExists, Retention, Screen
@@ -68,7 +68,7 @@ class Save(msgspec.Struct, frozen=True, tag=True):
         begun_ns: when it was called; both processes have the same monotonic clock.
         values, per_rank, user, config: JSON.
         position: where it stands among all saves.
-        save_round: which save it is among those of all ranks; None for a process that saves alone.
+        save_round: which save it is among those of all ranks.
         board: the name of the ranks' notes.
         unsure: whether the trainer is to be asked, before the vote, if the state was left alone while it was copied.
         compares: whether `Sampled` follows.
@@ -76,7 +76,7 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     """
 
     number: int
-    step: int
+    save_round: SaveRound
     nonce: str
     begun_ns: int
     values: bytes
@@ -86,12 +86,16 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     user: bytes
     config: bytes
     position: Position
-    save_round: SaveRound | None = None
     board: str = ""
     left_out: dict[str, tuple[str, tuple[int, ...]] | None] = {}
     unsure: bool = False
     compares: bool = False
     hastened: dict[str, float] | None = None
+
+    @property
+    def step(self) -> int:
+        """The step that is saved."""
+        return self.save_round.step
 
 
 class SlabFilled(msgspec.Struct, frozen=True, tag=True):

@@ -1,7 +1,7 @@
 """How is a writer process put together? From the trainer's first message: the engine that the trainer would have.
 
-With two things less: it copies nothing, and its slabs belong to the trainer. As `aiockpt.checkpointer` in the trainer, this
-chooses who coordinates and where saves go; nothing else of the writer knows.
+With two things less: it copies nothing, and its slabs belong to the trainer. As `aiockpt.session.checkpointer` in the
+trainer, this chooses who coordinates and where saves go; nothing else of the writer knows.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import msgspec
 from aiockpt.engine.context import Engine
 from aiockpt.engine.coordinator import Alone, Coordinator
 from aiockpt.engine.destination import Destination, OnePlace
+from aiockpt.engine.outcomes import Failures
 from aiockpt.engine.place import Place
 from aiockpt.events import Event, SaveFailed, SaveStarted
 from aiockpt.options import Options, Tier
-from aiockpt.outcomes import Failures
 from aiockpt.runtime.channel import Poster, Receiver
 from aiockpt.runtime.limits import Limiter, run_blocking
 from aiockpt.runtime.loop import LoopThread
@@ -97,11 +97,11 @@ def make_service(loop: LoopThread, setup: Setup, memory_fd: int, post: Post) -> 
     store = RelayedStore(lambda number, question: loop.call_soon(post, Asked(number, question)))
     slabs = LentSlabs(memory_fd, setup.io.slab_bytes, post)
     coordinator = _make_coordinator(setup, store, backends[0], loop, options, world, post)
-    engine = Engine(loop, options, [Teller(post)], world, coordinator, lender=slabs)
+    engine = Engine(loop, options, [Teller(post)], world, rank=setup.rank, world_size=setup.world_size, lender=slabs)
     engine.failures = Failures(limit=0)  # a save tells of itself
     engine.tell_given_up = lambda step, error: post(GaveUp(step, None, pack(error)))
     tiers = [_tier_of(order, number, post) for number, order in enumerate(setup.tiers)]
-    return Service(_make_destination(engine, tiers, backends), store, slabs, post)
+    return Service(_make_destination(engine, tiers, backends, coordinator), coordinator, store, slabs, post)
 
 
 def _make_coordinator(
@@ -119,12 +119,14 @@ def _make_coordinator(
     )
 
 
-def _make_destination(engine: Engine, tiers: Sequence[Tier], backends: Sequence[Backend]) -> Destination:
+def _make_destination(
+    engine: Engine, tiers: Sequence[Tier], backends: Sequence[Backend], coordinator: Coordinator
+) -> Destination:
     if len(tiers) == 1:
-        return OnePlace(Place(engine, backends[0], retention=tiers[0].retention), tiers[0])
-    from aiockpt.tiers.tiers import Tiers
+        return OnePlace(Place(engine, backends[0], retention=tiers[0].retention), tiers[0], coordinator)
+    from aiockpt.places.tiers.tiers import Tiers
 
-    return Tiers(tiers, engine, backends)
+    return Tiers(tiers, engine, backends, coordinator)
 
 
 class Teller:

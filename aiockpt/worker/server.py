@@ -9,8 +9,9 @@ from functools import partial
 import anyio
 from anyio.abc import TaskGroup
 
+from aiockpt.engine.coordinator import Coordinator
 from aiockpt.engine.destination import Destination
-from aiockpt.engine.job import SaveJob
+from aiockpt.engine.save import SaveJob
 from aiockpt.futures import SaveResult
 from aiockpt.planning.write_plan import SavePlan
 from aiockpt.runtime.channel import Receiver
@@ -55,8 +56,10 @@ class Service:
         post: sends an answer to the trainer.
     """
 
-    def __init__(self, destination: Destination, store: RelayedStore, slabs: LentSlabs, post: Post) -> None:
-        self._destination = destination
+    def __init__(
+        self, destination: Destination, coordinator: Coordinator, store: RelayedStore, slabs: LentSlabs, post: Post
+    ) -> None:
+        self._destination, self._coordinator = destination, coordinator
         self._engine = destination.engine
         self._store = store
         self._slabs = slabs
@@ -121,7 +124,7 @@ class Service:
 
     def _begin(self, order: Save, tasks: TaskGroup) -> None:
         assert self._plan is not None
-        self._engine.coordinator.join(order.board)
+        self._coordinator.join(order.board)
         if order.hastened is not None:
             self._destination.hasten(order.step, order.hastened)
         writing = self._saves[order.number] = Writing(self._engine, self._slabs, order, self._plan, self._post)
@@ -136,7 +139,7 @@ class Service:
             result = await job.run(self._destination.save)
             error = job.promise.error
             self._post(Settled(job.number, result, None if error is None else pack(error)))
-            if result is not None and not result.existed and self._engine.coordinator.rank == 0:
+            if result is not None and not result.existed and self._engine.rank == 0:
                 await self._clean_up(result)
         finally:
             del self._saves[job.number]

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from aiockpt.engine.context import Engine
-from aiockpt.engine.job import SaveCall, SaveJob
+from aiockpt.engine.save import SaveCall, SaveJob
 from aiockpt.engine.snapshotter import Capture
 from aiockpt.errors import WriterLostError
 from aiockpt.format.replicas import ReplicaTables
@@ -40,11 +40,10 @@ class Writing:
             left_out=order.left_out,
         )
         call = SaveCall(
-            step=order.step,
+            save_round=order.save_round,
             metrics=order.metrics,
             user=from_json(order.user),
             config=from_json(order.config),
-            save_round=order.save_round,
             begun_ns=order.begun_ns,
         )
         self.job = SaveJob(engine, call, Capture(state=state))

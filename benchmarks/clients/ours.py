@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aiockpt.storage.backend import Backend
-from aiockpt.stress.moving import read_file, write_file
+from aiockpt.tools.stress.moving import read_file, write_file
 from benchmarks.clients import Place
 
 _SMALL_LIMIT_BYTES = 1 << 20

@@ -16,8 +16,8 @@ from typing import Protocol
 
 import msgspec
 
-from aiockpt.cadence import Cadence
 from aiockpt.events import Committed, Event, SaveStarted, SnapshotTaken
+from aiockpt.policies.cadence import Cadence
 from aiockpt.testing.simulation import SimulatedClock
 from benchmarks.steps import seconds
 from benchmarks.visit import Outcome, Turn

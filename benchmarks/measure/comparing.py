@@ -123,7 +123,7 @@ def run_rank(order: Order) -> None:
                 save.result(600)
                 if step >= 2:
                     answer.setdefault(f"{name}/pause", []).append(pause_s)
-        known = check._engine.coordinator.known_share(check._submitter.walk(state))
+        known = check._coordinator.known_share(check._submitter.walk(state))
         assert known is not None
         samples = ReplicaSamples(known.replicas, check._engine.accelerator, whole=False)
         evict = torch.ones(64 << 20, dtype=torch.uint8)

@@ -132,7 +132,7 @@ def _report(turn: Turn, folder: Path, outcome: Outcome) -> Samples:
 
 
 def _command(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "aiockpt.cli.main", *arguments], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-m", "aiockpt.tools.cli.main", *arguments], check=True, stdout=subprocess.DEVNULL)
 
 
 # ---------------------------------------------------------------------- top
@@ -192,7 +192,7 @@ def _beating(job: Path, ranks: int) -> Iterator[None]:
 def _in_terminal(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], list[float]]]:
     """Run the command at a terminal that is read by somebody; the list grows by a second for each picture that it draws."""
     mine, theirs = pty.openpty()
-    command = [sys.executable, "-m", "aiockpt.cli.main", *arguments]
+    command = [sys.executable, "-m", "aiockpt.tools.cli.main", *arguments]
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as process:
         os.close(theirs)
         drawn: list[float] = []

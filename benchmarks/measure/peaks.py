@@ -51,7 +51,7 @@ def peaks(turn: Turn, outcome: Outcome) -> None:
 def _import_all() -> None:
     """Import once what each process would import by itself; starts no thread, which a fork would lose."""
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
-    import_module("aiockpt.checkpointer")
+    import_module("aiockpt.session.checkpointer")
 
 
 def _in_child(name: str, size_bytes: int, folder: Path) -> Figures:

@@ -13,11 +13,11 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it has no types
 
-from aiockpt.adapters.loader import Loader
 from aiockpt.adapters.native import read_tree
-from aiockpt.adapters.sampler import ShardedSampler
+from aiockpt.data.loader import Loader
+from aiockpt.data.sampler import ShardedSampler
+from aiockpt.data.samples import LoaderPart, Span, Stream
 from aiockpt.errors import ManifestError, StateMismatchError, UsageError
-from aiockpt.state.samples import LoaderPart, Span, Stream
 from tests.adapters.worlds import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11

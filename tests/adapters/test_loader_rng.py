@@ -11,11 +11,11 @@ from torch.utils.data import DataLoader, Dataset, _utils
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it has no types
 from torchdata.stateful_dataloader import worker as stateful_worker
 
-from aiockpt.adapters.loader import Loader
 from aiockpt.adapters.rng import RNG
-from aiockpt.adapters.sampler import ShardedSampler
-from aiockpt.adapters.stream import StreamLoader
-from aiockpt.state.samples import LoaderPart, Stream
+from aiockpt.data.loader import Loader
+from aiockpt.data.sampler import ShardedSampler
+from aiockpt.data.samples import LoaderPart, Stream
+from aiockpt.data.stream import StreamLoader
 from tests.adapters.worlds import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from aiockpt.adapters.loader import Loader
-from aiockpt.adapters.stream import StreamLoader
-from aiockpt.state.samples import LoaderPart, Stream
+from aiockpt.data.loader import Loader
+from aiockpt.data.samples import LoaderPart, Stream
+from aiockpt.data.stream import StreamLoader
 from tests.adapters.worlds import World
 
 LENGTHS = {"a": 9, "b": 5, "c": 1, "d": 12, "e": 7, "f": 8}

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, _utils
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it has no types
 from torchdata.stateful_dataloader import worker as stateful_worker
 
-from aiockpt.adapters.loader import Loader
-from aiockpt.adapters.sampler import ShardedSampler
-from aiockpt.adapters.stream import StreamLoader
+from aiockpt.data.loader import Loader
+from aiockpt.data.sampler import ShardedSampler
+from aiockpt.data.stream import StreamLoader
 from aiockpt.errors import UsageError
 from tests.adapters.test_loader import LENGTH, Counting, Files, Numbers
 from tests.adapters.test_loader_streams import EVERY_SAMPLE, Documents

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.adapters import tree_size
+from aiockpt.adapters import native
 from aiockpt.adapters.native import StateWalker, per_rank
 from aiockpt.errors import StateMismatchError, UnsupportedStateError
 from tests.adapters.test_nested_states import resume
@@ -119,4 +119,4 @@ def test_a_state_far_from_the_limits_says_nothing(caplog: pytest.LogCaptureFixtu
     with aiockpt.Checkpointer("memory://far-from-limits") as ckpt, caplog.at_level(logging.WARNING, "aiockpt"):
         ckpt.save(1, {"log": [[0.5, None]] * 1000}).result(30)
     assert not caplog.records
-    assert tree_size.WARN_AT[0] == 0.5
+    assert native.WARN_AT[0] == 0.5

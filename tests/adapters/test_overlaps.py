@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt.adapters.overlaps import separate
+from aiockpt.adapters.differences import separate
 from aiockpt.adapters.tensors import has_memory_of_its_own
 from aiockpt.errors import StateMismatchError
 from aiockpt.state.shards import TensorShard

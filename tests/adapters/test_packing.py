@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it has no types
 
-from aiockpt.adapters.loader import Loader
-from aiockpt.adapters.stream import StreamLoader
+from aiockpt.data.loader import Loader
+from aiockpt.data.samples import LoaderPart, Stream
+from aiockpt.data.stream import StreamLoader
 from aiockpt.errors import StateMismatchError
-from aiockpt.state.samples import LoaderPart, Stream
 from tests.adapters.test_loader_trained import EPOCHS, check_a_run
 from tests.adapters.worlds import World
 

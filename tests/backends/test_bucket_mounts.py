@@ -14,8 +14,8 @@ import pytest
 import aiockpt
 from aiockpt.backends import local_mounts
 from aiockpt.backends.local_mounts import Mount, explain_bucket, find_mount
-from aiockpt.cli.doctor import examine
 from aiockpt.errors import UsageError
+from aiockpt.tools.cli.doctor import examine
 from tests.servers.seaweed import BUCKET, CREDENTIALS, Seaweed
 
 MOUNTED_S = 20.0

@@ -17,7 +17,7 @@ import aiockpt
 from aiockpt.backends.s3 import S3Backend
 from aiockpt.errors import StorageAccessError, UsageError
 from aiockpt.storage.retry import Retrying
-from aiockpt.storage.retry_policy import RetryPolicy
+from aiockpt.storage.retry_calls import RetryPolicy
 from tests.servers.seaweed import CREDENTIALS, Seaweed
 
 QUICK = RetryPolicy(first_wait_s=1e-3, longest_wait_s=1e-3)
@@ -78,7 +78,7 @@ def test_a_provider_that_fails_is_named_with_what_to_do(
     with aiockpt.Checkpointer("s3://bucket/run") as ckpt, pytest.raises(StorageAccessError, match=says):
         ckpt.load({"x": 1}).result(30)
     if make is web_identity:
-        command_line = [sys.executable, "-m", "aiockpt.cli.main", "ls", "s3://bucket/run"]
+        command_line = [sys.executable, "-m", "aiockpt.tools.cli.main", "ls", "s3://bucket/run"]
         done = subprocess.run(command_line, capture_output=True, text=True, timeout=120, check=False)
         assert (done.returncode, "Traceback" in done.stderr) == (3, False)
         assert "the web identity gives no credentials" in done.stderr

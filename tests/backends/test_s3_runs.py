@@ -15,8 +15,8 @@ import torch
 
 import aiockpt
 from aiockpt.backends.s3 import S3Backend
-from aiockpt.cli.main import main
 from aiockpt.errors import CommitConflictError, StorageError
+from aiockpt.tools.cli.main import main
 from tests.gates import Gate, striking
 from tests.servers.seaweed import Seaweed, find_weed, seaweed_server
 from tests.small_run import Run
@@ -202,7 +202,7 @@ def test_the_command_line_lists_and_verifies_a_bucket(url: str) -> None:
                 "-W",
                 "default::ResourceWarning",
                 "-c",
-                "from aiockpt.cli.main import main; main()",
+                "from aiockpt.tools.cli.main import main; main()",
                 *command,
             ],
             capture_output=True,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from aiockpt.cadence import Cadence
 from aiockpt.events import Event
+from aiockpt.policies.cadence import Cadence
 from benchmarks.measure.cadence import Kind, Run
 
 

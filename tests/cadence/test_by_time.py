@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.cadence import Cadence
-from aiockpt.cadence.by_time import parse_duration_s
+from aiockpt.policies.cadence import Cadence
+from aiockpt.policies.cadence.by_time import parse_duration_s
 from aiockpt.testing.simulation import SimulatedClock
 from tests.cadence.test_ranks import members, on_all
 from tests.small_run import SMALL

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aiockpt.cadence.controller import Recent, StepTimes, WriteTimes
+from aiockpt.policies.cadence.controller import Recent, StepTimes, WriteTimes
 
 
 def test_the_first_save_is_forgotten_at_the_second_and_two_outliers_of_five_move_nothing() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from aiockpt.cadence.intervals import BAND, Interval, Limits, Measured, choose, optimal_interval_s
+from aiockpt.policies.cadence.intervals import BAND, Interval, Limits, Measured, choose, optimal_interval_s
 
 seconds = st.floats(0, 1e7, allow_nan=False)
 some_seconds = st.floats(1e-6, 1e7)

@@ -15,10 +15,10 @@ import torch
 import torch.distributed
 
 import aiockpt
-from aiockpt.cadence import Cadence
-from aiockpt.cadence.cadence import Note
 from aiockpt.errors import BlockingCallError, RankTimeoutError, UsageError
 from aiockpt.events import Committed, SaveStarted, SnapshotTaken
+from aiockpt.policies.cadence import Cadence
+from aiockpt.policies.cadence.cadence import Note
 from aiockpt.runtime.loop import LoopThread
 from aiockpt.runtime.ranks import Ranks
 from aiockpt.testing.simulation import SimulatedClock

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiockpt.cadence import Cadence
 from aiockpt.errors import UsageError
 from aiockpt.events import Committed, SaveFailed, SaveSkipped, SaveStarted, SnapshotTaken
+from aiockpt.policies.cadence import Cadence
 from aiockpt.testing.simulation import SimulatedClock
 from tests.cadence.runs import Watched
 from tests.example_counts import examples

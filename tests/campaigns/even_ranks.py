@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import aiockpt
-from aiockpt.adapters.sampler import ShardedSampler
+from aiockpt.data.sampler import ShardedSampler
 from tests.campaigns.campaign import Campaign, Outcomes
 
 MOST_RANKS, MOST_SAMPLES, MOST_BATCH = 6, 70, 9

@@ -14,7 +14,6 @@ import random
 from collections import Counter
 from collections.abc import Awaitable
 
-from aiockpt.cli.survey import find_valid
 from aiockpt.errors import CheckpointError, NoValidCheckpointError, StepNotFoundError, StorageError
 from aiockpt.format.names import parse_step
 from aiockpt.options import Retention
@@ -22,6 +21,7 @@ from aiockpt.pipeline.discover import StepEntry
 from aiockpt.testing.faults import FaultyFiles
 from aiockpt.testing.simulated_files import SimulatedFiles
 from aiockpt.testing.simulation import snapshot
+from aiockpt.tools.cli.survey import find_valid
 from tests.campaigns.campaign import Campaign, Outcomes
 from tests.campaigns.damage import DAMAGES, Scene
 from tests.campaigns.history import STEPS, History, Save, load_value, parse, run_quickly, state_of

@@ -46,9 +46,9 @@ COUNT: Any = "trained"
 RIGHT, LOST, TWICE, NOTHING_SAVED, ALL_TRAINED = range(5)
 DEADLINE_S = 60
 NEEDED = (
-    "aiockpt.checkpointer",
-    "aiockpt.adapters.loader",
-    "aiockpt.adapters.stream",
+    "aiockpt.session.checkpointer",
+    "aiockpt.data.loader",
+    "aiockpt.data.stream",
     "aiockpt.engine.load",
     "aiockpt.ranks.load",
 )

@@ -35,7 +35,19 @@ MODULES = (
     *(
         f"aiockpt/{layer}/*.py"
         for layer in (
-            *("engine", "ranks", "lazy", "tiers", "pipeline", "format", "planning", "state", "storage", "adapters"),
+            *(
+                "data",
+                "engine",
+                "ranks",
+                "lazy",
+                "places/tiers",
+                "pipeline",
+                "format",
+                "planning",
+                "state",
+                "storage",
+                "adapters",
+            ),
         )
     ),
     "backends/local*.py",

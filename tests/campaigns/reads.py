@@ -23,15 +23,13 @@ import torch
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.errors import CheckpointError
 from aiockpt.format.manifest import Manifest, decode_manifest
-from aiockpt.pipeline.copy_source import VerifiedBlocks
 from aiockpt.pipeline.discover import StepCopy
-from aiockpt.pipeline.fetch import Fetcher
+from aiockpt.pipeline.fetch import Fetcher, VerifiedBlocks
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Backend, Reader, Seen
 from aiockpt.storage.forwarding import Forwarding, ForwardingReader
 from aiockpt.storage.retry import Retrying, RetryPolicy
-from aiockpt.storage.transfer import walk
-from aiockpt.storage.views import cut_views
+from aiockpt.storage.transfer import cut_views, walk
 from aiockpt.testing.simulation import SimulatedClock, simulated_world
 from aiockpt.testing.virtual_time import run_virtually
 from tests.campaigns.campaign import Campaign, Case, Outcomes

@@ -31,7 +31,7 @@ from aiockpt.errors import StorageError, StorageTransferError
 from aiockpt.runtime.limits import Limiter
 from aiockpt.runtime.world import World
 from aiockpt.storage.backend import Reader, Seen
-from aiockpt.storage.views import cut_views
+from aiockpt.storage.transfer import cut_views
 from aiockpt.testing.forwarding_files import FilesCall, ForwardingFiles
 from aiockpt.testing.simulated_files import SimulatedFiles
 from aiockpt.testing.simulation import SimulatedClock

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from aiockpt.adapters import matcher
-from aiockpt.adapters.load_target import LoadTarget
-from aiockpt.adapters.sampler import ShardedSampler
+from aiockpt.adapters.matcher import LoadTarget
 from aiockpt.adapters.stored import Stored
+from aiockpt.data.sampler import ShardedSampler
+from aiockpt.data.samples import LoaderPart
 from aiockpt.pipeline.fetch import BlockCheck
-from aiockpt.state.samples import LoaderPart
 from aiockpt.storage import retry
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.forwarding import BackendCall

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import aiockpt
-from aiockpt.cli.main import main
+from aiockpt.tools.cli.main import main
 from tests.cli.small_checkpoints import Command, Outcome, save
 from tests.small_run import SMALL
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from aiockpt.cli import bench, show
+from aiockpt.tools.cli import bench, show
 from tests.cli.small_checkpoints import Command
 
 QUICK = ("--sizes", "64KiB,1MiB", "--concurrency", "1,2", "--seconds", "0.02", "--bytes", "1MiB")
@@ -141,7 +141,17 @@ def test_bench_says_that_a_place_cannot_be_written_to(aiockpt_command: Command, 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_bench_that_is_interrupted_cleans_up_and_says_so(tmp_path: Path, number: signal.Signals) -> None:
-    command = [sys.executable, "-m", "aiockpt.cli.main", "bench", str(tmp_path), "--sizes", "16MiB", "--bytes", "64MiB"]
+    command = [
+        sys.executable,
+        "-m",
+        "aiockpt.tools.cli.main",
+        "bench",
+        str(tmp_path),
+        "--sizes",
+        "16MiB",
+        "--bytes",
+        "64MiB",
+    ]
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

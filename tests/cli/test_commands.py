@@ -17,14 +17,14 @@ from rich.progress import Progress
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.cli.commands.common import finish
-from aiockpt.cli.main import main
-from aiockpt.cli.show import SpeedColumn
-from aiockpt.cli.survey import find_unfinished
 from aiockpt.format.manifest import decode_manifest, decode_receipt, encode_manifest, encode_receipt
 from aiockpt.futures import Future
 from aiockpt.pipeline.discover import StepEntry
 from aiockpt.runtime.promise import Promise
+from aiockpt.tools.cli.commands.common import finish
+from aiockpt.tools.cli.main import main
+from aiockpt.tools.cli.show import SpeedColumn
+from aiockpt.tools.cli.survey import find_unfinished
 from tests.cli.small_checkpoints import Command, data_file, flip, manifest, save, snapshot_of, uncommit
 
 ATTEMPT = "a-00112233aabb"
@@ -501,7 +501,7 @@ def test_prune_shows_the_sizes_that_ls_shows(aiockpt_command: Command, made: Pat
 def test_prune_cuts_a_long_list_of_what_stays(
     aiockpt_command: Command, made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aiockpt.cli.results.KEPT_SHOWN", 2)
+    monkeypatch.setattr("aiockpt.tools.cli.results.KEPT_SHOWN", 2)
     shown = aiockpt_command("prune", made).out
     assert "step 100" not in shown
     assert "stays: 3 steps (300, 200, 100) · 1 of them not shown above" in shown
@@ -628,7 +628,7 @@ def test_storage_that_fails_has_a_status_of_its_own(
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, made: Path) -> None:
-    monkeypatch.setattr("aiockpt.cli.given_root.open_backend", raising(ZeroDivisionError()))
+    monkeypatch.setattr("aiockpt.tools.cli.given_root.open_backend", raising(ZeroDivisionError()))
     monkeypatch.setattr("sys.argv", ["aiockpt", "ls", str(made)])
     with pytest.raises(ZeroDivisionError):
         main()
@@ -649,7 +649,7 @@ def test_an_interrupted_wait_cancels_the_work() -> None:
 
 
 def test_a_reader_that_has_seen_enough_is_not_told_of_damage(made: Path) -> None:
-    command = [sys.executable, "-m", "aiockpt.cli.main", "ls", str(made)]
+    command = [sys.executable, "-m", "aiockpt.tools.cli.main", "ls", str(made)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as running:
         assert running.stdout is not None
         running.stdout.close()
@@ -661,7 +661,7 @@ def test_a_pipe_is_as_wide_as_columns_says(root: Path, columns: str | None, wide
     begin_attempt(root, 400)
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     done = subprocess.run(
-        [sys.executable, "-m", "aiockpt.cli.main", "ls", str(root)],
+        [sys.executable, "-m", "aiockpt.tools.cli.main", "ls", str(root)],
         env=environment | ({"COLUMNS": columns} if columns else {}),
         capture_output=True,
         text=True,
@@ -694,7 +694,7 @@ def test_help_does_not_import_torch() -> None:
         "import sys, types\n"
         "package = types.ModuleType('aiockpt'); package.__path__ = [sys.argv.pop(1)]\n"
         "sys.modules['aiockpt'] = package\n"  # what aiockpt/__init__.py imports is not this command's to decide
-        "from aiockpt.cli.main import main\n"
+        "from aiockpt.tools.cli.main import main\n"
         "try: main()\n"
         "finally: print('torch' in sys.modules, file=sys.stderr)\n"
     )

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from aiockpt.cli.convert import parse_size
 from aiockpt.errors import UsageError
+from aiockpt.tools.cli.convert import parse_size
 from tests.cli.small_checkpoints import Command
 from tests.convert.small_models import Tied, all_same, load_folder, save_model
 from tests.convert.snapshot_states import WRITTEN

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from aiockpt.cli.descent import draw_lines, find_current, find_predecessors
 from aiockpt.format.names import step_id
+from aiockpt.tools.cli.descent import draw_lines, find_current, find_predecessors
 
 
 class Saved(msgspec.Struct, frozen=True):

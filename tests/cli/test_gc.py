@@ -172,7 +172,7 @@ def test_a_user_without_rights_is_told_and_the_other_runs_are_cleaned(tmp_path: 
     for path in closed:
         path.chmod(0o000)
     bare = [] if os.geteuid() else ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]  # root without its powers
-    command = [*bare, sys.executable, "-m", "aiockpt.cli.main", "gc", str(tmp_path), "--yes", "--json"]
+    command = [*bare, sys.executable, "-m", "aiockpt.tools.cli.main", "gc", str(tmp_path), "--yes", "--json"]
     try:
         done = subprocess.run(command, capture_output=True, check=False)
     finally:

@@ -122,7 +122,7 @@ def test_a_removal_that_is_interrupted_leaves_the_newest_steps(root: Path) -> No
     import anyio
 
     from aiockpt.backends.local import LocalBackend
-    from aiockpt.pipeline.removal import plan_removal, remove
+    from aiockpt.pipeline.collect import plan_removal, remove
 
     class Stopped(Exception):  # noqa: N818
         pass

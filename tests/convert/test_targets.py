@@ -200,9 +200,9 @@ def convert_on(files: Files, step: int, max_shard_bytes: int) -> None:
 
     async def main() -> None:
         loop = InlineLoop("convert", lambda: None)
-        place = Place(Engine(loop, Options(io=TINY), (), world, Alone()), backend)
+        place = Place(Engine(loop, Options(io=TINY), (), world), backend)
         out = LocalBackend(OUT, world=world)
-        await convert_step(OnePlace(place, Tier(backend)), out, request(step, max_shard_bytes), lambda _: None)
+        await convert_step(OnePlace(place, Tier(backend), Alone()), out, request(step, max_shard_bytes), lambda _: None)
         await backend.close()
 
     run_inline(main)

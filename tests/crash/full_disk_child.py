@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import aiockpt
-from aiockpt.cli.main import main as command_line
+from aiockpt.tools.cli.main import main as command_line
 from tests.small_run import SMALL
 
 NOBODY = 65534

@@ -9,7 +9,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from aiockpt.cli.main import app
+from aiockpt.tools.cli.main import app
 from tests.docs.pages import ROOT, blocks
 
 _ASYNC = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT

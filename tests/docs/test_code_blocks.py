@@ -23,7 +23,7 @@ import typer
 from torch.utils.data import TensorDataset
 
 import aiockpt
-from aiockpt.cli.main import app
+from aiockpt.tools.cli.main import app
 from tests.docs.pages import ROOT, blocks, pages
 from tests.docs.running import command_lines, run_block, run_command
 

@@ -106,7 +106,7 @@ def test_a_word_is_found_in_any_name(name: str) -> None:
 
 
 def test_two_of_one_name_are_found_wherever_they_are() -> None:
-    twice = [("Plan", ROOT / "aiockpt/stress/plan.py"), ("Plan", ROOT / "backends/s3.py")]
-    assert named_twice(twice, {}) == {"Plan": ["aiockpt/stress/plan.py", "backends/s3.py"]}
-    assert named_twice(twice, {"Plan": {"stress"}}), "one of the two places is not known"
-    assert not named_twice(twice, {"Plan": {"stress", "backends"}})
+    twice = [("Plan", ROOT / "aiockpt/tools/stress/plan.py"), ("Plan", ROOT / "backends/s3.py")]
+    assert named_twice(twice, {}) == {"Plan": ["aiockpt/tools/stress/plan.py", "backends/s3.py"]}
+    assert named_twice(twice, {"Plan": {"tools"}}), "one of the two places is not known"
+    assert not named_twice(twice, {"Plan": {"tools", "backends"}})

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import aiockpt
-from aiockpt.cli.main import app
+from aiockpt.tools.cli.main import app
 
 OLD: dict[str, Any] = {
     "lr": 0.1,

@@ -18,7 +18,7 @@ import aiockpt
 with aiockpt.Checkpointer(sys.argv[1]) as ckpt:
     ckpt.save(1, {"w": torch.ones(3)}).result()
     ckpt.load({"w": torch.zeros(3)}).result()
-print(*sorted(name for name in sys.modules if name.startswith(("aiockpt.ranks", "aiockpt.tiers", "aiockpt.worker"))))
+print(*sorted(name for name in sys.modules if name.startswith(("aiockpt.ranks", "aiockpt.places.tiers", "aiockpt.worker"))))
 """
 
 

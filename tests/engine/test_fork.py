@@ -72,7 +72,7 @@ def test_a_fork_of_the_newest_step_is_told_in_log_and_listing(
         ckpt.save(3, state).result()
     assert [record.message for record in caplog.records if record.message.startswith("forked from step 2")]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    command = [sys.executable, "-m", "aiockpt.cli.main", "ls", str(tmp_path / "b")]
+    command = [sys.executable, "-m", "aiockpt.tools.cli.main", "ls", str(tmp_path / "b")]
     told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert "forked from" in told
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import aiockpt
-from aiockpt.cli.main import main
+from aiockpt.tools.cli.main import main
 
 LAST = torch.channels_last
 

@@ -46,7 +46,7 @@ def test_saving_loading_and_keeping_touch_files_on_worker_threads_only(
         hashed_on_loop.append(runs_event_loop())
         return hash_block(data)
 
-    monkeypatch.setattr("aiockpt.pipeline.serialize.hash_block", watched_hash)
+    monkeypatch.setattr("aiockpt.pipeline.upload.hash_block", watched_hash)
     backend = LocalBackend(tmp_path / "run", world=World(files=cast(Files, files)))
     with (
         blockbuster_ctx("aiockpt"),

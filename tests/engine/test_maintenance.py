@@ -22,7 +22,7 @@ from aiockpt.format.manifest import MAX_ANCESTORS
 from aiockpt.format.names import attempt_folder
 from aiockpt.options import Best, Snapshot, Worker
 from aiockpt.pipeline.discover import Heads, StepEntry, scan
-from aiockpt.retention import StepFacts, lineage, plan_retention
+from aiockpt.policies.retention import StepFacts, lineage, plan_retention
 from aiockpt.storage.backend import Backend, Space
 from aiockpt.testing.faults import Fault, FaultyBackend
 from aiockpt.testing.recording import RecordingBackend

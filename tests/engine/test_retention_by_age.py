@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.options import Worker
-from aiockpt.retention import StepFacts, lineage, plan_retention
+from aiockpt.policies.retention import StepFacts, lineage, plan_retention
 from aiockpt.storage.backend import Backend, Listing
 from aiockpt.storage.forwarding import Forwarding
 from tests.cli.small_checkpoints import DAY_S, make_older, save_aged

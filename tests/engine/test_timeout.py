@@ -15,11 +15,11 @@ import aiockpt
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.errors import StorageError, StorageThrottledError
 from aiockpt.pipeline import lineage
-from aiockpt.storage.query_timeout import QueryTimeout
+from aiockpt.places.tiers import tiers
 from aiockpt.storage.retry import Retrying
+from aiockpt.storage.retry_calls import QueryTimeout
 from aiockpt.testing.simulation import simulated_world
 from aiockpt.testing.virtual_time import run_virtually
-from aiockpt.tiers import tiers
 from tests.small_run import SMALL
 
 pytestmark = pytest.mark.timeout(60)

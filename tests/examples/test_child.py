@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from aiockpt.events import BytesWritten, Committed, DataWritten, Event, GarbageDeleted, SaveStarted, SnapshotTaken
-from aiockpt.examples.child import DieInSave, StepDone, StepTeller, Told
+from aiockpt.tools.examples.child import DieInSave, StepDone, StepTeller, Told
 
 STARTED = SaveStarted(at_ns=0, step=4, bytes=9, tensor_count=1)
 SNAPSHOT = SnapshotTaken(at_ns=0, step=4, bytes=9, pause_s=0.0, copy_s=0.0)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from aiockpt.examples.child import Job, Told
-from aiockpt.examples.demo import EXACT, FAILED, DemoOptions, check_uncommitted, choose_doomed_save, run_demo
-from aiockpt.examples.gpt import GPTSize
-from aiockpt.examples.spawn import DemoError, RankRecord, run_job
+from aiockpt.tools.examples.child import Job, Told
+from aiockpt.tools.examples.demo import EXACT, FAILED, DemoOptions, check_uncommitted, choose_doomed_save, run_demo
+from aiockpt.tools.examples.gpt import GPTSize
+from aiockpt.tools.examples.spawn import DemoError, RankRecord, run_job
 
 TINY = GPTSize(layers=1, width=16, heads=2, context=8, batch=2)
 
@@ -62,7 +62,7 @@ def test_a_process_that_fails_is_reported_with_what_it_said(tmp_path: Path) -> N
 def test_a_demo_that_is_told_to_end_leaves_no_folder_and_no_process(
     tmp_path: Path, number: signal.Signals, option: list[str]
 ) -> None:
-    command = [sys.executable, "-m", "aiockpt.cli.main", "demo", *option]
+    command = [sys.executable, "-m", "aiockpt.tools.cli.main", "demo", *option]
     with subprocess.Popen(
         command, cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -84,7 +84,7 @@ def test_a_demo_that_is_told_to_end_keeps_the_folder_that_was_named(tmp_path: Pa
 
     folder = tmp_path / "kept"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("aiockpt.examples.demo._run", told_to_end)
+        patch.setattr("aiockpt.tools.examples.demo._run", told_to_end)
         assert run_demo(DemoOptions(dir=folder)) == 128 + signal.SIGTERM
     assert folder.is_dir()
 
@@ -100,7 +100,7 @@ def test_a_process_does_not_outlive_a_director_that_is_interrupted(tmp_path: Pat
 
 
 def test_a_process_that_tells_nothing_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aiockpt.examples.spawn.SILENCE_S", 0)
+    monkeypatch.setattr("aiockpt.tools.examples.spawn.SILENCE_S", 0)
     job = Job(url=str(tmp_path / "x"), size=TINY, steps=10**9, every=None)
     with pytest.raises(DemoError, match="it told nothing for 0 s and was ended"):
         run_job(job, "silent", tmp_path, lambda record, told: None)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from aiockpt.examples.demo import DIFFERENT, EXACT, FAILED
-from aiockpt.examples.elastic import conclude, run_elastic, verdict
-from aiockpt.examples.figures import Figures
+from aiockpt.tools.examples.demo import DIFFERENT, EXACT, FAILED
+from aiockpt.tools.examples.elastic import conclude, run_elastic, verdict
+from aiockpt.tools.examples.figures import Figures
 
 FIRST: Figures = {
     "name": "FSDP2 on 2 ranks",

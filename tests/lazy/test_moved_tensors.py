@@ -11,8 +11,8 @@ from torch import nn
 
 import aiockpt
 from aiockpt.pipeline import snapshot as copying
-from aiockpt.pipeline.address_check import AddressCheck
 from aiockpt.pipeline.device_copy import on_host
+from aiockpt.pipeline.snapshot import AddressCheck
 from aiockpt.state.geometry import Box
 from aiockpt.state.shards import TensorShard
 from tests.lazy.copy_gate import CopyGate

@@ -17,7 +17,7 @@ from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantiz
 import aiockpt
 from aiockpt.adapters.native import StateWalker
 from aiockpt.lazy.mutability import Mutability
-from aiockpt.lazy.optimizer_hooks import is_announced
+from aiockpt.lazy.optimizer_owned import is_announced
 from tests.lazy.copy_gate import CopyGate
 
 State = dict[str, Any]

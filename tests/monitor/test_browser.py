@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from aiockpt.cli.main import app
+from aiockpt.tools.cli.main import app
 from tests.monitor.synthetic_run import Fault, SyntheticRun
 from tests.servers.chromium import Browser, open_browser, why_not
 from tests.watch import until

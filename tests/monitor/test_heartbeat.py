@@ -30,8 +30,6 @@ from typer.testing import CliRunner
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.cli.live_view import follow, view
-from aiockpt.cli.main import app
 from aiockpt.errors import StorageError
 from aiockpt.events import (
     BytesWritten,
@@ -49,6 +47,8 @@ from aiockpt.monitor.heartbeat import Beat
 from aiockpt.monitor.live_job import JobNow, JobWatch
 from aiockpt.monitor.under_way import PendingWork, UnderWay
 from aiockpt.storage.backend import Backend, Listing
+from aiockpt.tools.cli.live_view import follow, view
+from aiockpt.tools.cli.main import app
 from tests.watch import until
 
 STATE: dict[str, Any] = {"x": torch.arange(1000)}
@@ -381,7 +381,7 @@ def test_the_command_looks_once_where_there_is_no_terminal(tmp_path: Path) -> No
 def test_in_a_terminal_it_goes_on_until_the_job_has_ended_or_somebody_ends_it(tmp_path: Path) -> None:
     write(tmp_path, beat_of(0, world_size=1))
     heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a shell's & has it ignored
-    program = f"{heeding}; from aiockpt.cli.main import app; app()"
+    program = f"{heeding}; from aiockpt.tools.cli.main import app; app()"
     command = [sys.executable, "-c", program, "top", str(tmp_path), "--every", "0.1"]
     for ends in ("job", "interrupt"):
         write(tmp_path, beat_of(0, world_size=1))
@@ -404,10 +404,10 @@ FAILING = """
 import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)
 from pathlib import Path
 from aiockpt.backends.local import LocalBackend
-from aiockpt.cli.main import main
+from aiockpt.tools.cli.main import main
 from aiockpt.errors import StorageError
-import aiockpt.cli.live_view, anyio
-aiockpt.cli.live_view.UNANSWERED_S = 0.1
+import aiockpt.tools.cli.live_view, anyio
+aiockpt.tools.cli.live_view.UNANSWERED_S = 0.1
 lists, flag = LocalBackend.list, Path(sys.argv.pop())
 
 

@@ -15,7 +15,6 @@ import torch
 from typer.testing import CliRunner
 
 import aiockpt
-from aiockpt.cli.main import app
 from aiockpt.engine.maintenance import TensorInfo
 from aiockpt.errors import UsageError
 from aiockpt.monitor import TraceFile
@@ -28,6 +27,7 @@ from aiockpt.monitor.read_run import read_run
 from aiockpt.monitor.save_points import save_points
 from aiockpt.monitor.spans import BLOCKS, spans
 from aiockpt.monitor.summary import summarize
+from aiockpt.tools.cli.main import app
 from tests.monitor.synthetic_run import Fault, SyntheticRun
 
 SLOW = SyntheticRun(

@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 
 import aiockpt
 from aiockpt.backends.memory import MemoryBackend
-from aiockpt.cli.main import app
 from aiockpt.errors import UsageError
 from aiockpt.events import Opened, SaveStarted, SnapshotTaken
 from aiockpt.monitor import TraceFile
 from aiockpt.monitor.read_run import read_run
 from aiockpt.monitor.spans import BLOCKS, WHOLE, TimeSpan, spans, spans_of
 from aiockpt.monitor.summary import Summary, summarize
+from aiockpt.tools.cli.main import app
 from tests.monitor.synthetic_run import SyntheticRun
 
 SCRIPT = """
@@ -294,7 +294,7 @@ def test_a_trace_that_cannot_be_read_is_named_beside_what_the_others_tell(tmp_pa
 @pytest.mark.parametrize("data", [b"", b"\x00\x01\n\n", b'{"type":"Comm'])
 def test_where_nothing_can_be_read_the_command_says_so_and_why(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "trace.jsonl").write_bytes(data)
-    command = [sys.executable, "-c", "from aiockpt.cli.main import main; main()", "report", str(tmp_path)]
+    command = [sys.executable, "-c", "from aiockpt.tools.cli.main import main; main()", "report", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2
     assert "nothing can be read from 1 trace here: no line says" in " ".join(done.stderr.split())

@@ -14,7 +14,6 @@ from rich.console import Console
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
-from aiockpt.cli.live_view import view
 from aiockpt.events import Event, Opened, SnapshotTaken, StageEnded, StragglerFound
 from aiockpt.monitor import Heartbeat
 from aiockpt.monitor.live_job import JobWatch
@@ -24,6 +23,7 @@ from aiockpt.monitor.spans import TimeSpan
 from aiockpt.monitor.stage_times import stage_times
 from aiockpt.monitor.stragglers import STEPS, Straggler
 from aiockpt.monitor.stragglers import stragglers as compare
+from aiockpt.tools.cli.live_view import view
 from tests.watch import until
 
 

@@ -13,7 +13,7 @@ from aiockpt.format.manifest import Manifest
 from aiockpt.format.names import step_id
 from aiockpt.pipeline.discover import StepCopy
 from aiockpt.pipeline.fetch import Fetcher
-from aiockpt.pipeline.manifests import read_manifest
+from aiockpt.pipeline.receipts import read_manifest
 from aiockpt.storage.backend import Backend
 from aiockpt.testing.faults import Fault, FaultyBackend
 from aiockpt.testing.object_troubles import Planned, PlannedTroubles

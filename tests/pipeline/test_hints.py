@@ -16,8 +16,8 @@ import torch
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.errors import UsageError
-from aiockpt.pipeline import hints
-from aiockpt.pipeline.hints import Hints, look_for_hints
+from aiockpt.pipeline import discover
+from aiockpt.pipeline.discover import Hints, look_for_hints
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.open import open_backend
 from aiockpt.testing.faults import Fault, FaultyBackend
@@ -91,9 +91,9 @@ def test_runs_and_weights_are_found_and_other_things_are_not(tmp_path: Path) -> 
 
 
 def test_of_many_runs_a_few_are_shown(tmp_path: Path) -> None:
-    for number in range(hints.RUNS_SHOWN + 2):
+    for number in range(discover.RUNS_SHOWN + 2):
         (tmp_path / f"run{number}" / "step-00000001").mkdir(parents=True)
-    assert len(look(LocalBackend(str(tmp_path))).runs) == hints.RUNS_SHOWN
+    assert len(look(LocalBackend(str(tmp_path))).runs) == discover.RUNS_SHOWN
 
 
 def test_what_cannot_be_read_was_not_meant(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_what_cannot_be_read_was_not_meant(tmp_path: Path) -> None:
 
 
 def test_a_place_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hints, "LOOK_S", 0.1)
+    monkeypatch.setattr(discover, "LOOK_S", 0.1)
     (tmp_path / "model.safetensors").write_bytes(b"")
     make_run(tmp_path / "first")
     hanging = FaultyBackend(LocalBackend(str(tmp_path)), [Fault(do="hang", verb="list", match="first", times=None)])

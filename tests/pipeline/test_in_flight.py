@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from aiockpt.errors import ClosedError, StorageTimeoutError, TornSnapshotError
-from aiockpt.pipeline.in_flight import InFlightSlabs
+from aiockpt.pipeline.snapshot import InFlightSlabs
 from aiockpt.planning.write_plan import Window
 from aiockpt.runtime.slabs import Slab, SlabPool
 from aiockpt.testing.twin_accelerator import TwinAccelerator, TwinEvent

@@ -8,8 +8,7 @@ import pytest
 from aiockpt.errors import CorruptionError, NewerFormatError, StorageError
 from aiockpt.format.manifest import Manifest, encode_manifest
 from aiockpt.format.names import manifest_key
-from aiockpt.pipeline.discover import StepEntry, look_at
-from aiockpt.pipeline.newest import newest_first
+from aiockpt.pipeline.discover import StepEntry, look_at, newest_first
 from aiockpt.planning.weights import CONTENT
 from aiockpt.planning.write_plan import WEIGHTS
 from aiockpt.storage.backend import Backend

@@ -11,7 +11,7 @@ from aiockpt.backends.memory import MemoryBackend
 from aiockpt.errors import StorageAccessError
 from aiockpt.events import GarbageDeleted
 from aiockpt.format.names import data_key, receipt_key, step_id
-from aiockpt.pipeline.uploads import DeadUploads, abort_leftovers, find_leftovers
+from aiockpt.pipeline.collect import DeadUploads, abort_leftovers, find_leftovers
 from aiockpt.storage.backend import UnfinishedUpload
 from aiockpt.storage.retry import Retrying
 from aiockpt.testing.objects_client import ObjectsBackend

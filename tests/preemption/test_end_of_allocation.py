@@ -10,7 +10,7 @@ import pytest
 
 import aiockpt
 from aiockpt.options import announced_end_s
-from aiockpt.preemption.handler import MARGIN_S, PreemptionHandler
+from aiockpt.session.preemption.handler import MARGIN_S, PreemptionHandler
 from tests.preemption.programs import start, start_ranks
 from tests.preemption.test_alone import newest, steps
 from tests.preemption.test_ranks_end import WORLD_SIZE, ends, logs, script

@@ -25,7 +25,7 @@ def prove(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "TMPDIR": scratch(folder),
     }  # fmt: skip
     return subprocess.run(
-        [sys.executable, "-m", "aiockpt.cli.main", "prove", *arguments],
+        [sys.executable, "-m", "aiockpt.tools.cli.main", "prove", *arguments],
         cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
 
@@ -90,7 +90,7 @@ def test_a_proof_that_is_ended_by_a_signal_takes_all_that_it_started_along(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     script = "import os, time; open('began', 'w').close(); time.sleep(90)"
-    command = [sys.executable, "-m", "aiockpt.cli.main", "prove", "--", sys.executable, "-c", script]
+    command = [sys.executable, "-m", "aiockpt.tools.cli.main", "prove", "--", sys.executable, "-c", script]
     environment = {**os.environ, "TMPDIR": scratch(tmp_path)}
     with subprocess.Popen(command, cwd=tmp_path, env=environment) as running:
         while not (tmp_path / "began").exists():

@@ -27,7 +27,7 @@ SMALL = aiockpt.IO(pool_bytes=1 << 20, slab_bytes=16384, block_bytes=4096, read_
 
 def coordinator_of(checkpointer: aiockpt.Checkpointer) -> RankCoordinator:
     """Return how a rank agrees with the others."""
-    coordinator = checkpointer._engine.coordinator
+    coordinator = checkpointer._coordinator
     assert isinstance(coordinator, RankCoordinator)
     return coordinator
 

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it has no types
 
 import aiockpt
+from aiockpt.data.samples import LoaderPart, Stream
 from aiockpt.errors import StateMismatchError
-from aiockpt.state.samples import LoaderPart, Stream
 from tests.adapters.test_packing import TOKENS, Packed
 from tests.ranks.adapters_worker import check
 from tests.ranks.engine_checks import DEADLINES, shared_folder

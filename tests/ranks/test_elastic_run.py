@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from aiockpt.examples.demo import EXACT
-from aiockpt.examples.elastic import PHASES, TOLERANCE, run_elastic
+from aiockpt.tools.examples.demo import EXACT
+from aiockpt.tools.examples.elastic import PHASES, TOLERANCE, run_elastic
 
 
 @pytest.mark.timeout(400)

@@ -16,8 +16,7 @@ import pytest
 
 from aiockpt.errors import RankError, RankFailedError, RanksDisagreeError
 from aiockpt.ranks import membership
-from aiockpt.ranks.membership import Calls, Departure, Membership
-from aiockpt.ranks.waiting import Waiting
+from aiockpt.ranks.membership import Calls, Departure, Membership, Waiting
 from aiockpt.runtime.notes import NoteBoard
 from aiockpt.runtime.processes import Process, has_ended, this_process
 from aiockpt.testing.virtual_time import run_virtually

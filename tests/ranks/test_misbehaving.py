@@ -25,7 +25,7 @@ from aiockpt.errors import (
     RankTimeoutError,
     StorageError,
 )
-from aiockpt.ranks import waiting
+from aiockpt.ranks import membership
 from aiockpt.runtime.world import OsClock, World
 from tests.ranks.crew import PATIENT, Crew
 from tests.ranks.test_save import Gone, equal, loaded, replicated, steps
@@ -38,8 +38,8 @@ HURRIED = aiockpt.Deadlines(ranks_s=1, commit_s=1, takeover_s=0.3, close_s=60)
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have warnings come after moments instead of ten seconds."""
-    monkeypatch.setattr(waiting, "WARN_AFTER_S", 0.4)
-    monkeypatch.setattr(waiting, "LOOK_S", 0.1)
+    monkeypatch.setattr(membership, "WARN_AFTER_S", 0.4)
+    monkeypatch.setattr(membership, "LOOK_S", 0.1)
 
 
 def save(crew: Crew, step: int, *ranks: int) -> dict[int, BaseException | None]:

@@ -15,7 +15,7 @@ import torch
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.engine.coordinator import SaveRound
+from aiockpt.engine.round import SaveRound
 from aiockpt.errors import ObjectNotFoundError, RankFailedError, SaveCancelledError
 from aiockpt.runtime.world import World
 from aiockpt.testing.faults import Fault, FaultyBackend

@@ -17,11 +17,11 @@ from aiockpt.backends.shm import ShmBackend
 from aiockpt.errors import RankFailedError, StateMismatchError, UsageError, WriterLostError
 from aiockpt.events import PromotionFailed
 from aiockpt.format.names import parse_attempt
-from aiockpt.ranks import visibility
+from aiockpt.places.tiers.promotion import MOST_WAITING
+from aiockpt.places.tiers.tiers import Tiers
+from aiockpt.ranks import storage_fallback
 from aiockpt.testing.faults import Fault, FaultyBackend
 from aiockpt.testing.recording import RecordingBackend
-from aiockpt.tiers.promotion import MOST_WAITING
-from aiockpt.tiers.tiers import Tiers
 from tests.gates import Around, Gate
 from tests.ranks.crew import Crew, coordinator_of
 from tests.ranks.test_save import equal, loaded, replicated
@@ -78,7 +78,7 @@ def test_rank_0_waits_for_a_rank_that_copies_later(tmp_path: Path) -> None:
 
 
 def test_rank_0_copies_what_another_rank_could_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aiockpt.tiers.joint_copy.PATIENCE_S", 0.5)
+    monkeypatch.setattr("aiockpt.places.tiers.joint_copy.PATIENCE_S", 0.5)
 
     def tiers(rank: int) -> list[Any]:
         broken = [Fault(do="fail", verb="create", match="*", times=None)] if rank == 1 else []
@@ -242,7 +242,7 @@ def test_a_place_that_not_all_ranks_see_is_refused_on_all_at_once(tmp_path: Path
     def places(rank: int) -> list[Any]:
         return [open_own(tmp_path / f"host-{rank // 2}"), tmp_path / "shared"][:tiers]
 
-    with mock.patch.object(visibility, "LOOK_FOR_S", 0.3), Crew(4, places, on_error=lambda future: None) as crew:
+    with mock.patch.object(storage_fallback, "LOOK_FOR_S", 0.3), Crew(4, places, on_error=lambda future: None) as crew:
         errors = crew.errors(lambda rank, ckpt: ckpt.save(1, replicated(1)).result(30))
     refused = [error for error in errors if isinstance(error, UsageError)]
     assert refused

@@ -18,7 +18,6 @@ import torch.distributed
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.engine.coordinator import Alone
 from aiockpt.engine.place import Place
 from aiockpt.errors import RankFailedError, StorageFullError, WriterLostError
 from aiockpt.format.names import failure_key
@@ -115,7 +114,7 @@ def test_a_rank_that_fails_before_it_knows_the_tier_leaves_word_of_it(orders: Or
 
 async def test_a_record_of_a_failure_says_more_than_those_of_ranks_that_it_made_give_up(tmp_path: Path) -> None:
     backend = LocalBackend(str(tmp_path))
-    place = SimpleNamespace(backend=backend, engine=SimpleNamespace(coordinator=Alone()))
+    place = SimpleNamespace(backend=backend, engine=SimpleNamespace(rank=0, world_size=1))
     fallback = StorageFallback(cast(Place, place), 1, NONCE)
     assert await fallback.failure() is None
     told = [(0, "RankFailedError: rank 2 failed"), (2, "StorageFullError: no room")]

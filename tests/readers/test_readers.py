@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 import aiockpt
 from aiockpt.backends.local import LocalBackend
-from aiockpt.cli.main import app
 from aiockpt.errors import CheckpointError, StorageError
-from aiockpt.readers import hold as hold_module
-from aiockpt.readers.step_watch import StepWatch, WatchedStep
+from aiockpt.places.readers import hold as hold_module
+from aiockpt.places.readers.step_watch import StepWatch, WatchedStep
+from aiockpt.tools.cli.main import app
 from tests.small_run import SMALL
 from tests.watch import until
 
@@ -384,7 +384,7 @@ def test_a_folder_that_is_not_there_is_waited_for_unless_it_is_looked_at_once(tm
     command = [
         sys.executable,
         "-m",
-        "aiockpt.cli.main",
+        "aiockpt.tools.cli.main",
         "watch",
         str(tmp_path / "run"),
         "--exec",

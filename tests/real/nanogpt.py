@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the name that everybody uses
 
 import aiockpt
-from aiockpt.examples.gpt import GPT, GPTSize
+from aiockpt.tools.examples.gpt import GPT, GPTSize
 
 SIZE = GPTSize(layers=1, width=16, heads=2, context=8, batch=4, dropout=0.1)
 

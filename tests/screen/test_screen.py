@@ -12,7 +12,6 @@ import torch
 from typer.testing import CliRunner
 
 import aiockpt
-from aiockpt.cli.main import app
 from aiockpt.errors import ManifestError
 from aiockpt.events import NotFiniteFound
 from aiockpt.format.dtypes import from_torch_name
@@ -25,6 +24,7 @@ from aiockpt.monitor.read_run import read_run
 from aiockpt.monitor.save_points import save_points
 from aiockpt.monitor.spans import spans
 from aiockpt.monitor.summary import summarize
+from aiockpt.tools.cli.main import app
 from tests.ranks.crew import Crew
 from tests.watch import Watch
 

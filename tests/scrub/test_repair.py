@@ -21,12 +21,12 @@ from typer.testing import CliRunner
 import aiockpt
 from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
-from aiockpt.cli.main import app
 from aiockpt.errors import StorageError
 from aiockpt.events import StepDamaged, StepRepaired
+from aiockpt.places.scrub import scrubber
 from aiockpt.runtime.world import OsFiles, World
-from aiockpt.scrub import scrubber
-from aiockpt.wiring import start_scrubber
+from aiockpt.session.wiring import start_scrubber
+from aiockpt.tools.cli.main import app
 from tests.small_run import SMALL
 from tests.watch import Watch, until
 

@@ -11,8 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 import aiockpt
-from aiockpt.cadence.run_plan import plan_run
-from aiockpt.cli.main import app
+from aiockpt.policies.cadence.run_plan import plan_run
+from aiockpt.tools.cli.main import app
 
 GIB = 2.0**30
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aiockpt.data.samples import LoaderPart, Span, Stream, read_part, reshard, take, write_part
 from aiockpt.errors import UsageError
-from aiockpt.state.samples import LoaderPart, Span, Stream, read_part, reshard, take, write_part
 
 sizes = st.integers(1, 9)
 Sample = tuple[str, Any]

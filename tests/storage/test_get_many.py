@@ -13,7 +13,7 @@ from aiockpt.backends.local import LocalBackend
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.errors import StorageError, UsageError
 from aiockpt.storage.backend import Backend
-from aiockpt.storage.get_many import READS, get_many
+from aiockpt.storage.transfer import READS, get_many
 
 MANY = 3 * READS + 1
 

@@ -29,7 +29,7 @@ from aiockpt.events import StorageRetried
 from aiockpt.storage.backend import Backend
 from aiockpt.storage.forwarding import BackendCall, Forwarding
 from aiockpt.storage.retry import Retrying, RetryPolicy
-from aiockpt.storage.views import cut_views
+from aiockpt.storage.transfer import cut_views
 from aiockpt.testing.faults import Fault, FaultyBackend
 from aiockpt.testing.object_troubles import TRANSIENT, DrawnTroubles, Planned, PlannedTroubles, Trouble
 from aiockpt.testing.objects_client import ObjectsBackend

@@ -10,7 +10,7 @@ import pytest
 
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.storage.backend import Backend, Listing
-from aiockpt.stress.plan import BLOCK_BYTES, StressPlan
+from aiockpt.tools.stress.plan import BLOCK_BYTES, StressPlan
 
 
 class _Changed:

@@ -21,11 +21,11 @@ from aiockpt.storage.backend import Listing, Space
 from aiockpt.storage.open import open_backend
 from aiockpt.storage.retry import Retrying, RetryPolicy
 from aiockpt.storage.transfer import walk
-from aiockpt.stress import report as report_module
-from aiockpt.stress.measure import measure
-from aiockpt.stress.plan import MANIFEST_BYTES, RECEIPT_BYTES, StressPlan
-from aiockpt.stress.report import StressReport
 from aiockpt.testing.faults import Fault, FaultyBackend
+from aiockpt.tools.stress import report as report_module
+from aiockpt.tools.stress.measure import measure
+from aiockpt.tools.stress.plan import MANIFEST_BYTES, RECEIPT_BYTES, StressPlan
+from aiockpt.tools.stress.report import StressReport
 from tests.servers.seaweed import Seaweed
 from tests.stress.conftest import changed, left_in, names_in
 

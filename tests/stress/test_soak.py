@@ -10,11 +10,11 @@ import pytest
 from aiockpt.backends.memory import MemoryBackend
 from aiockpt.errors import ObjectNotFoundError
 from aiockpt.storage.backend import Backend, Listing, Stat
-from aiockpt.stress.measure import measure
-from aiockpt.stress.plan import StressPlan
-from aiockpt.stress.report import Soak, StressReport
-from aiockpt.stress.soak_faults import DrawnFaults
 from aiockpt.testing.faults import Fault, FaultyBackend
+from aiockpt.tools.stress.measure import measure
+from aiockpt.tools.stress.plan import StressPlan
+from aiockpt.tools.stress.report import Soak, StressReport
+from aiockpt.tools.stress.soak_faults import DrawnFaults
 from tests.stress.conftest import changed
 
 SOAK_S = 1.0

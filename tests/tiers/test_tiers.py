@@ -16,10 +16,10 @@ from aiockpt.backends.memory import MemoryBackend
 from aiockpt.errors import SaveSkippedError, StorageError, StorageTimeoutError, UsageError
 from aiockpt.events import Promoted, PromotionFailed
 from aiockpt.pipeline import copy, lineage
+from aiockpt.places.tiers import promotion
+from aiockpt.places.tiers import tiers as listing
 from aiockpt.storage.backend import Space
 from aiockpt.testing.faults import Fault, FaultyBackend
-from aiockpt.tiers import promotion
-from aiockpt.tiers import tiers as listing
 from tests.gates import Gate
 from tests.small_run import SMALL
 from tests.watch import Watch

@@ -18,9 +18,9 @@ from aiockpt.backends.shm import SHARED_MEMORY
 from aiockpt.errors import StorageError
 from aiockpt.events import Promoted, PromotionFailed
 from aiockpt.pipeline import copy, lineage
+from aiockpt.places.tiers import promotion
+from aiockpt.places.tiers import tiers as listing
 from aiockpt.storage.retry import Retrying, RetryPolicy
-from aiockpt.tiers import promotion
-from aiockpt.tiers import tiers as listing
 from tests.servers.seaweed import Seaweed, find_weed, seaweed_server
 from tests.small_run import SMALL, Run
 from tests.watch import Watch

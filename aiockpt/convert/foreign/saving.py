@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable
 
 from aiockpt.adapters.native import StateWalker
-from aiockpt.checkpointer import Checkpointer, Place
 from aiockpt.convert.conversions import Converted
 from aiockpt.convert.foreign.checkpoint import Foreign
 from aiockpt.errors import StepExistsError
@@ -15,6 +14,7 @@ from aiockpt.events import BytesWritten, Event
 from aiockpt.options import IO, OnExists
 from aiockpt.redaction import redact
 from aiockpt.runtime.ranks import Ranks
+from aiockpt.session.checkpointer import Checkpointer, Place
 
 
 def save_as_step(

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from aiockpt.adapters.target import TensorRef
-from aiockpt.checkpointer import Checkpointer
 from aiockpt.convert.foreign.dcp import METADATA
 from aiockpt.convert.foreign.state_dicts import as_state_dicts
 from aiockpt.engine.destination import Destination
@@ -20,6 +19,7 @@ from aiockpt.engine.find import find_manifest
 from aiockpt.engine.load import stored_state
 from aiockpt.errors import StorageError, UsageError
 from aiockpt.format.manifest import Manifest
+from aiockpt.session.checkpointer import Checkpointer
 from aiockpt.storage.address import parse_address
 
 DATA = "__0_0.distcp"

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from aiockpt.adapters.sharded_tensors import Shards
 from aiockpt.adapters.stored import find_node, is_tensor_node
-from aiockpt.checkpointer import Checkpointer, Place
 from aiockpt.engine.maintenance import Description
 from aiockpt.errors import StateMismatchError, UsageError
 from aiockpt.format.dtypes import torch_name
@@ -33,6 +32,7 @@ from aiockpt.format.names import join_name, split_name
 from aiockpt.integrations.dcp.items import ItemNote, Parts, pickled, read_note
 from aiockpt.integrations.dcp.writer import Identifier, is_place
 from aiockpt.runtime.ranks import Ranks
+from aiockpt.session.checkpointer import Checkpointer, Place
 from aiockpt.state.tree import TAG
 
 _OF_OBJECTS = {"tensor", "numpy.ndarray", "module", "optimizer", "stateful", "loader", "per_rank"}

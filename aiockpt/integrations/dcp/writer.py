@@ -20,12 +20,12 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from aiockpt.adapters.composites import is_composite
 from aiockpt.adapters.sharded_tensors import Shards
-from aiockpt.checkpointer import Checkpointer, Place
 from aiockpt.convert.foreign.state_dicts import DCP_NOTE
 from aiockpt.errors import CheckpointError, UnsupportedStateError, UsageError
 from aiockpt.futures import SaveFuture
 from aiockpt.integrations.dcp.items import ItemNote, Parts, put, unpickled, with_lists
 from aiockpt.integrations.dcp.process_group import ranks_of
+from aiockpt.session.checkpointer import Checkpointer, Place
 
 Identifier = str | os.PathLike[str]
 

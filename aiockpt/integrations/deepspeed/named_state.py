@@ -17,8 +17,7 @@ from torch import nn
 
 import aiockpt
 from aiockpt.adapters.module import EXTRA
-from aiockpt.adapters.optimizer_forms import NAMES
-from aiockpt.adapters.optimizer_groups import default_keys, innermost
+from aiockpt.adapters.optimizer_forms import NAMES, default_keys, innermost
 from aiockpt.integrations.deepspeed.partitions import FlatPartition, ParameterSlice, inner_optimizer, weights_of
 from aiockpt.integrations.nested import put
 from aiockpt.state.codecs import class_name

@@ -11,8 +11,15 @@ import torch
 
 import aiockpt
 from aiockpt.adapters.module import EXTRA
-from aiockpt.adapters.optimizer_forms import NAMES, SavedOptimizer, pair_up, read_form
-from aiockpt.adapters.optimizer_groups import HOW_TO_STEP, agreed_values, class_misfit
+from aiockpt.adapters.optimizer_forms import (
+    HOW_TO_STEP,
+    NAMES,
+    SavedOptimizer,
+    agreed_values,
+    class_misfit,
+    pair_up,
+    read_form,
+)
 from aiockpt.adapters.stored import is_tensor_node
 from aiockpt.format.dtypes import torch_name
 from aiockpt.format.names import split_name

@@ -6,13 +6,10 @@ It counts them, and has the first new one of a resumed loop be read with the ran
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import aiockpt
-from aiockpt.integrations.huggingface.loop_habit import SkipWindow
-
-if TYPE_CHECKING:
-    from aiockpt.integrations.huggingface.loader_position import LoaderPosition
+from aiockpt.integrations.huggingface.loop_habit import SkipWindow, TrainingTraces
 
 _RNG = aiockpt.RNG()
 Values = dict[str, Any]
@@ -36,6 +33,22 @@ class GoOn(NamedTuple):
     counts_samples: bool = False
 
 
+class LoopOwner(Protocol):
+    """What a loop asks the `LoaderPosition` of its loader."""
+
+    loader: Any
+    training: TrainingTraces
+    dispatches: bool
+    keeps_itself: bool
+    reads_again: bool
+
+    @property
+    def sampler_epoch(self) -> int | None: ...
+    def read_generators(self) -> list[bytes]: ...
+    def write_generators(self, states: list[bytes]) -> None: ...
+    def log_habit(self, habit: str, reading: Any) -> None: ...
+
+
 class LoopReading:
     """One loop over a loader, as the source of its batches. It ends with the loop, which alone holds it.
 
@@ -47,7 +60,7 @@ class LoopReading:
 
     def __init__(
         self,
-        position: LoaderPosition,
+        position: LoopOwner,
         loader: Any,
         begin: Callable[[], Iterator[Any]],
         go_on: GoOn | None,

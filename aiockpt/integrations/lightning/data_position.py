@@ -17,7 +17,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 import aiockpt
-from aiockpt.adapters.data_source import let_workers_outlive_signals
+from aiockpt.data.data_source import let_workers_outlive_signals
 from aiockpt.integrations.indices import Indices
 
 logger = logging.getLogger("aiockpt")

@@ -13,8 +13,7 @@ import torch
 
 import aiockpt
 from aiockpt.adapters.leaves import read_plain_leaf
-from aiockpt.adapters.optimizer_forms import Id, pair_up, read_form
-from aiockpt.adapters.optimizer_groups import agreed_values
+from aiockpt.adapters.optimizer_forms import Id, agreed_values, pair_up, read_form
 from aiockpt.adapters.stored import is_tensor_node
 from aiockpt.format.names import join_name, split_name
 from aiockpt.integrations.megatron.sharded_leaves import (

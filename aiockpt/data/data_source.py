@@ -1,0 +1,186 @@
+"""What a loader reads from: what can be dealt to other readers, what only knows its own state, and what cannot be saved.
+
+A *reader* is a data-parallel rank, or one worker of it; see `aiockpt.data.samples`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from aiockpt.data.samples import LoaderPart
+from aiockpt.errors import UsageError
+
+logger = logging.getLogger("aiockpt")
+
+Batch = TypeVar("Batch")
+
+
+@runtime_checkable
+class Reshardable(Protocol):
+    """A source of data that can be dealt to another number of readers."""
+
+    def parts(self) -> Sequence[LoaderPart]:
+        """Return what each reader of this rank (the rank itself, or its workers) has still to give to training."""
+        ...
+
+    def load_parts(self, parts: Sequence[LoaderPart]) -> object:
+        """Go on with these parts, as many as `parts` returns."""
+
+
+@runtime_checkable
+class Prefetched(Reshardable, Protocol):
+    """A source that is read further than training has come: it is told of each batch that training gets."""
+
+    def hand_out(self) -> LoaderPart | None:
+        """Note that the oldest batch that was drawn is training's now: `parts` no longer contains it.
+
+        Returns:
+            The part that this batch is, where its samples can be read again; None where the batch itself is to be kept
+            until it is trained.
+        """
+
+    def end_epoch(self) -> object:
+        """Note that training got the last batch: `parts` is a whole new epoch now."""
+
+
+@runtime_checkable
+class EpochDealer(Prefetched, Protocol):
+    """A source that knows what each reader has at the beginning of any epoch.
+
+    So it can go on on another number of ranks also from a checkpoint at which some of them were an epoch further.
+    """
+
+    def epoch_parts(self, epoch: int, rank: int, size: int, count: int) -> Sequence[LoaderPart]:
+        """Return the parts of the *count* readers of a data-parallel rank out of *size*, before the first batch."""
+        ...
+
+
+@runtime_checkable
+class SelfSaving(Protocol):
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+def data_ranks(rank: int | None, size: int | None) -> tuple[int, int]:
+    """Return rank and size as given, or those of ``torch.distributed``.
+
+    Raises:
+        UsageError: only one of them is given, or the rank is not one of so many.
+    """
+    if (rank is None) != (size is None):
+        raise UsageError("give both rank and size, the data-parallel ones, or neither")
+    if rank is None or size is None:
+        started = dist.is_available() and dist.is_initialized()
+        return (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
+    if not 0 <= rank < size:
+        raise UsageError(f"rank {rank} of {size}: a data-parallel rank is 0 or more and less than their number")
+    return rank, size
+
+
+def begin(source: Iterable[Batch], goes_on: bool) -> Iterator[Batch]:
+    """Begin to iterate over *source*; take from torch's generator on the CPU what a ``DataLoader`` takes for a seed.
+
+    How often one takes it by itself depends on whether its workers persist, and whether it was asked for its state.
+
+    Args:
+        goes_on: with an iteration that was under way at a checkpoint, and has taken it. The generator is left as it is,
+            and the seed is another one, so that the workers of the next iteration do not draw these numbers again.
+    """
+    takes_seed = getattr(source, "generator", source) is None  # what is no DataLoader has none, and does as it likes
+    with torch.random.fork_rng(devices=[], enabled=goes_on or takes_seed):
+        if goes_on:
+            torch.default_generator.manual_seed(_draw())
+        batches = iter(source)
+    if takes_seed and not goes_on:
+        _draw()
+    return batches
+
+
+def let_workers_outlive_signals(source: object) -> None:
+    """Have workers that a ``DataLoader`` starts from now on leave the process group of their parent.
+
+    A signal to the whole group (a scheduler's, ``kill 0``) ends workers first, and the next batch raises before the parent
+    can save. They still end with their parent, which they watch, and when it ends them.
+    """
+    if isinstance(source, DataLoader) and not isinstance(source.worker_init_fn, _OwnGroup):
+        source.worker_init_fn = _OwnGroup(source.worker_init_fn)
+
+
+class _OwnGroup:
+    """Begins a worker outside of its parent's process group, and then as the program says. Can be pickled."""
+
+    def __init__(self, then: Callable[[int], object] | None) -> None:
+        self._then = then
+
+    def __call__(self, worker_id: int) -> None:
+        with suppress(OSError):  # it leads a session
+            os.setpgid(0, 0)
+        if self._then is not None:
+            self._then(worker_id)
+
+
+def _draw() -> int:
+    """Return the next number of torch's generator, in the way of a ``DataLoader``."""
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+
+
+def find_reader(source: Any) -> Reshardable | None:
+    """Return what in *source* can be resharded."""
+    own = [source, getattr(source, "batch_sampler", None)]
+    if not worker_count(source):
+        own.append(getattr(source, "dataset", None))  # a worker would have a copy of it
+    reader = next((candidate for candidate in own if isinstance(candidate, Reshardable)), None)
+    if isinstance(reader, Prefetched) and not getattr(source, "in_order", True):
+        raise UsageError("in_order=False: which samples a batch has is not known; leave it at True")
+    return reader
+
+
+def warn_of_empty_loop(source: Any, state: Any, where: str) -> None:
+    """Log that the next loop over a ``StatefulDataLoader`` is empty, which is right only where the epoch was saved, too."""
+    with suppress(AttributeError, KeyError, TypeError):  # another loader, or a stream without a length
+        inside = state.get("_snapshot") or {"_snapshot_step": state["_num_yielded"]}
+        given = inside["_snapshot_step"] + state.get("_steps_since_snapshot", 0)
+        if not state["_iterator_finished"] and given == len(source):
+            logger.warning(
+                "%s: saved at the last batch of an epoch: its next loop is empty. A script that computes its epoch from "
+                "the step would lose one: wrap the loader in aiockpt.Loader, or save behind the loop",
+                where,
+            )
+
+
+def advise(source: Any) -> str:
+    """Return what to write in place of a *source* that cannot be saved, with its own numbers."""
+    if isinstance(source, DataLoader) and isinstance(source.dataset, IterableDataset):
+        return "An aiockpt.StreamLoader takes the place of a DataLoader that reads from front to back"
+    if not isinstance(source, DataLoader) or source.batch_sampler is None:
+        return (
+            "Give a DataLoader with batch_sampler=aiockpt.ShardedSampler(…), a source with parts() and load_parts(), "
+            "or one with state_dict() and load_state_dict()"
+        )
+    sampler, size = source.sampler, source.batch_size
+    if size is None:
+        return (
+            "Write DataLoader(data, batch_sampler=aiockpt.ShardedSampler(len(data), batch_size)) in place of "
+            f"batch_sampler=<{type(source.batch_sampler).__name__}>, or give that one parts() and load_parts()"
+        )
+    shuffle = not isinstance(sampler, SequentialSampler) and getattr(sampler, "shuffle", True)
+    drop_last = ["drop_last=True"] if source.drop_last else []
+    theirs = {RandomSampler: ["shuffle=True"], SequentialSampler: []}.get(
+        type(sampler), [f"sampler=<{type(sampler).__name__}>"]
+    )
+    given = ", ".join([f"batch_size={size}", *theirs, *drop_last])
+    ours = ", ".join([f"len(data), {size}", *([] if shuffle else ["shuffle=False"]), *drop_last])
+    return f"Write DataLoader(data, batch_sampler=aiockpt.ShardedSampler({ours})) in place of {given}"
+
+
+def worker_count(source: Any) -> int:
+    """Return how many workers read for a ``DataLoader``; 0 for what is none."""
+    return int(getattr(source, "num_workers", 0))

@@ -1,0 +1,274 @@
+"""What is left of which epoch, when batches are trained in another order than they were handed out?
+
+Asynchronous training hands out batches of one epoch while some of the last one are not trained, and its ranks need not be
+in the same epoch. So what a data-parallel rank has to give is a list of epochs, each with what is left of it. `deal_epochs`
+turns the lists of all old ranks into that of a new one. Pure: every rank computes the same from the same checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from aiockpt.data.samples import LoaderPart, in_lock_step, join_parts, read_part, reshard, with_counts, write_part
+from aiockpt.errors import UsageError, kind_in_words
+
+# Which batches are with training, handed out and not trained yet? Those come again after a resume.
+#
+# `Untrained` knows a batch by its number, counted from 0 by each loader, or as the very object that was handed out.
+# Not thread-safe: its loader holds a lock.
+
+
+_UNCHANGING = (bool, int, float, complex, str, bytes, type(None))
+_NOBODY = object()
+
+
+class HandedOut(msgspec.Struct, frozen=True):
+    """A batch that is with training.
+
+    Attributes:
+        epoch: the number of the epoch that it belongs to.
+        batch: as the source gave it, to be saved as it is; `Untrained.NOTHING` where *part* says how to read it again.
+        part: its samples, where they can be read again.
+        given: the object that training knows it by; `Untrained.NOTHING` where that is its number.
+    """
+
+    epoch: int
+    batch: Any
+    part: LoaderPart | None
+    given: Any
+
+
+class Untrained:
+    """The batches that are with training, in the order in which they were handed out."""
+
+    NOTHING = _NOBODY
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, HandedOut] = {}
+        self._numbers: dict[int, deque[int]] = {}
+        self._next = self._first = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def entries(self) -> Iterable[HandedOut]:
+        """Return them, the oldest first."""
+        return self._waiting.values()
+
+    def add(self, one: HandedOut) -> int:
+        """Note that a batch is with training; return its number.
+
+        Raises:
+            UsageError: the source has filled an object again that is with training.
+        """
+        self._refuse_same(one.batch, "a batch is saved as it is until it is trained, so give another object each time")
+        self._refuse_same(one.given, "iterate over numbered(), which tells them apart")
+        number, self._next = self._next, self._next + 1
+        self._waiting[number] = one
+        for held in self._objects(one):
+            self._numbers.setdefault(id(held), deque()).append(number)
+        return number
+
+    def remove(self, batch: Any) -> None:
+        """Note that the batch that is this very object is trained.
+
+        Raises:
+            UsageError: none is.
+        """
+        numbers = self._numbers.get(id(batch), ())
+        number = next((number for number in numbers if self._waiting[number].given is batch), None)
+        if number is None:
+            raise UsageError(
+                f"{kind_in_words(batch)} is no batch that waits to be trained: it was trained before, it was handed out "
+                "before a load(), or it is not the very object that the loader gave. Where batches are changed or sent "
+                "on their way, iterate over loader.numbered() and call loader.trained(number=…)"
+            )
+        self.remove_number(number)
+
+    def remove_number(self, number: int) -> None:
+        """Note that the batch of this number is trained.
+
+        Raises:
+            UsageError: it was before, or no such batch was handed out since the last load.
+        """
+        one = self._waiting.pop(number, None)
+        if one is None:
+            raise UsageError(self._why_not(number))
+        for held in self._objects(one):
+            numbers = self._numbers[id(held)]
+            numbers.remove(number)
+            if not numbers:
+                del self._numbers[id(held)]
+
+    def forget(self) -> None:
+        """Forget all: the state is another one, and the numbers go on."""
+        self._waiting.clear()
+        self._numbers.clear()
+        self._first = self._next
+
+    def _why_not(self, number: object) -> str:
+        if type(number) is not int or not 0 <= number < self._next:
+            return f"trained(number={number!r}): give a number that numbered() gave; the next one is {self._next}"
+        if number < self._first:
+            return f"batch {number} was handed out before the load(), and comes again under another number; drop it"
+        return f"batch {number} was trained before; call trained() once for each batch"
+
+    def _refuse_same(self, held: Any, advice: str) -> None:
+        if held is _NOBODY or isinstance(held, _UNCHANGING) or id(held) not in self._numbers:
+            return
+        number = self._numbers[id(held)][0]
+        raise UsageError(
+            f"the source gave {kind_in_words(held)} again that is batch {number}, not trained yet; {advice}"
+        )
+
+    def _objects(self, one: HandedOut) -> list[Any]:
+        """Return what is kept of a batch, each object once."""
+        return list({id(held): held for held in (one.given, one.batch) if held is not _NOBODY}.values())
+
+
+class EpochLeft(msgspec.Struct, frozen=True):
+    """What one data-parallel rank has still to give of an epoch.
+
+    Attributes:
+        number: of the epoch, counted from 0 by every rank alike.
+        batches: batches as the source gave them, which come first: handed out, and not trained.
+        parts: what the readers of this rank give after that; None where the source is past this epoch, or where it alone
+            knows where it is.
+    """
+
+    number: int
+    batches: tuple[Any, ...] = ()
+    parts: tuple[LoaderPart, ...] | None = None
+
+
+EpochParts = Callable[[int, int, int, int], Sequence[LoaderPart]]
+"""The parts before the first batch, by epoch, rank, ranks and readers of a rank: `EpochDealer.epoch_parts`."""
+
+
+def add_untrained(left: Mapping[int, EpochLeft], handed_out: Iterable[HandedOut], count: int) -> list[EpochLeft]:
+    """Return what is *left* of each epoch together with what is with training, which comes before all else of its epoch.
+
+    Args:
+        left: by the number of the epoch.
+        handed_out: the batches that are not trained, in their order.
+        count: readers of this rank.
+    """
+    all_left = dict(left)
+    by_epoch: dict[int, list[HandedOut]] = {}
+    for one in handed_out:
+        by_epoch.setdefault(one.epoch, []).append(one)
+    for number, some in by_epoch.items():
+        epoch = all_left.get(number, EpochLeft(number))
+        batches = [one.batch for one in some if one.part is None]
+        given = [one.part for one in some if one.part is not None]
+        parts = epoch.parts
+        if given:
+            first, *others = parts or [LoaderPart(given[0].shared)] * count
+            parts = (join_parts([*given, first]), *others)
+        all_left[number] = EpochLeft(number, (*batches, *epoch.batches), parts)
+    return [all_left[number] for number in sorted(all_left)]
+
+
+def write_epochs(epochs: Iterable[EpochLeft]) -> list[dict[str, Any]]:
+    """Return epochs as plain values and the batches that lie in them."""
+    plain = []
+    for epoch in epochs:
+        one: dict[str, Any] = {"number": epoch.number, "batches": list(epoch.batches)}
+        if epoch.parts is not None:
+            one |= {"shared": epoch.parts[0].shared, "parts": [write_part(part) for part in epoch.parts]}
+        plain.append(one)
+    return plain
+
+
+def read_epochs(own: Mapping[str, Any], shared: Any) -> list[EpochLeft]:
+    """Return the epochs in the state of a data-parallel rank, the one that its source is in last.
+
+    A state without a list of them has only that one, with all batches trained.
+
+    Raises:
+        UsageError: it is no state of a loader.
+    """
+    try:
+        if "epochs" not in own:
+            return [EpochLeft(0, (), _read_parts(own["parts"], shared) if "parts" in own else None)]
+        epochs = [
+            EpochLeft(
+                msgspec.convert(one["number"], int),
+                tuple(one["batches"]),
+                _read_parts(one["parts"], one["shared"]) if "parts" in one else None,
+            )
+            for one in own["epochs"]
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"the state of a loader cannot be read: {error!r}; load another step") from error
+    if not epochs or sorted({epoch.number for epoch in epochs}) != [epoch.number for epoch in epochs]:
+        raise UsageError("the state of a loader cannot be read: its epochs are none, or in disorder; load another step")
+    return epochs
+
+
+def _read_parts(parts: Sequence[Any], shared: Any) -> tuple[LoaderPart, ...]:
+    return tuple(read_part(part, shared) for part in parts)
+
+
+def deal_epochs(
+    saved: Sequence[Sequence[EpochLeft]], *, rank: int, size: int, count: int, begin: EpochParts | None
+) -> list[EpochLeft]:
+    """Return what one rank out of *size*, with *count* readers, has to give of what all old ranks had.
+
+    As many ranks and readers as before go on with what they had. Otherwise samples, and batches that were not trained, are
+    dealt epoch by epoch.
+
+    Args:
+        saved: of each old rank, in their order, as `read_epochs` returns it.
+        begin: what a rank has that has not begun an epoch in which another is already; None where nobody knows.
+
+    Raises:
+        UsageError: two readers have the same sample, or nobody knows what a rank has in an epoch.
+    """
+    same = len(saved) == size and all(len(epochs[-1].parts or ()) == count for epochs in saved)
+    dealt: list[EpochLeft] = []
+    for number in range(min(epochs[0].number for epochs in saved), max(epochs[-1].number for epochs in saved) + 1):
+        of_ranks = [_left_of(number, epochs) for epochs in saved]
+        if same:
+            parts = [part for left in of_ranks if left is not None for part in left.parts or ()]
+            if parts:
+                reshard(parts, len(parts))  # refuses what two readers have
+            own = of_ranks[rank]
+            if own is not None and own.parts and len(parts) == size * count:
+                own = EpochLeft(
+                    number, own.batches, tuple(with_counts(parts, count)[rank * count : (rank + 1) * count])
+                )
+            if own is not None and any(epoch.number == number for epoch in saved[rank]):
+                dealt.append(own)
+            continue
+        lefts = [
+            _begun(number, old_rank, saved, begin) if left is None else left for old_rank, left in enumerate(of_ranks)
+        ]
+        parts = [part for left in lefts for part in left.parts or ()]
+        batches = [batch for row in in_lock_step(left.batches for left in lefts) for batch in row]
+        if parts or batches:
+            readers = with_counts(reshard(parts, size * count), count) if parts else []
+            own_parts = tuple(readers[rank * count : (rank + 1) * count]) or None
+            dealt.append(EpochLeft(number, tuple(batches[rank::size]), own_parts))
+    return dealt
+
+
+def _left_of(number: int, epochs: Sequence[EpochLeft]) -> EpochLeft | None:
+    """Return what a rank has left of an epoch; None where it has not begun it."""
+    if number > epochs[-1].number:
+        return None
+    return next((epoch for epoch in epochs if epoch.number == number), EpochLeft(number))
+
+
+def _begun(number: int, rank: int, saved: Sequence[Sequence[EpochLeft]], begin: EpochParts | None) -> EpochLeft:
+    if begin is None:
+        raise UsageError(
+            f"data-parallel rank {rank} was in epoch {saved[rank][-1].number} and another in epoch {number}, and the source "
+            f"does not say what a rank has in an epoch; resume on {len(saved)} ranks, load a step at which all were in the "
+            "same epoch, or give the source epoch_parts()"
+        )
+    return EpochLeft(number, (), tuple(begin(number, rank, len(saved), len(saved[rank][-1].parts or ()))))

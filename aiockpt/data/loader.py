@@ -1,0 +1,459 @@
+"""The batch that comes next after a resume, on more or fewer ranks than before: each sample once, none left out.
+
+`Loader` wraps what training iterates over, and is put into the state. What it saves is the state *at the batch that was
+handed out last*, whatever is prefetched behind it:
+
+    sampler = ShardedSampler(len(dataset), batch_size=8, seed=1)
+    loader = Loader(DataLoader(dataset, batch_sampler=sampler, num_workers=4))
+    state = {"model": model, "optimizer": optimizer, "loader": loader}
+
+Three kinds of source, by how much is known of them:
+
+- `Reshardable`: says what its readers have still to give, so that it can be dealt to any number of data-parallel ranks
+  and workers (`ShardedSampler`, `StreamLoader`, your own).
+- anything with ``state_dict()/load_state_dict()`` (torchdata's ``StatefulDataLoader``): comes back on the same number of
+  data-parallel ranks and workers, and is refused otherwise, before anything is overwritten.
+- anything else is refused when it is wrapped.
+
+Ranks that read the same data (peers in tensor or pipeline parallelism) give the same data-parallel rank; what they hold
+is saved once, and a difference between them is refused when the checkpoint is committed.
+
+With ``count="trained"`` the state moves with what was trained, in any order; what was handed out and not trained comes again
+after a load, first and in order (`aiockpt.data.epochs`, `aiockpt.data.epochs`).
+
+A ``DataLoader`` without a ``generator`` takes a seed from torch's global one whenever an iteration begins. So that a
+resumed run draws the numbers of one that was never interrupted, the iteration that goes on in place of one that was under
+way takes none; see `Loader`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, Literal, TypeVar, get_args
+
+import msgspec
+import torch
+
+from aiockpt.data.data_source import (
+    EpochDealer,
+    Prefetched,
+    SelfSaving,
+    advise,
+    begin,
+    data_ranks,
+    find_reader,
+    let_workers_outlive_signals,
+    worker_count,
+)
+from aiockpt.data.epochs import EpochLeft, HandedOut, Untrained, add_untrained, deal_epochs, read_epochs, write_epochs
+from aiockpt.data.sampler import ShardedSampler
+from aiockpt.data.samples import LoaderPart, write_part
+from aiockpt.errors import UsageError, kind_in_words
+from aiockpt.options import refuse_value
+from aiockpt.runtime.loop import Mutex
+
+Batch = TypeVar("Batch")
+Form = Literal["parts", "whole"]
+Given = TypeVar("Given")
+Count = Literal["handed", "trained"]
+NOTHING = Untrained.NOTHING
+
+
+class FrozenState(msgspec.Struct, frozen=True):
+    """The state of a loader at one batch, as plain values.
+
+    Attributes:
+        form: ``"parts"`` can be resharded, ``"whole"`` cannot.
+        shared: what all data-parallel ranks have alike; None where they need not be in the same epoch.
+        own: what belongs to one of them: ``{"parts": […]}``, or ``{"workers": count, "state": …}``; ``"epochs"`` with what
+            is left of each, where batches were handed out and not trained; and ``"iterating"``, whether an iteration was
+            under way, which is to go on.
+    """
+
+    form: Form
+    shared: Any
+    own: dict[str, Any]
+
+
+class _TakenBatch(msgspec.Struct, frozen=True):
+    """A batch that was taken from the source: as it came, as training gets it, its part, and the source after it."""
+
+    raw: Any
+    prepared: Any
+    part: LoaderPart | None
+    after: Any
+
+
+class Loader(Generic[Batch]):
+    """Iterates over *source*, and can be saved and loaded at every batch.
+
+    Iterate over it instead of over *source*; to save in the middle of an epoch and go on afterwards costs nothing. After a
+    load, start a new ``for``: it gives the rest of the epoch, or the next epoch where the checkpoint was made after the last
+    batch, inside the loop.
+
+    With ``count="trained"`` a batch counts when `trained` is called with it, from any thread and in any order. A checkpoint
+    has what was trained by then; all else is handed out after a load, what was handed out before it first and in order, also
+    on another number of ranks. A batch of a `ShardedSampler` is read again; of another source it is saved with the
+    checkpoint as it came: tensors and plain values, which nobody may change until it is trained.
+
+    With an `RNG` in the same state, the numbers that training draws after a resume (dropout) are those of a run that was
+    never interrupted, bit by bit: torch's global generator on the CPU gives one number to each ``for`` over a
+    ``DataLoader`` without a ``generator`` of its own, and none to the one that goes on where a checkpoint was made inside
+    a loop. That holds for any number of workers, for ``persistent_workers``, `StreamLoader` and torchdata's
+    ``StatefulDataLoader`` (which by itself draws once more after a resume, and when it is saved before its first batch).
+    It does not hold for what workers draw (random augmentation): they are seeded anew in the middle of an epoch. Nor does
+    it for ``count="trained"``, where training does not draw in the order of the batches.
+
+    Attributes:
+        is_over: whether a load brought an epoch of which no rank has anything left: the next loop is the next epoch.
+
+    Args:
+        source: a `Reshardable`, a ``DataLoader`` whose ``batch_sampler`` (or, without workers, whose dataset) is one, or
+            an iterable with ``state_dict()`` and ``load_state_dict()``.
+        rank: which data-parallel rank this is; None takes that of ``torch.distributed``, 0 where it is not initialised.
+        size: how many of them there are; None as for *rank*. Give both whenever there are other kinds of parallelism.
+        saves: False where another rank saves this data-parallel rank's state, and this one's may differ from it.
+        count: when a batch is done: ``"handed"``, once it is handed out; ``"trained"``, once `trained` says so.
+        ahead_count: batches to take from *source* ahead of training, each kept together with its state.
+        prepare: called with each batch as soon as it is taken, to begin its way to the device.
+
+    Attributes:
+        handed_count: batches that this object has handed out.
+
+    Raises:
+        UsageError: nothing in *source* can be saved, or the batches come in another order than their samples are drawn.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[Batch],
+        *,
+        rank: int | None = None,
+        size: int | None = None,
+        saves: bool = True,
+        count: Count = "handed",
+        ahead_count: int = 0,
+        prepare: Callable[[Batch], Batch] | None = None,
+    ) -> None:
+        if count not in get_args(Count):
+            refuse_value("Loader", "count", count, "'handed' or 'trained'")
+        self.rank, self.size = data_ranks(rank, size)
+        self.saves = saves
+        self._source = source
+        self._reader = find_reader(source)
+        self._ahead_count = ahead_count
+        self._prepare = prepare
+        self._untrained = Untrained() if count == "trained" else None
+        if isinstance(self._reader, ShardedSampler):
+            self._reader.even = self._untrained is None
+        self._lock = Mutex()
+        self.handed_count = 0
+        # The source after the batch that was handed out last; None where it stands there now.
+        self._after: Any = None
+        self._iteration: object = None
+        self._goes_on = False
+        self.is_over = False
+        # What a load brought and the source does not give: batches that come first, and what follows this epoch.
+        self._again: deque[Any] = deque()
+        self._later: deque[EpochLeft] = deque()
+        if self._reader is None and not isinstance(source, SelfSaving):
+            raise UsageError(f"{kind_in_words(source)} has no state to save. {advise(source)}")
+        # The epoch whose batches are handed out, and the one that the source is in: mostly that one.
+        self._number = self._source_number = self._source_epoch() or 0
+
+    def __repr__(self) -> str:
+        waiting = "" if self._untrained is None else f", {len(self._untrained)} batches not trained"
+        return f"<Loader of {type(self._source).__name__}, data-parallel rank {self.rank} of {self.size}{waiting}>"
+
+    @property
+    def epoch(self) -> int | None:
+        """The number of the epoch, from 0, as the source tells it; None where it does not.
+
+        `ShardedSampler` and `StreamLoader` do; it is the next one's once the loop over the last batch has ended, whether or
+        not all batches are trained.
+        """
+        told = self._source_epoch()
+        if told is not None and self.is_over:
+            return told + 1
+        return self._number if told is not None and self._number != self._source_number else told
+
+    @property
+    def untrained_count(self) -> int:
+        """How many batches were handed out and are not trained; 0 where a batch counts once it is handed out."""
+        return 0 if self._untrained is None else len(self._untrained)
+
+    def __len__(self) -> int:
+        own = len(self._source) if self._number == self._source_number else 0  # type: ignore[arg-type]  # where it has one
+        return own + len(self._again)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batches that are left of the epoch."""
+        return self._iterate(lambda _number, batch: batch, by_number=False)
+
+    def numbered(self) -> Iterator[tuple[int, Batch]]:
+        """Yield the batches that are left of the epoch, each with a number for `trained`.
+
+        For batches that are changed, copied or sent to other processes on their way. No two batches of this object have
+        the same number, also after a load.
+
+        Raises:
+            UsageError: with ``count="handed"``.
+        """
+        self._check_counts_trained()
+        return self._iterate(lambda number, batch: (number, batch), by_number=True)
+
+    def trained(self, batch: Any = NOTHING, *, number: int | None = None) -> None:
+        """Note that a batch is trained, or dropped for good: what is saved from now on is without it.
+
+        Any thread may call it. It belongs to the optimizer's step: where another thread or task saves, let it not save
+        between the two.
+
+        Args:
+            batch: the very object that the loader gave; or instead
+            number: what `numbered` gave with it.
+
+        Raises:
+            UsageError: the batch is not handed out, or trained before; or ``count`` is ``"handed"``.
+        """
+        untrained = self._check_counts_trained()
+        if (batch is NOTHING) == (number is None):
+            raise UsageError("trained(): give the batch, or number= as numbered() gave it")
+        with self._lock:
+            if number is None:
+                untrained.remove(batch)
+            else:
+                untrained.remove_number(number)
+
+    def _check_counts_trained(self) -> Untrained:
+        if self._untrained is None:
+            raise UsageError("this loader counts a batch once it is handed out; give Loader(…, count='trained')")
+        return self._untrained
+
+    # ------------------------------------------------------------ handing out
+
+    def _iterate(self, give: Callable[[int, Batch], Given], *, by_number: bool) -> Iterator[Given]:
+        while self._again:
+            raw = self._again[0]
+            prepared = self._prepared(raw)
+            with self._lock:
+                number = self._note(_TakenBatch(raw, prepared, None, self._after), by_number=by_number)
+                self._again.popleft()
+            yield give(number, prepared)
+        if self._number != self._source_number:
+            self._end_epoch()
+            return
+        if self.is_over:
+            self._goes_on = False
+            self._end_epoch()
+        may_be_over = self._goes_on and self._reader is None
+        iteration, batches = self._begin()
+        try:
+            for taken in self._take_ahead(iteration, batches):
+                may_be_over = False
+                with self._lock:
+                    number = self._note(taken, by_number=by_number)
+                yield give(number, taken.prepared)
+            self._end_epoch()
+        finally:
+            if self._iteration is iteration:
+                self._iteration = None
+        if may_be_over:  # the checkpoint was made after the last batch: only the source can tell, by giving none
+            yield from self._iterate(give, by_number=by_number)
+
+    def _begin(self) -> tuple[object, Iterator[Batch]]:
+        with self._lock:
+            if self._ahead_count and self._after is not None:
+                self._go_back(self._after)  # the last loop was left: it had read further than training came
+            let_workers_outlive_signals(self._source)
+            batches = begin(self._source, self._goes_on)
+            iteration = self._iteration = object()
+            self._goes_on = False
+            if self._untrained is not None:
+                self._after = self._read()
+            return iteration, batches
+
+    def _take_ahead(self, iteration: object, batches: Iterator[Batch]) -> Iterator[_TakenBatch]:
+        """Yield each batch when as many as are wanted ahead were taken after it."""
+        taken: deque[_TakenBatch] = deque()
+        keeps = bool(self._ahead_count) or self._untrained is not None
+        for raw in batches:
+            if self._iteration is not iteration:
+                raise UsageError(
+                    "the loader was loaded, or another loop over it began: leave this one, and start a new one"
+                )
+            part = self._reader.hand_out() if isinstance(self._reader, Prefetched) else None
+            taken.append(_TakenBatch(raw, self._prepared(raw), part, self._read() if keeps else None))
+            if len(taken) > self._ahead_count:
+                yield taken.popleft()
+        yield from taken
+
+    def _prepared(self, raw: Batch) -> Batch:
+        return raw if self._prepare is None else self._prepare(raw)
+
+    def _note(self, taken: _TakenBatch, *, by_number: bool) -> int:
+        """Note that a batch is handed out; return its number."""
+        number = -1
+        self.handed_count += 1
+        if self._untrained is not None:
+            kept = NOTHING if taken.part is not None else taken.raw
+            given = NOTHING if by_number else taken.prepared
+            number = self._untrained.add(HandedOut(self._number, kept, taken.part, given))
+        self._after = taken.after
+        return number
+
+    def _end_epoch(self) -> None:
+        with self._lock:
+            if self._later:
+                following = self._later.popleft()
+                self._number, self._again = following.number, deque(following.batches)
+                if following.parts is not None and following.number > self._source_number:
+                    self._go_back(following.parts)
+                    self._source_number = following.number
+            else:
+                if isinstance(self._reader, Prefetched):
+                    self._reader.end_epoch()
+                self._number += 1
+                self._source_number = self._number
+            self._after = self._iteration = None
+            self.is_over = False
+
+    # ------------------------------------------------------------ saving
+
+    def held(self) -> FrozenState:
+        """Return the state at the batch that was handed out last, or of all that is not trained; no worker is asked.
+
+        What is not read ahead is read now: the source stands where training does. Otherwise it was kept with the batch.
+        """
+        with self._lock:
+            after = self._read() if self._after is None else self._after
+            own: dict[str, Any] = {"iterating": self._goes_on or self._iteration is not None}
+            if self._reader is None:
+                own |= {"workers": worker_count(self._source), "state": after}
+            if self._untrained is None and not self._again and not self._later:
+                if self._reader is None:
+                    return FrozenState("whole", None, own)
+                return FrozenState("parts", after[0].shared, {"parts": [write_part(part) for part in after], **own})
+            own["epochs"] = write_epochs(self._left(None if self._reader is None else after))
+            return FrozenState("whole" if self._reader is None else "parts", None, own)
+
+    def _left(self, parts: tuple[LoaderPart, ...] | None) -> list[EpochLeft]:
+        """Return what is left of each epoch: what is with training, what comes again, and *parts* of the source."""
+        left = {epoch.number: epoch for epoch in self._later}
+        left[self._number] = EpochLeft(self._number, tuple(self._again))
+        if self._source_number in left:
+            left[self._source_number] = EpochLeft(self._source_number, left[self._source_number].batches, parts)
+        return add_untrained(left, () if self._untrained is None else self._untrained.entries(), len(parts or ()))
+
+    def _read(self) -> Any:
+        """Return the state of the source as it is: its parts, or what it says itself."""
+        if self._reader is not None:
+            return tuple(self._reader.parts())
+        with torch.random.fork_rng(devices=[]):  # a StatefulDataLoader may begin its iteration to say where it is
+            state = self._source.state_dict()  # type: ignore[attr-defined]  # checked when it was wrapped
+        if self._ahead_count or self._untrained is not None:
+            state = copy.deepcopy(state)  # the source goes on and may change what it returned
+        return state
+
+    def _go_back(self, after: Any) -> None:
+        """Put the source where it stood when `_read` returned this."""
+        if self._reader is not None:
+            self._reader.load_parts(after)
+        else:
+            self._source.load_state_dict(after)  # type: ignore[attr-defined]  # checked when it was wrapped
+
+    def _source_epoch(self) -> int | None:
+        return getattr(self._source if self._reader is None else self._reader, "epoch", None)
+
+    # ------------------------------------------------------------ loading
+
+    def misfit(self, form: Any, size: int, readers: Mapping[str, Any]) -> str | None:
+        """Return why a saved state cannot go on here, or None.
+
+        Args:
+            form: how it was saved.
+            size: by how many data-parallel ranks.
+            readers: `FrozenState.own` of each of them, by rank in decimal.
+        """
+        if sorted(readers) != sorted(map(str, range(size))):
+            return f"the checkpoint has the state of the data-parallel ranks {sorted(readers)[:8]}, of {size}"
+        here: Form = "whole" if self._reader is None else "parts"
+        if form != here:
+            return (
+                "it was saved by a loader that can be resharded, and here is one that cannot"
+                if form == "parts"
+                else "it was saved by a loader that cannot be resharded, and here is one that can"
+            ) + "; give the same kind of loader"
+        if form == "parts":
+            return None
+        advice = "or give a source that can be dealt anew (ShardedSampler, StreamLoader, or your own parts())"
+        if size != self.size:
+            return (
+                f"saved by {size} data-parallel ranks, and here are {self.size}; the state of a "
+                f"{type(self._source).__name__} cannot be split. Resume on {size}, {advice}"
+            )
+        own = readers[str(self.rank)]
+        saved_count, here_count = own.get("workers") if isinstance(own, Mapping) else None, worker_count(self._source)
+        if saved_count != here_count:
+            return (
+                f"saved with num_workers={saved_count}, and here it is num_workers={here_count}; the state of a "
+                f"{type(self._source).__name__} cannot be split. Set num_workers={saved_count}, {advice}"
+            )
+        return None
+
+    def needed_ranks(self, size: int) -> range:
+        """Return whose states `resume` needs, of *size* ranks that saved: all of them to reshard, or only this rank's."""
+        return range(self.rank, self.rank + 1) if size == self.size and self._reader is None else range(size)
+
+    def resume(self, shared: Any, owns: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from a saved state. Batches that were handed out before are forgotten.
+
+        Args:
+            shared: as in `FrozenState`.
+            owns: `FrozenState.own` of the `needed_ranks`, in their order.
+
+        Raises:
+            UsageError: the state is not what `held` returns, or the source refuses it.
+        """
+        saved = [read_epochs(own, shared) for own in owns]
+        with self._lock:
+            if self._reader is None:
+                (epochs,) = saved
+                of_source = epochs[-1]
+                self._go_back(owns[0]["state"])
+            else:
+                epochs = self._deal(saved)
+                of_source = next(epoch for epoch in epochs if epoch.parts is not None)
+                self._go_back(of_source.parts)
+            self._number, self._source_number = epochs[0].number, of_source.number
+            if not any("epochs" in own for own in owns):
+                self._number = self._source_number = self._source_epoch() or 0
+            self._again, self._later = deque(epochs[0].batches), deque(epochs[1:])
+            self._after = self._iteration = None
+            self._goes_on = any(own.get("iterating", False) for own in owns)
+            if self._untrained is not None:
+                self._untrained.forget()
+            self.is_over = self._goes_on and self._has_none_left(saved)
+
+    def _has_none_left(self, saved: Sequence[Sequence[EpochLeft]]) -> bool:
+        """Return whether no rank can give anything of the epoch that was saved; alike on every rank."""
+        if isinstance(self._reader, ShardedSampler) and self._reader.even:
+            return not (len(self._reader) or self._again or self._later)
+        return isinstance(self._reader, Prefetched) and all(map(_is_empty, saved))
+
+    def _deal(self, saved: Sequence[Sequence[EpochLeft]]) -> list[EpochLeft]:
+        """Return what this rank goes on with: what it saved where there are as many readers as then, else new shares."""
+        assert self._reader is not None
+        if any(epochs[-1].parts is None for epochs in saved):
+            raise UsageError(
+                "the state of a loader cannot be read: it does not say where its source is; load another step"
+            )
+        begins = self._reader.epoch_parts if isinstance(self._reader, EpochDealer) else None
+        return deal_epochs(saved, rank=self.rank, size=self.size, count=len(self._reader.parts()), begin=begins)
+
+
+def _is_empty(epochs: Sequence[EpochLeft]) -> bool:
+    """Return whether a rank has nothing left of one epoch, and is in no other one."""
+    (first, *others) = epochs
+    return not others and not first.batches and all(part.is_empty for part in first.parts or ())

@@ -1,0 +1,175 @@
+"""How does a streamed dataset go on when workers read ahead? Each batch brings along where its worker was after it.
+
+`StreamLoader` is a ``DataLoader`` for datasets that are read from front to back. The state of a worker travels with every
+batch, so that a save asks no worker and waits for none, and what is prefetched counts as not read. All that is left is
+dealt to data-parallel ranks and their workers, however many there are after a resume:
+
+    loader = Loader(StreamLoader(dataset, batch_size=8, num_workers=4))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+
+from aiockpt.data.data_source import data_ranks, let_workers_outlive_signals
+from aiockpt.data.samples import LoaderPart, reshard
+
+Sample = TypeVar("Sample")
+Sample_co = TypeVar("Sample_co", covariant=True)
+
+
+class StreamDataset(Protocol[Sample_co]):
+    """What is read from front to back. It knows nothing of ranks, workers and batches."""
+
+    def whole(self, epoch: int) -> LoaderPart:
+        """Return all that there is to read in an epoch. Every rank must return the same."""
+        ...
+
+    def load_part(self, part: LoaderPart) -> object:
+        """Read this part from now on."""
+
+    def part(self) -> LoaderPart:
+        """Return what is left after the sample that was yielded last: move on before you yield. *shared* may be None."""
+        ...
+
+    def __iter__(self) -> Iterator[Sample_co]:
+        """Yield the samples of the part."""
+        ...
+
+
+class StreamLoader(Generic[Sample]):
+    """Yields batches of a streamed dataset, from this data-parallel rank's part of it.
+
+    Args:
+        dataset: see `StreamDataset`.
+        batch_size: samples in a batch of this rank; the last one of each worker may have fewer.
+        num_workers: processes that read; 0 reads in this one.
+        rank: as for `aiockpt.data.loader.Loader`; give both of them the same.
+        size: the same.
+        collate_fn: makes a batch of a list of samples.
+        options: all else that ``DataLoader`` takes. Its workers live for one epoch, and batches stay in order.
+    """
+
+    _epoch: int
+
+    def __init__(
+        self,
+        dataset: StreamDataset[Sample],
+        *,
+        batch_size: int,
+        num_workers: int = 0,
+        rank: int | None = None,
+        size: int | None = None,
+        collate_fn: Callable[[list[Sample]], Any] = default_collate,
+        **options: Any,
+    ) -> None:
+        self.rank, self.size = data_ranks(rank, size)
+        self.num_workers = num_workers
+        self._dataset = dataset
+        self._options = {**options, "batch_size": batch_size, "num_workers": num_workers}
+        self._collate = _Collate(dataset, collate_fn)
+        self._given: tuple[int, LoaderPart] | None = None
+        self._begin_epoch(0)
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch, from 0; the next one's once training has had the last batch and left the loop."""
+        return self._epoch
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """What seeds the workers, as for ``DataLoader``."""
+        generator: torch.Generator | None = self._options.get("generator")
+        return generator
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches that training has not got yet."""
+        self._parts, self._turn, self._given = self._in_turn(), 0, None
+        source = _Source(self._dataset, self._parts)
+        loader = DataLoader(source, collate_fn=self._collate, **self._options)
+        let_workers_outlive_signals(loader)
+        return self._give(iter(loader))
+
+    def _give(self, collated: Iterator[tuple[Any, int, LoaderPart]]) -> Iterator[Any]:
+        for batch, reader, part in collated:
+            self._given = (reader, part)
+            yield batch
+
+    def hand_out(self) -> None:
+        """Note that the batch that was yielded last is training's now. It cannot be read again: a stream goes forwards."""
+        if self._given is not None:
+            reader, part = self._given
+            shared = self._parts[reader].shared
+            self._parts[reader] = LoaderPart(shared, part.buffer, part.spans, part.streams)
+            self._turn = reader + 1
+
+    def end_epoch(self) -> None:
+        """Begin the next epoch."""
+        self._begin_epoch(self._epoch + 1)
+
+    def parts(self) -> list[LoaderPart]:
+        """Return what each worker has still to give, the one whose batch comes next first."""
+        return [_with_epoch(part, self._epoch) for part in self._in_turn()]
+
+    def epoch_parts(self, epoch: int, rank: int, size: int, count: int) -> list[LoaderPart]:
+        """Return what the *count* workers of a rank out of *size* have before the first batch of an epoch."""
+        return [_with_epoch(part, epoch) for part in self._deal(epoch, rank, size, count)]
+
+    def load_parts(self, parts: Sequence[LoaderPart]) -> None:
+        """Go on with a part for each worker."""
+        self._epoch = parts[0].shared["epoch"]
+        self._turn = 0
+        self._parts = [LoaderPart(part.shared["shared"], part.buffer, part.spans, part.streams) for part in parts]
+
+    def _in_turn(self) -> list[LoaderPart]:
+        """Return the parts from the one on whose batch comes next: a ``DataLoader`` begins with its first worker."""
+        turn = self._turn % len(self._parts)
+        return [*self._parts[turn:], *self._parts[:turn]]
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._turn = 0
+        self._parts = self._deal(epoch, self.rank, self.size, max(self.num_workers, 1))
+
+    def _deal(self, epoch: int, rank: int, size: int, count: int) -> list[LoaderPart]:
+        return reshard([self._dataset.whole(epoch)], size * count)[rank * count : (rank + 1) * count]
+
+
+def _with_epoch(part: LoaderPart, epoch: int) -> LoaderPart:
+    return LoaderPart({"epoch": epoch, "shared": part.shared}, part.buffer, part.spans, part.streams)
+
+
+class _Source(IterableDataset[Any]):
+    """The dataset as a worker sees it: with that worker's part."""
+
+    def __init__(self, dataset: StreamDataset[Any], parts: Sequence[LoaderPart]) -> None:
+        self._dataset = dataset
+        self._parts = list(parts)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._dataset.load_part(self._parts[_reader()])
+        yield from self._dataset
+
+
+class _Collate:
+    """Makes a batch, and says who read it and what that reader has left.
+
+    A ``DataLoader`` collates in the process and right after the samples were read, before it reads more; and it sends
+    collate function and dataset to a worker together, so that both know the same object there.
+    """
+
+    def __init__(self, dataset: StreamDataset[Any], collate: Callable[[list[Any]], Any]) -> None:
+        self._dataset = dataset
+        self._collate = collate
+
+    def __call__(self, samples: list[Any]) -> tuple[Any, int, LoaderPart]:
+        return self._collate(samples), _reader(), self._dataset.part()
+
+
+def _reader() -> int:
+    worker = get_worker_info()
+    return 0 if worker is None else worker.id

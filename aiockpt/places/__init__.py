@@ -1,0 +1,1 @@
+"""More than one place and one reader: tiers, scrubbing and repair, and readers beside the run."""

@@ -1,0 +1,290 @@
+"""How does a damaged step become whole again? What is bad is written anew, from copies that have it as it was saved.
+
+Guarantees:
+
+- Nothing is written in place: a bad sector is not trusted with what was good. Files that are whole stay as they are; each
+  bad one is written beside, block by block from whichever copy has the block, compared, and flushed.
+- The step is never less than it was: a new generation names the new files, and is durable before anything is removed. A
+  crash leaves the damaged step or the whole one.
+- It is the same save: the same attempt, tensors, values and checksums.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import anyio
+import msgspec
+
+from aiockpt.engine.destination import Destination
+from aiockpt.engine.find import find_step
+from aiockpt.engine.maintenance import mark_damaged, mark_verified
+from aiockpt.engine.place import Place
+from aiockpt.errors import (
+    CheckpointError,
+    CommitError,
+    CorruptionError,
+    ManifestError,
+    ObjectNotFoundError,
+    StepNotFoundError,
+    StorageError,
+)
+from aiockpt.events import StepDamaged, StepRepaired
+from aiockpt.format.manifest import Manifest
+from aiockpt.pipeline.collect import remove_overtaken
+from aiockpt.pipeline.commit import publish
+from aiockpt.pipeline.copy import Windows, copy_step, remove_strays, rewrite_files
+from aiockpt.pipeline.discover import StepCopy, StepEntry, find_copy, look_at, newest_manifest
+from aiockpt.pipeline.fetch import VerifiedBlocks, open_copy_source
+from aiockpt.runtime.limits import Pace
+from aiockpt.storage.backend import Backend
+from aiockpt.units import count
+
+logger = logging.getLogger("aiockpt")
+
+OnRead = Callable[[int], object]
+
+
+class Repaired(msgspec.Struct, frozen=True, kw_only=True):
+    """What a repair did in one place.
+
+    Attributes:
+        step, id, url: which step, and where.
+        generation: that counts from now on; the same as before where nothing was bad.
+        files: keys of the files that were bad, and are written anew; of a step whose manifest was bad, all of them.
+        bytes: that were written.
+        left: in words, what is bad still, because no copy has it; then nothing was changed.
+        seconds: from the call to the end.
+    """
+
+    step: int
+    id: str
+    url: str
+    generation: int
+    files: tuple[str, ...]
+    bytes: int
+    left: str
+    seconds: float
+
+
+async def repair(
+    destination: Destination, step: int, source: Backend | None, on_read: OnRead = lambda _: None
+) -> list[Repaired]:
+    """Read all of a step in each place that has it, and write anew what is bad there; return what was done in each.
+
+    Args:
+        source: another place to take good blocks from, beside the destination's own.
+        on_read: told the bytes of each read; on the loop.
+
+    Raises:
+        StepNotFoundError: no place has the step.
+        StorageError: a place cannot be listed, read or written to now; that says nothing of the step.
+    """
+    pace = Pace(None, destination.engine.world.clock)
+    return [
+        await repair_in(listed.place, listed.entry, others_of(destination, listed.place, source), pace, on_read)
+        for listed in await find_step(destination, step)
+    ]
+
+
+def others_of(destination: Destination, place: Place, source: Backend | None = None) -> list[Backend]:
+    """Return where else good blocks of a step in *place* may be had, the nearest first."""
+    return [other.backend for other in destination.places if other is not place] + ([] if source is None else [source])
+
+
+async def repair_in(
+    place: Place, entry: StepEntry, others: Sequence[Backend], pace: Pace, on_read: OnRead = lambda _: None
+) -> Repaired:
+    """Do so in one place, at a *pace*, with the blocks of *others*.
+
+    Raises:
+        StepNotFoundError: the step was deleted meanwhile.
+        StorageError: as `repair`.
+    """
+    begun_ns = place.engine.now_ns()
+    async with place.reading(entry.id):
+        async with place.cleaning:  # whoever deletes here has not seen that it is read, or is done
+            entry = await look_at(place.backend, entry.id)
+        if not entry.committed:
+            raise _gone(place, entry.id)
+        try:
+            manifest = await newest_manifest(place.backend, entry)
+        except ManifestError as error:
+            made = await _fetch_whole(place, entry, others, str(error))
+        else:
+            made = await _mend(place, manifest, others, pace, on_read)
+    url, keys = place.backend.url, made.keys
+    if keys:
+        logger.warning(
+            "%s in %s was damaged, and is whole again: %s written anew", entry.id, url, count(len(keys), "file")
+        )
+        engine = place.engine
+        engine.emit(StepRepaired(at_ns=engine.now_ns(), step=entry.step, url=url, keys=keys, bytes=made.bytes))
+    if made.left:
+        logger.warning("%s in %s is damaged, and no copy has what is bad: %s", entry.id, url, made.left)
+        place.engine.emit(StepDamaged(at_ns=place.engine.now_ns(), step=entry.step, url=url, problem=made.left))
+    return Repaired(
+        step=entry.step,
+        id=entry.id,
+        url=url,
+        generation=made.generation,
+        files=keys,
+        bytes=made.bytes,
+        left=made.left,
+        seconds=place.engine.since_s(begun_ns),
+    )
+
+
+class _BadWriteError(StorageError):
+    """What was written cannot be read back."""
+
+
+class _Made(msgspec.Struct, frozen=True):
+    """The generation that counts, the keys that were written anew, their bytes, and what is bad still."""
+
+    generation: int
+    keys: tuple[str, ...] = ()
+    bytes: int = 0
+    left: str = ""
+
+
+async def _mend(place: Place, manifest: Manifest, others: Sequence[Backend], pace: Pace, on_read: OnRead) -> _Made:
+    every = range(len(manifest.files))
+    bad = await _find_bad_files(place, manifest, every, pace, on_read)
+    if not bad:
+        await mark_verified(place, manifest)
+        return _Made(manifest.generation)
+    backend, world, io = place.backend, place.engine.world, place.engine.options.io
+    copies = [StepCopy(backend, manifest), *await _find_copies(manifest, others)]
+    whole = await open_copy_source(copies, "full", window_bytes=io.read_bytes, file_bytes=io.file_bytes)
+    windows = Windows(window_bytes=whole.window_bytes)
+    try:
+        files = await rewrite_files(whole, list(bad), backend, world, windows=windows, pace=pace)
+    except CheckpointError as error:
+        if not _is_damage(error):
+            raise
+        await _see_that_it_is_there(place, manifest)
+        await mark_damaged(place, manifest, next(iter(bad.values())))
+        return _Made(manifest.generation, left=str(error))
+    try:
+        highest = await _see_that_it_is_there(place, manifest)
+        new = whole.manifest([files.get(at, manifest.files[at]) for at in every], highest + 1, world.token(16).hex())
+        if still := await _find_bad_files(place, new, list(files), pace, on_read):
+            raise _BadWriteError(
+                f"{next(iter(still.values()))}: what is written here cannot be read back; nothing was changed"
+            )
+        made = await publish(backend, new)
+    except (_BadWriteError, StepNotFoundError, CommitError):  # nothing names the new files, and nothing will
+        await backend.delete([f"{manifest.id}/{file.p}" for file in files.values()])
+        raise
+    await remove_overtaken(backend, manifest, made)
+    await remove_strays(backend, made)
+    await mark_verified(place, made)
+    keys = tuple(f"{manifest.id}/{manifest.files[at].p}" for at in bad)
+    return _Made(made.generation, keys, sum(file.size for file in files.values()))
+
+
+async def _see_that_it_is_there(place: Place, manifest: Manifest) -> int:
+    """Return the highest generation of a step, of which that of *manifest* is one still.
+
+    Raises:
+        StepNotFoundError: another process has deleted it: what is missing is not damaged then, and must not come back.
+    """
+    generations = (await look_at(place.backend, manifest.id)).generations
+    if manifest.generation not in generations:
+        raise _gone(place, manifest.id)
+    return max(generations)
+
+
+def _gone(place: Place, step_id: str) -> StepNotFoundError:
+    return StepNotFoundError(f"{step_id} in {place.backend.url} was deleted meanwhile")
+
+
+async def _fetch_whole(place: Place, entry: StepEntry, others: Sequence[Backend], problem: str) -> _Made:
+    """Copy a step here whose manifest no reader may believe, from wherever the same save is whole."""
+    engine, io = place.engine, place.engine.options.io
+    for attempt in entry.attempts:
+        for backend in others:
+            found = await _find_copy(backend, entry.id, attempt)
+            if found is not None:
+                there = [StepCopy(backend, found)]
+                made = await copy_step(
+                    await open_copy_source(there, "full", window_bytes=io.read_bytes, file_bytes=io.file_bytes),
+                    place.backend,
+                    engine.world,
+                    windows=Windows(window_bytes=io.read_bytes),
+                    pace=Pace(None, engine.world.clock),
+                )
+                keys = tuple(f"{made.id}/{file.p}" for file in made.files)
+                return _Made(made.generation, keys, sum(file.size for file in made.files))
+    return _Made(max(entry.generations, default=0), left=problem)
+
+
+async def _find_copies(manifest: Manifest, others: Sequence[Backend]) -> list[StepCopy]:
+    """Return the copies of the same save that have the same files; a thinned one has others under the same attempt."""
+    digests = [file.digest for file in manifest.files]
+    found = [(backend, await _find_copy(backend, manifest.id, manifest.attempt)) for backend in others]
+    return [
+        StepCopy(backend, one)
+        for backend, one in found
+        if one is not None and [file.digest for file in one.files] == digests
+    ]
+
+
+async def _find_copy(backend: Backend, step_id: str, attempt: str) -> Manifest | None:
+    try:
+        return await find_copy(backend, step_id, attempt)
+    except CheckpointError as error:  # a place that is away has none
+        logger.info("%s does not say whether it has %s: %s", backend.url, step_id, error)
+        return None
+
+
+async def _find_bad_files(
+    place: Place, manifest: Manifest, indexes: Sequence[int], pace: Pace, on_read: OnRead
+) -> dict[int, str]:
+    """Read every block of some files at a *pace*; return what is wrong with those that are bad, by their numbers."""
+    bad: dict[int, str] = {}
+    for index in indexes:
+        try:
+            await _read_file(place, manifest, index, pace, on_read)
+        except CheckpointError as error:
+            if not _is_damage(error):
+                raise
+            bad[index] = str(error)
+    return bad
+
+
+def _is_damage(error: CheckpointError) -> bool:
+    """Return whether something is not what was saved, or gone; anything else may be well in a minute."""
+    return isinstance(error, CorruptionError | ObjectNotFoundError) or (
+        isinstance(error, StorageError) and error.damaged
+    )
+
+
+async def _read_file(place: Place, manifest: Manifest, index: int, pace: Pace, on_read: OnRead) -> None:
+    file = manifest.files[index]
+    key = f"{manifest.id}/{file.p}"
+    there = (await place.backend.stat(key)).size
+    if there != file.size:
+        raise CorruptionError(f"{key}: {there} bytes in storage, {file.size} were saved", key=key)
+    unit = max(place.engine.options.io.read_bytes // file.block, 1) * file.block
+    window = memoryview(bytearray(min(file.size, unit)))
+    blocks = VerifiedBlocks([StepCopy(place.backend, manifest)])
+    try:
+        for offset in range(0, file.size, unit):
+            size = min(unit, file.size - offset)
+            await pace.let_through(size)
+            await _read_twice(blocks, index, offset, window[:size])
+            on_read(size)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await blocks.close()
+
+
+async def _read_twice(blocks: VerifiedBlocks, index: int, offset: int, into: memoryview) -> None:
+    """Read and compare some blocks; what is not what was saved may have been damaged on its way, and is read once more."""
+    try:
+        await blocks.read(index, offset, [into])
+    except CorruptionError:
+        await blocks.read(index, offset, [into])

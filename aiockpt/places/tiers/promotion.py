@@ -1,0 +1,396 @@
+"""How does one tier take the steps that nearer tiers have? One after the other, in the background, at its own pace.
+
+Guarantees:
+
+- A tier that is stalled, full or away delays nothing but itself. What it does not take is tried again, less and less often,
+  until its deadline; when more than `MOST_WAITING` steps wait, the oldest is given up for the newer ones. All of it is told.
+- The first save of a process also brings what an earlier one could not: the newest step that only nearer tiers have.
+- A step that waits is not deleted from the durable tiers where it will be read. Memory keeps it only while it is copied:
+  a memory tier holds what its rules keep and what is being copied, never more, also after the end.
+- At the end a tier is waited for while something moves there, and left when nothing has for `STALLED_S`: one warning names
+  the steps that it lacks.
+
+How the ranks make one copy together is in `aiockpt.places.tiers.joint_copy`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+import anyio
+import msgspec
+
+from aiockpt.engine import maintenance
+from aiockpt.engine.coordinator import Coordinator
+from aiockpt.engine.destination import Destination
+from aiockpt.engine.find import ListedStep, committed_steps
+from aiockpt.engine.place import Place
+from aiockpt.errors import (
+    CheckpointError,
+    CorruptionError,
+    SaveSkippedError,
+    StorageTimeoutError,
+    UsageError,
+)
+from aiockpt.events import Promoted, PromotionFailed, PromotionQueued
+from aiockpt.futures import SaveResult
+from aiockpt.options import Tier
+from aiockpt.pipeline.discover import StepCopy, find_copy, look_at, newest_manifest
+from aiockpt.places.tiers.joint_copy import JointCopy, Promotion
+from aiockpt.planning.weights import has_weights_only, weights_attempt
+from aiockpt.runtime.limits import Pace, told_of_progress
+from aiockpt.runtime.promise import Promise
+
+# What did an earlier process leave to copy? The newest step that nearer tiers have and a tier, which takes it, has not.
+
+
+async def find_missing_step(tier: Tier, number: int, destination: Destination) -> dict[int, StepCopy]:
+    """Return where that step is in full, by number of the tier; nothing when the tier has the newest that it takes.
+
+    What this process saved is on its way, also when it was committed so lately that nothing here has heard of it.
+
+    Args:
+        number: of *tier*.
+
+    Raises:
+        CheckpointError: it cannot be found out.
+    """
+    own = destination.places[number]
+    every = await committed_steps(destination)
+    for entry in (listed.entry for listed in every):
+        if entry.head is None or not tier.takes(entry.step):
+            continue
+        there = await look_at(own.backend, entry.id)
+        attempt = entry.head.attempt if tier.full else weights_attempt(entry.head.attempt)
+        if there.committed and attempt in there.attempts:
+            break
+        if not own.engine.lineage.is_earlier(entry.head.sequence):
+            continue
+        copies = await _copies(entry.id, entry.head.attempt, [one for one in every if one.place.number < number])
+        if copies:
+            return {place.number: copy for place, copy in copies}
+    return {}
+
+
+async def _copies(step_id: str, attempt: str, nearer: Sequence[ListedStep]) -> list[tuple[Place, StepCopy]]:
+    """Return every whole copy of a save: retention may take the nearest away at any time."""
+    copies = []
+    for one in nearer:
+        if one.entry.id == step_id and one.entry.head is not None and one.entry.head.attempt == attempt:
+            with suppress(CheckpointError):
+                manifest = await newest_manifest(one.place.backend, one.entry)
+                if not has_weights_only(manifest):
+                    copies.append((one.place, StepCopy(one.place.backend, manifest)))
+    return copies
+
+
+logger = logging.getLogger("aiockpt")
+
+MOST_WAITING = 2
+STALLED_S = 5.0
+"""Without anything moving, after the last save, before a tier is left."""
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 60.0
+"""Between tries."""
+_HOPELESS = (CorruptionError, SaveSkippedError, UsageError)
+"""What another try would meet again."""
+
+
+class _Waiting(msgspec.Struct):
+    """A step that waits for a tier, and the tiers that keep it for that."""
+
+    promotion: Promotion
+    stage: Promise[SaveResult]
+    held: tuple[int, ...]
+
+
+class Promoter:
+    """One tier at work. Used on the engine's loop.
+
+    Args:
+        destination: all tiers; those that have a step keep it while it waits here.
+        coordinator: how this process agrees with the other ranks.
+
+    Attributes:
+        joint_copy: makes one copy, with the other ranks.
+    """
+
+    def __init__(self, tier: Tier, place: Place, destination: Destination, coordinator: Coordinator) -> None:
+        self.number = place.number
+        self.tier = tier
+        self.place = place
+        self.engine = place.engine
+        self.joint_copy = JointCopy(tier, place, coordinator)
+        self._destination = destination
+        self._capped = Pace(tier.bandwidth, place.engine.world.clock)
+        self._waiting: list[_Waiting] = []
+        self._looks_back = self._caught_up = False
+        self._changed = anyio.Event()
+        self._closing = anyio.Event()
+        self._ended = anyio.Event()
+        self._working: anyio.CancelScope | None = None
+        self._moved_ns = 0
+
+    @property
+    def url(self) -> str:
+        """What the tier is called."""
+        return self.place.backend.url
+
+    @property
+    def names(self) -> set[str]:
+        """What a caller may call it: as it was given, and as the backend writes itself."""
+        given = self.tier.url
+        return {self.url, os.fspath(given)} if isinstance(given, str | os.PathLike) else {self.url}
+
+    @property
+    def durable(self) -> bool:
+        """Whether it outlives this host."""
+        return self.place.backend.traits.durable
+
+    @property
+    def commits(self) -> bool:
+        """Whether a step that is here is committed."""
+        return self.durable and self.tier.full
+
+    async def enqueue(self, promotion: Promotion, stage: Promise[SaveResult]) -> None:
+        """Have *promotion* copied here in the background."""
+        held = tuple(number for number in promotion.copies if self._destination.places[number].backend.traits.durable)
+        for number in held:
+            self._destination.places[number].pin(promotion.result.id)
+        self._waiting.append(_Waiting(promotion, stage, held))
+        self._waiting[1:] = sorted(
+            self._waiting[1:], key=lambda waiting: waiting.promotion.age
+        )  # saves may end in any order
+        engine = self.engine
+        engine.emit(PromotionQueued(at_ns=engine.now_ns(), step=promotion.step, url=self.url))
+        self._changed.set()
+        if len(self._waiting) > MOST_WAITING + 1:  # the first is at work
+            slow = SaveSkippedError(
+                f"step {self._waiting[1].promotion.step} was given up in {self.url}: {MOST_WAITING} newer steps wait for "
+                "it; give the tier more bandwidth, or fewer steps (Tier(every=…))"
+            )
+            await self._give_up(1, slow)
+
+    def look_back(self) -> None:
+        """Have what an earlier process left copied here, once, also while there is nothing newer to copy."""
+        if not self._looks_back:
+            self._looks_back = True
+            self._changed.set()
+
+    async def work(self) -> None:
+        """Take what waits, one step after the other, until `close`."""
+        try:
+            self._working = anyio.CancelScope()
+            with told_of_progress(self._note_progress), self._working as working:
+                await self._take_all()
+            if working.cancelled_caught:
+                await self._give_all_up()
+        finally:
+            self._ended.set()
+
+    async def _take_all(self) -> None:
+        while self._waiting or not self._closing.is_set():
+            if self._looks_back and not self._caught_up:
+                self._caught_up = True
+                await self._by_deadline("what an earlier process left to copy", self._catch_up)
+                continue
+            if not self._waiting:
+                self._changed = anyio.Event()
+                await self._changed.wait()
+                continue
+            try:
+                await self._keep_in_memory(self._waiting[0])
+                result = await self._keep_trying(self._waiting[0].promotion)
+            except Exception as error:  # noqa: BLE001  whatever it is, the next step may get there
+                await self._give_up(0, error)
+            else:
+                left = self._leave(0)
+                left.stage.resolve(result)
+                await self._thin_memory(left)
+                if self.engine.rank == 0:
+                    await self._by_deadline("what is to be deleted", partial(maintenance.clean_up, self.place, result))
+
+    async def _keep_in_memory(self, waiting: _Waiting) -> None:
+        """Have the memory tiers keep a step from now, when it is copied, until it is there: one that waits is not kept.
+
+        Raises:
+            SaveSkippedError: it was in memory alone, and gave way to newer steps while it waited.
+        """
+        promotion = waiting.promotion
+        for number in list(promotion.copies):
+            place = self._destination.places[number]
+            if place.backend.traits.durable:
+                continue
+            place.pin(promotion.result.id)
+            waiting.held += (number,)
+            with suppress(CheckpointError):
+                if await find_copy(place.backend, promotion.result.id, promotion.attempt) is not None:
+                    continue
+            if len(promotion.copies) == 1:
+                raise SaveSkippedError(
+                    f"step {promotion.step} was in {place.backend.url} only, and gave way to newer steps while {self.url} "
+                    "had others to take; give the memory tier a higher keep, or this one more bandwidth"
+                )
+            del promotion.copies[number]
+
+    async def _thin_memory(self, left: _Waiting) -> None:
+        """Apply the rules of the memory tiers that kept a step for this one: nothing may be saved any more."""
+        for number in left.held:
+            place = self._destination.places[number]
+            rules = place.retention
+            if place.backend.traits.durable or rules is None or self.engine.rank != 0:
+                continue
+            try:
+                async with place.cleaning:
+                    await maintenance.prune(place, rules, with_uploads=False)
+            except CheckpointError as error:
+                logger.warning("cleaning up %s: %s", place.backend.url, error)
+
+    def _note_progress(self, unseen_s: float) -> None:
+        self._moved_ns = max(self._moved_ns, self.engine.now_ns() + round(unseen_s * 1e9))
+
+    async def _by_deadline(self, what: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Do what is not worth waiting for a tier that hangs."""
+        with anyio.move_on_after(self.tier.deadline) as scope:
+            await work()
+        if scope.cancelled_caught:
+            logger.warning("%s, within %g s: %s is left for later", self.url, self.tier.deadline, what)
+
+    async def _catch_up(self) -> None:
+        """Have the newest step that an earlier process left in a nearer tier copied here, if this tier takes it."""
+        if self.engine.rank != 0:
+            return
+        try:
+            copies = await find_missing_step(self.tier, self.number, self._destination)
+        except CheckpointError as error:
+            logger.warning("%s: what an earlier process left to copy there is not known yet: %s", self.url, error)
+            self._looks_back = self._caught_up = False  # the next save has it look again
+            return
+        if copies:
+            manifest = copies[min(copies)].manifest
+            size = sum(file.size for file in manifest.files)
+            result = SaveResult(manifest.step, manifest.id, manifest.generation, size, seconds=0.0)
+            stage: Promise[SaveResult] = Promise(f"step {manifest.step}, in {self.url}")
+            await self.enqueue(Promotion(result, copies, self.engine.now_ns(), alone=True), stage)
+
+    async def close(self) -> None:
+        """Wait until nothing waits here, while something moves. What fails from now on is not tried again."""
+        self._closing.set()
+        self._changed.set()
+        self._note_progress(0.0)
+        while not self._ended.is_set():
+            left_s = STALLED_S - self.engine.since_s(self._moved_ns)
+            if left_s <= 0 and self._working is not None:
+                self._working.cancel()
+                await self._ended.wait()
+            with anyio.move_on_after(left_s):
+                await self._ended.wait()
+
+    async def _give_all_up(self) -> None:
+        """Tell, once, which steps this tier does not get, as nothing has moved there since nobody saves any more."""
+        if not self._waiting:
+            return
+        steps = ", ".join(str(waiting.promotion.step) for waiting in self._waiting)
+        logger.warning(
+            "%s is not waited for any longer, as nothing moved there for %g s; it lacks step %s. The first save of the next"
+            " process brings the newest of them there, or `aiockpt cp` does",
+            *(self.url, STALLED_S, steps),
+        )
+        while self._waiting:
+            step = self._waiting[0].promotion.step
+            left = SaveSkippedError(
+                f"step {step} was not copied to {self.url}: nothing moved there for {STALLED_S:g} s, and the run ended"
+            )
+            await self._give_up(0, left, logged=True)
+
+    async def _keep_trying(self, promotion: Promotion) -> SaveResult:
+        """Copy *promotion* here; again after a failure, until the deadline."""
+        tries, pause_s, deadline_s = 0, FIRST_PAUSE_S, self.tier.deadline
+        while True:
+            tries += 1
+            try:
+                result = await self.take(promotion, self._capped, deadline_s - self.engine.since_s(promotion.begun_ns))
+            except CheckpointError as error:
+                late = self.engine.since_s(promotion.begun_ns) + pause_s > deadline_s
+                if late or self._closing.is_set() or isinstance(error, _HOPELESS):
+                    raise
+                self._tell_failure(promotion, error, final=False)
+                with anyio.move_on_after(pause_s):
+                    await self._closing.wait()
+                pause_s = min(2 * pause_s, LAST_PAUSE_S)
+            else:
+                if tries > 1:
+                    logger.info(
+                        "%s takes steps again: step %d is there after %d tries", self.url, promotion.step, tries
+                    )
+                return result
+
+    async def take(self, promotion: Promotion, pace: Pace, deadline_s: float) -> SaveResult:
+        """Copy *promotion* here, once.
+
+        Raises:
+            CheckpointError: it is not there; StorageTimeoutError after *deadline_s* seconds.
+        """
+        copied: StepCopy | None = None
+        with (
+            anyio.move_on_after(max(deadline_s, 1.0)),
+            self.engine.stages("copy", promotion.step).time("copy", self.url),
+        ):
+            copied = await self.joint_copy.make(promotion, pace)
+        if copied is None:
+            raise StorageTimeoutError(
+                f"{self.url}: step {promotion.step} did not get there within {self.tier.deadline:g} s"
+            )
+        if self.tier.full:
+            promotion.copies[self.number] = copied
+        manifest = copied.manifest
+        durable = self.place.backend.traits.survives_power_cuts
+        result = msgspec.structs.replace(
+            promotion.result, generation=manifest.generation, url=self.url, durable=durable, existed=False
+        )
+        engine = self.engine
+        engine.emit(
+            Promoted(
+                at_ns=engine.now_ns(),
+                step=promotion.step,
+                url=self.url,
+                bytes=sum(file.size for file in manifest.files),
+                seconds=engine.since_s(promotion.begun_ns),
+            )
+        )
+        return result
+
+    async def _give_up(self, index: int, error: Exception, *, logged: bool = False) -> None:
+        left = self._leave(index)
+        self._tell_failure(left.promotion, error, final=True, logged=logged)
+        left.stage.fail(error)
+        if callable(self.tier.on_error):
+            self._call(self.tier.on_error, error)
+        elif self.tier.on_error == "raise":
+            self.engine.tell_given_up(left.promotion.step, error)
+        await self.joint_copy.tell_given_up(left.promotion, error)
+        await self._thin_memory(left)
+
+    def _call(self, on_error: Callable[[BaseException], object], error: Exception) -> None:
+        try:
+            on_error(error)
+        except Exception:
+            logger.exception("on_error of %s raised; the tier goes on", self.url)
+
+    def _leave(self, index: int) -> _Waiting:
+        left = self._waiting.pop(index)
+        for number in left.held:
+            self._destination.places[number].unpin(left.promotion.result.id)
+        return left
+
+    def _tell_failure(self, promotion: Promotion, error: Exception, *, final: bool, logged: bool = False) -> None:
+        what = "is given up there" if final else "is tried again"
+        if not logged:
+            logger.warning("%s did not take step %d, which %s: %s", self.url, promotion.step, what, error)
+        engine = self.engine
+        engine.emit(
+            PromotionFailed(at_ns=engine.now_ns(), step=promotion.step, url=self.url, error=repr(error), final=final)
+        )

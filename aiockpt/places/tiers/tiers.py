@@ -1,0 +1,325 @@
+"""How does one save go to several places? To the nearest, to the first durable one, and in the background to the others.
+
+Guarantees (docs/decisions.md#tiers):
+
+- *committed* means the first durable tier that takes the step in full. A memory tier is an earlier stage of its own, and
+  one of weights alone no stage of a save at all: nothing is resumed from it.
+- A memory tier that is full is passed over, and a durable one that fails is followed by the next: the save fails only when
+  no durable tier takes it.
+- Copies come from the nearest tier that has the step in full, never from the state.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Sized
+from functools import partial
+from typing import TypeVar
+
+import anyio
+import msgspec
+
+from aiockpt.engine import maintenance
+from aiockpt.engine.context import Engine
+from aiockpt.engine.coordinator import Coordinator
+from aiockpt.engine.destination import OneAtATime
+from aiockpt.engine.find import ListedStep, Look
+from aiockpt.engine.place import Place
+from aiockpt.engine.save import SaveJob, records_bytes
+from aiockpt.errors import CheckpointError, SaveSkippedError, StorageError
+from aiockpt.events import PromotionFailed
+from aiockpt.format.manifest import Manifest
+from aiockpt.format.names import step_id
+from aiockpt.futures import SaveResult
+from aiockpt.options import Retention, Tier
+from aiockpt.pipeline.discover import StepCopy, find_copy
+from aiockpt.pipeline.receipts import read_manifest
+from aiockpt.places.tiers.joint_copy import Promotion
+from aiockpt.places.tiers.promotion import Promoter
+from aiockpt.runtime.limits import Pace
+from aiockpt.runtime.promise import Promise, SavePromise
+from aiockpt.runtime.tasks import open_tasks
+from aiockpt.storage.backend import Backend
+from aiockpt.storage.retry_calls import QueryTimeout
+
+# How are several tiers asked the same thing, so that one that is stalled delays the answer of the others by little?
+#
+# All at once. When one has answered with something, the rest have a while left, and one that refuses every call less
+# (`aiockpt.storage.retry_calls`); who has not answered by then has nothing to say, as one that fails, and both are logged.
+
+
+logger = logging.getLogger("aiockpt")
+
+A = TypeVar("A", bound=Sized)
+
+
+async def query_tiers(
+    tiers: Sequence[Place], ask: Callable[[Place], Awaitable[A]], patience_s: float, errors: type[CheckpointError]
+) -> tuple[list[tuple[Place, A]], CheckpointError | None]:
+    """Return what each tier answers, the nearest first, and the first failure among them.
+
+    Args:
+        patience_s: seconds for the others once one has answered with something.
+        errors: what counts as no answer; anything else is raised.
+    """
+    answers: dict[int, A] = {}
+    failures: dict[int, CheckpointError] = {}
+
+    waits = [QueryTimeout() for _ in tiers]
+
+    async def ask_one(number: int) -> None:
+        try:
+            with waits[number].waiting():
+                answers[number] = await ask(tiers[number])
+        except errors as error:
+            logger.warning("%s does not say what it has: %s", tiers[number].backend.url, error)
+            failures[number] = error
+        if answers.get(number):
+            for wait in waits:
+                wait.limit(patience_s)
+
+    async with open_tasks() as tasks:
+        for number in range(len(tiers)):
+            tasks.start_soon(ask_one, number)
+    for number, tier in enumerate(tiers):
+        if number not in answers and number not in failures:
+            logger.warning(
+                "%s is not waited for, as another tier has answered: %s", tier.backend.url, waits[number].reason()
+            )
+    first = failures[min(failures)] if failures else None
+    return [(tiers[number], answers[number]) for number in sorted(answers)], first
+
+
+LIST_PATIENCE_S = 10.0
+"""How long the other tiers have to list their steps once one has listed some."""
+COPY_PATIENCE_S = 3.0
+"""The same for a copy of one step, which is found by two requests."""
+
+
+class Tiers:
+    """Several places, the nearest first; see `aiockpt.engine.destination.Destination`.
+
+    Args:
+        tiers: what was asked of them, two at least.
+        backends: of all tiers.
+        coordinator: how this process agrees with those that save with it.
+        working: whether steps are saved and copied here, and not by another process.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        engine: Engine,
+        backends: Sequence[Backend],
+        coordinator: Coordinator,
+        *,
+        working: bool = True,
+    ) -> None:
+        self.engine = engine
+        self._coordinator = coordinator
+        rules = [_retention(tier, backends[n], backends[n + 1 :]) for n, tier in enumerate(tiers)]
+        self.places = [Place(engine, backend, n, rules[n]) for n, backend in enumerate(backends)]
+        for place in self.places:
+            place.other_copies = partial(self._other_copies, place)
+        self._promoters = [
+            Promoter(tier, place, self, coordinator) for tier, place in zip(tiers, self.places, strict=True)
+        ]
+        self._one_at_a_time = OneAtATime()
+        self._hastened: tuple[int, Sequence[Promoter]] = (-1, ())
+        self._uncapped = Pace(None, engine.world.clock)
+        self._promoting = self._promoters[1:] if working else []
+        for promoter in self._promoting:
+            engine.loop.submit(promoter.work)
+
+    # ------------------------------------------------------------------ saves
+
+    def takes(self, step: int) -> bool:
+        """Say whether any tier takes *step*."""
+        return any(self._takes(promoter, step) for promoter in self._promoters)
+
+    def _takes(self, promoter: Promoter, step: int) -> bool:
+        return promoter.tier.takes(step) or promoter in self._soonest(step)
+
+    def _soonest(self, step: int) -> Sequence[Promoter]:
+        """Return the durable tiers for a step that must not wait, the fastest first; none for all others."""
+        return self._hastened[1] if step == self._hastened[0] else ()
+
+    def hasten(self, step: int, seconds: Mapping[str, float]) -> None:
+        """Have *step* go to the durable tier that takes it soonest; one that was never measured comes where it stands."""
+        durable = [promoter for promoter in self._promoters if promoter.commits]
+        known = sorted((p for p in durable if p.url in seconds), key=lambda promoter: seconds[promoter.url])
+        measured = iter(known)
+        self._hastened = step, [next(measured) if promoter.url in seconds else promoter for promoter in durable]
+
+    def prepare(self, promise: SavePromise) -> None:
+        """Give *promise* a stage for each tier; that of a tier which does not take the step fails at once."""
+        for promoter in self._promoters:
+            stage: Promise[SaveResult] = Promise(f"save of step {promise.step}, committed in {promoter.url}")
+            if not self._takes(promoter, promise.step):
+                stage.fail(
+                    SaveSkippedError(f"{promoter.url} takes the steps that are multiples of {promoter.tier.every}")
+                )
+            promise.tiers |= dict.fromkeys(promoter.names, stage)
+
+    def stages(self, promise: SavePromise) -> list[Promise[SaveResult]]:
+        """Return those that `prepare` gave to *promise*, the nearest tier's first."""
+        return [promise.tiers[promoter.url] for promoter in self._promoters]
+
+    def announce(self, job: SaveJob) -> None:
+        """Hear that *job* is planned, and copied next; on the thread that copies. Here nothing has to be known before."""
+
+    async def save(self, job: SaveJob) -> SaveResult:
+        """Save one state; when this returns it is committed in the first durable tier that takes it.
+
+        Raises:
+            CheckpointError: as `aiockpt.engine.save.save`; no durable tier has it then.
+        """
+        coordinator, places = self._coordinator, self.places_for(job.step)
+        async with coordinator.taking_part(job, places), self._one_at_a_time.saving(job.step):
+            place = await coordinator.choose_place(job, places, partial(self._choose, job, places))
+            async with maintenance.making_room(place):
+                result = await coordinator.save(place, job)
+            durable = place.backend.traits.survives_power_cuts
+            result = msgspec.structs.replace(result, url=place.backend.url, durable=durable)
+            return await self._promote(self._promoters[place.number], job, result)
+
+    async def tell_lost(self, step: int, nonce: str, numbers: Iterable[int], error: Exception) -> None:
+        """Tell the other ranks, where this is rank 0, that the copies of a save to these tiers ended with its writer."""
+        if self.engine.world_size > 1 and self.engine.rank == 0:
+            for number in numbers:
+                await self._promoters[number].joint_copy.tell_lost(step_id(step), nonce, error)
+
+    def places_for(self, step: int) -> Sequence[Place]:
+        """Return the tiers that a save may be written to, the nearest first; of one that must not wait the fastest."""
+        soonest = [promoter.place for promoter in self._soonest(step)]
+        return soonest or [
+            promoter.place for promoter in self._promoters if promoter.tier.full and promoter.tier.takes(step)
+        ]
+
+    async def _choose(self, job: SaveJob, places: Sequence[Place]) -> Place:
+        """Return the first of *places* that has room for the step, if it is a memory tier or the step must not wait."""
+        needed = (job.plan.file_bytes + records_bytes(job.plan)) * self.engine.world_size
+        for place in places[:-1]:
+            promoter = self._promoters[place.number]
+            if promoter.durable and not self._soonest(job.step):
+                return place
+            try:
+                free = (await place.backend.space()).free_bytes
+            except CheckpointError as error:
+                self._pass_over(promoter, job.step, error)
+                continue
+            if free is None or free >= needed:
+                return place
+            full = SaveSkippedError(f"{promoter.url} has {free:,} bytes free and step {job.step} needs {needed:,}")
+            self._pass_over(promoter, job.step, full)
+        return places[-1]
+
+    def _pass_over(self, promoter: Promoter, step: int, error: CheckpointError) -> None:
+        logger.warning("%s is passed over for step %d: %s", promoter.url, step, error)
+        engine = self.engine
+        engine.emit(PromotionFailed(at_ns=engine.now_ns(), step=step, url=promoter.url, error=repr(error), final=True))
+
+    async def _promote(self, first: Promoter, job: SaveJob, result: SaveResult) -> SaveResult:
+        """Go on from the first tier: at once to a durable one, in the background to the others."""
+        promise, engine, backend = job.promise, self.engine, first.place.backend
+        manifest = await read_manifest(backend, result.id, result.generation)
+        promotion = Promotion(result, {first.number: StepCopy(backend, manifest)}, engine.now_ns())
+        stages = {promoter.number: promise.tiers[promoter.url] for promoter in self._promoters}
+        stages[first.number].resolve(result)
+        for promoter in self._promoters[: first.number]:
+            stages[promoter.number].fail(SaveSkippedError(f"{promoter.url} was passed over"))
+        above = [promoter for promoter in self._promoters[first.number + 1 :] if self._takes(promoter, job.step)]
+        try:
+            if not first.durable:
+                promise.reach(promise.in_memory)
+                if any(promoter.commits for promoter in above):
+                    try:
+                        result = await self._commit_durably(promotion, above, stages)
+                    finally:  # also where it failed: what no disk takes does not gather in memory
+                        if engine.rank == 0:
+                            await maintenance.clean_up(first.place, promotion.result)
+        finally:
+            for promoter in above:
+                if not stages[promoter.number].is_settled:
+                    await promoter.enqueue(promotion, stages[promoter.number])
+            for promoter in self._promoters[first.number + 1 :]:
+                promoter.look_back()
+        return result
+
+    async def _commit_durably(
+        self, promotion: Promotion, above: Sequence[Promoter], stages: dict[int, Promise[SaveResult]]
+    ) -> SaveResult:
+        """Copy *promotion* to the first durable tier that takes it now."""
+        failure: CheckpointError | None = None
+        for promoter in above:
+            if not promoter.commits:
+                continue
+            try:
+                result = await promoter.take(promotion, self._uncapped, promoter.tier.deadline)
+            except CheckpointError as error:
+                logger.warning("%s did not take step %d: %s", promoter.url, promotion.step, error)
+                failure = failure or error
+                continue
+            stages[promoter.number].resolve(result)
+            return result
+        assert failure is not None
+        raise failure
+
+    async def clean_up(self, result: SaveResult) -> None:
+        """Clean up in the tier where a save was committed."""
+        await maintenance.clean_up(next(place for place in self.places if place.backend.url == result.url), result)
+
+    def give_up(self, promise: SavePromise) -> None:
+        """End a save that nobody waits for any more."""
+        promise.cancel()
+
+    async def close(self, patience_s: float) -> None:
+        """Wait until every tier has, or has given up, what waits for it, and close all. Failures are not tried again."""
+        try:
+            with anyio.move_on_after(patience_s):
+                async with open_tasks() as tasks:
+                    for promoter in self._promoting:
+                        tasks.start_soon(promoter.close)
+        finally:
+            for place in self.places:
+                await place.backend.close()
+
+    # ------------------------------------------------------------------ loads
+
+    async def list_steps(self, look: Look) -> Sequence[ListedStep]:
+        """Return what *look* finds; a tier that cannot be listed has nothing, unless no other one has steps.
+
+        A step that one tier cannot tell of now is left to another tier that can.
+        """
+        answers, failure = await query_tiers(self.places, look, LIST_PATIENCE_S, StorageError)
+        listed = [ListedStep(place, entry) for place, entries in answers for entry in entries]
+        if failure is not None and not listed:
+            raise failure
+        readable = {one.entry.id for one in listed if one.entry.head is not None}
+        known = [one for one in listed if one.entry.trouble is None or one.entry.id not in readable]
+        for one in listed:
+            if one not in known:
+                logger.warning("%s is left to another tier: %s", one.entry.id, one.entry.trouble)
+        return known
+
+    async def _other_copies(self, place: Place, manifest: Manifest) -> list[StepCopy]:
+        """Return the copies of the same save in the other tiers, the nearest first; a tier that is away has none."""
+
+        async def look(other: Place) -> list[StepCopy]:
+            found = await find_copy(other.backend, manifest.id, manifest.attempt)
+            # a thinned copy has other files under the same attempt
+            same = found is not None and [file.digest for file in found.files] == [
+                file.digest for file in manifest.files
+            ]
+            return [StepCopy(other.backend, found)] if found is not None and same else []
+
+        others = [other for other in self.places if other is not place]
+        answers, _ = await query_tiers(others, look, COPY_PATIENCE_S, CheckpointError)
+        return [copy for _, copies in answers for copy in copies]
+
+
+def _retention(tier: Tier, backend: Backend, farther: Sequence[Backend]) -> Retention | None:
+    """Return what stays in a tier: where nothing is said, all; but memory before a durable tier holds the newest step."""
+    if tier.keep is None and not backend.traits.durable and any(other.traits.durable for other in farther):
+        return Retention(last=1)
+    return tier.retention

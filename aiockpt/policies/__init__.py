@@ -1,0 +1,1 @@
+"""When a save is made, and which steps are kept."""

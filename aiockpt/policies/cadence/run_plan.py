@@ -1,0 +1,85 @@
+"""What will a run take that is not there yet? From a few numbers: how often to save, and what that costs and loses.
+
+The interval is that of `aiockpt.policies.cadence.intervals.optimal_interval_s`, but no shorter than a save takes to be
+durable.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from aiockpt.errors import UsageError
+from aiockpt.policies.cadence.intervals import duration, optimal_interval_s
+from aiockpt.units import size, speed
+
+COPY_BYTES_PER_S = 4 * 2.0**30
+"""Of one rank: what a copy in memory makes on a common host; `aiockpt.Checkpointer.estimate` tries it out."""
+
+
+class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What saves of a run take.
+
+    Attributes:
+        step_bytes: of a step, of all ranks together.
+        durable_s: until it is in the place, at *bytes_per_s* of all ranks together.
+        pause_s: that training is held by an eager save.
+        interval_s: from save to save.
+        lost_s: of work, at a failure, on average.
+        share: of the time that goes to saves and to work that is done again.
+    """
+
+    step_bytes: float
+    ranks: int
+    bytes_per_s: float
+    mtbf_s: float
+    durable_s: float
+    pause_s: float
+    interval_s: float
+    lost_s: float
+    share: float
+
+    def __str__(self) -> str:
+        each = f", {size(self.step_bytes / self.ranks)} of each of {self.ranks} ranks" if self.ranks > 1 else ""
+        return "\n".join(
+            [
+                f"a step            {size(self.step_bytes)}{each}",
+                f"training is held  {duration(self.pause_s)} by an eager save, less by a lazy one",
+                f"durable after     {duration(self.durable_s)}, at {speed(self.bytes_per_s)} of all ranks together",
+                f"save every        {duration(self.interval_s)}",
+                f"a failure loses   {duration(self.lost_s)} of work, one every {duration(self.mtbf_s)}",
+                f"of the time       {self.share:.2%} goes to saves and to work that is done again",
+            ]
+        )
+
+
+def plan_run(
+    step_bytes: float, *, ranks: int, bytes_per_s: float, mtbf_s: float, pause_s: float | None = None
+) -> RunPlan:
+    """Return what saves of *step_bytes* take.
+
+    Args:
+        bytes_per_s: into the place, of all ranks together.
+        mtbf_s: from failure to failure of the whole job.
+        pause_s: that a save holds training; None takes one copy of a rank's share of the state.
+
+    Raises:
+        UsageError: a number is not above 0.
+    """
+    for name, value in (("bytes", step_bytes), ("ranks", ranks), ("bandwidth", bytes_per_s), ("mtbf", mtbf_s)):
+        if not value > 0:
+            raise UsageError(f"{name}: {value!r}: give more than 0")
+    durable_s = step_bytes / bytes_per_s
+    pause_s = step_bytes / ranks / COPY_BYTES_PER_S if pause_s is None else pause_s
+    interval_s = max(optimal_interval_s(pause_s, mtbf_s), durable_s)
+    lost_s = interval_s / 2 + durable_s
+    return RunPlan(
+        step_bytes=step_bytes,
+        ranks=ranks,
+        bytes_per_s=bytes_per_s,
+        mtbf_s=mtbf_s,
+        durable_s=durable_s,
+        pause_s=pause_s,
+        interval_s=interval_s,
+        lost_s=lost_s,
+        share=min(1.0, pause_s / (interval_s + pause_s) + lost_s / mtbf_s),
+    )

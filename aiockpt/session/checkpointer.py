@@ -1,0 +1,843 @@
+"""The face: what a training program calls, from any thread. Every operation returns a future.
+
+``Checkpointer`` walks the state and takes the snapshot on the caller's thread; everything else happens on its own loop
+thread (`aiockpt.engine`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, NoReturn, Self, TypeVar, TypeVarTuple, get_args
+
+import msgspec
+import torch
+
+from aiockpt.adapters.rename import OptimizerState, Renames, Rules
+from aiockpt.adapters.selection import Trainable, make_selection
+from aiockpt.engine import maintenance
+from aiockpt.engine.destination import Destination, OnePlace
+from aiockpt.engine.find import find_manifest
+from aiockpt.engine.load import Filled, LoadRequest, read, telling_failures
+from aiockpt.engine.maintenance import Copied, Description, Pruned, StepInfo, Verified
+from aiockpt.engine.outcomes import log_loaded
+from aiockpt.engine.place import Place as EnginePlace
+from aiockpt.engine.round import WARM_UP
+from aiockpt.engine.submit import SaveRequest, check_step, plain_json
+from aiockpt.errors import BackgroundSaveError, StepNotFoundError, UsageError
+from aiockpt.events import Observer, Statistics, StatisticsReader
+from aiockpt.futures import Future, LoadFuture, LoadResult, SaveFuture
+from aiockpt.options import (
+    IO,
+    Deadlines,
+    Debug,
+    OnError,
+    OnExists,
+    Options,
+    Replicas,
+    Retention,
+    Screen,
+    Scrub,
+    Snapshot,
+    Tier,
+    WhenFull,
+    Worker,
+    asks_what_was_meant,
+    check_tiers,
+    refuse_value,
+)
+from aiockpt.pipeline.discover import refuse_step_folder
+from aiockpt.places.readers.hold import Hold
+from aiockpt.places.readers.step_watch import StepWatch
+from aiockpt.places.scrub.repair import Repaired
+from aiockpt.policies.cadence import Cadence
+from aiockpt.runtime.limits import run_blocking
+from aiockpt.runtime.loop import refuse_in_event_loop, refuse_on_loop_thread, run_in_thread, runs_event_loop
+from aiockpt.runtime.pending_copies import Mutating
+from aiockpt.runtime.promise import LoadPromise, Promise
+from aiockpt.runtime.ranks import Ranks, check_found, find_ranks
+from aiockpt.runtime.world import World
+from aiockpt.session.interruption import ReachedCall
+from aiockpt.session.preemption import Preemption
+from aiockpt.session.preemption.policy import OnPreempt
+from aiockpt.session.wiring import WireRequest, wire
+from aiockpt.sizing.estimate import Estimate, EstimateRequest, estimate
+from aiockpt.sizing.to_come import find_state_to_come
+from aiockpt.storage.backend import Backend
+from aiockpt.storage.open import open_backend
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+State = Mapping[str, Any]
+Place = str | os.PathLike[str] | Backend
+Metrics = Mapping[str, float | torch.Tensor]
+
+logger = logging.getLogger("aiockpt")
+
+
+def _tell_nobody(size_bytes: int) -> None:
+    """Nobody asked for the progress."""
+
+
+class Checkpointer:
+    """Saves and loads the state of one training run below one root.
+
+    Use it as ``with`` or ``async with``: leaving the block waits until all is committed, and raises what went wrong. A
+    program that ends without either still finishes its saves. Any thread may call it; a forked child may not.
+
+    Args:
+        url: where to: ``/path`` (made with its parents by the first save), ``file://``, ``memory://name``,
+            ``s3://bucket/prefix``, …, or a `aiockpt.storage.backend.Backend`; or several `Tier`, the nearest first:
+            ``[Tier("shm://run"), Tier("/local"), Tier("s3://bucket/run", every=10)]``.
+        retention: what to keep, applied after each commit; None keeps all.
+        snapshot: when ``save`` copies the state: ``"eager"``, before it returns, or ``"lazy"``, beside the next forward and
+            backward; the next step of any optimizer waits for what is left. ``"device"`` takes a copy on the device first,
+            where there is room, and no optimizer waits; else it is lazy. A call may say otherwise.
+        mutable: names of tensors, or what they begin with, that a lazy save copies in the call although an optimizer owns
+            them. What no optimizer owns (buffers, bare tensors, an EMA, frozen parameters) is copied there anyway.
+        immutable: the same of tensors that a lazy save may leave in place although no optimizer owns them: frozen weights.
+        debug: ``"digest"`` compares the state before and after each snapshot, and fails a save whose state has changed.
+        screen: ``"finite"`` looks for numbers that are NaN or infinite while they are hashed. A step with some is committed,
+            and told (`aiockpt.events.NotFiniteFound`); retention keeps the newest one without.
+        replicas: ``"check"`` fails a save in which ranks have other values of the same tensor, and names it; ``"first"``
+            saves one rank's without a look. Of buffers of modules those of the lowest rank are saved. See
+            docs/guide/ranks.md.
+        every: ``step()`` saves when the step is a multiple of it, when so much time has passed (``"30min"``), or when a
+            `Cadence` says so: on all ranks in the same step. None leaves the decision to you.
+        only: what of the state is saved, unless a call says otherwise; see `save`. For LoRA: ``only=aiockpt.trainable()``.
+        exclude: the same of what is not.
+        max_in_flight: saves that may run at once.
+        when_full: ``"wait"`` for the oldest when that many run, or ``"skip"`` the new one (its future says so). A lazy save
+            waits in the background, and holds the optimizers meanwhile; ``"eager"`` makes it wait in the call.
+        on_exists: what to do when a step is committed already: add a ``"new_generation"`` of it, which readers take from
+            then on, ``"skip"``, or ``"raise"``.
+        on_error: a failed background save is raised by the next call (``"raise"``), warned of, or given to a callable.
+        worker: what writes: a ``"thread"`` of this process, or a ``"process"`` of its own, which finishes every save that is
+            ``snapshotted`` although this one is killed in the next instant; of several ranks each has one, and a save that
+            is ``snapshotted`` on all of them is finished although all are killed. For Linux, and places that are given by
+            URL. Loading, listing and verifying stay here.
+        io: how bytes move: pool, block and slab sizes, verification.
+        on_preempt: ``"save"``, or a `Preemption`: when the run is told to end (SIGTERM, SIGUSR1, the end of its allocation),
+            the next ``step`` or ``save`` saves once more, or flushes what was saved a moment ago, and raises `Preempted`.
+        deadlines: when a wait gives up.
+        observers: who is told of events (`aiockpt.events`), on the loop thread; a ``BackgroundTask`` has a task there too.
+        ranks: this process among those that save one state together; None asks ``torch.distributed``. With several, every
+            rank makes the same calls: saves meet by their step, loads and ``warm_up`` by their number.
+        scrub: read every step again now and then, in the background, and repair what is bad from other tiers. One rank does.
+        load_group: a ``torch.distributed`` process group of gloo that nobody else uses. Its ranks read each block once and
+            send it to those that want it, too; worth it where storage is slower than the network between them. Give
+            every rank the group it is in; None lets each rank read all that it wants.
+        config: the configuration of the program, a dict of what JSON can hold, kept with each step. A load logs what has
+            changed since (``LoadResult.config_changes``), and ``aiockpt diff`` shows it. Values under names of secrets are
+            stored, and not shown.
+        world: the outside (files, clock, random bytes, threads); tests pass a simulated one.
+
+    Raises:
+        UsageError: an option or the URL cannot be used; the message says which and what can.
+    """
+
+    @asks_what_was_meant
+    def __init__(
+        self,
+        url: Place | Sequence[Tier | Place],
+        *,
+        snapshot: Snapshot = "eager",
+        mutable: Sequence[str] = (),
+        immutable: Sequence[str] = (),
+        debug: Debug | None = None,
+        screen: Screen | None = None,
+        replicas: Replicas = "check",
+        retention: Retention | None = None,
+        every: int | str | Cadence | None = None,
+        only: str | Sequence[str] | Trainable | None = None,
+        exclude: str | Sequence[str] | None = None,
+        max_in_flight: int = 2,
+        when_full: WhenFull = "wait",
+        on_exists: OnExists = "new_generation",
+        on_error: OnError = "raise",
+        worker: Worker = "thread",
+        io: IO = IO(),
+        on_preempt: OnPreempt | Preemption | None = None,
+        scrub: Scrub | None = None,
+        deadlines: Deadlines = Deadlines(),
+        observers: Sequence[Observer] = (),
+        ranks: Ranks | None = None,
+        load_group: torch.distributed.ProcessGroup | None = None,
+        config: Mapping[str, Any] | None = None,
+        world: World | None = None,
+    ) -> None:
+        self._selection = make_selection(only, exclude)
+        cadence = Cadence.by_time(every) if isinstance(every, str) else every if isinstance(every, Cadence) else None
+        options = Options(
+            snapshot=snapshot,
+            mutable=_as_names("mutable", mutable),
+            immutable=_as_names("immutable", immutable),
+            debug=debug,
+            screen=screen,
+            replicas=replicas,
+            retention=retention,
+            every=None if isinstance(every, str | Cadence) else every,
+            max_in_flight=max_in_flight,
+            when_full=when_full,
+            on_exists=on_exists,
+            on_error=on_error,
+            worker=worker,
+            io=io,
+            deadlines=deadlines,
+            config=_as_config(config),
+        )
+        _check_outside(ranks, world)
+        self._found_ranks = find_ranks() if ranks is None else None
+        request = WireRequest(
+            options=options,
+            tiers=_as_tiers(url, retention),
+            observers=[observer for observer in _as_observers(observers) if observer is not cadence],
+            cadence=cadence,
+            on_preempt=on_preempt,
+            scrub=scrub,
+            ranks=ranks or self._found_ranks or Ranks(),
+            load_group=load_group,
+            world=world,
+        )
+        parts = wire(request, self, self._drain_at_exit)
+        self._parts, self._options, self._cadence = parts, options, cadence
+        self._loop, self._engine, self._destination = parts.loop, parts.engine, parts.destination
+        self._coordinator = parts.coordinator
+        self._copies, self._submitter = parts.copies, parts.submitter
+        self._probe, self._interruption = parts.probe, parts.interruption
+        self._unclaimed: list[LoadPromise[LoadResult | None]] = []
+        for observer in request.observers:
+            if isinstance(observer, StatisticsReader):
+                observer.read_statistics(self.statistics)
+
+    # ------------------------------------------------------------------ save
+
+    def save(
+        self,
+        step: int,
+        state: State,
+        *,
+        snapshot: Snapshot | None = None,
+        metrics: Metrics | None = None,
+        user: object = None,
+        only: str | Sequence[str] | Trainable | None = None,
+        exclude: str | Sequence[str] | None = None,
+    ) -> SaveFuture:
+        """Snapshot *state* and save it as *step* in the background.
+
+        When this returns the state may change: its tensors were copied. Inside a running event loop a large state is
+        copied on a worker instead; ``await save.snapshotted()`` before you change it (optimizers wait by themselves).
+
+        A lazy save returns at once. What optimizers own is then copied beside forward and backward, and no optimizer of
+        this process steps before that is done; everything else was copied in the call. To change such tensors in another
+        way, wait: `mutating`, `barrier`, ``await save.snapshotted()``.
+
+        Args:
+            step: its number, 0 or more; integers of numpy and integer tensors without axes count.
+            state: nested dict of modules, optimizers, anything with ``state_dict()/load_state_dict()``, tensors and plain
+                values; see docs/guide/states.md.
+            snapshot: ``"eager"``, ``"lazy"`` or ``"device"``; None takes what the checkpointer was made with.
+            metrics: numbers (tensors of one element too) for ``Retention(best=…)`` and for people.
+            user: anything JSON can hold; kept in the manifest.
+            only: names of the state, or what they begin with, to save; ``*`` stands for any part of a name, ``**`` for any
+                number of them. Or a rule: ``aiockpt.trainable()`` leaves out frozen parameters. What is left out is noted
+                with shape and dtype, and is no difference when the step is loaded: it stays as it is then. None takes what
+                the checkpointer was made with; ``"**"`` is all.
+            exclude: the same of what not to save.
+
+        Raises:
+            UsageError: ``only`` or ``exclude`` names nothing of the state, or a part of what is saved as a whole.
+            UnsupportedStateError: a leaf cannot be saved; it is named, and nothing was written.
+            BackgroundSaveError: an *earlier* save failed (``on_error="raise"``); this one was started and is in ``.future``.
+            Preempted: the run was told to end (``on_preempt``), and this save was the last one.
+        """
+        step = check_step(step)
+        prepare = partial(self._prepare_save, step, state, snapshot, metrics, user, only, exclude)
+        save = prepare()
+        last = self._interruption.reach(ReachedCall(step, state, prepare))
+        if last is not None:
+            last.finish(step, save, asked=True)
+        return self._report_failures(save())
+
+    def _prepare_save(
+        self,
+        step: int,
+        state: State,
+        snapshot: Snapshot | None,
+        metrics: Metrics | None,
+        user: object,
+        only: str | Sequence[str] | Trainable | None,
+        exclude: str | Sequence[str] | None,
+    ) -> Callable[[], SaveFuture]:
+        """Check what a save is asked for; return what starts it."""
+        self._check_call_of_ranks()
+        refuse_on_loop_thread("save()")
+        selection = make_selection(only, exclude, self._selection)
+
+        def save() -> SaveFuture:
+            self._probe.reached(step, state, metrics, saved=True)
+            future = self._submitter.submit(SaveRequest(step, state, snapshot, metrics or {}, user, selection))
+            self._interruption.watch(future)
+            self._probe.saved(step)
+            return future
+
+        return save
+
+    def _report_failures(self, future: SaveFuture) -> SaveFuture:
+        self._engine.failures.report(self._engine.options.on_error, future)
+        return future
+
+    def warm_up(self, state: State) -> Future[None]:
+        """Make the first save as cheap as the later ones: plan it, and fault the staging pool in, in the background."""
+        self._check_call_of_ranks()
+        self._submitter.refuse_inside_save("warm_up()")
+        walked, save_round = self._submitter.walk(state, self._selection), self._coordinator.next_round(WARM_UP)
+        return self._operation(
+            "warm_up", run_blocking, self._engine.state_work, self._submitter.warm_up, walked, save_round
+        )
+
+    def estimate(self, state: State, *, probe_bytes: int = 0) -> Future[Estimate]:
+        """Say what a save of *state* takes of memory, disk, network and time, and whether the places have it; saves nothing.
+
+        What optimizers will add with their first step is found, and counted. Other ranks are not asked: one alone may call.
+
+        Args:
+            probe_bytes: written to each durable place, flushed, timed and removed, so that there are seconds before the
+                first save: 64 MiB say something. 0 writes nothing.
+
+        Raises: Those of `save` for a state that cannot be saved; and by the future
+            StorageError: a place that is probed cannot be written to.
+        """
+        if type(probe_bytes) is not int or probe_bytes < 0:
+            refuse_value(
+                "estimate", "probe_bytes", probe_bytes, "a number of bytes: 64 << 20 for 64 MiB, 0 for no probe"
+            )
+        walked = self._submitter.walk(state, self._selection)
+        asked = EstimateRequest(
+            walked=walked,
+            state=state,
+            coming=find_state_to_come(state, walked.tensors, self._selection),
+            tiers=self._parts.tiers,
+            probe_bytes=probe_bytes,
+            last_saves=self._parts.last_saves,
+        )
+        return self._operation("estimate", estimate, self._destination, self._coordinator, asked)
+
+    def barrier(self) -> None:
+        """Block until no snapshot is being copied, before you change the state by hand. Optimizers do it by themselves."""
+        refuse_in_event_loop("barrier()", "write `await ckpt.wait_mutable()`")
+        self._copies.wait()
+
+    async def wait_mutable(self) -> None:
+        """Wait until no snapshot is being copied, before you change the state by hand, in an event loop: `barrier` there."""
+        await self._copies.wait_async()
+
+    def mutating(self) -> Mutating:
+        """Return the block to change the state in by hand: ``with ckpt.mutating():``, or ``async with`` in an event loop.
+
+        It begins when no snapshot is being copied; a save inside it is a `UsageError`.
+        """
+        return Mutating(self._copies)
+
+    # ------------------------------------------------------------------ load
+
+    def load(
+        self,
+        state: State,
+        step: int | None = None,
+        *,
+        only: Sequence[str] | None = None,
+        strict: bool | Mapping[str, bool] = True,
+        map: Mapping[str, str] | Callable[[str], str] | None = None,
+        rename: Renames = (),
+        optimizer_state: OptimizerState = "by_optimizer",
+        fork: Place | None = None,
+    ) -> LoadFuture[LoadResult | None]:
+        """Fill *state* in place from a step; from the newest valid one for None.
+
+        Worker threads fill the tensors; schedulers, optimizer state and plain values are filled on the thread that waits
+        for the future first. Until somebody waits, the load is not complete.
+
+        Args:
+            state: as for ``save``; tensors are overwritten in place, lazily created optimizer state is created.
+            only: top-level keys, or dotted prefixes of names, to load; None loads all.
+            strict: raise unless what the state names fits exactly; top-level keys that only the checkpoint has are fine.
+                False loads what fits and reports the rest (``LoadResult.differences``). ``{"model": False}`` does that for
+                the named parts of the state; the rest is strict.
+            map: from names in *state* to names in the checkpoint: ``map={"net": "model"}`` fills ``state["net"]`` from what
+                was saved as ``"model"``, ``net.fc.weight`` from ``model.fc.weight``. An entry renames a leaf or all that
+                is below it, the longest one wins. A function of a name does the same.
+            rename: from names in the checkpoint to names in *state*, by regular expressions, one after the other (or by a
+                function of a name): ``rename=[(r"^model\\.encoder\\.", "model.backbone.")]`` loads what was saved before a
+                module was renamed, and the state of its optimizer with it. A rule that renames nothing does no harm, so
+                that a script keeps its rules. ``LoadResult.renamed`` tells what was renamed.
+            optimizer_state: ``"by_parameter"`` where optimizers have changed their make-up (a part of the parameters has
+                another optimizer now, a group was split): what was learnt of a parameter follows it by name, from whichever
+                optimizer had it, where it fits; else it begins anew. ``LoadResult.differences`` tells what did.
+            fork: another run's place, from whose *step* this run begins while it has no step of its own; later starts load
+                the newest of their own. What is saved tells where it came from (``StepInfo.forked_from``).
+
+        Returns:
+            A future of what was loaded; of None only when no checkpoint exists at all.
+
+        Raises: Raised by the future
+            StateMismatchError: all differences by name, a plain value of another type among them; nothing was overwritten.
+            UsageError: an entry of ``map``, ``only`` or ``strict`` fits no name; names near it are listed. Rules give two
+                names of the checkpoint the same new one.
+            NoValidCheckpointError: steps exist and none is valid.
+            CorruptionError, StepNotFoundError: the step asked for is damaged, or not there; or *fork* holds no step at all.
+        """
+        step = _number(step)
+        self._loop.check()
+        self._submitter.refuse_inside_save("load()")
+        refused = [earlier for earlier in self._unclaimed if earlier.refused]
+        self._unclaimed = [earlier for earlier in self._unclaimed if not earlier.refused]
+        self._check_call_of_ranks()
+        self._copies.wait()
+        self._engine.failures.raise_all()
+        names = (only,) if isinstance(only, str) else only
+        if map is not None and rename:
+            raise UsageError("load() takes map= or rename=, and not both: write all of it as rules of rename=")
+        if optimizer_state not in get_args(OptimizerState):
+            refuse_value("load", "optimizer_state", optimizer_state, '"by_optimizer" or "by_parameter"')
+        asked = LoadRequest(state, step, names, strict, Rules(rename) if rename else map, optimizer_state)
+        request = self._probe.asked(asked)
+        promise: LoadPromise[LoadResult | None] = LoadPromise(
+            "load of the newest step" if step is None else f"load of step {step}"
+        )
+        self._unclaimed.append(promise)
+
+        coordinator = self._coordinator
+        number = coordinator.next_load()
+        fork_number = number if fork is None else coordinator.next_load()
+
+        async def run() -> LoadResult | None:
+            nonlocal number
+            for earlier in refused:
+                await earlier.settled()
+            with telling_failures(self._engine, step):
+                own = request if fork is None else msgspec.structs.replace(request, step=None)
+                filled = await coordinator.load(self._destination, own, number)
+                forked = False
+                if fork is not None and filled is None:
+                    forked, number = True, fork_number
+                    filled = await self._load_fork(fork, request, number)
+            if self._engine.rank == 0:
+                log_loaded(None if filled is None else filled.result, forked=forked)
+            promise.on_finish = self._probe.watch_load(asked, filled)
+            if filled is not None and filled.agree:
+                promise.agree = partial(self._agree_applied, number)
+            return None if filled is None else filled.result
+
+        promise.follow(self._loop.submit(run))
+        return LoadFuture(promise)
+
+    async def _load_fork(self, where: Place, request: LoadRequest, number: int) -> Filled:
+        """Fill a state from another run's place, which is written to by no save from here."""
+        source = open_backend(where, world=self._engine.world)
+        place = EnginePlace(self._engine, source)
+        self._engine.lineage.places.remove(source)
+        try:
+            filled = await self._coordinator.load(OnePlace(place, Tier(source), self._coordinator), request, number)
+            if filled is None:
+                raise StepNotFoundError(f"fork={source.url!r} holds no checkpoint to begin from")
+            return filled
+        finally:
+            if source is not where:
+                await source.close()
+
+    def _agree_applied(self, number: int, error: Exception | None) -> Promise[None]:
+        """Have all ranks know whether the objects of all took what was loaded."""
+        promise: Promise[None] = Promise(f"end of load number {number}")
+        promise.follow(self._loop.submit(self._coordinator.agree_applied, number, error))
+        return promise
+
+    def read(self, step: int | None, name: str, *, rows: slice | None = None) -> Future[torch.Tensor]:
+        """Read one tensor, or the *rows* of its first axis, verified; from the newest valid step for None.
+
+        It comes on the host, in its stored dtype and row-major, however it lay in memory when it was saved. A plain value
+        is not read but loaded: ``values = {"epoch": None}``, then ``load(values, step).result()``.
+
+        Args:
+            name: as ``describe(step).tensors`` has it: ``"model.embed.weight"``.
+            rows: ``slice(start, stop)``, understood as Python does: clipped to the rows there are, negative from the end.
+
+        Raises: Raised by the future
+            StateMismatchError: the step has no tensor of that name; said is what it is instead, or close names.
+            UsageError: *rows* is no slice, has a step, or the tensor is a scalar.
+        """
+        return self._operation(f"read of {name}", read, self._destination, _number(step), name, rows)
+
+    def describe(self, step: int | None = None) -> Future[Description]:
+        """List what a step holds (the newest valid one for None), without reading data."""
+        return self._operation("describe", maintenance.describe, self._destination, _number(step))
+
+    def steps(self) -> Future[tuple[StepInfo, ...]]:
+        """List the committed steps, the newest first; damaged ones carry their problem.
+
+        Retention deletes after a commit, in the background: for a moment there may be more than it keeps.
+        """
+        return self._operation("steps", maintenance.steps, self._destination)
+
+    def latest(self) -> Future[int | None]:
+        """Return the newest valid step; None when there is none."""
+        return self._operation("latest", maintenance.latest, self._destination)
+
+    def verify(self, step: int | None = None, *, on_read: Callable[[int], object] = _tell_nobody) -> Future[Verified]:
+        """Read and compare every block of a step, and mark it as verified.
+
+        Args:
+            on_read: told the bytes of each read, on the loop thread; for progress.
+        """
+        return self._operation("verify", maintenance.verify, self._destination, _number(step), on_read)
+
+    def repair(
+        self, step: int | None = None, source: Place | None = None, *, on_read: Callable[[int], object] = _tell_nobody
+    ) -> Future[list[Repaired]]:
+        """Read all of a step in each place that has it, and write anew what is bad there, from wherever it is whole.
+
+        Nothing is written in place, and the step is never less than it was (`aiockpt.places.scrub.repair`).
+
+        Args:
+            step: None for the newest valid one.
+            source: another place that may have the same step: a path, a URL, or a backend.
+            on_read: told the bytes of each read, on the loop thread; for progress.
+
+        Returns: what was done in each place; *left* says what is bad still.
+
+        Raises: Raised by the future
+            StepNotFoundError: there is no such step.
+            StorageError: a place cannot be read or written to now.
+        """
+        return self._operation("repair", self._repair, _number(step), source, on_read)
+
+    async def _repair(self, step: int | None, source: Place | None, on_read: Callable[[int], object]) -> list[Repaired]:
+        from aiockpt.places.scrub.repair import repair
+
+        if step is None:
+            step = (await find_manifest(self._destination, None)).manifest.step
+        other = None if source is None else open_backend(source, world=self._engine.world)
+        try:
+            return await repair(self._destination, step, other, on_read)
+        finally:
+            if other is not None and other is not source:
+                await other.close()
+
+    def copy(self, step: int | None, to: Place, *, on_copied: Callable[[int], object] = _tell_nobody) -> Future[Copied]:
+        """Copy a step (the newest valid one for None) to another place, every block compared on the way.
+
+        A copy that was interrupted goes on where it was. A step that is there already is left as it is.
+
+        Args:
+            to: a path, a URL, or a backend, which stays open.
+            on_copied: told the bytes of each window, on the loop thread; for progress.
+        """
+        return self._operation("copy", self._copy, _number(step), to, on_copied)
+
+    async def _copy(self, step: int | None, to: Place, on_copied: Callable[[int], object]) -> Copied:
+        target = open_backend(to, world=self._engine.world)
+        try:
+            refuse_step_folder(target.url, self._engine.world.files)
+            return await maintenance.copy(self._destination, step, target, on_copied)
+        finally:
+            if target is not to:
+                await target.close()
+
+    def prune(self, rules: Retention | None = None, *, dry_run: bool = False) -> Future[Pruned]:
+        """Delete what the rules (its own ``retention`` for None) do not keep, and the garbage of dead saves."""
+        chosen = rules or self._options.retention or Retention()
+        return self._operation("prune", _prune, self._destination.places[0], chosen, dry_run)
+
+    def finish_commits(self) -> Future[tuple[StepInfo, ...]]:
+        """Commit what dead jobs could not: every attempt with all its votes and no manifest. ``load`` does it by itself."""
+        return self._operation("finish_commits", maintenance.finish, self._destination.places[0])
+
+    def delete(self, step: int) -> Future[None]:
+        """Delete one step, manifests first."""
+        step = check_step(step)
+        return self._operation(f"delete of step {step}", maintenance.delete, self._destination, step)
+
+    # ------------------------------------------------------------------ readers
+
+    def hold(self, step: int | None = None) -> Hold:
+        """Keep a step (the newest valid one for None) while it is read by other means: ``with ckpt.hold(7) as held: …``.
+
+        No retention deletes it before the block ends, in this process or another: a lease lies beside it, which the holder
+        renews. Whoever is killed holds it for six hours more, at most. ``async with`` in an event loop.
+        """
+        return self._parts.holds.make(_number(step))
+
+    def watch(self, name: str, *, every_s: float = 10.0, newest: bool = False, follow: bool = True) -> StepWatch:
+        """Be handed each committed step once, the oldest first, and wait for more: ``for step in ckpt.watch("eval"): …``.
+
+        A step is done with when the loop comes back for the next one, which is written down in ``readers/NAME.json``: after
+        an error, or a kill, the same step comes again. ``async for`` in an event loop.
+
+        Args:
+            name: of the reader; each reader gets every step. One process at a time has a name.
+            every_s: seconds between two looks while there is nothing new.
+            newest: only the newest step is wanted each time; older ones are passed over.
+            follow: wait for steps to come; False ends where there is nothing new.
+
+        Raises: `UsageError` for a name or a time that cannot be meant; and while it is iterated
+            StorageError: steps cannot be listed, or the note cannot be written.
+        """
+        return StepWatch(
+            self.run_on_destination, self._parts.holds, name, every_s=every_s, newest=newest, follow=follow
+        )
+
+    # ------------------------------------------------------------------ the policy form
+
+    def resume(
+        self,
+        state: State,
+        *,
+        strict: bool | Mapping[str, bool] = True,
+        rename: Renames = (),
+        optimizer_state: OptimizerState = "by_optimizer",
+        fork: Place | None = None,
+        step: int | None = None,
+    ) -> int:
+        """Load the newest valid step into *state* and return the next step to train; 0 when there is nothing. Blocks.
+
+        Args:
+            strict, rename, optimizer_state: as for `load`.
+            fork, step: begin from this step of another run (the newest for None) while this one has no step, as for `load`.
+
+        Raises: Those of `load`, and
+            BlockingCallError: this thread runs an event loop: ``await ckpt.load(state)`` there.
+        """
+        refuse_in_event_loop("resume()", "write `await ckpt.load(state)`")
+        if step is not None and fork is None:
+            raise UsageError("resume(step=…) names a step of fork=…; to go back in this run: load(state, step)")
+        how = partial(self.load, state, step, strict=strict, rename=rename, optimizer_state=optimizer_state)
+        loaded = how(fork=fork).result()
+        return 0 if loaded is None else loaded.step + 1
+
+    def step(
+        self,
+        step: int,
+        state: State,
+        *,
+        metrics: Metrics | None = None,
+        only: str | Sequence[str] | Trainable | None = None,
+        exclude: str | Sequence[str] | None = None,
+    ) -> SaveFuture | None:
+        """Save when ``every`` says so of *step*; return the future, or None when this step is not saved.
+
+        The arguments are those of `save`.
+
+        Nothing is saved on leaving the block: ``save()`` the last step yourself when it is none of them.
+
+        Raises: Those of `save`.
+        """
+        step = check_step(step)
+        prepare = partial(self._prepare_save, step, state, None, metrics, None, only, exclude)
+        last = self._interruption.reach(ReachedCall(step, state, prepare))
+        if last is not None:
+            last.finish(step, prepare(), asked=False)
+        if not self._is_due(step):
+            self._probe.reached(step, state, metrics, saved=False)
+            return None
+        return self._report_failures(prepare()())
+
+    def _is_due(self, step: int) -> bool:
+        if self._cadence is not None:
+            return self._cadence.due(step)
+        if self._options.every is None:
+            if self._interruption.listens:
+                return False
+            raise UsageError("step() needs a policy: give Checkpointer(…, every=N), or call save() yourself")
+        return step % self._options.every == 0
+
+    # ------------------------------------------------------------------ the end
+
+    def wait(self) -> None:
+        """Block until every save in flight has ended; raise what went wrong."""
+        self._check_call()
+        self._submitter.refuse_inside_save("wait()")
+        refuse_in_event_loop("wait()", "await the futures that save() returned")
+        self._parts.shutdown.wait()
+        self._engine.failures.raise_all()
+
+    def close(self) -> None:
+        """Wait until all is committed, release everything, and raise what went wrong. Idempotent.
+
+        Interrupted meanwhile (Ctrl-C), it gives up what is not committed, and is done in seconds.
+        """
+        if self._loop.usable:
+            self._submitter.refuse_inside_save("close()")
+            refuse_in_event_loop("close()", "write `await ckpt.aclose()`")
+            self._interruption.leave(failing=False)
+            self._probe.closing()
+            self._parts.shutdown.close()
+        self._engine.failures.raise_all()
+
+    async def aclose(self) -> None:
+        """Wait until all is committed, release everything, and raise what went wrong, in an event loop. Idempotent."""
+        if self._loop.usable:
+            self._interruption.leave(failing=False)
+            self._probe.closing()
+            try:
+                await run_in_thread("end of a checkpointer", self._parts.shutdown.close)
+            finally:
+                self._interruption.release()  # signals are given back on the main thread alone
+        self._engine.failures.raise_all()
+
+    def _drain_at_exit(self) -> None:
+        try:
+            self._interruption.leave(failing=False)
+            self._probe.closing()
+            self._parts.shutdown.close()
+        finally:
+            for future in self._engine.failures.take():
+                logger.error("%r: nobody waited for it, and the program ends", future)
+
+    def __enter__(self) -> Self:
+        refuse_in_event_loop("a plain `with` block", "write `async with`")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        ended = self._depart(error)
+        try:
+            self.close()
+        except BackgroundSaveError as failure:
+            if error is None:
+                raise
+            error.add_note(str(failure))
+        if ended is not None:
+            raise ended from error
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        ended = self._depart(error)
+        try:
+            await self.aclose()
+        except BackgroundSaveError as failure:
+            if error is None:
+                raise
+            error.add_note(str(failure))
+        if ended is not None:
+            raise ended from error
+
+    def _depart(self, error: BaseException | None) -> BaseException | None:
+        """Save what can be saved of a run that was told to end; tell the other ranks of an *error*; return what to raise."""
+        if error is None:
+            return None
+        ended = self._interruption.leave(failing=True)
+        self._coordinator.depart(f"{type(error).__name__}: {error}", failed=True)
+        return ended if isinstance(error, Exception) else None  # what ends the program has its own status
+
+    # ------------------------------------------------------------------ inside
+
+    def _check_call(self) -> None:
+        """Raise when this process may not use it, or when an earlier load was never waited for.
+
+        What another thread asked for may be waited for in a moment, or be so now; that is for its own next call.
+        """
+        self._loop.check()
+        forgotten = [load for load in self._unclaimed if load.is_left]
+        self._unclaimed = [load for load in self._unclaimed if not load.waited_for and load not in forgotten]
+        if forgotten:
+            load = LoadFuture(forgotten[0])
+            if load.cancelled():
+                raise UsageError(f"{load!r} may have overwritten a part of the state: load again before you use it")
+            advice = "write `await ckpt.load(…)`" if runs_event_loop() else "call .result() on it, or await it"
+            raise UsageError(f"{load!r} was never waited for, so the state is not complete: {advice}")
+
+    def _check_call_of_ranks(self) -> None:
+        """Raise also when there is a process group now that was not there when the ranks were found."""
+        self._check_call()
+        if self._found_ranks is not None:
+            check_found(self._found_ranks)
+
+    def run_on_destination(self, what: str, work: Callable[[Destination], Awaitable[T]]) -> Future[T]:
+        """Run *work* on the checkpointer's loop, with where its steps lie; *what* to call it in messages.
+
+        For what is built on the engine, as `aiockpt.convert` is. What it is given may be another in each release.
+
+        Raises:
+            ClosedError: the checkpointer is closed.
+        """
+        return self._operation(what, work, self._destination)
+
+    def _operation(self, what: str, work: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> Future[T]:
+        self._check_call()
+        promise: Promise[T] = Promise(what)
+        promise.follow(self._loop.submit(work, *args))
+        return Future(promise)
+
+    def statistics(self) -> Statistics:
+        """Return what is going on at this instant. Any thread."""
+        running = len(self._submitter.in_flight)
+        return Statistics(running, self._engine.pool.statistics(), self._destination.places[0].uploader.statistics())
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Checkpointer has threads and files of this process and can be neither pickled nor copied: "
+            "pass on its URL, and make one in the process that needs it"
+        )
+
+    def __repr__(self) -> str:
+        running = len(self._submitter.in_flight)
+        status = "running" if self._loop.usable else "closed"
+        return f"<Checkpointer {self._destination.places[0].backend.url}, {running} saves in flight, {status}>"
+
+
+def _as_tiers(url: Place | Sequence[Tier | Place], retention: Retention | None) -> list[Tier]:
+    """Return the places as tiers; rules given to the checkpointer are those of tiers that have none."""
+    places = url if isinstance(url, list | tuple) else [url]
+    if not places:
+        raise UsageError("an empty list names no place; give a path, a URL, or at least one Tier(…)")
+    tiers = [place if isinstance(place, Tier) else Tier(place) for place in places]
+    check_tiers(tiers)
+    return [tier if tier.keep is not None else msgspec.structs.replace(tier, keep=retention) for tier in tiers]
+
+
+def _as_observers(observers: Sequence[Observer]) -> list[Observer]:
+    if not isinstance(observers, Sequence):
+        refuse_value("", "observers", observers, "a list of observers, with a method on_event(event) each")
+    for observer in observers:
+        if not callable(getattr(observer, "on_event", None)):
+            raise UsageError(f"observers: {observer!r} has no method on_event(event)")
+    return list(observers)
+
+
+def _check_outside(ranks: object, world: object) -> None:
+    if not isinstance(ranks, Ranks | None):
+        refuse_value("", "ranks", ranks, "aiockpt.Ranks(rank, world_size, store), or None for torch.distributed")
+    if not isinstance(world, World | None):
+        refuse_value("", "world", world, "an aiockpt.runtime.world.World, or None for this machine's files and clocks")
+
+
+def _as_config(config: Mapping[str, Any] | None) -> object:
+    if not isinstance(config, Mapping | None):
+        refuse_value("", "config", config, "a dict of plain values, such as {'lr': 3e-4}")
+    return None if config is None else plain_json("config", dict(config))
+
+
+def _as_names(option: str, names: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(names, str):
+        refuse_value("", option, names, f"a list of names, [{names!r}]")
+    if not isinstance(names, Sequence):
+        refuse_value("", option, names, "a list of names, such as ['model.buffer']")
+    return tuple(names)
+
+
+def _number(step: object) -> int | None:
+    """Return *step* as an int, or None; raise UsageError for what numbers no step."""
+    return None if step is None else check_step(step)
+
+
+async def _prune(place: EnginePlace, rules: Retention, dry_run: bool) -> Pruned:
+    async with place.cleaning:
+        return await maintenance.prune(place, rules, dry_run=dry_run)

@@ -1,0 +1,321 @@
+"""What happens when a run is told to end? The loop thread hears it, flushes, and agrees; the next call ends the run.
+
+A signal wakes the loop thread at once (`aiockpt.runtime.wakeup`), also while the main thread is inside a long call of C.
+What was snapshotted is then flushed; nothing new can be: the state belongs to the main thread. When that calls ``step`` or
+``save`` next, on all ranks in the same call (`aiockpt.session.preemption.decision`), the run ends
+(`aiockpt.session.preemption.last_call`). Guarantees:
+
+- No signal handler saves, waits or raises. The program ends by `Preempted`, raised by ``step`` and ``save``, on the thread
+  that made the checkpointer: with signals the main thread.
+- A call that ends nothing asks no other rank, and costs the note of its state
+  (`aiockpt.session.preemption.reached_state`): with it the run is saved that makes no further call, because the signal has
+  ended its workers, or another handler the program.
+- What is said in the log is what is so: which step is being flushed, which is committed, or that there is none.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections import deque
+from contextlib import suppress
+
+import anyio
+
+from aiockpt.engine.context import Engine
+from aiockpt.engine.destination import Destination
+from aiockpt.errors import CheckpointError
+from aiockpt.futures import SaveFuture
+from aiockpt.runtime.loop import Mutex, thread_id
+from aiockpt.runtime.promise import Promise
+from aiockpt.runtime.tasks import open_tasks
+from aiockpt.runtime.wakeup import SignalWatch, children_end_quietly, watch_signals
+from aiockpt.session.interruption import ReachedCall
+from aiockpt.session.preemption.decision import EndAgreement, EndDecision, Notice
+from aiockpt.session.preemption.last_call import PreemptedCall
+from aiockpt.session.preemption.policy import Preempted, Preemption
+from aiockpt.session.preemption.reached_state import ReachedState
+from aiockpt.session.preemption.recent_saves import RecentSaves
+
+logger = logging.getLogger("aiockpt")
+
+AGREE_FRACTION, MOST_AGREE_S = 0.4, 15.0
+"""Of the grace, for all ranks to answer; a rank whose process is dead never does."""
+SAFETY = 1.5
+"""So many times what saves take is left for the last one before an allocation ends."""
+MARGIN_S = 3.0
+"""And so much beside, for what no measurement shows."""
+LOOK_S = 1.0
+"""Between two looks at the clock, while there is an end to look for."""
+REMEMBERED_CALLS = 32
+LATE_S = 1.0
+"""For a signal to come after what it did to others: it ends workers first, and the next batch raises."""
+RENEW_NS = 10**9
+"""Between two looks whether somebody else has taken the signals meanwhile."""
+
+
+class PreemptionHandler:
+    """Ends the run of one checkpointer; see `aiockpt.session.interruption.Interruption`.
+
+    Args:
+        policy: what was asked for.
+        ends_at_s: when the allocation ends, in seconds since 1970; None where nobody knows.
+
+    Attributes:
+        saves: the last ones.
+        heard: what told the run to end; None while nothing has.
+        observers: to be told of events.
+    """
+
+    listens = True
+
+    def __init__(self, policy: Preemption, ends_at_s: float | None) -> None:
+        self.policy = policy
+        self.saves = RecentSaves()
+        self.heard: Notice | None = None
+        self.observers = (self.saves,)
+        self.ended: Preempted | None = None
+        self._ends_at_s = ends_at_s
+        self._thread = thread_id()
+        self._lock = Mutex()
+        self._calls = 0
+        self._called_ns = 0
+        self._renewed_ns = 0
+        self._lately_ns: deque[int] = deque(maxlen=REMEMBERED_CALLS)
+        self._waits = False
+        self._woken, self._met = anyio.Event(), anyio.Event()
+        self._decision: Promise[EndDecision] = Promise("the agreement of the ranks where to end")
+        self._deadline_ns = 0
+        self._watch: SignalWatch | None = None
+        self._last: ReachedCall | None = None
+        self._reached = ReachedState()
+        self._released = False
+
+    def begin(self, engine: Engine, destination: Destination, agreement: EndAgreement) -> None:
+        """Listen, from now until `stop`.
+
+        Raises:
+            UsageError: this is not the main thread, and signals are to be heard.
+        """
+        self.engine = engine
+        self.destination = destination
+        places = [place.backend for place in destination.places]
+        self.saves.lasting = frozenset(backend.url for backend in places if backend.traits.durable)
+        self.agreement = agreement
+        self._running = engine.loop.submit(self._run)
+        if self.policy.signals:
+            self._watch = watch_signals(self.policy.numbers, self._told)
+
+    def stop(self) -> None:
+        """Hear nothing more on the loop."""
+        self._running.cancel()
+
+    def release(self) -> None:
+        """Give the signals back."""
+        if self._watch is not None:
+            self._watch.close()
+        self._last = None
+        self._reached.release()
+        if self.heard is not None and self.ended is None and not self._released:
+            logger.warning(
+                "%s came, and no step() or save() after it: all that was saved is committed, and the program goes on",
+                self.heard.reason,
+            )
+        self._released = True
+
+    # ------------------------------------------------------------------ the training thread
+
+    def watch(self, save: SaveFuture) -> None:
+        """Hear of a save that was started."""
+        self.saves.watch(save, self.engine.now_ns())
+
+    def reach(self, call: ReachedCall) -> PreemptedCall | None:
+        """Count a call of ``step`` or ``save``; return how the run ends, when it does there."""
+        if thread_id() != self._thread:
+            return None
+        now_ns = self.engine.now_ns()
+        if self._watch is not None and now_ns - self._renewed_ns > RENEW_NS:
+            self._watch.renew()
+            self._renewed_ns = now_ns
+        if self.agreement.begin():
+            self.engine.loop.call_soon(self._met.set)
+        self._last = call
+        self._reached.note(call.state)
+        with self._lock:
+            if not self._waits:
+                self._let_pass(now_ns)
+                return None
+        decision = self._wait_for_decision()
+        self._calls += 1
+        return PreemptedCall(self, decision) if self._calls >= decision.call else None
+
+    def leave(self, *, failing: bool) -> BaseException | None:
+        """End the run with the state of the last call, where it was told to and that state is still the same."""
+        call = self._last
+        if call is None or self.ended is not None or thread_id() != self._thread:
+            return None
+        with children_end_quietly():
+            return self._leave(call, failing)
+
+    def _leave(self, call: ReachedCall, failing: bool) -> BaseException | None:
+        if self._watch is not None:
+            self._watch.settle()
+        if self.heard is None and not (failing and self._is_told_late()):
+            return None
+        if not failing and not self.wants_new(call.step):  # the program is done, and all is saved
+            return None
+        self._last = None
+        if self._reached.has_changed():
+            logger.warning("the state is no more that of step %d, the last call, and is not saved again", call.step)
+            return None
+        decision = self._wait_for_decision()
+        self._calls += 1
+        if self._calls < decision.call:
+            logger.warning("another rank is further than step %d, the last call here, which is not saved", call.step)
+            return None
+        try:
+            PreemptedCall(self, decision).finish(call.step, call.prepare(), asked=False)
+        except Preempted as ended:
+            return ended
+
+    def _is_told_late(self) -> bool:
+        """Wait for a signal that may be on its way, where the state could be saved then."""
+        if self._watch is None or self._reached.has_changed():
+            return False
+        woken = self.engine.loop.submit(self._woken.wait)
+        with suppress(TimeoutError):
+            woken.result(LATE_S)
+        woken.cancel()
+        return self.heard is not None
+
+    def _let_pass(self, now_ns: int) -> None:
+        self._calls += 1
+        if self._called_ns:
+            self._lately_ns.append(now_ns - self._called_ns)
+        self._called_ns = now_ns
+
+    def _wait_for_decision(self) -> EndDecision:
+        deadline_s = self._agree_s + 2 * MARGIN_S + 10.0
+        if not self._decision.wait_anyway(deadline_s):
+            self._decision.resolve(EndDecision(0, failure=f"no answer of the other ranks within {deadline_s:g} s"))
+        return self._decision.value
+
+    # ------------------------------------------------------------------ time
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the process may be killed."""
+        return (self._deadline_ns - self.engine.now_ns()) / 1e9
+
+    @property
+    def _agree_s(self) -> float:
+        return min(MOST_AGREE_S, AGREE_FRACTION * self.policy.grace_s)
+
+    @property
+    def _needed_s(self) -> float:
+        """What is needed to end in order: until the next call, to agree there, to save, and a margin."""
+        usual_s = self.saves.usual_s
+        save_s = self.policy.grace_s if usual_s is None else SAFETY * usual_s
+        until_call_s = max(list(self._lately_ns), default=0) / 1e9
+        return until_call_s + save_s + MARGIN_S
+
+    def wants_new(self, step: int | None = None) -> bool:
+        """Say whether the state is to be saved once more, or the last snapshot is recent enough to be flushed instead.
+
+        Args:
+            step: that the training thread has reached, where it is known.
+        """
+        newest = self.saves.newest()
+        if newest is None:
+            return True
+        _, newest_step, begun_ns = newest
+        usual_s = self.saves.usual_s
+        if newest_step == step:
+            return False
+        recent_s = self.policy.recent_s if self.policy.recent_s is not None else usual_s or 0.0
+        if (self.engine.now_ns() - begun_ns) / 1e9 <= recent_s:
+            return False
+        return not (self.saves.running and usual_s is not None and usual_s > self.left_s)
+
+    # ------------------------------------------------------------------ signals
+
+    def _told(self, number: int) -> None:
+        """Hear a signal: on the thread that waits for them, and later on the main thread."""
+        self._hear(Notice(signal.Signals(number).name, self.policy.grace_s))
+
+    def _hear(self, notice: Notice) -> None:
+        if self.heard is None:
+            self._deadline_ns = self.engine.now_ns() + round(notice.left_s * 1e9)
+            self.heard = notice
+        # Each time: the handler of another signal may have raised between the two on the main thread.
+        with suppress(RuntimeError):  # the loop has ended, and everything is committed
+            self.engine.loop.call_soon(self._woken.set)
+
+    # ------------------------------------------------------------------ the loop thread
+
+    async def _run(self) -> None:
+        """Wait until the run must end, and see to it."""
+        async with open_tasks() as tasks:
+            tasks.start_soon(self._hear_others)
+            tasks.start_soon(self._watch_the_clock)
+            await self._woken.wait()
+            tasks.cancel_scope.cancel()
+        async with open_tasks() as tasks:
+            tasks.start_soon(self._flush)
+            await self._decide()
+
+    async def _hear_others(self) -> None:
+        try:
+            self._hear(await self.agreement.hear())
+        except CheckpointError as error:
+            logger.info("whether another rank is told to end cannot be heard any more: %s", error)  # rank 0 may be done
+
+    async def _watch_the_clock(self) -> None:
+        """End in time before the allocation does; one rank looks."""
+        if self._ends_at_s is None or not self.agreement.leads:
+            return
+        while True:
+            left_s = self._ends_at_s - self.engine.world.clock.time_ns() / 1e9
+            spare_s = left_s - self._needed_s
+            if spare_s <= 0:
+                break
+            await anyio.sleep(min(LOOK_S, max(0.01, spare_s)))
+        self._hear(Notice("the end of the allocation", left_s))
+
+    async def _decide(self) -> None:
+        notice = self.heard
+        assert notice is not None
+        if self.engine.world_size > 1:
+            await self._met.wait()
+        try:
+            await self.agreement.tell(Notice(notice.reason, max(0.0, self.left_s)))
+            with self._lock:
+                self._waits = True
+                calls = self._calls
+            decision = await self.agreement.agree(calls, self.wants_new, self._agree_s)
+        except CheckpointError as error:
+            self._waits = True
+            decision = EndDecision(0, failure=str(error))
+        self._decision.resolve(decision)
+
+    async def _flush(self) -> None:
+        """Have what is snapshotted become durable, and say what there is: the main thread may never come back."""
+        notice = self.heard
+        assert notice is not None
+        running = self.saves.running
+        steps = ", ".join(f"step {promise.step}" for promise in running)
+        logger.warning(
+            "%s: the run ends in the next step() or save(), with %.0f s left; %s",
+            *(notice.reason, self.left_s, f"{steps} is flushed now" if running else "no save is in flight"),
+        )
+        began_s = time.monotonic()
+        for promise in running:
+            for point in (promise, promise.snapshotted):
+                point.hurry()
+        for promise in running:
+            await promise.settled()
+        newest = self.saves.newest_durable
+        if running:
+            what = "nothing is committed" if newest is None else f"the newest committed step is {newest.step}"
+            logger.warning("flushed within %.1f s: %s", time.monotonic() - began_s, what)

@@ -1,0 +1,112 @@
+"""What is done when a run is told to end, and what it ends with."""
+
+from __future__ import annotations
+
+import signal
+from datetime import datetime
+from typing import Literal
+
+import msgspec
+
+from aiockpt.errors import UsageError
+from aiockpt.options import AsksWhatWasMeant, check_amount, refuse_value
+
+OnPreempt = Literal["save"]
+"""Save, as `Preemption` says it by default."""
+
+
+class Preemption(msgspec.Struct, frozen=True, kw_only=True, metaclass=AsksWhatWasMeant):
+    """How a run ends that is told to: ``Checkpointer(url, on_preempt=Preemption(grace_s=120))``. "save" is the default one.
+
+    Attributes:
+        signals: that tell it. SIGTERM comes from most schedulers, SIGUSR1 beforehand from Slurm (``--signal=USR1@300``).
+        grace_s: seconds from the signal until the process is killed. 30 is what Kubernetes, Slurm and torchrun give.
+        ends_at: when the allocation ends: seconds since 1970, or a datetime with its zone. The run ends in time before that
+            by itself. None takes ``SLURM_JOB_END_TIME``, where that is set.
+        recent_s: a snapshot that is not older is flushed, and no new one is made. None takes what a save took lately: who
+            saves again loses no less.
+        verify: whether what was saved is read back and compared, as far as the grace lasts.
+    """
+
+    signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
+    grace_s: float = 30.0
+    ends_at: float | datetime | None = None
+    recent_s: float | None = None
+    verify: bool = True
+
+    def __post_init__(self) -> None:
+        for name in self.signals:
+            if not isinstance(name, str) or not hasattr(signal, name) or not name.startswith("SIG"):
+                refuse_value("Preemption", "signals", name, "names of signals, such as ('SIGTERM', 'SIGUSR1')")
+        check_amount("Preemption", "grace_s", self.grace_s, " seconds")
+        if self.recent_s != 0:
+            check_amount("Preemption", "recent_s", self.recent_s, " seconds", optional=True)
+        if isinstance(self.ends_at, datetime):
+            if self.ends_at.tzinfo is None:
+                refuse_value("Preemption", "ends_at", self.ends_at, "a datetime with its zone, or seconds since 1970")
+        else:
+            check_amount("Preemption", "ends_at", self.ends_at, ", in seconds since 1970", optional=True)
+
+    @property
+    def numbers(self) -> frozenset[int]:
+        """The signals, as numbers."""
+        return frozenset(int(getattr(signal, name)) for name in self.signals)
+
+    def find_end(self, now_s: float, announced_s: float | None) -> float | None:
+        """Return when the allocation ends, in seconds since 1970, if anybody knows.
+
+        Args:
+            announced_s: what the scheduler says.
+
+        Raises:
+            UsageError: the time that was given is over.
+        """
+        if self.ends_at is None:
+            return None if announced_s is None or announced_s <= now_s else announced_s  # an old one is another job's
+        end_s = self.ends_at.timestamp() if isinstance(self.ends_at, datetime) else float(self.ends_at)
+        if end_s <= now_s:
+            raise UsageError(f"Preemption(ends_at={end_s:.0f}) was {now_s - end_s:.0f} s ago: give a time to come")
+        return end_s
+
+
+def as_preemption(given: OnPreempt | Preemption) -> Preemption:
+    """Return what ``on_preempt`` means."""
+    if isinstance(given, Preemption):
+        return given
+    if given != "save":
+        refuse_value("", "on_preempt", given, "'save', an aiockpt.Preemption(grace_s=…), or None")
+    return Preemption()
+
+
+class Preempted(SystemExit):
+    """The run was told to end, and ends: raised by ``step`` or ``save``, on all ranks in the same call.
+
+    As a SystemExit it ends the program, through its ``finally`` and ``with`` blocks, with a status that a job script can ask
+    for. None of them is 0: the training is not done.
+
+    Attributes:
+        VERIFIED: the status 75 (of sysexits.h: try again): *step* is committed, and was read back and compared.
+        COMMITTED: the status 76: *step* is committed; the time did not suffice to read it back.
+        UNSAVED: the status 77: the last save is not known to be committed; *step* is the newest that is.
+        code: which of them.
+        reason: what told it to end.
+        step: what the next process resumes from, as far as this one knows; None where it has saved nothing.
+    """
+
+    VERIFIED = 75
+    COMMITTED = 76
+    UNSAVED = 77
+
+    def __init__(self, reason: str, step: int | None, code: int, told: str) -> None:
+        super().__init__(code)
+        self.reason = reason
+        self.step = step
+        self._told = told
+
+    @property
+    def verified(self) -> bool:
+        """Whether *step* was read back and compared."""
+        return self.code == self.VERIFIED
+
+    def __str__(self) -> str:
+        return self._told

@@ -1,0 +1,191 @@
+"""The state as the last call of ``step`` or ``save`` saw it, and the proof that it is still that one.
+
+A run that is told to end may never make another call: workers of a ``DataLoader`` die of the same signal, and the next batch
+raises. What the program holds then can be saved as the step of its last call if nothing has moved since. Compared are
+torch's counter and the address of each tensor, whether an optimizer has begun a step, random generators, how many batches
+loaders have handed out, and plain values, those in attributes of other objects too. Guarantees:
+
+- No method of the user's objects is called, and nothing is communicated between ranks.
+- A note costs some 0.1 µs a tensor and 60 µs for an `RNG`; a state with more than `MOST_VALUES` values beside its tensors
+  counts as changed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from operator import attrgetter, is_
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from aiockpt.adapters.rng import RNG
+from aiockpt.data.loader import Loader
+
+MOST_VALUES = 4_000
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+_version = attrgetter("_version")
+
+
+class ReachedState:
+    """Notes of one state after the other; see the module. On the training thread."""
+
+    def __init__(self) -> None:
+        self._state: Mapping[str, Any] = {}
+        self._noted: _StateValues | None = None
+        self._tensors: list[torch.Tensor] = []
+        self._marks: object = None
+        self._hooked: dict[int, tuple[torch.optim.Optimizer, Any]] = {}
+        self._stepped = self._gives_up = False
+
+    def note(self, state: Mapping[str, Any]) -> None:
+        """Take *state* for that of the last call."""
+        if self._gives_up:
+            return
+        before, self._state, self._noted = self._noted, state, _StateValues(state)
+        if self._noted.overflows:
+            self._gives_up = True
+            self.release()
+            return
+        if before is None or not before.has_roots_of(self._noted):
+            self._tensors = self._noted.tensors()
+            self._hook(self._noted.optimizers)
+        self._marks = _read_marks(self._tensors)
+        self._stepped = False
+
+    def has_changed(self) -> bool:
+        """Say whether the state may be another one than that which was noted."""
+        if self._noted is None or self._stepped:
+            return True
+        now = _StateValues(self._state)
+        tensors = now.tensors()
+        return not (
+            now.values == self._noted.values
+            and len(tensors) == len(self._tensors)
+            and all(map(is_, tensors, self._tensors))
+            and _read_marks(tensors) == self._marks
+        )
+
+    def release(self) -> None:
+        """Let go of the state, and of its optimizers."""
+        for _, handle in self._hooked.values():
+            handle.remove()
+        self._hooked.clear()
+        self._state, self._noted, self._tensors = {}, None, []
+
+    def _hook(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        # Kernels that update many DTensors at once are not counted by torch.
+        for one in optimizers:
+            if id(one) not in self._hooked:
+                with suppress(AttributeError):  # a wrapper, around one whose tensors are counted
+                    self._hooked[id(one)] = one, one.register_step_pre_hook(self._note_step)
+
+    def _note_step(self, *_: Any) -> None:
+        self._stepped = True
+
+
+class _StateValues:
+    """What a state holds at one instant.
+
+    Attributes:
+        values: all but tensors of modules and optimizers, in the order of the state.
+        modules, optimizers, loose: what has tensors, each once; and tensors by themselves.
+        overflows: whether there are too many values.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self.values: list[Any] = []
+        self.modules: list[torch.nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.loose: list[torch.Tensor] = []
+        self._seen: set[int] = set()
+        self._read(state)
+        self.overflows = len(self.values) > MOST_VALUES
+        self.sizes = [(len(one.state), len(one.param_groups)) for one in self.optimizers]
+
+    def has_roots_of(self, other: _StateValues) -> bool:
+        """Say whether both have the same modules, optimizers with as many tensors, and tensors."""
+        return self.sizes == other.sizes and all(
+            len(mine) == len(theirs) and all(map(is_, mine, theirs))
+            for mine, theirs in (
+                (self.modules, other.modules),
+                (self.optimizers, other.optimizers),
+                (self.loose, other.loose),
+            )
+        )
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all tensors: in Python, some microseconds each."""
+        found = list(self.loose)
+        for module in self.modules:
+            found += module.parameters()
+            found += module.buffers()
+        for one in self.optimizers:
+            for group in one.param_groups:
+                found += group["params"]
+            for state in one.state.values():
+                found += _StateValues({"state": state}).loose
+        return list({id(one): one for one in found}.values())
+
+    def _read(self, value: Any) -> None:
+        if isinstance(value, _PLAIN):
+            self.values.append(value)
+        elif id(value) not in self._seen and len(self.values) <= MOST_VALUES:
+            self._seen.add(id(value))
+            self._read_object(value)
+
+    def _read_object(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self.loose.append(value)
+        elif isinstance(value, torch.nn.Module):
+            self.modules.append(value)
+        elif isinstance(value, torch.optim.Optimizer):
+            self.optimizers.append(value)
+            self._read_all({**group, "params": None} for group in value.param_groups)
+        elif isinstance(value, Mapping):
+            self._read_all(value.keys())
+            self._read_all(value.values())
+        elif isinstance(value, _CONTAINERS):
+            self._read_all(value)
+        elif (read := _read_known(value)) is not None:
+            self.values.append(read)
+        elif callable(value) or not hasattr(value, "__dict__"):
+            self.values.append(id(value))
+        else:
+            self._read_all(vars(value).values())
+
+    def _read_all(self, values: Iterable[Any]) -> None:
+        count = 0
+        for count, one in enumerate(values, 1):  # noqa: B007
+            self._read(one)
+        self.values.append(count)
+
+
+def _read_known(value: Any) -> object:
+    """Return what tells whether an object of a known class has moved; None for other classes."""
+    if isinstance(value, RNG):
+        return value.state_dict()
+    if isinstance(value, Loader):
+        return value.handed_count
+    if isinstance(value, DataLoader):
+        iterator = getattr(value, "_iterator", None)
+        return id(iterator), getattr(iterator, "_num_yielded", 0)
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    return value.tobytes() if isinstance(value, np.ndarray | np.generic) else None
+
+
+def _read_marks(tensors: list[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """Return torch's counters of changes, and the addresses."""
+    with torch._C.DisableTorchFunctionSubclass():  # classes with a say in what is read of them
+        versions = list(map(_version, tensors))
+        try:
+            return versions, list(map(torch.Tensor.data_ptr, tensors))
+        except RuntimeError:  # a subclass that has no memory of its own
+            return versions, []

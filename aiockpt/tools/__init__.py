@@ -1,0 +1,1 @@
+"""Programs for people: the command line, stress tests of storage, examples."""

@@ -1,0 +1,150 @@
+"""How does the terminal convert? Which way is meant is seen from the source: it holds steps, or it holds weights."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Literal
+
+import anyio
+from rich.markup import escape
+
+from aiockpt.convert.foreign.checkpoint import is_foreign, open_checkpoint
+from aiockpt.convert.foreign.to_dcp import write_dcp
+from aiockpt.convert.source import SUFFIX, has_weights
+from aiockpt.errors import UsageError
+from aiockpt.format.names import list_names
+from aiockpt.pipeline.discover import scan
+from aiockpt.tools.cli.commands.common import finish, open_checkpointer
+from aiockpt.tools.cli.given_root import open_place
+from aiockpt.tools.cli.show import bytes_progress, count, say, size, speed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiockpt.convert import Converted
+    from aiockpt.futures import Future
+
+Kind = Literal["steps", "weights", "foreign"]
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BINARY_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([A-Za-z]*)")
+
+
+def parse_size(text: str) -> int:
+    """Return bytes as Hugging Face's tools write them: ``5GB``, ``500MB``, ``2GiB``, or a number.
+
+    Raises:
+        UsageError: it is no size, or 0.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    unit = None if match is None else (_UNITS | _BINARY_UNITS).get(match[2].upper())
+    if match is None or unit is None or (found := int(float(match[1]) * unit)) < 1:
+        raise UsageError(f"{text!r} is no size: write 5GB, 500MB or 2GiB")
+    return found
+
+
+def parse_ties(pairs: list[str]) -> dict[str, str]:
+    """Return what ``--tie NEW=OLD`` said.
+
+    Raises:
+        UsageError: one of them is no pair.
+    """
+    ties = {}
+    for pair in pairs:
+        other, equals, kept = pair.partition("=")
+        if not (other and equals and kept):
+            raise UsageError(f"--tie {pair}: write NEW_NAME=NAME_IN_THE_FILES")
+        ties[other] = kept
+    return ties
+
+
+def parse_rules(pairs: list[str]) -> list[tuple[str, str]]:
+    """Return what ``--rename OLD=NEW`` said, in its order.
+
+    Raises:
+        UsageError: one of them is no pair.
+    """
+    rules = []
+    for pair in pairs:
+        old, equals, new = pair.partition("=")
+        if not (old and equals):
+            raise UsageError(f"--rename {pair}: write OLD=NEW, a regular expression and what takes its place")
+        rules.append((old, new))
+    return rules
+
+
+def kind_of_source(source: str) -> Kind:
+    """Return whether *source* holds steps, the weights of a Hugging Face folder, or a checkpoint that others wrote.
+
+    Raises:
+        UsageError: it holds none of these.
+    """
+    if source.endswith(SUFFIX):
+        return "weights"
+    if is_foreign(source):
+        return "foreign"
+    backend = open_place(source)
+    if any(entry.committed for entry in anyio.run(scan, backend)):
+        return "steps"
+    if anyio.run(has_weights, backend):
+        return "weights"
+    raise UsageError(
+        f"{source} holds neither a committed step nor .safetensors files, and is no checkpoint of DCP, torchsnapshot, "
+        "DeepSpeed (universal) or torch.save: nothing to convert"
+    )
+
+
+def carry_out_foreign(
+    source: str, start: Callable[..., Converted], dry_run: bool, trusts: bool, quiet: bool
+) -> Converted:
+    """Save the checkpoint at *source*, as *start* does it, unless *dry_run*; a bar shows how far it is."""
+    found = open_checkpoint(source, trust_pickle=trusts)
+    planned = start(found, dry_run=True)
+    if dry_run:
+        return planned
+    with bytes_progress("converting", planned.bytes, quiet) as tick:
+        return start(found, on_written=tick)
+
+
+def carry_out(start: Callable[..., Future[Converted]], dry_run: bool, quiet: bool) -> Converted:
+    """Plan the conversion that *start* begins, and carry it out unless *dry_run*; a bar shows how far it is."""
+    planned = finish(start(dry_run=True))
+    if dry_run:
+        return planned
+    with bytes_progress("converting", planned.bytes, quiet) as tick:
+        return finish(start(on_written=tick))
+
+
+def write_as_dcp(source: str, target: str, step: int | None, force: bool, quiet: bool) -> dict[str, object]:
+    """Write a step of *source* as a folder that DCP loads; a bar shows how far it is. Return what was written."""
+    with open_checkpointer(source) as ckpt:
+        seen = finish(ckpt.describe(step))
+        with bytes_progress("converting", seen.info.bytes, quiet) as tick:
+            size_bytes = write_dcp(ckpt, target, step=seen.info.step, replace=force, on_written=tick)
+    return {"step": seen.info.step, "url": target, "bytes": size_bytes}
+
+
+def show_converted(done: Converted, source: str | None = None) -> None:
+    """Print what was converted, or would be.
+
+    Args:
+        source: where weights came from that became a step; None where a step became a folder.
+    """
+    dtypes = ", ".join(f"{number} {code}" for code, number in done.dtypes.items())
+    ties = f", {count(len(done.ties), 'tied name')}" if done.ties else ""
+    part = f"[bold]{escape(done.prefix)}[/] of step {done.step}" if done.prefix else f"step {done.step}"
+    what = f"{part}, {count(done.tensor_count, 'tensor')} ({dtypes}){ties}, {size(done.bytes)}"
+    where = escape(done.url)
+    if done.dry_run:
+        say(f"would {'link' if done.linked else 'write'} {what} to {where}")
+    else:
+        took = f"{done.seconds:.2f} s ({speed(done.bytes / max(done.seconds, 1e-9))})"
+        how = " linked" if done.linked else ""
+        say(f"[green]✓[/] {what}{how} in {where} after {took}")
+    if done.left_out:
+        names = escape(list_names(done.left_out))
+        say(f"[yellow]![/] without {names}: left out when the step was saved, so the folder alone is no whole model")
+    if source is not None:
+        say(f"[dim]  from {escape(source)}:[/]")
+    for name in done.files:
+        say(f"[dim]  {escape(name)}[/]")

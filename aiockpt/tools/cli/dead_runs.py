@@ -1,0 +1,140 @@
+"""Runs below a folder to which nothing was written for long, and what can be deleted of them by the rules of retention.
+
+Guarantees:
+
+- A run is dead when nothing below its root was written for so long, by the storage's dates and clock, and no heartbeat and
+  no lease says otherwise. One with an object that has no date, or with a part that cannot be listed, is left alone.
+- Each run is looked at right before anything in it is deleted, and trouble with one holds up no other.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from pathlib import Path
+
+import anyio
+import msgspec
+
+from aiockpt.errors import CheckpointError
+from aiockpt.format.names import parse_step
+from aiockpt.monitor.live_job import JobWatch
+from aiockpt.options import Retention
+from aiockpt.pipeline.collect import find_reader, plan_removal, remove
+from aiockpt.pipeline.discover import StepEntry, scan
+from aiockpt.storage.backend import Backend
+from aiockpt.storage.transfer import storage_now_ns, walk
+from aiockpt.tools.cli.given_root import open_place
+from aiockpt.units import duration
+
+
+class RunBelow(msgspec.Struct, kw_only=True):
+    """A run below a folder, and what became of it.
+
+    Attributes:
+        run: its place.
+        steps: how many it has, unfinished ones included; *bytes*: of all that lies in their folders.
+        changed_ns: when something below its root was last written, by the storage's clock; 0 where that is not known.
+        stays: why it is left alone; empty for a dead one.
+        kept: the steps that stay in a dead one, the newest first.
+        freed_bytes: of what was deleted, or would be.
+        left: (step id, reason) of what should go, and could not now.
+        problem: why not all was done that should be; empty where it was.
+    """
+
+    run: str
+    steps: int = 0
+    bytes: int = 0
+    changed_ns: int = 0
+    stays: str = ""
+    kept: tuple[int, ...] = ()
+    freed_bytes: int = 0
+    left: tuple[tuple[str, str], ...] = ()
+    problem: str = ""
+
+
+async def find_roots(backend: Backend) -> tuple[list[str], dict[str, str]]:
+    """Return the folders at and below the root that hold steps, and those that cannot be listed, with the reasons."""
+    roots: list[str] = []
+    unread: dict[str, str] = {}
+    folders = [""]
+    while folders:
+        folder = folders.pop()
+        try:
+            below = (await backend.list(folder)).folders
+        except CheckpointError as error:
+            unread[folder] = str(error)
+            continue
+        others = [name for name in reversed(below) if parse_step(name.rpartition("/")[2]) is None]
+        folders += others
+        if len(others) < len(below):
+            roots.append(folder)
+    return roots, unread
+
+
+def clean_run(place: str | Path, *, older_than_s: float, keep: int, delete: bool) -> RunBelow:
+    """Delete what is not to be kept of the run at *place* if it is dead, or only say what that would be.
+
+    Args:
+        keep: the newest whole steps that stay; 0 deletes all.
+    """
+    found = RunBelow(run=str(place))
+    try:
+        backend = open_place(place)
+        sizes = anyio.run(_look, backend, found, older_than_s)
+        if found.stays or not found.steps:
+            return found
+        if keep:
+            _prune(place, found, sizes, Retention(last=keep, grace_s=min(older_than_s, Retention().grace_s)), delete)
+        else:
+            plan = anyio.run(plan_removal, backend, None)
+            if delete:
+                anyio.run(remove, backend, plan)
+            found.freed_bytes = plan.bytes
+    except (CheckpointError, OSError) as error:
+        found.problem = str(error)
+    return found
+
+
+async def _look(backend: Backend, found: RunBelow, older_than_s: float) -> Counter[str]:
+    """Fill in what there is to say of a run; return the bytes by folder, of steps and of attempts."""
+    sizes: Counter[str] = Counter()
+    dates = []
+    async for stat in walk(backend, ""):
+        dates.append(stat.modified_ns)
+        step_id, _, rest = stat.key.partition("/")
+        if rest and parse_step(step_id) is not None:
+            sizes.update({step_id: stat.size, f"{step_id}/{rest.partition('/')[0]}": stat.size})
+    entries = [entry for entry in await scan(backend) if entry.committed or entry.attempts]
+    found.steps, found.bytes = len(entries), sum(sizes[entry.id] for entry in entries)
+    found.changed_ns = max(dates) if dates and min(dates) > 0 else 0
+    if entries:
+        found.stays = await _why_it_stays(backend, found, entries, older_than_s)
+    return sizes
+
+
+async def _why_it_stays(backend: Backend, found: RunBelow, entries: list[StepEntry], older_than_s: float) -> str:
+    if not found.changed_ns:
+        return "when it was last written is not known"
+    if await storage_now_ns(backend, secrets.token_hex(6)) - found.changed_ns < older_than_s * 1e9:
+        return f"written within {duration(older_than_s)}"
+    job = await JobWatch(backend).look()
+    if job is not None and not job.ended and len(job.silent) < len(job.ranks):
+        return "it runs, as its heartbeats say"
+    for entry in entries:
+        if (reader := await find_reader(backend, entry.id, secrets.token_hex(6))) is not None:
+            return f"step {entry.step}: {reader}"
+    return ""
+
+
+def _prune(place: str | Path, found: RunBelow, sizes: Counter[str], rules: Retention, delete: bool) -> None:
+    from aiockpt.session.checkpointer import Checkpointer
+
+    with Checkpointer(place) as ckpt:
+        pruned = ckpt.prune(rules, dry_run=not delete).result()
+    gone = {step.id for step in pruned.steps}
+    gone |= {f"{one.step_id}/a-{one.attempt}" for one in pruned.garbage if one.step_id not in gone and not one.shares}
+    found.freed_bytes = sum(sizes[folder] for folder in gone)
+    found.kept = tuple(step.step for step in pruned.kept)
+    found.left = pruned.left
+    found.problem = "; ".join(f"{step_id}: {reason}" for step_id, reason in pruned.left if step_id in pruned.failed)

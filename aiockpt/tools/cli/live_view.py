@@ -1,0 +1,219 @@
+"""How ``aiockpt top`` looks: three lines of the job, and its ranks, who waits the longest first."""
+
+from __future__ import annotations
+
+import time
+
+import anyio
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from aiockpt.errors import CheckpointError
+from aiockpt.monitor.live_job import JobNow, JobWatch, RankNow
+from aiockpt.monitor.stragglers import Straggler
+from aiockpt.runtime.notes import name_ranks
+from aiockpt.storage.backend import Backend
+from aiockpt.tools.cli import show
+
+TABLE_LINES = 2
+"""Around the ranks: the names of the columns, and how many are not shown."""
+MOST_ROWS = 20
+"""Ranks that are shown: drawing is most of what a look costs, and who waits the longest is above."""
+MOST_OF_A_CORE = 0.02
+"""That looking and drawing take."""
+UNANSWERED_S = 5.0
+"""So long a look may take before that is told."""
+MOST_SLOW = 3
+"""Stragglers that are told, the slowest: one disk shows in several stages."""
+_SHOWN_RANKS = 12
+
+
+async def look_once(root: str, backend: Backend, as_json: bool) -> None:
+    """Print how the job is now."""
+    try:
+        job = await JobWatch(backend).look()
+    finally:
+        await backend.close()
+    show.json_or(as_json, job, lambda: show.out.print(view(root, job, height=1000)))
+
+
+class _Looks:
+    """Looks at the job again and again, and goes on where storage fails, or hangs, for a while.
+
+    Attributes:
+        job: as it was when storage answered last, at the second *answered_s* of the monotonic clock.
+        trouble: why the last look failed; empty where it did not.
+        pause_s: until the next one: what was asked for, or more where many ranks would take more than `MOST_OF_A_CORE`.
+    """
+
+    def __init__(self, backend: Backend, every_s: float) -> None:
+        self._watch = JobWatch(backend)
+        self._every_s = self.pause_s = every_s
+        self.job: JobNow | None = None
+        self.answered_s = time.monotonic()
+        self.trouble = ""
+
+    async def look(self) -> None:
+        """Look once.
+
+        Raises:
+            CheckpointError: storage cannot be asked.
+        """
+        self.job = await self._watch.look()
+        self.answered_s, self.trouble = time.monotonic(), ""
+
+    async def go_on(self) -> None:
+        """Look again and again until the job has ended."""
+        while self.job is None or not self.job.ended:
+            busy_s = time.process_time()
+            await anyio.sleep(self.pause_s)  # what was seen is drawn meanwhile
+            try:
+                await self.look()
+            except (CheckpointError, OSError) as error:
+                self.trouble = str(error)
+            self.pause_s = max(self._every_s, (time.process_time() - busy_s) / MOST_OF_A_CORE)
+
+    def unanswered(self) -> str:
+        """Return in words what storage has left unanswered for so long that what is shown is old; empty where nothing."""
+        silent_s = time.monotonic() - self.answered_s
+        if not self.trouble and silent_s < self.pause_s + UNANSWERED_S:
+            return ""
+        return (
+            f"storage has not answered for {_time(silent_s)}, and what is shown is so old: {self.trouble or 'it hangs'}"
+        )
+
+
+async def follow(root: str, backend: Backend, every_s: float) -> None:
+    """Show how the job is, every *every_s* seconds, until the task is cancelled or the job has ended.
+
+    A screen is drawn when there is something new to see.
+
+    Raises:
+        CheckpointError: storage fails at the first look. Later that is shown, and looked again.
+    """
+    looks = _Looks(backend, every_s)
+    drawn: tuple[JobNow | None, str] | None = None
+    try:
+        await looks.look()
+        with Live(console=show.out, screen=True, auto_refresh=False) as live:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(looks.go_on)
+                while looks.job is None or not looks.job.ended:
+                    job, trouble = looks.job, looks.unanswered()
+                    if drawn is None or job is not drawn[0] or trouble != drawn[1]:
+                        live.update(view(root, job, show.out.height, trouble), refresh=True)
+                        drawn = job, trouble
+                    await anyio.sleep(every_s)
+        show.out.print(view(root, looks.job, show.out.height))
+    finally:
+        with anyio.CancelScope(shield=True):
+            await backend.close()
+
+
+def view(root: str, job: JobNow | None, height: int, trouble: str = "") -> RenderableType:
+    """Return *job* as lines and a table that fit into *height* lines.
+
+    Args:
+        trouble: why it is not known how the job is now.
+    """
+    if job is None and trouble:
+        return Group(_line(f"[bold]{escape(root)}[/]"), _line(f"[bold red]{escape(trouble)}[/]"))
+    if job is None:
+        return Text.from_markup(
+            f"[bold]{escape(root)}[/]   no rank has said anything yet: "
+            + escape("Checkpointer(…, observers=[aiockpt.monitor.Heartbeat()])")
+        )
+    rows = sorted(job.ranks, key=_urgency)
+    parts: list[RenderableType] = [_line(f"[bold red]{escape(trouble)}[/]")] if trouble else []
+    parts += [_line(line) for line in _header(root, job)]
+    shown = rows[: max(1, min(MOST_ROWS, height - len(parts) - TABLE_LINES))]
+    parts.append(_table(shown))
+    if len(rows) > len(shown):
+        parts.append(_line(f"[dim]{show.count(len(rows) - len(shown), 'rank')} more, which wait less[/]"))
+    return Group(*parts)
+
+
+def _line(markup: str) -> Text:
+    """Return one line, cut where the terminal ends: more lines would push the ranks out of it."""
+    line = Text.from_markup(markup)
+    line.no_wrap, line.overflow = True, "ellipsis"
+    return line
+
+
+def _urgency(rank: RankNow) -> tuple[bool, float, int]:
+    """Return what sorts the silent first, then who waits the longest."""
+    return (not rank.silent, -rank.oldest.for_s if rank.oldest is not None else 0.0, rank.beat.rank)
+
+
+def _header(root: str, job: JobNow) -> list[str]:
+    well = sum(not one.silent for one in job.ranks)
+    state = "[dim]ended[/]" if job.ended else f"{well} of {show.count(job.world_size, 'rank')} heard"
+    if job.durable_step is None or job.durable_s is None:
+        durable = "[yellow]no step is durable yet[/]"
+    else:
+        durable = f"step [bold]{job.durable_step}[/] is durable, since {_time(job.durable_s)}"
+    steps = ", ".join(map(str, job.in_flight)) or "none"
+    lines = [
+        f"[bold]{state}[/]   {escape(root)}",
+        durable,
+        f"in flight: {steps}   {show.speed(job.bytes_per_s)}   {show.count(job.failed, 'save')} failed, "
+        f"{show.count(job.retried, 'call')} made again",
+    ]
+    for ranks, what in (
+        (job.doubled, "two processes speak in turns, so two jobs have one place"),
+        (job.silent, "silent"),
+        (job.missing, "never heard of"),
+    ):
+        if ranks:
+            lines.append(f"[bold red]{what}: {name_ranks(ranks, _SHOWN_RANKS)}[/]")
+    if job.damaged:
+        more = f" and {len(job.damaged) - _SHOWN_RANKS} more" if len(job.damaged) > _SHOWN_RANKS else ""
+        names = ", ".join(job.damaged[:_SHOWN_RANKS])
+        lines.append(f"[bold red]damaged, or of another version of aiockpt: {escape(names)}{more}[/]")
+    lines += [f"[yellow]{escape(_slow(one))}[/]" for one in job.slow[:MOST_SLOW]]
+    errors = {one.beat.last_error for one in job.ranks if one.beat.last_error}
+    if errors:
+        lines.append(f"[red]{escape(sorted(errors)[-1][:200])}[/]")
+    return lines
+
+
+def _slow(one: Straggler) -> str:
+    """Return a straggler in so few words that the cause is on the screen."""
+    return (
+        f"rank {one.rank} ({one.host}) is slow: {one.stage} takes {one.factor:.1f} ×, {one.extra_s:.3g} s more each "
+        f"{one.operation} since step {one.since}; {one.cause}"
+    )
+
+
+def _table(ranks: list[RankNow]) -> Table:
+    table = show.columns(
+        "rank", "host", "doing", "for", "written", "speed", "durable", "heard",
+        right=("rank", "for", "written", "speed", "durable", "heard"), folds="host",
+    )  # fmt: skip
+    for one in ranks:
+        work, beat = one.oldest, one.beat
+        doing = "[dim]ended[/]" if beat.ended else "[dim]nothing[/]"
+        if work is not None:
+            doing = f"{work.operation} {work.step}: {work.stage}"
+        table.add_row(
+            str(beat.rank),
+            escape(beat.host),
+            doing,
+            "" if work is None else _time(work.for_s + one.heard_s),
+            f"{show.size(work.done_bytes)} of {show.size(work.bytes)}" if work is not None and work.bytes else "",
+            show.speed(beat.bytes_per_s) if beat.bytes_per_s and not beat.ended else "",
+            "" if beat.durable_step is None else str(beat.durable_step),
+            f"[bold red]{_time(one.heard_s)} ago[/]" if one.silent else f"{_time(one.heard_s)} ago",
+        )
+    return table
+
+
+def _time(seconds: float) -> str:
+    """Return a time as an operator reads it: 4 s, 12 min, 3 h 20 min."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,91 @@
+"""How a run went, for people: a few lines, and a table of the stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.markup import escape
+from rich.table import Table
+
+from aiockpt.monitor.finding import Finding, Level
+from aiockpt.monitor.spans import WHOLE
+from aiockpt.monitor.summary import Summary
+from aiockpt.tools.cli import show
+from aiockpt.units import duration
+
+MOST_FINDINGS = 6
+_TONES: dict[Level, str] = {"bad": "bold red", "warning": "yellow", "note": "dim"}
+
+
+def show_findings(page: str, found: Summary, problems: Sequence[Finding]) -> None:
+    """Print where the page is, and what is wrong."""
+    show.title(page, f"{show.count(found.committed, 'save')} committed on {show.count(found.ranks, 'rank')}")
+    _show_problems(problems[:MOST_FINDINGS])
+    if len(problems) > MOST_FINDINGS:
+        show.say(f"[dim]{len(problems) - MOST_FINDINGS} more are on the page[/]")
+
+
+def _show_problems(problems: Sequence[Finding]) -> None:
+    for problem in problems:
+        since = "" if problem.since_s is None else f" [dim]since {show.moment(int(problem.since_s * 1e9))}[/]"
+        advice = f" {escape(problem.advice)}" if problem.advice else ""
+        show.say(f"[{_TONES[problem.level]}]{problem.level:8}[/] {escape(problem.what)}{advice}{since}")
+    if not problems:
+        show.say("[green]well[/]     no failure, no slow rank, nothing lost")
+
+
+def show_summary(root: str, found: Summary, problems: Sequence[Finding]) -> None:
+    """Print a summary; what is wrong comes first."""
+    lasted, begun = duration(found.ended_s - found.begun_s), show.moment(int(found.begun_s * 1e9))
+    show.title(root, f"{show.count(found.ranks, 'rank')} on {show.count(found.hosts, 'host')}, {lasted} from {begun}")
+    _show_problems(problems)
+    show.say("")
+    last = "" if found.last_step is None else f", the last of step {found.last_step}"
+    made_again = show.count(found.retries, "call")
+    show.say(f"saves       {found.committed} committed{last}, {found.failed} failed; {made_again} made again")
+    if found.committed or found.failed:
+        show.say(f"pause       {duration(found.pauses_s[0])}, at most {duration(found.pauses_s[1])}")
+    if found.committed:
+        show.say(f"durable     {duration(found.durable_s[0])} after the call, at most {duration(found.durable_s[1])}")
+    show.say(f"effective   {found.effective:.1%} of the time trained: not held, loading, lost or down (ETTR)")
+    _show_trouble(found)
+    if found.stages:
+        show.say("")
+        show.out.print(_table(found))
+
+
+def _show_trouble(found: Summary) -> None:
+    for failure in found.failures:
+        at = show.moment(int(failure.at_s * 1e9))
+        others = f" and {show.count(failure.ranks - 1, 'other')}" if failure.ranks > 1 else ""
+        show.say(
+            f"[red]failed[/]      step {failure.step} on rank {failure.rank}{others} at {at}: {escape(failure.error)}"
+        )
+    for slow in found.stragglers:
+        show.say(
+            f"[yellow]straggler[/]   rank {slow.rank} ({escape(slow.host)}): {slow.operation} {slow.stage} takes "
+            f"{slow.factor:.1f} × the ranks' median, {duration(slow.extra_s)} more, since step {slow.since}: {slow.cause}"
+        )
+    for start in found.restarts:
+        resumed = "from nothing" if start.resumed_from is None else f"from step {start.resumed_from}"
+        at, ranks = show.moment(int(start.at_s * 1e9)), show.count(start.world_size, "rank")
+        lost = f"{duration(start.lost_s)} of work lost, down for {duration(start.down_s)}"
+        show.say(f"restart     at {at} on {ranks}, {resumed}; {lost}")
+
+
+def _table(found: Summary) -> Table:
+    right = ("count", "median", "most", "speed")
+    table = show.columns("", "stage", "count", "median", "most", "where", "speed", right=right, folds="where")
+    before = ""
+    for stage in found.stages:
+        table.add_row(
+            stage.operation if stage.operation != before else "",
+            "all of it" if stage.stage == WHOLE else stage.stage,
+            str(stage.count),
+            duration(stage.median_s),
+            duration(stage.most_s),
+            f"rank {stage.slowest_rank}, step {stage.slowest_step}",
+            show.speed(stage.bytes_per_s) if stage.bytes_per_s else "",
+        )
+        before = stage.operation
+    return table

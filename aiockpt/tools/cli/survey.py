@@ -1,0 +1,181 @@
+"""What is below a root, damaged and unfinished things included? A look that changes nothing and imports no torch.
+
+(`Checkpointer.steps` finishes the commits of dead jobs first, as a program that resumes wants it; an operator who looks
+at a place wants to see it as it is.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import anyio
+import msgspec
+
+from aiockpt.errors import (
+    CorruptionError,
+    NoValidCheckpointError,
+    ObjectNotFoundError,
+    StepNotFoundError,
+    StorageError,
+    UsageError,
+)
+from aiockpt.format.names import attempt_folder
+from aiockpt.pipeline.discover import StepEntry, StepInfo, look_into, newest_first, read_receipts, scan, votes_to_finish
+from aiockpt.pipeline.receipts import read_head
+from aiockpt.planning.weights import has_weights_only
+from aiockpt.runtime.tasks import open_tasks
+from aiockpt.storage.backend import Backend
+from aiockpt.storage.transfer import walk
+
+MANIFESTS_AT_ONCE = 8
+
+
+class UnfinishedSave(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt that no manifest names: a save that runs, one that died, or one that lost against another.
+
+    Attributes:
+        missing_ranks: whose receipts are not there; None when no receipt tells how many there should be.
+        can_be_committed: all receipts are there, and no other attempt has overtaken it.
+        manifest_is_damaged: a manifest of the step cannot be read, and may be the one that names this attempt.
+        changed_ns: when something was last written to it, by the storage's clock; 0 when nothing was.
+    """
+
+    step: int
+    id: str
+    attempt: str
+    bytes: int
+    missing_ranks: tuple[int, ...] | None
+    can_be_committed: bool
+    manifest_is_damaged: bool
+    changed_ns: int
+
+
+class Survey(msgspec.Struct, frozen=True):
+    """Everything below one root, the newest step first."""
+
+    url: str
+    steps: tuple[StepInfo, ...]
+    unfinished: tuple[UnfinishedSave, ...]
+
+
+async def survey(backend: Backend) -> Survey:
+    """Look at every step below the root."""
+    entries = await scan(backend)
+    slots = anyio.Semaphore(MANIFESTS_AT_ONCE)
+    steps: dict[str, StepInfo] = {}
+    unfinished: list[UnfinishedSave] = []
+
+    async def look(entry: StepEntry) -> None:
+        async with slots:
+            if entry.committed:
+                steps[entry.id] = await look_into(backend, entry)
+            unfinished.extend(await find_unfinished(backend, entry))
+
+    async with open_tasks() as tasks:
+        for entry in entries:
+            tasks.start_soon(look, entry)
+    order = {entry.id: place for place, entry in enumerate(entries)}
+    unfinished.sort(key=lambda one: (order[one.id], one.attempt))
+    return Survey(backend.url, tuple(steps[entry.id] for entry in entries if entry.committed), tuple(unfinished))
+
+
+async def find_unfinished(backend: Backend, entry: StepEntry) -> list[UnfinishedSave]:
+    """Return the attempts at a step that none of its manifests names."""
+    if entry.head is not None and entry.attempts == (entry.head.attempt,):
+        return []  # the usual step
+    named: set[str | None] = set()
+    for generation in entry.generations:
+        try:
+            named.add((await read_head(backend, entry.id, generation)).attempt)
+        except ObjectNotFoundError:  # deleted since it was listed
+            continue
+        except (CorruptionError, StorageError):
+            named.add(None)
+    nameless = [attempt for attempt in entry.attempts if attempt not in named]
+    return [await _look_at_attempt(backend, entry, attempt, None in named) for attempt in nameless]
+
+
+async def _look_at_attempt(backend: Backend, entry: StepEntry, attempt: str, damaged: bool) -> UnfinishedSave:
+    receipts = await read_receipts(backend, entry.id, attempt)
+    votes = await votes_to_finish(backend, entry, attempt)
+    files = [stat async for stat in walk(backend, attempt_folder(entry.id, attempt))]
+    first = next(iter(receipts.values()), None)
+    missing = None if first is None else tuple(sorted(set(range(first.world_size)) - receipts.keys()))
+    return UnfinishedSave(
+        step=entry.step,
+        id=entry.id,
+        attempt=attempt,
+        bytes=sum(stat.size for stat in files),
+        missing_ranks=missing,
+        can_be_committed=votes is not None,
+        manifest_is_damaged=damaged,
+        changed_ns=max((stat.modified_ns for stat in files), default=0),
+    )
+
+
+async def find_committed(backend: Backend, step: int | None) -> StepEntry:
+    """Return the committed step of that number; the newest one, damaged or not, for None.
+
+    Raises:
+        StepNotFoundError: there is none; the message says what there is.
+    """
+    entries = await scan(backend)
+    committed = [entry for entry in entries if entry.committed]
+    if step is None and committed:
+        return committed[0]
+    for entry in committed:
+        if entry.step == step:
+            return entry
+    if step is None:
+        raise StepNotFoundError(f"{backend.url} holds no checkpoint yet")
+    raise StepNotFoundError(f"{backend.url} has no committed step {step}; it has {_some(committed)}")
+
+
+def _some(committed: Sequence[StepEntry]) -> str:
+    shown = [str(entry.step) for entry in committed[:10]]
+    more = len(committed) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "") if shown else "none"
+
+
+class _Listed(msgspec.Struct, frozen=True):
+    """A step of the one place that is looked at."""
+
+    backend: Backend
+    entry: StepEntry
+
+    def without(self, entry: StepEntry) -> _Listed:
+        return _Listed(self.backend, entry)
+
+
+async def find_valid(backend: Backend) -> StepEntry:
+    """Return the step that a load of the newest would find; where there are weights alone, the newest of these.
+
+    Raises:
+        StepNotFoundError: nothing is committed.
+        NoValidCheckpointError: none of it is valid.
+        NewerFormatError, StorageError: of a step that may be the newest.
+    """
+    skipped: list[tuple[str, str]] = []
+    weights: StepEntry | None = None
+    listed = [_Listed(backend, entry) for entry in await scan(backend) if entry.committed]
+    async for one, manifest in newest_first(listed, lambda one, error: skipped.append((one.entry.id, str(error)))):
+        if not has_weights_only(manifest):
+            return one.entry
+        weights = weights or one.entry
+    if weights is not None:
+        return weights
+    if skipped:
+        raise NoValidCheckpointError(backend.url, skipped)
+    raise StepNotFoundError(f"{backend.url} holds no checkpoint yet")
+
+
+async def measure(backend: Backend, prefixes: Sequence[str]) -> dict[str, int]:
+    """Return the bytes below each of the folders *prefixes*."""
+    return {prefix: sum([stat.size async for stat in walk(backend, prefix)]) for prefix in prefixes}
+
+
+def check_metric(name: str, steps: Sequence[StepInfo]) -> None:
+    """Raise UsageError when none of *steps* carries the metric: a rule for it would keep nothing, silently."""
+    known = sorted({metric for step in steps for metric in step.metrics})
+    if steps and name not in known:
+        raise UsageError(f"no step has the metric {name!r}; the metrics there are: {', '.join(known) or 'none'}")

@@ -1,0 +1,257 @@
+"""Does every byte survive when calls fail? A mixed workload for a while, with faults injected below the retries.
+
+Workers write, read back, replace, list and delete, each in a folder of its own, so that each knows what must be there.
+Whatever was acknowledged is compared whenever it is read, and once more at the end. A read that brings damaged bytes is
+repeated, as a load does; what is damaged every time is wrong. So is an object that is missing, a list that lacks one, a
+create that wins against an object that is there, and a deleted one that is found.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import anyio
+import msgspec
+
+from aiockpt.errors import ObjectNotFoundError, StorageError
+from aiockpt.events import StorageRetried
+from aiockpt.pipeline.upload import ABORT_DEADLINE_S
+from aiockpt.runtime.tasks import open_tasks
+from aiockpt.storage.backend import Backend
+from aiockpt.storage.retry import Retrying, RetryPolicy
+from aiockpt.storage.retry_calls import classify
+from aiockpt.storage.transfer import put_once
+from aiockpt.testing.faults import FaultyBackend
+from aiockpt.tools.stress.lab import Lab
+from aiockpt.tools.stress.meter import Stopwatch
+from aiockpt.tools.stress.payload import new_buffer
+from aiockpt.tools.stress.plan import BLOCK_BYTES, RECEIPT_BYTES
+from aiockpt.tools.stress.report import Soak
+from aiockpt.tools.stress.soak_faults import DrawnFaults
+
+MOST_WORKERS = 8
+MOST_FILE_BYTES = 64 << 20
+READS_OF_DAMAGED = 12
+"""Times that bytes which came damaged are read, before they are wrong: as often as a call is made that fails. With fewer,
+bits that the soak itself flips would in the end be taken for damage."""
+
+POLICY = RetryPolicy(first_wait_s=0.01, longest_wait_s=2.0, throttled_first_wait_s=0.1)
+"""Short waits: most of these faults are our own."""
+
+
+class SoakTally(msgspec.Struct):
+    """What all workers did and found."""
+
+    files: int = 0
+    objects: int = 0
+    bytes_written: int = 0
+    bytes_read: int = 0
+    reread: int = 0
+    errors: Counter[str] = msgspec.field(default_factory=Counter)
+    wrong: list[str] = msgspec.field(default_factory=list)
+
+
+async def soak(lab: Lab) -> None:
+    """Run the workload, and put what came of it into the report."""
+    lab.watch(f"soak of {lab.plan.soak_s:g} s")
+    faults = DrawnFaults(lab.plan.seed, lab.plan.faults)
+    faulty = FaultyBackend(lab.backend.inner if isinstance(lab.backend, Retrying) else lab.backend)
+    faulty.schedule = faults
+    retried: Counter[tuple[str, str]] = Counter()
+
+    def count_retry(event: StorageRetried) -> None:
+        retried[event.verb, event.key] += event.attempt == 2
+
+    backend = Retrying(faulty, POLICY, on_retry=count_retry)
+    tally = SoakTally()
+    stopwatch = Stopwatch(lab.clock)
+    workers = min(MOST_WORKERS, lab.plan.concurrency[-1])
+    async with open_tasks() as tasks:
+        for number in range(workers):
+            worker = _Worker(lab, backend, number, tally, lab.plan.most_bytes // workers)
+            tasks.start_soon(worker.run, lambda: stopwatch.wall_s < lab.plan.soak_s)
+    seen = backend.statistics()
+    met = sum(retried.values())
+    lab.report.soak = Soak(
+        seed=lab.plan.seed,
+        fraction=lab.plan.faults,
+        wall_s=stopwatch.wall_s,
+        calls=seen.calls,
+        attempts=seen.attempts,
+        files=tally.files,
+        objects=tally.objects,
+        bytes_written=tally.bytes_written,
+        bytes_read=tally.bytes_read,
+        injected=dict(faults.injected.most_common()),
+        retried=met,
+        recovered=max(0, met - sum(tally.errors.values())),
+        reread=tally.reread,
+        errors=dict(tally.errors),
+        wrong=tally.wrong,
+    )
+    lab.report.problems.extend(f"soak: {problem}" for problem in tally.wrong)
+    if tally.errors:
+        said = ", ".join(f"{number} × {name}" for name, number in tally.errors.most_common())
+        lab.report.problems.append(f"soak: calls failed in the end, all retries used: {said}")
+
+
+class _Worker:
+    """One of those who write and read, in a folder of its own."""
+
+    def __init__(self, lab: Lab, backend: Backend, number: int, tally: SoakTally, most_bytes: int) -> None:
+        self._lab = lab
+        self._backend = backend
+        self._number = number
+        self._tally = tally
+        self._most_bytes = most_bytes
+        self._dice = random.Random(f"{lab.plan.seed}-{number}")
+        self._buffer = new_buffer(BLOCK_BYTES)
+        self._files: dict[str, tuple[int, int]] = {}
+        self._objects: dict[str, int] = {}
+        self._next = number << 20  # the workers' contents differ
+
+    async def run(self, is_time: Callable[[], bool]) -> None:
+        """Do everything once, then by dice until time is over; then read everything that is left once more."""
+        actions: tuple[tuple[Callable[[], Awaitable[None]], int], ...] = (
+            (self._write_file, 30),
+            (self._read_some_file, 30),
+            (self._put, 15),
+            (self._get_some, 15),
+            (self._create_taken, 5),
+            (self._list, 5),
+            (self._delete_file, 5),
+        )
+        makes, weights = zip(*actions, strict=True)
+        for make in makes:
+            await self._try(make)
+        while is_time():
+            await self._try(self._dice.choices(makes, weights)[0])
+        for key in list(self._files):
+            await self._try(partial(self._read_file, key))
+        for key in list(self._objects):
+            await self._try(partial(self._get, key))
+
+    async def _try(self, action: Callable[[], Awaitable[None]]) -> None:
+        """Do something; an error is counted, and missing what must be there is wrong."""
+        try:
+            await action()
+        except ObjectNotFoundError as error:
+            self._wrong(f"what was acknowledged is missing: {error}")
+        except StorageError as error:
+            self._tally.errors[classify(error)] += 1
+
+    def _wrong(self, what: str) -> None:
+        self._tally.wrong.append(what)
+
+    def _key(self, kind: str) -> tuple[str, int]:
+        self._next += 1
+        return self._lab.key("soak", f"w{self._number}", kind, str(self._next)), self._next
+
+    async def _write_file(self) -> None:
+        size = min(self._dice.choice(self._lab.plan.sizes), MOST_FILE_BYTES, max(1, self._most_bytes // 2))
+        while self._files and sum(size for _, size in self._files.values()) + size > self._most_bytes:
+            await self._delete_file()
+        key, number = self._key("files")
+        upload = await self._backend.create(key, size)
+        try:
+            starts = list(range(0, size, BLOCK_BYTES))
+            self._dice.shuffle(starts)
+            async with open_tasks() as tasks:
+                for start in starts:
+                    data = self._lab.content.block(number, start // BLOCK_BYTES, min(BLOCK_BYTES, size - start))
+                    tasks.start_soon(upload.write, start, [data])
+            await upload.finish()
+        except BaseException:
+            with anyio.move_on_after(ABORT_DEADLINE_S, shield=True):
+                await upload.abort()
+            raise
+        self._files[key] = number, size
+        self._tally.files += 1
+        self._tally.bytes_written += size
+
+    async def _read_some_file(self) -> None:
+        if self._files:
+            await self._read_file(self._dice.choice(list(self._files)))
+
+    async def _read_file(self, key: str) -> None:
+        number, size = self._files[key]
+        reader = await self._backend.open(key)
+        try:
+            if reader.size != size:
+                self._wrong(f"{key} has {reader.size} bytes, and {size} were written")
+                return
+            for start in range(0, size, BLOCK_BYTES):
+                found = self._buffer[: min(BLOCK_BYTES, size - start)]
+
+                async def read(start: int = start, found: memoryview = found) -> bool:
+                    await reader.read(start, [found])
+                    self._tally.bytes_read += found.nbytes
+                    return self._lab.content.is_block(number, start // BLOCK_BYTES, found)
+
+                await self._read_until_right(f"{key}, bytes {start}..{start + found.nbytes}", read)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await reader.close()
+
+    async def _read_until_right(self, what: str, read: Callable[[], Awaitable[bool]]) -> None:
+        for again in range(READS_OF_DAMAGED):
+            if await read():
+                self._tally.reread += again > 0
+                return
+        self._wrong(f"{what}: not what was written, {READS_OF_DAMAGED} times")
+
+    async def _put(self) -> None:
+        """Put an object, or replace one."""
+        key, number = self._key("objects")
+        if len(self._objects) > MOST_WORKERS:
+            key = self._dice.choice(list(self._objects))
+        before = self._objects.pop(key, None)  # while it is replaced, and when that fails, either may be there
+        await self._backend.put(key, self._lab.content.document(number, RECEIPT_BYTES))
+        self._objects[key] = number
+        self._tally.objects += before is None
+        self._tally.bytes_written += RECEIPT_BYTES
+
+    async def _get_some(self) -> None:
+        if self._objects:
+            await self._get(self._dice.choice(list(self._objects)))
+
+    async def _get(self, key: str) -> None:
+        async def read() -> bool:
+            found = await self._backend.get(key, RECEIPT_BYTES + 1)
+            self._tally.bytes_read += len(found)
+            return found == self._lab.content.document(self._objects[key], RECEIPT_BYTES)
+
+        await self._read_until_right(key, read)
+
+    async def _create_taken(self) -> None:
+        """Create an object as a commit does, then once more with other bytes: the second must be refused."""
+        key, number = self._key("objects")
+        created = await put_once(self._backend, key, self._lab.content.document(number, RECEIPT_BYTES))
+        self._objects[key] = number
+        self._tally.objects += 1
+        self._tally.bytes_written += RECEIPT_BYTES
+        if not created:
+            await self._get(key)  # the look at whose it is may have come damaged: wrong only if it is not ours
+        if await put_once(self._backend, key, self._lab.content.document(number + 1, RECEIPT_BYTES)):
+            self._wrong(f"{key} was created twice")
+
+    async def _list(self) -> None:
+        known = set(self._objects)
+        found = await self._backend.list(self._lab.key("soak", f"w{self._number}", "objects"))
+        if missing := known - {stat.key for stat in found.objects}:
+            self._wrong(f"a list lacks {len(missing)} of {len(known)} objects, such as {min(missing)}")
+
+    async def _delete_file(self) -> None:
+        if not self._files:
+            return
+        key = next(iter(self._files))
+        del self._files[key]
+        await self._backend.delete([key])
+        try:
+            await self._backend.stat(key)
+        except ObjectNotFoundError:
+            return
+        self._wrong(f"{key} was deleted and is there")
